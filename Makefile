@@ -1,0 +1,117 @@
+# The verbs of this repository, the same here and in CI: serve, test, test-long, lint, check, bench,
+# docs, clean. `make serve` and `make test` install what they need into .venv first; stamp files
+# there make that instant while pyproject.toml, constraints.txt and native/ stay as they are.
+#
+#   make serve PORT=8000 HOST=127.0.0.1 MODEL=/path/to/model ARGS="--log-level=debug"
+#   make serve PYTHON=python3.12      the interpreter .venv is created from
+#   make serve PDSERVE_PURE=1         no compiler: the pure-Python twins
+#   make test PYTEST="-k hashing -x"  arguments for pytest
+#   make lint check PATHS=pdserve/kv  some files only
+
+SHELL  := /bin/bash
+PYTHON ?= python3
+VENV   ?= .venv
+PATHS  ?=
+PYTEST ?=
+
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+SAY := printf '==> %s\n'
+BUILT := $(VENV)/.built$(if $(PDSERVE_PURE),-pure)
+SERVE_FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL))
+
+# The slice of the long suites that a run takes follows the commit, so that a week of commits runs
+# all of them and a failure can be repeated from its commit alone.
+export PDSERVE_TEST_SEED ?= $(or $(shell git rev-parse --short=8 HEAD 2>/dev/null),0)
+
+.PHONY: help serve test test-long lint check format bench docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+# ------------------------------------------------------------------------- what people run
+
+serve: $(VENV)/.deps-serve $(BUILT)
+	@exec $(BIN)/pdserve $(SERVE_FLAGS) $(ARGS)
+
+test: $(VENV)/.deps-dev $(BUILT) lint check
+	@$(SAY) "pytest, seed $(PDSERVE_TEST_SEED)"
+	@$(BIN)/python -m pytest -q --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
+
+test-long: $(VENV)/.deps-dev $(BUILT)
+	@$(SAY) "pytest, every long suite, seed $(PDSERVE_TEST_SEED)"
+	@PDSERVE_TEST_LONG=1 $(BIN)/python -m pytest -q --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
+
+lint: $(VENV)/.deps-dev
+	@$(SAY) "ruff"
+	@$(BIN)/ruff format --check --quiet $(or $(PATHS),.) || \
+	  { $(BIN)/ruff format --check $(or $(PATHS),.); exit 1; }
+	@$(BIN)/ruff check --quiet $(or $(PATHS),.)
+
+check: $(VENV)/.deps-dev $(BUILT)
+	@$(SAY) "mypy"
+	@$(BIN)/mypy --no-error-summary $(PATHS)
+	@$(SAY) "import-linter"
+	@$(BIN)/lint-imports --no-cache > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+
+format: $(VENV)/.deps-dev
+	@$(BIN)/ruff format $(or $(PATHS),.)
+	@$(BIN)/ruff check --fix $(or $(PATHS),.)
+
+bench: $(VENV)/.deps-dev $(BUILT)
+	@for script in bench/micro/*.py; do $(SAY) "$$script"; $(BIN)/python $$script || exit 1; done
+
+docs: $(VENV)/.deps-serve $(BUILT)
+	@$(SAY) "links and flags in the documents"
+	@$(BIN)/python .ci/docs.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find pdserve engines tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ------------------------------------------------------------------------- the environment
+
+$(VENV)/.created:
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "no $(PYTHON) here: pass an interpreter, make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) .ci/interpreter.py
+	@$(SAY) "creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The build tools live in .venv and not in pip's throw-away environment: constraints.txt holds for
+# them too, and a rebuild needs no network. cmake comes along only where the system has none; where
+# it cannot be had either, the build below falls back to the pure twins.
+$(VENV)/.tools: $(VENV)/.created constraints.txt
+	@$(SAY) "installing the build tools"
+	@$(PIP) install -c constraints.txt scikit-build-core nanobind
+	@[ -n "$(PDSERVE_PURE)" ] || command -v cmake >/dev/null || \
+	  $(PIP) install -c constraints.txt cmake ninja || true
+	@touch $@
+
+$(VENV)/.deps-serve: $(VENV)/.tools pyproject.toml constraints.txt
+	@$(SAY) "installing dependencies and torch (a large download the first time)"
+	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/requirements.py torch)
+	@touch $@
+
+$(VENV)/.deps-dev: $(VENV)/.deps-serve pyproject.toml constraints.txt
+	@$(SAY) "installing the development tools"
+	@$(PIP) install -c constraints.txt $$($(BIN)/python .ci/requirements.py dev)
+	@touch $@
+
+# A compiler that fails makes the back end fall back to the pure twins (pyproject.toml); a machine
+# without any cmake is told so here. PDSERVE_REQUIRE_NATIVE=1 shows the compiler's message instead.
+$(VENV)/.built: $(VENV)/.tools pyproject.toml $(shell find native -type f)
+	@$(SAY) "building pdserve (without a compiler it stays pure Python)"
+	@export PATH="$$PATH:$(BIN)"; \
+	  command -v cmake >/dev/null || [ -n "$(PDSERVE_REQUIRE_NATIVE)" ] || export PDSERVE_PURE=1; \
+	  $(PIP) install --no-build-isolation --no-deps --editable .
+	@$(BIN)/python -c 'from pdserve import accel; print("==>", accel.describe())'
+	@touch $@
+
+# PDSERVE_PURE=1 also holds at run time, so a native build already there serves it as well.
+$(VENV)/.built-pure: $(VENV)/.tools pyproject.toml
+	@[ -e $(VENV)/.built ] || { $(SAY) "building pdserve, pure Python"; \
+	  $(PIP) install --no-build-isolation --no-deps --editable .; }
+	@touch $@

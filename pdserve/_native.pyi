@@ -1,0 +1,60 @@
+"""Types of the compiled extension (native/src/bindings.cpp). Import it through pdserve.accel."""
+
+def block_hashes(
+    tokens: bytes | memoryview, block_size: int, secret: bytes, parent: bytes
+) -> bytes: ...
+def cpu_kernel_sets() -> list[str]: ...
+
+class CpuModel:
+    """Forward passes on the CPU; twin of pdserve_engines/torch/model.py, which says what it does.
+
+    Arrays are C-contiguous numpy arrays of int32 or float32. Raises ValueError for anything that
+    does not fit; releases the GIL while it computes.
+    """
+
+    def __init__(
+        self,
+        *,
+        bfloat16: bool,
+        layers: int,
+        hidden: int,
+        inner: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        vocab: int,
+        epsilon: float,
+        tied: bool,
+        threads: int,
+        kernels: str = "",
+    ) -> None: ...
+    @property
+    def kernels(self) -> str: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def place(self, name: str, layer: int, at: int, rows: int, data: object) -> None: ...
+    def set_rope(self, table: object) -> None: ...
+    def bind(self, pool: object, blocks: int, block_size: int) -> None: ...
+    def close(self) -> None: ...
+    def forward(
+        self,
+        tokens: object,
+        positions: object,
+        offsets: object,
+        starts: object,
+        tables: object,
+        table_offsets: object,
+        rows: object,
+        out: object,
+    ) -> None: ...
+    def logits(self, hidden: object, out: object) -> None: ...
+    def greedy(
+        self,
+        tokens: object,
+        positions: object,
+        offsets: object,
+        starts: object,
+        tables: object,
+        table_offsets: object,
+        rows: object,
+    ) -> list[int]: ...

@@ -1,0 +1,43 @@
+"""Time as an argument, so that a simulation can own it.
+
+`Clock.now` is monotonic seconds from an arbitrary origin; nothing else about it may be assumed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from pdserve.ids import Seconds
+
+
+class Clock(Protocol):
+    """Reads the time. Waiting belongs to the event loop that the clock's owner brings."""
+
+    def now(self) -> Seconds:
+        """Monotonic seconds."""
+        ...
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> Seconds:
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock that moves only when told, for tests and simulation."""
+
+    def __init__(self, start: Seconds = 0.0) -> None:
+        self._now = start
+
+    def now(self) -> Seconds:
+        return self._now
+
+    def advance(self, seconds: Seconds) -> None:
+        """Move forward by `seconds` (>= 0)."""
+        if seconds < 0:
+            raise ValueError("time does not run backwards")
+        self._now += seconds

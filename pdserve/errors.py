@@ -1,0 +1,317 @@
+"""The one error tree of pdserve, sorted by situation.
+
+    PdserveError
+    ├── ConfigError                 the operator's mistake: a flag, file or checkpoint
+    │   └── UnsupportedCheckpoint   the checkpoint needs what the engine lacks
+    ├── RequestError                the client's mistake; trying again unchanged cannot help
+    │   ├── InvalidRequest          a field is malformed, out of range or not supported
+    │   │   └── ContextLengthExceeded
+    │   ├── Unauthorized
+    │   ├── Forbidden
+    │   ├── ModelNotFound
+    │   ├── RouteNotFound
+    │   ├── MethodNotAllowed
+    │   ├── PayloadTooLarge
+    │   └── RequestTimeout          the body did not arrive in time
+    ├── Overloaded                  a bound was reached; later it may fit
+    │   └── RateLimited             the bound belongs to this API key
+    ├── Unavailable                 nobody can serve this now
+    │   ├── NotReady                still loading
+    │   ├── Draining                going away
+    │   └── NoWorker                no worker serves the model
+    ├── DeadlineExceeded            the request's time ran out, at a named stage
+    ├── Cancelled                   the client went away
+    ├── ProtocolError               the other side of a connection broke its rules
+    ├── LinkError                   a link to another node; `sent`: the peer may have acted on it
+    │   ├── DialFailed              no connection came about; nothing was sent
+    │   │   ├── DialRefused         nobody listens at the address
+    │   │   ├── DialTimeout         nothing answered in time
+    │   │   └── HandshakeRefused    one side would not have the other
+    │   │       ├── WrongClusterKey
+    │   │       ├── WrongCluster
+    │   │       ├── WrongPeer       another node, or another life of it, than was expected
+    │   │       └── NoCommonVersion
+    │   └── LinkLost                it ended while something was under way on it
+    └── EngineError                 the engine failed while it had the request
+        └── EngineDied              its process ended
+
+Each class says which HTTP status fits, whether a retry can help, and which `type` and `code`
+OpenAI's error object carries. Foreign exceptions are mapped where they enter, never passed on.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PdserveError(Exception):
+    """Base of everything pdserve raises on purpose.
+
+    `param` names the offending field, `retry_after` is in seconds and becomes a Retry-After header.
+    """
+
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+    error_type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+
+class ConfigError(PdserveError):
+    """The operator asked for something that cannot be: names the key and the remedy."""
+
+    code = "config_error"
+
+
+class UnsupportedCheckpoint(ConfigError):
+    """The checkpoint needs a feature that the engine lacks; the message names it."""
+
+    code = "unsupported_checkpoint"
+
+
+class RequestError(PdserveError):
+    """The client's request is at fault."""
+
+    http_status = 400
+    error_type = "invalid_request_error"
+
+
+class InvalidRequest(RequestError):
+    """A field is missing, malformed, out of range, or known but not supported."""
+
+    code = "invalid_value"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and requested output do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    """API keys are configured and the request carries none that is known."""
+
+    http_status = 401
+    error_type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """The key is known but may not do this."""
+
+    http_status = 403
+    error_type = "permission_error"
+    code = "forbidden"
+
+
+class ModelNotFound(RequestError):
+    """No such model is served here."""
+
+    http_status = 404
+    error_type = "not_found_error"
+    code = "model_not_found"
+
+
+class RouteNotFound(RequestError):
+    """No such path."""
+
+    http_status = 404
+    error_type = "not_found_error"
+    code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, the method does not."""
+
+    http_status = 405
+    code = "method_not_allowed"
+
+
+class PayloadTooLarge(RequestError):
+    """The body is over the configured limit."""
+
+    http_status = 413
+    code = "payload_too_large"
+
+
+class RequestTimeout(RequestError):
+    """The client did not send its request in time."""
+
+    http_status = 408
+    retryable = True
+    code = "request_timeout"
+
+
+class Overloaded(PdserveError):
+    """A queue or counter is at its bound; `retry_after` says when to try again."""
+
+    http_status = 429
+    retryable = True
+    error_type = "rate_limit_error"
+    code = "overloaded"
+
+
+class RateLimited(Overloaded):
+    """The API key's own limit is reached."""
+
+    code = "rate_limit_exceeded"
+
+
+class Unavailable(PdserveError):
+    """Nobody can serve this at the moment."""
+
+    http_status = 503
+    retryable = True
+    error_type = "service_unavailable"
+    code = "unavailable"
+
+
+class NotReady(Unavailable):
+    """The engine is still loading or is being restarted."""
+
+    code = "not_ready"
+
+
+class Draining(Unavailable):
+    """The process is going away and takes no new work."""
+
+    code = "draining"
+
+
+class NoWorker(Unavailable):
+    """No worker serves the model at the moment."""
+
+    code = "no_worker"
+
+
+class DeadlineExceeded(PdserveError):
+    """The request's time ran out; the message names the stage it was in."""
+
+    http_status = 504
+    retryable = True
+    error_type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class Cancelled(PdserveError):
+    """The client went away; nobody reads this error but the logs."""
+
+    http_status = 499
+    error_type = "cancelled"
+    code = "cancelled"
+
+
+class ProtocolError(PdserveError):
+    """What came over a connection is not what the protocol allows; the connection is lost."""
+
+    code = "protocol_error"
+
+
+class LinkError(PdserveError):
+    """A link to another node failed.
+
+    `sent` decides what the caller may do. False: nothing of it left this process, trying again or
+    elsewhere is safe. True: the peer may have received it and may have acted.
+    """
+
+    http_status = 503
+    retryable = True
+    error_type = "service_unavailable"
+    code = "link_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        sent: bool = True,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after=retry_after)
+        self.sent = sent
+
+
+class DialFailed(LinkError):
+    """No connection came about, so nothing was sent. `cause` is one word for a retry's pace."""
+
+    code = "dial_failed"
+    cause: ClassVar[str] = "failed"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message, sent=False, param=param, retry_after=retry_after)
+
+
+class DialRefused(DialFailed):
+    """The address answers, but nobody listens there: the node is not up, or no longer."""
+
+    cause = "refused"
+
+
+class DialTimeout(DialFailed):
+    """Nothing answered in time: a network or a host is down, or a process does not run."""
+
+    cause = "timeout"
+
+
+class HandshakeRefused(DialFailed):
+    """There is a listener, but one side would not have the other."""
+
+    code = "handshake_refused"
+    cause = "handshake"
+
+
+class WrongClusterKey(HandshakeRefused):
+    """The two nodes do not share a cluster key; the remedy is `--cluster-key-file`."""
+
+    code = "wrong_cluster_key"
+    cause = "key"
+
+
+class WrongCluster(HandshakeRefused):
+    """The key is right, but the peer belongs to a cluster of another name."""
+
+    code = "wrong_cluster"
+    cause = "cluster"
+
+
+class WrongPeer(HandshakeRefused):
+    """Another node than was expected, another life of it, or this node itself."""
+
+    code = "wrong_peer"
+    cause = "peer"
+
+
+class NoCommonVersion(HandshakeRefused):
+    """The two nodes have no version of the protocol in common: they are more than one apart."""
+
+    code = "no_common_version"
+    cause = "version"
+
+
+class LinkLost(LinkError):
+    """The connection ended while something was under way on it."""
+
+    code = "link_lost"
+
+
+class EngineError(PdserveError):
+    """The engine failed while it had the request."""
+
+    code = "engine_error"
+
+
+class EngineDied(EngineError):
+    """The engine's process ended while it had the request; a retry meets its successor."""
+
+    http_status = 503
+    retryable = True
+    code = "engine_died"

@@ -1,0 +1,45 @@
+"""What this process does worse than it could, and why: nothing falls back in silence.
+
+Whoever takes a slower or poorer road says so here once; it becomes one log line, a metric and an
+entry in `/health`. This file knows no reason by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.observe.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+
+class Degradations:
+    """The reasons in force, by a short name in snake_case; belongs to the process's start-up."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._reasons: dict[str, str] = {}
+
+    def add(self, reason: str, detail: str) -> None:
+        """Put `reason` in force; `detail` tells a person the cause and the remedy. Idempotent."""
+        if reason in self._reasons:
+            return
+        self._reasons[reason] = detail
+        self._metrics.degraded.labels(reason).value = 1
+        _log.warning("degraded (%s): %s", reason, detail)
+
+    def clear(self, reason: str) -> None:
+        """The reason is gone; unknown ones are ignored."""
+        if self._reasons.pop(reason, None) is None:
+            return
+        self._metrics.degraded.remove(reason)
+        _log.info("no longer degraded (%s)", reason)
+
+    def reasons(self) -> Mapping[str, str]:
+        """A live read-only view: reason to detail."""
+        return MappingProxyType(self._reasons)

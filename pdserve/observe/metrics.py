@@ -1,0 +1,381 @@
+"""Every metric pdserve has: its name, its meaning, its owner; and how a scrape is answered.
+
+Names end as in vLLM, so that dashboards need a new prefix only. Seconds, bytes and ratios are base
+units. An instance belongs to one process of a deployment (several live in one test process); its
+attributes are plain instruments that owners add to, and nothing is computed before a scrape.
+
+It does not know where the numbers come from: who owns a group is said beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
+
+from pdserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Overloaded,
+    PdserveError,
+    RequestError,
+    Unavailable,
+)
+from pdserve.observe.instruments import Counter, Family, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from prometheus_client import Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.registry import Collector
+
+Instrument = Counter | Gauge | Histogram | Family[Counter] | Family[Gauge]
+_I = TypeVar("_I", bound=Instrument)
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+LATENCY = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+"""Seconds; vLLM's bounds for the time to first token, widened at the end for requests."""
+PACE = (
+    *(0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+"""Seconds between two tokens of one choice, or between two turns of the event loop."""
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+Outcome = Literal[
+    "completed", "cancelled", "invalid", "overloaded", "unavailable", "deadline", "error"
+]
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """The one word by which a finished request is counted; None is success."""
+    kinds: tuple[tuple[type[PdserveError], Outcome], ...] = (
+        (RequestError, "invalid"),
+        (Overloaded, "overloaded"),
+        (Unavailable, "unavailable"),
+        (DeadlineExceeded, "deadline"),
+        (Cancelled, "cancelled"),
+    )
+    if error is None:
+        return "completed"
+    return next((word for kind, word in kinds if isinstance(error, kind)), "error")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """What a worker reports about its engine at a scrape; counters are totals over all lives."""
+
+    ready: bool = False
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_quarantined: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    restarts: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of blocks held by sequences, 0 to 1; cached blocks count as free."""
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """One line of `docs/metrics.md`."""
+
+    name: str
+    kind: Kind
+    help: str
+    owner: str
+    labels: tuple[str, ...] = ()
+
+
+def _engine(
+    name: str, kind: Kind, text: str, read: Callable[[EngineSample], float]
+) -> tuple[Definition, Callable[[EngineSample], float]]:
+    return Definition(f"pdserve_{name}", kind, text, "worker"), read
+
+
+_ENGINE = (
+    _engine(
+        "engine_ready",
+        "gauge",
+        "1 while the engine can take sequences, 0 while it loads or restarts.",
+        lambda s: float(s.ready),
+    ),
+    _engine(
+        "num_requests_running",
+        "gauge",
+        "Sequences that hold blocks and take part in steps.",
+        lambda s: s.running,
+    ),
+    _engine(
+        "num_requests_waiting",
+        "gauge",
+        "Submissions in the engine's queue that do not run yet.",
+        lambda s: s.waiting,
+    ),
+    _engine(
+        "kv_cache_usage_ratio",
+        "gauge",
+        "Share of KV blocks held by sequences, 0 to 1; reusable cached blocks count as free.",
+        lambda s: s.kv_usage,
+    ),
+    _engine("kv_blocks", "gauge", "KV blocks of the pool.", lambda s: s.blocks_total),
+    _engine("kv_blocks_used", "gauge", "KV blocks held by sequences.", lambda s: s.blocks_used),
+    _engine(
+        "kv_blocks_cached",
+        "gauge",
+        "Unreferenced KV blocks kept for reuse as a prefix.",
+        lambda s: s.blocks_cached,
+    ),
+    _engine(
+        "kv_blocks_quarantined",
+        "gauge",
+        "KV blocks that a peer might still write to.",
+        lambda s: s.blocks_quarantined,
+    ),
+    _engine(
+        "prompt_tokens_total",
+        "counter",
+        "Prompt tokens of admitted sequences.",
+        lambda s: s.prompt_tokens,
+    ),
+    _engine(
+        "cached_prompt_tokens_total",
+        "counter",
+        "Prompt tokens taken from the prefix cache instead of computed.",
+        lambda s: s.cached_tokens,
+    ),
+    _engine("generation_tokens_total", "counter", "Output tokens.", lambda s: s.output_tokens),
+    _engine(
+        "computed_tokens_total",
+        "counter",
+        "Tokens that went through the model, recomputation included.",
+        lambda s: s.computed_tokens,
+    ),
+    _engine(
+        "preemptions_total",
+        "counter",
+        "Sequences that gave up their blocks to others and were computed again.",
+        lambda s: s.preemptions,
+    ),
+    _engine(
+        "engine_restarts_total",
+        "counter",
+        "Times the engine died and was started again.",
+        lambda s: s.restarts,
+    ),
+    _engine("engine_steps_total", "counter", "Steps of the engine.", lambda s: s.steps),
+    _engine(
+        "engine_step_seconds_total",
+        "counter",
+        "Time spent inside steps.",
+        lambda s: s.step_seconds,
+    ),
+)
+
+
+class Metrics:
+    """The instruments of one process, grouped by owner."""
+
+    def __init__(self) -> None:
+        self._exported: list[tuple[Definition, Instrument]] = []
+        self._engine: Callable[[], EngineSample] | None = None
+
+        # The frontend's, per request.
+        self.requests = self._counters(
+            "requests_total",
+            "Requests by how they ended: completed, cancelled, invalid, overloaded, "
+            "unavailable, deadline, error.",
+            "frontend",
+            ("outcome",),
+        )
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds",
+            "From a request's arrival to its first token, tokenising and queueing included.",
+            "frontend",
+            LATENCY,
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of one choice.", "frontend", PACE
+        )
+        self.e2e_request_latency = self._histogram(
+            "e2e_request_latency_seconds",
+            "From a request's arrival to its last token.",
+            "frontend",
+            LATENCY,
+        )
+        self.request_queue = self._histogram(
+            "request_queue_seconds",
+            "From submission to the first step that computed something for it.",
+            "frontend",
+            LATENCY,
+        )
+        self.request_prefill = self._histogram(
+            "request_prefill_seconds", "From that step to the first token.", "frontend", LATENCY
+        )
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens per finished request.", "frontend", TOKENS
+        )
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Output tokens per finished request.", "frontend", TOKENS
+        )
+
+        # The frontend's, per connection and field.
+        self.http_requests_in_flight = self._gauge(
+            "http_requests_in_flight", "Generation requests being answered.", "frontend"
+        )
+        self.http_responses = self._counters(
+            "http_responses_total",
+            "HTTP responses by route and status.",
+            "frontend",
+            ("route", "status"),
+        )
+        self.http_connections = self._gauge(
+            "http_connections", "Open client connections.", "frontend"
+        )
+        self.connections_cut = self._counters(
+            "connections_cut_total",
+            "Client connections dropped because the client broke a bound, by reason.",
+            "frontend",
+            ("reason",),
+        )
+        self.unknown_fields = self._counters(
+            "unknown_fields_total",
+            "Request fields that were not understood and therefore ignored; bounded, the rest "
+            "is counted as `other`.",
+            "frontend",
+            ("field",),
+            bound=64,
+        )
+
+        # The process's.
+        self.event_loop_lag = self._histogram(
+            "event_loop_lag_seconds",
+            "How late the event loop ran a timer; one sample per tick.",
+            "process",
+            PACE,
+        )
+        self.event_loop_lag_max = self._gauge(
+            "event_loop_lag_max_seconds",
+            "The largest lag of the last one to two minutes.",
+            "process",
+        )
+        self.degraded = self._gauges(
+            "degraded",
+            "1 for each reason why this process does less than it could.",
+            "process",
+            ("reason",),
+        )
+        self.build_info = self._gauges(
+            "build_info", "Always 1; the labels say what runs.", "process", ("version", "role")
+        )
+
+    def attach_engine(self, read: Callable[[], EngineSample]) -> None:
+        """Export what `read` reports; without it the worker's group is absent. Quick, no raise."""
+        self._engine = read
+
+    # ------------------------------------------------------------------ scraping
+
+    def collect(self) -> Iterator[Metric]:
+        """Prometheus client's collector protocol."""
+        for definition, instrument in self._exported:
+            yield _family(definition, instrument)
+        if self._engine is not None:
+            sample = self._engine()
+            for definition, read in _ENGINE:
+                yield _single(definition, read(sample))
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The page for `/metrics` and its content type, in the format that `accept` prefers."""
+        from prometheus_client import CollectorRegistry, ProcessCollector
+        from prometheus_client.exposition import choose_encoder
+
+        registry = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=registry)  # process_*: memory, CPU time, open files
+        registry.register(cast("Collector", self))  # a collector by structure
+        encode, content_type = choose_encoder(accept)
+        return encode(registry), content_type
+
+    @staticmethod
+    def definitions() -> tuple[Definition, ...]:
+        """All metrics, for the documentation."""
+        own = tuple(definition for definition, _ in Metrics()._exported)
+        return own + tuple(definition for definition, _ in _ENGINE)
+
+    # ------------------------------------------------------------------ declaring
+
+    def _counter(self, name: str, text: str, owner: str) -> Counter:
+        return self._export(Definition(f"pdserve_{name}", "counter", text, owner), Counter())
+
+    def _gauge(self, name: str, text: str, owner: str) -> Gauge:
+        return self._export(Definition(f"pdserve_{name}", "gauge", text, owner), Gauge())
+
+    def _histogram(self, name: str, text: str, owner: str, bounds: Sequence[float]) -> Histogram:
+        definition = Definition(f"pdserve_{name}", "histogram", text, owner)
+        return self._export(definition, Histogram(bounds))
+
+    def _counters(
+        self, name: str, text: str, owner: str, labels: tuple[str, ...], bound: int = 256
+    ) -> Family[Counter]:
+        definition = Definition(f"pdserve_{name}", "counter", text, owner, labels)
+        return self._export(definition, Family(Counter, len(labels), bound))
+
+    def _gauges(
+        self, name: str, text: str, owner: str, labels: tuple[str, ...], bound: int = 256
+    ) -> Family[Gauge]:
+        definition = Definition(f"pdserve_{name}", "gauge", text, owner, labels)
+        return self._export(definition, Family(Gauge, len(labels), bound))
+
+    def _export(self, definition: Definition, instrument: _I) -> _I:
+        self._exported.append((definition, instrument))
+        return instrument
+
+
+def _family(definition: Definition, instrument: Instrument) -> Metric:
+    """One metric with all its label values."""
+    from prometheus_client.core import HistogramMetricFamily
+
+    if isinstance(instrument, Histogram):
+        histogram = HistogramMetricFamily(definition.name, definition.help)
+        histogram.add_metric([], _buckets(instrument), sum_value=instrument.sum)
+        return histogram
+    if isinstance(instrument, Family):
+        metric = _empty(definition)
+        for values, member in instrument:
+            metric.add_metric(values, member.value)
+        return metric
+    return _single(definition, instrument.value)
+
+
+def _single(definition: Definition, value: float) -> Metric:
+    metric = _empty(definition)
+    metric.add_metric([], value)
+    return metric
+
+
+def _empty(definition: Definition) -> CounterMetricFamily | GaugeMetricFamily:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    make = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
+    return make(definition.name, definition.help, labels=definition.labels)
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound, as the exposition format wants them."""
+    bounds = [*(repr(float(bound)) for bound in histogram.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(histogram.counts), strict=True))

@@ -1,0 +1,90 @@
+import contextlib
+import io
+import json
+import logging
+
+import pytest
+
+from pdserve.observe import logs
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """A configured log's stream; the loggers' own settings come back afterwards."""
+    loggers = [logging.getLogger(name) for name in (None, "pdserve", "pdserve_engines")]
+    before = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
+    yield io.StringIO()
+    logging.captureWarnings(False)
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
+@contextlib.contextmanager
+def request(name):
+    """Inside, lines belong to the request `name`."""
+    token = logs.request_id.set(name)
+    yield
+    logs.request_id.reset(token)
+
+
+def test_text_lines_carry_the_request_id_and_extras(stream):
+    logs.configure("text", "info", stream)
+    with request("req-7"):
+        logging.getLogger("pdserve.frontend").info("done", extra={"tokens": 3})
+    logging.getLogger("pdserve.frontend").info("idle")
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("INFO frontend: done tokens=3 [req-7]")
+    assert second.endswith("INFO frontend: idle")
+
+
+def test_json_lines_parse_and_carry_everything(stream):
+    logs.configure("json", "info", stream)
+    with request("req-7"):
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            logging.getLogger("pdserve.x").exception("failed", extra={"status": 500})
+    (line,) = stream.getvalue().splitlines()
+    record = json.loads(line)
+    assert record["request_id"] == "req-7"
+    assert record["level"] == "error"
+    assert record["message"] == "failed"
+    assert record["status"] == 500
+    assert "ValueError: broken" in record["exception"]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_message_cannot_forge_a_second_line(stream, form):
+    logs.configure(form, "info", stream)
+    hostile = "a\nERROR forged\r\x1b[2J\u2028b"
+    logging.getLogger("pdserve").info("field %s", hostile, extra={"name_": "x\ny"})
+    assert len(stream.getvalue().splitlines()) == 1
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_text_tracebacks_follow_their_line(stream):
+    logs.configure("text", "info", stream)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("pdserve").exception("failed")
+    lines = stream.getvalue().splitlines()
+    assert lines[0].endswith("failed")
+    assert lines[-1] == "ValueError: broken"
+
+
+def test_the_level_holds_for_pdserve_and_others_stay_quiet(stream):
+    logs.configure("text", "info", stream)
+    logging.getLogger("pdserve.a").debug("no")
+    logging.getLogger("pdserve.a").info("yes")
+    logging.getLogger("aiohttp").info("no")
+    logging.getLogger("aiohttp").warning("also")
+    assert [line.rsplit(": ", 1)[1] for line in stream.getvalue().splitlines()] == ["yes", "also"]
+
+
+def test_configuring_again_replaces_the_first_handler(stream):
+    logs.configure("text", "info", stream)
+    logs.configure("text", "info", stream)
+    logging.getLogger("pdserve").info("once")
+    assert len(stream.getvalue().splitlines()) == 1

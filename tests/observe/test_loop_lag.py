@@ -1,0 +1,51 @@
+import asyncio
+import time
+
+from pdserve.observe.loop_lag import LagWindow, LoopLagMonitor
+from pdserve.observe.metrics import PACE, Metrics
+
+
+def test_the_maximum_is_forgotten_after_two_windows():
+    window = LagWindow(now=0.0, window=60.0)
+    window.add(0.5, 1.0)
+    assert window.max == 0.5
+    window.add(0.1, 61.0)
+    assert window.max == 0.5
+    window.add(0.1, 122.0)
+    assert window.max == 0.1
+
+
+def test_a_long_silence_forgets_both_windows_at_once():
+    window = LagWindow(now=0.0, window=60.0)
+    window.add(0.5, 1.0)
+    window.add(0.1, 500.0)
+    assert window.max == 0.1
+
+
+async def test_a_blocked_loop_shows_as_lag():
+    metrics = Metrics()
+    monitor = LoopLagMonitor(metrics, interval=0.005)
+    monitor.start()
+    await asyncio.sleep(0.02)
+    before = metrics.event_loop_lag.count
+    until = time.perf_counter() + 0.1
+    while time.perf_counter() < until:  # what must never happen in the product
+        pass
+    await asyncio.sleep(0.02)
+    monitor.stop()
+    assert before > 0
+    assert metrics.event_loop_lag_max.value >= 0.09
+    counts = dict(zip(PACE, metrics.event_loop_lag.counts, strict=False))
+    assert sum(count for bound, count in counts.items() if bound > 0.075) >= 1
+
+
+async def test_nothing_is_measured_after_stop():
+    metrics = Metrics()
+    monitor = LoopLagMonitor(metrics, interval=0.001)
+    monitor.start()
+    monitor.start()
+    monitor.stop()
+    monitor.stop()
+    count = metrics.event_loop_lag.count
+    await asyncio.sleep(0.01)
+    assert metrics.event_loop_lag.count == count

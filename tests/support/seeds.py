@@ -1,0 +1,69 @@
+"""Where tests get their randomness from, and which of the long suites a run takes.
+
+`PDSERVE_TEST_SEED` (the Makefile passes the commit) drives both, so a failure is repeated by its
+value and consecutive commits walk through all the long suites. `PDSERVE_TEST_LONG=1` takes
+everything.
+"""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+
+import pytest
+
+SLICES = 4
+"""`make test` runs one in SLICES of the tests marked `long`."""
+
+
+def run_seed() -> str:
+    """The seed of this run, as given."""
+    return os.environ.get("PDSERVE_TEST_SEED", "0")
+
+
+def is_long() -> bool:
+    """Whether this run has no time budget."""
+    return os.environ.get("PDSERVE_TEST_LONG", "") not in ("", "0")
+
+
+def number_for(*names: str) -> int:
+    """A 64-bit number that depends on the names and on nothing else."""
+    return int.from_bytes(blake2b("\0".join(names).encode(), digest_size=8).digest(), "little")
+
+
+def in_slice(nodeid: str, seed: str) -> bool:
+    """Whether a run with this seed takes this long test; each seed takes about 1 in SLICES."""
+    return (number_for(nodeid) + number_for(seed)) % SLICES == 0
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """This test's own seed in [0, 2**64): another per test and per run, the same when repeated."""
+    return number_for(run_seed(), request.node.nodeid)
+
+
+@pytest.fixture
+def long() -> bool:
+    """True without a time budget: take more examples, longer worlds, more rounds."""
+    return is_long()
+
+
+def pytest_report_header() -> str:
+    """Say how to repeat this run."""
+    length = "every long suite" if is_long() else f"1 in {SLICES} of the long suites"
+    return f"pdserve: PDSERVE_TEST_SEED={run_seed()}, {length}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long tests that are not this run's, unless one was asked for by name."""
+    if is_long() or any("::" in argument for argument in config.args):
+        return
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("long") and not in_slice(item.nodeid, run_seed())
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]

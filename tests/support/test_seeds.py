@@ -1,0 +1,66 @@
+"""Seeds repeat, differ between tests and runs, and the slices of the long suites cover them all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.seeds import SLICES, in_slice, number_for
+
+LONG = """
+import pytest
+
+@pytest.mark.parametrize("i", range(40))
+@pytest.mark.long
+def test_long(i):
+    pass
+
+def test_short(seed, long):
+    print("SEED", seed, "LONG", long)
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
+    """Runs LONG under the suite's conftest with the given environment."""
+    pytester.makeini(
+        "[pytest]\nasyncio_default_fixture_loop_scope = function\nmarkers = long: a suite\n"
+    )
+    pytester.makepyfile(test_it=LONG)
+
+    def run_with(*args: str, seed: str = "7", long: str = "") -> pytest.RunResult:
+        monkeypatch.setenv("PDSERVE_TEST_SEED", seed)
+        monkeypatch.setenv("PDSERVE_TEST_LONG", long)
+        return pytester.runpytest_inprocess("-s", "-p", "tests.conftest", *args)
+
+    return run_with
+
+
+def seed_line(result: pytest.RunResult) -> str:
+    return next(line for line in result.outlines if "SEED" in line and "LONG" in line)
+
+
+def test_a_run_takes_a_slice_and_repeats_it(run) -> None:
+    first, again, other = run(), run(), run(seed="8")
+    taken = first.parseoutcomes()["passed"]
+    assert 1 < taken < 41
+    assert first.parseoutcomes()["deselected"] == 41 - taken
+    assert seed_line(first) == seed_line(again) != seed_line(other)
+    first.stdout.fnmatch_lines(["pdserve: PDSERVE_TEST_SEED=7, 1 in *"])
+
+
+def test_long_runs_take_everything(run) -> None:
+    result = run(long="1")
+    result.assert_outcomes(passed=41)
+    assert seed_line(result).endswith("LONG True")
+
+
+def test_a_test_asked_for_by_name_is_run(run) -> None:
+    run("test_it.py::test_long").assert_outcomes(passed=40)
+
+
+def test_slices_cover_every_long_test() -> None:
+    seeds = [f"{commit:08x}" for commit in range(60)]
+    assert {number_for(seed) % SLICES for seed in seeds} == set(range(SLICES))
+    for nodeid in map(str, range(50)):
+        share = sum(in_slice(nodeid, seed) for seed in seeds) / len(seeds)
+        assert 0 < share < 0.5

@@ -1,0 +1,175 @@
+"""The rules of the tree that no other tool checks: who may import what, and what files say.
+
+The layers themselves are import-linter's contract in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import pdserve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): path
+    for folder in ("pdserve", "engines/pdserve_engines")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+ASYNCIO = {
+    "pdserve/cli/chat.py": "one HTTP conversation, on a loop of its own",
+    "pdserve/engine/carrier.py": "starts and watches the core's process",
+    "pdserve/engine/client.py": "the engine port is asynchronous; one task keeps the core alive",
+    "pdserve/engine/connection.py": "the node's end of the core's socket",
+    "pdserve/engine/life.py": "deadlines of a core's start and stop",
+    "pdserve/frontend/answer.py": "writes to a client as tokens come",
+    "pdserve/frontend/api.py": "aiohttp handlers",
+    "pdserve/frontend/bodies.py": "reads bodies under a deadline",
+    "pdserve/frontend/generation.py": "one request's life, cancelled with its connection",
+    "pdserve/frontend/models.py": "loads tokenizers off the loop, once per card",
+    "pdserve/frontend/small.py": "ends text work at its deadline",
+    "pdserve/frontend/service.py": "owns the frontend's tasks and sockets",
+    "pdserve/launch/local.py": "runs the roles of one process and ends them in order",
+    "pdserve/net/endpoint.py": "listens, dials and keeps one link per peer",
+    "pdserve/net/link.py": "requests and streams that wait for a peer",
+    "pdserve/net/memory.py": "a network whose only time is the loop's",
+    "pdserve/net/memory_pipe.py": "two transports and the pipes between them",
+    "pdserve/net/shell.py": "bytes between a transport and the sans-I/O connection",
+    "pdserve/net/streams.py": "waits for a stream's credit",
+    "pdserve/net/tcp.py": "sockets",
+    "pdserve/observe/loop_lag.py": "measures the loop itself",
+    "pdserve/observe/probes.py": "a small listener for /live, /health and /metrics",
+    "pdserve/testing/engine_conformance.py": "a suite over the asynchronous engine port",
+    "pdserve/testing/fake_backend.py": "stands in for the asynchronous backend",
+    "pdserve/testing/net_conformance.py": "a suite over asynchronous networks",
+    "pdserve/testing/net_support.py": "nodes that answer, for tests of the network",
+    "pdserve/testing/sinks.py": "lets a test wait for a sequence's end",
+    "pdserve/testing/virtual_time.py": "a loop whose clock jumps",
+    "pdserve/text/pool.py": "hands long text work to threads and processes",
+    "pdserve/worker/model.py": "waits for downloads off the loop",
+    "pdserve/worker/service.py": "owns the worker's tasks",
+}
+"""Every file that imports asyncio, and why it must. Everything else can be tested without a loop;
+before adding a line here, try to split the decision from the waiting."""
+
+ENGINES_SEE = {
+    "accel",
+    "blocks",
+    "clock",
+    "engine",
+    "errors",
+    "ids",
+    "kv",
+    "messages",
+    "observe",
+    "transfer",
+}
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """Modules imported anywhere under `node`, except for the type checker only."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for branch in node.orelse:
+            yield from imported(branch)
+        return
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from imported(child)
+
+
+def importers_of(name: str) -> set[str]:
+    return {
+        file
+        for file, path in SOURCES.items()
+        if any(f"{module}.".startswith(f"{name}.") for module in imported(tree_of(path)))
+    }
+
+
+def test_only_named_files_import_asyncio() -> None:
+    found = importers_of("asyncio")
+    assert found - set(ASYNCIO) == set(), "not in the list: can the decision do without a loop?"
+    assert set(ASYNCIO) - found == set(), "no longer imports asyncio: take it off the list"
+
+
+def test_only_accel_imports_the_extension() -> None:
+    assert importers_of("pdserve._native") == set()  # accel loads it by name, to say why it fails
+    named = {file for file, path in SOURCES.items() if "pdserve._native" in path.read_text("utf-8")}
+    assert named == {"pdserve/accel.py"}
+
+
+@pytest.mark.parametrize("file", SOURCES)
+def test_every_module_says_what_it_is(file: str) -> None:
+    assert ast.get_docstring(tree_of(SOURCES[file])), f"{file} has no module docstring"
+
+
+def test_all_is_honest() -> None:
+    assert pdserve.__all__ == sorted(pdserve.__all__)
+    public = {name for name in vars(pdserve) if not name.startswith("_")}
+    modules = {Path(file).parts[1].removesuffix(".py") for file in SOURCES}
+    assert public - modules <= set(pdserve.__all__)
+    assert all(hasattr(pdserve, name) for name in pdserve.__all__)
+
+
+def test_importing_pdserve_is_cheap() -> None:
+    assert set(imported(tree_of(ROOT / "pdserve/__init__.py"))) == set()
+
+
+def test_engines_see_only_what_they_may() -> None:
+    parts = {
+        Path(file).parts[1].removesuffix(".py") for file in SOURCES if file.startswith("pdserve/")
+    }
+    forbidden = {f"pdserve.{part}" for part in parts - ENGINES_SEE if not part.startswith("__")}
+    (contract,) = (
+        c for c in PYPROJECT["tool"]["importlinter"]["contracts"] if c["id"] == "engines-see"
+    )
+    assert set(contract["forbidden_modules"]) == forbidden
+
+
+def test_version_is_said_once_and_the_same() -> None:
+    assert PYPROJECT["project"]["version"] == pdserve.__version__
+    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_base_install_has_no_torch() -> None:
+    project = PYPROJECT["project"]
+    assert not any("torch" in requirement for requirement in project["dependencies"])
+    assert importers_of("torch") <= {f for f in SOURCES if f.startswith("engines/")}
+
+
+@pytest.mark.parametrize("engine", PYPROJECT["project"]["entry-points"]["pdserve.engines"])
+def test_entry_points_lead_somewhere(engine: str) -> None:
+    target = PYPROJECT["project"]["entry-points"]["pdserve.engines"][engine]
+    module, _, attribute = target.partition(":")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    names = {
+        name
+        for node in ast.walk(tree_of(Path(spec.origin)))
+        for name in (
+            [node.name]
+            if isinstance(node, ast.FunctionDef)
+            else [alias.asname or alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert attribute in names
