@@ -1,0 +1,176 @@
+// The forward pass of the Llama family on the CPU: one call computes a whole step.
+//
+// Twin: pdserve_engines/torch/model.py. The model owns packed weights and work space; KV blocks and
+// the rotary table belong to the caller. One thread calls it, one call at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "pdserve/cpu/kernels.hpp"
+#include "pdserve/cpu/team.hpp"
+
+namespace pdserve::cpu {
+
+struct Config {
+  Type type = Type::kFloat32;  // of weights, KV and the operands of products
+  int layers = 0;
+  int hidden = 0;
+  int inner = 0;
+  int heads = 0;
+  int kv_heads = 0;
+  int head_dim = 0;
+  int vocab = 0;
+  float epsilon = 0.0f;
+  bool tied = false;
+};
+
+// Zeroed memory in large pages where the system gives them, for what is read through every step.
+class Pages {
+ public:
+  Pages() = default;
+  explicit Pages(std::size_t bytes);
+  Pages(Pages&& other) noexcept;
+  Pages& operator=(Pages&& other) noexcept;
+  ~Pages();
+  std::uint8_t* data() const { return data_; }
+  std::size_t size() const { return size_; }
+
+ private:
+  std::uint8_t* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+// Work space that grows and is never cleared. `T` needs no destructor.
+template <class T>
+class Space {
+ public:
+  T* reserve(std::size_t count) {
+    if (count * sizeof(T) > pages_.size()) {
+      pages_ = Pages();
+      pages_ = Pages(count * sizeof(T));
+    }
+    return reinterpret_cast<T*>(pages_.data());
+  }
+  T* data() const { return reinterpret_cast<T*>(pages_.data()); }
+
+ private:
+  Pages pages_;
+};
+
+// One step's tokens, chunk after chunk; see pdserve_engines/torch/batch.py for the fields.
+struct Batch {
+  int tokens = 0;
+  int chunks = 0;
+  int wanted = 0;
+  const std::int32_t* ids = nullptr;
+  const std::int32_t* positions = nullptr;
+  const std::int32_t* offsets = nullptr;
+  const std::int32_t* starts = nullptr;
+  const std::int32_t* tables = nullptr;
+  const std::int32_t* table_offsets = nullptr;
+  const std::int32_t* rows = nullptr;
+};
+
+class Model {
+ public:
+  Model(const Config& config, const Kernels& kernels, int threads);
+
+  const Config& config() const { return config_; }
+  const Kernels& kernels() const { return kernels_; }
+  std::size_t weight_bytes() const;
+  // Every tensor that a forward pass reads has been placed; biases and head norms are optional.
+  bool complete() const;
+
+  // Rows [at, at + rows) of the named tensor, whose whole shape the configuration fixes: matrices
+  // in the model's type, row-major; vectors (norms, biases) as float. Throws std::invalid_argument
+  // for an unknown name or a part that does not fit. `layer` is ignored for `embed`, `norm`, `head`.
+  void place(const std::string& name, int layer, int at, int rows, std::size_t bytes,
+             const void* data);
+
+  // [positions][2][head_dim / 2] floats; stays the caller's.
+  void set_rope(const float* table) { rope_ = table; }
+  // [blocks][layers][2][kv_heads][block_size][head_dim]; stays the caller's.
+  void set_pool(std::uint8_t* pool, int blocks, int block_size);
+  int pool_blocks() const { return pool_blocks_; }
+  int block_size() const { return block_size_; }
+
+  // Writes the KV of every token and [wanted][hidden] floats. The batch must be in range.
+  void forward(const Batch& batch, float* out);
+  // [rows][hidden] floats of `forward` to [rows][vocab].
+  void logits(const float* hidden, int rows, float* out);
+  // Both, and the likeliest token of each wanted row.
+  void greedy(const Batch& batch, std::int32_t* out);
+
+ private:
+  struct Matrix {
+    Pages pages;
+    Packed packed;
+  };
+  struct Layer {
+    Matrix qkv, o, gate, up, down;
+    std::vector<float> attn_norm, mlp_norm, q_norm, k_norm;
+    std::vector<float> qkv_bias, o_bias, gate_bias, up_bias, down_bias;
+  };
+  // Consecutive tokens of one chunk that attend together.
+  struct Piece {
+    int chunk, first, tokens;
+  };
+  struct Target {
+    Matrix* matrix = nullptr;
+    std::vector<float>* vector = nullptr;
+    int rows = 0;
+    int cols = 1;
+  };
+
+  Target find(const std::string& name, int layer);
+  void place_embedding(int at, int rows, std::size_t bytes, const void* data);
+  void pack(Matrix& matrix, const Target& target, int at, int rows, const void* data);
+
+  void prepare(const Batch& batch);
+  void plan_attention(const Batch& batch);
+  void cut(int chunk, int first, int tokens, std::vector<Piece>& pieces) const;
+  KvView kv_view(int layer) const;
+
+  // Each is one stage of the team.
+  void embed(const Batch& batch);
+  void normalise(int rows, const std::vector<float>& weight);
+  void product(const Linear& job, int rows, int member);
+  void turn_and_store(const Batch& batch, const Layer& layer, const KvView& kv);
+  void attend(const Batch& batch, const std::vector<Piece>& pieces, const KvView& kv, int member);
+
+  void all_layers(const Batch& batch, float* out, int member);
+  void layer_step(const Batch& batch, int index, int member);
+  void head(const float* hidden, int rows, float* out, int member);
+  int keep_wanted(const Batch& batch);
+  void feed_forward(const Layer& layer, int rows, int member);
+  Linear job(const Matrix& weight, const std::vector<float>& bias, const void* operand, int cols,
+             Output output, void* out, int out_cols) const;
+
+  Config config_;
+  const Kernels& kernels_;
+  Team team_;
+  std::vector<Layer> layers_;
+  Pages embedding_;  // row-major, only if not tied
+  Matrix head_;      // the embedding itself if tied
+  std::vector<float> norm_;
+  const float* rope_ = nullptr;
+  std::uint8_t* pool_ = nullptr;
+  int pool_blocks_ = 0;
+  int block_size_ = 1;
+
+  std::vector<Piece> pieces_, last_pieces_;
+  Space<float> stream_;          // [tokens][hidden], the residual stream
+  Space<float> qkv_;             // [tokens][heads + 2 kv_heads][head_dim]
+  Space<std::uint8_t> operand_;  // [tokens][hidden], normalised
+  Space<std::uint8_t> mixed_;    // [tokens][heads][head_dim], out of attention
+  Space<std::uint8_t> inner_;    // [tokens][inner]
+  Space<float> hidden_;          // [wanted][hidden], of greedy steps
+  Space<float> logits_;          // [some rows][vocab], of greedy steps
+  Space<float> scratch_;         // one run per member
+  std::size_t scratch_floats_ = 0;
+};
+
+}  // namespace pdserve::cpu

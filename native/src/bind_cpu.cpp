@@ -1,0 +1,260 @@
+// What Python sees of native/src/cpu. Everything a caller could get wrong is checked here, because
+// below it an index out of range is a crash. The GIL is released while anything is computed.
+#include "bind_cpu.hpp"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "pdserve/cpu/model.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+using pdserve::cpu::Batch;
+using pdserve::cpu::Config;
+using pdserve::cpu::Kernels;
+using pdserve::cpu::Model;
+using pdserve::cpu::Type;
+
+using Ints = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using RowsOut = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void require(bool ok, const char* message) {
+  if (!ok) throw nb::value_error(message);
+}
+
+// Holds on to an object with the buffer protocol for as long as its bytes are in use.
+class Held {
+ public:
+  Held() { view_.obj = nullptr; }
+  ~Held() { reset(); }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+
+  void hold(nb::handle object, bool writable) {
+    Py_buffer fresh;
+    const int flags = writable ? PyBUF_WRITABLE : PyBUF_C_CONTIGUOUS;
+    if (PyObject_GetBuffer(object.ptr(), &fresh, flags) != 0) throw nb::python_error();
+    reset();
+    view_ = fresh;
+  }
+  void reset() {
+    if (view_.obj != nullptr) PyBuffer_Release(&view_);
+    view_.obj = nullptr;
+  }
+  bool held() const { return view_.obj != nullptr; }
+  std::uint8_t* data() const { return static_cast<std::uint8_t*>(view_.buf); }
+  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+ private:
+  Py_buffer view_;
+};
+
+std::size_t count(int a, int b) { return static_cast<std::size_t>(a) * static_cast<std::size_t>(b); }
+
+class CpuModel {
+ public:
+  CpuModel(const Config& config, const Kernels& kernels, int threads)
+      : model_(config, kernels, threads) {}
+
+  std::string kernels() const { return model_.kernels().name; }
+  std::size_t weight_bytes() const { return model_.weight_bytes(); }
+
+  void place(const std::string& name, int layer, int at, int rows, nb::handle data) {
+    Held part;
+    part.hold(data, false);
+    nb::gil_scoped_release unlocked;
+    const std::lock_guard<std::mutex> one(mutex_);
+    model_.place(name, layer, at, rows, part.size(), part.data());
+  }
+
+  void set_rope(nb::handle table) {
+    const std::lock_guard<std::mutex> one(mutex_);
+    rope_.hold(table, false);
+    const std::size_t row = static_cast<std::size_t>(model_.config().head_dim) * sizeof(float);
+    require(rope_.size() % row == 0, "the rotary table must hold head_dim floats per position");
+    positions_ = static_cast<int>(rope_.size() / row);
+    model_.set_rope(reinterpret_cast<const float*>(rope_.data()));
+  }
+
+  void bind(nb::handle pool, int blocks, int block_size) {
+    const std::lock_guard<std::mutex> one(mutex_);
+    require(model_.complete(), "some weights were not placed");
+    const Config& c = model_.config();
+    require(blocks > 0 && block_size > 0, "a pool has blocks of at least one token");
+    pool_.hold(pool, true);
+    const std::size_t block = count(c.layers * 2, c.kv_heads) * count(block_size, c.head_dim) *
+                              pdserve::cpu::item_size(c.type);
+    require(pool_.size() == static_cast<std::size_t>(blocks) * block,
+            "the pool's size does not fit its blocks");
+    model_.set_pool(pool_.data(), blocks, block_size);
+  }
+
+  void close() {
+    const std::lock_guard<std::mutex> one(mutex_);
+    pool_.reset();
+    rope_.reset();
+  }
+
+  void forward(const Ints& tokens, const Ints& positions, const Ints& offsets, const Ints& starts,
+               const Ints& tables, const Ints& table_offsets, const Ints& rows,
+               const RowsOut& out) {
+    const Batch batch = checked(tokens, positions, offsets, starts, tables, table_offsets, rows);
+    require(out.shape(0) == rows.size() &&
+                out.shape(1) == static_cast<std::size_t>(model_.config().hidden),
+            "the output must be [wanted rows][hidden]");
+    nb::gil_scoped_release unlocked;
+    const std::lock_guard<std::mutex> one(mutex_);
+    model_.forward(batch, out.data());
+  }
+
+  std::vector<std::int32_t> greedy(const Ints& tokens, const Ints& positions, const Ints& offsets,
+                                   const Ints& starts, const Ints& tables,
+                                   const Ints& table_offsets, const Ints& rows) {
+    const Batch batch = checked(tokens, positions, offsets, starts, tables, table_offsets, rows);
+    std::vector<std::int32_t> out(rows.size());
+    nb::gil_scoped_release unlocked;
+    const std::lock_guard<std::mutex> one(mutex_);
+    model_.greedy(batch, out.data());
+    return out;
+  }
+
+  void logits(const Rows& hidden, const RowsOut& out) {
+    const Config& c = model_.config();
+    require(hidden.shape(1) == static_cast<std::size_t>(c.hidden) &&
+                out.shape(0) == hidden.shape(0) &&
+                out.shape(1) == static_cast<std::size_t>(c.vocab),
+            "hidden must be [rows][hidden] and the output [rows][vocab]");
+    nb::gil_scoped_release unlocked;
+    const std::lock_guard<std::mutex> one(mutex_);
+    model_.logits(hidden.data(), static_cast<int>(hidden.shape(0)), out.data());
+  }
+
+ private:
+  Batch checked(const Ints& tokens, const Ints& positions, const Ints& offsets, const Ints& starts,
+                const Ints& tables, const Ints& table_offsets, const Ints& rows) const {
+    Batch batch;
+    batch.tokens = static_cast<int>(tokens.size());
+    batch.chunks = static_cast<int>(starts.size());
+    batch.wanted = static_cast<int>(rows.size());
+    batch.ids = tokens.data();
+    batch.positions = positions.data();
+    batch.offsets = offsets.data();
+    batch.starts = starts.data();
+    batch.tables = tables.data();
+    batch.table_offsets = table_offsets.data();
+    batch.rows = rows.data();
+    require(pool_.held() && rope_.held(), "the model has no pool or no rotary table");
+    require(positions.size() == tokens.size() && offsets.size() == starts.size() + 1 &&
+                table_offsets.size() == starts.size() + 1,
+            "the batch's arrays do not fit together");
+    check(batch, static_cast<int>(tables.size()));
+    return batch;
+  }
+
+  void check(const Batch& batch, int tables) const {
+    require(batch.offsets[0] == 0 && batch.offsets[batch.chunks] == batch.tokens,
+            "the chunks do not cover the tokens");
+    require(batch.table_offsets[0] == 0 && batch.table_offsets[batch.chunks] == tables,
+            "the chunks do not cover the tables");
+    for (int i = 0; i < batch.tokens; ++i)
+      require(batch.ids[i] >= 0 && batch.ids[i] < model_.config().vocab,
+              "a token id is not in the vocabulary");
+    for (int i = 0; i < tables; ++i)
+      require(batch.tables[i] >= 0 && batch.tables[i] < model_.pool_blocks(),
+              "a block id is not in the pool");
+    for (int i = 0; i < batch.wanted; ++i)
+      require(batch.rows[i] > (i ? batch.rows[i - 1] : -1) && batch.rows[i] < batch.tokens,
+              "the wanted rows must ascend within the batch");
+    for (int c = 0; c < batch.chunks; ++c) check_chunk(batch, c);
+  }
+
+  void check_chunk(const Batch& batch, int chunk) const {
+    const int begin = batch.offsets[chunk], end = batch.offsets[chunk + 1];
+    const int start = batch.starts[chunk];
+    require(begin < end && start >= 0 && start <= positions_ - (end - begin),
+            "a chunk is empty or lies outside the rotary table");
+    for (int t = begin; t < end; ++t)
+      require(batch.positions[t] == start + t - begin, "a chunk's positions do not follow its start");
+    const int blocks = batch.table_offsets[chunk + 1] - batch.table_offsets[chunk];
+    require(count(blocks, model_.block_size()) >= static_cast<std::size_t>(start + end - begin),
+            "a chunk's table is too short");
+  }
+
+  Model model_;
+  std::mutex mutex_;  // one call at a time, whatever threads Python has
+  Held pool_, rope_;
+  int positions_ = 0;
+};
+
+const Kernels& kernels_named(const std::string& name) {
+  const Kernels* found =
+      name.empty() ? pdserve::cpu::best_kernels() : pdserve::cpu::find_kernels(name.c_str());
+  require(found != nullptr, "this machine has no such kernels");
+  return *found;
+}
+
+std::vector<std::string> cpu_kernel_sets() {
+  std::vector<std::string> names;
+  for (const char* name : {"avx512_bf16", "avx512", "avx2", "portable"})
+    if (pdserve::cpu::find_kernels(name) != nullptr) names.emplace_back(name);
+  return names;
+}
+
+void construct(CpuModel* self, bool bfloat16, int layers, int hidden, int inner, int heads,
+               int kv_heads, int head_dim, int vocab, float epsilon, bool tied, int threads,
+               const std::string& kernels) {
+  for (const int size : {layers, hidden, inner, heads, kv_heads, head_dim, vocab, threads})
+    require(size > 0, "every size must be positive");
+  require(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
+  require(hidden % 2 == 0 && inner % 2 == 0 && head_dim % 2 == 0,
+          "hidden, inner and head_dim must be even");
+  require(head_dim <= pdserve::cpu::kMaxHeadDim, "head_dim must be at most 512");
+  Config config;
+  config.type = bfloat16 ? Type::kBfloat16 : Type::kFloat32;
+  config.layers = layers;
+  config.hidden = hidden;
+  config.inner = inner;
+  config.heads = heads;
+  config.kv_heads = kv_heads;
+  config.head_dim = head_dim;
+  config.vocab = vocab;
+  config.epsilon = epsilon;
+  config.tied = tied;
+  new (self) CpuModel(config, kernels_named(kernels), threads);
+}
+
+}  // namespace
+
+void bind_cpu(nb::module_& m) {
+  m.def("cpu_kernel_sets", &cpu_kernel_sets,
+        "Instruction sets that were built and that this machine runs, best first.");
+  nb::class_<CpuModel>(m, "CpuModel", "Forward passes of the Llama family on the CPU.")
+      .def("__init__", &construct, nb::kw_only(), nb::arg("bfloat16"), nb::arg("layers"),
+           nb::arg("hidden"), nb::arg("inner"), nb::arg("heads"), nb::arg("kv_heads"),
+           nb::arg("head_dim"), nb::arg("vocab"), nb::arg("epsilon"), nb::arg("tied"),
+           nb::arg("threads"), nb::arg("kernels") = "")
+      .def_prop_ro("kernels", &CpuModel::kernels)
+      .def_prop_ro("weight_bytes", &CpuModel::weight_bytes)
+      .def("place", &CpuModel::place, nb::arg("name"), nb::arg("layer"), nb::arg("at"),
+           nb::arg("rows"), nb::arg("data"))
+      .def("set_rope", &CpuModel::set_rope, nb::arg("table"))
+      .def("bind", &CpuModel::bind, nb::arg("pool"), nb::arg("blocks"), nb::arg("block_size"))
+      .def("close", &CpuModel::close)
+      .def("forward", &CpuModel::forward, nb::arg("tokens"), nb::arg("positions"),
+           nb::arg("offsets"), nb::arg("starts"), nb::arg("tables"), nb::arg("table_offsets"),
+           nb::arg("rows"), nb::arg("out"))
+      .def("greedy", &CpuModel::greedy, nb::arg("tokens"), nb::arg("positions"),
+           nb::arg("offsets"), nb::arg("starts"), nb::arg("tables"), nb::arg("table_offsets"),
+           nb::arg("rows"))
+      .def("logits", &CpuModel::logits, nb::arg("hidden"), nb::arg("out"));
+}

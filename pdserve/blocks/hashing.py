@@ -1,0 +1,112 @@
+"""Chained block hashes: a 128-bit name for a block's tokens *and* everything before them.
+
+    root   = BLAKE2b-128(key=secret, salt)
+    hash_0 = BLAKE2b-128(key=secret, root   || tokens of block 0 as little-endian u32)
+    hash_i = BLAKE2b-128(key=secret, hash_i-1 || tokens of block i)
+
+Keyed BLAKE2b (RFC 7693) is a pseudo-random function: without the secret nobody can construct two
+prefixes with one name, so a tenant cannot aim at another tenant's blocks. The salt separates what
+must never share blocks although the tokens agree: models, LoRA adapters, tenants.
+
+Only full blocks have a name. This file does not know where blocks are kept, what they contain, or
+who asks; it does not choose the secret, which is fixed for a cluster's life.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from hashlib import blake2b
+from struct import iter_unpack
+from typing import TYPE_CHECKING, NewType, cast
+
+from pdserve import accel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "HASH_BYTES",
+    "HASH_SECRET_TEST",
+    "BlockHash",
+    "block_hashes",
+    "chain_pure",
+    "pack_tokens",
+    "root_hash",
+]
+
+BlockHash = NewType("BlockHash", bytes)
+
+HASH_BYTES = 16
+"""Length of a block hash: 128 bits, so that 2**40 blocks collide with probability below 2**-48."""
+
+HASH_SECRET_TEST = b"pdserve test and simulation only"
+"""The secret of tests and simulation, public and constant so that their hashes repeat."""
+
+_ROOT_TAG = b"pdserve root v1\0"
+# As long as a parent hash and equal to none (but for one chance in 2**128): a salt can never be
+# read as "parent || tokens", whatever a tenant puts into it.
+
+_ABSENT = 0xFFFFFFFF
+
+
+def root_hash(secret: bytes, *salt: str | None) -> BlockHash:
+    """The parent of a sequence's first block.
+
+    `salt` is positional (model, LoRA adapter, tenant, …); None and "" are different values, and no
+    two lists of fields share an encoding because each carries its length.
+    """
+    message = bytearray(_ROOT_TAG)
+    for field in salt:
+        data = b"" if field is None else field.encode()
+        message += (_ABSENT if field is None else len(data)).to_bytes(4, "little")
+        message += data
+    return BlockHash(blake2b(message, digest_size=HASH_BYTES, key=secret).digest())
+
+
+def block_hashes(
+    tokens: Sequence[int], block_size: int, *, parent: bytes, secret: bytes
+) -> list[BlockHash]:
+    """Names of the full blocks in `tokens`, first to last; a partial last block has none.
+
+    `parent` is `root_hash(...)` at the start of a sequence, else the hash of the block before.
+    Linear in the tokens and, when native, without the GIL: call it from a thread for long prompts.
+    Raises ValueError or OverflowError when an argument is out of range.
+    """
+    digests = _chain(pack_tokens(tokens), block_size, secret, parent)
+    # One cast for all: calling a NewType per block would cost as much as hashing it.
+    return cast("list[BlockHash]", [digest for (digest,) in iter_unpack("16s", digests)])
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian u32, the form that is hashed."""
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def chain_pure(tokens: bytes | memoryview, block_size: int, secret: bytes, parent: bytes) -> bytes:
+    """The twin of the native `block_hashes`, with the same checks and the same answer."""
+    if block_size <= 0:
+        raise ValueError("block_size must be positive")
+    if not 0 < len(secret) <= blake2b.MAX_KEY_SIZE:
+        raise ValueError("secret must hold 1 to 64 bytes")
+    if len(parent) != HASH_BYTES:
+        raise ValueError("parent must hold 16 bytes")
+    packed = memoryview(tokens).cast("B")
+    if len(packed) % 4:
+        raise ValueError("tokens must be whole little-endian u32 values")
+    keyed = blake2b(digest_size=HASH_BYTES, key=secret)
+    step = block_size * 4
+    digests = []
+    for start in range(0, len(packed) - step + 1, step):
+        state = keyed.copy()  # the key block has been absorbed once, for all blocks
+        state.update(parent)
+        state.update(packed[start : start + step])
+        parent = state.digest()
+        digests.append(parent)
+    return b"".join(digests)
+
+
+_chain = accel.native.block_hashes if accel.NATIVE else chain_pure
