@@ -1,0 +1,1 @@
+"""Blocks of KV cache: who holds them, which are reusable, and the memory they live in."""

@@ -1,0 +1,287 @@
+"""Who holds which block of one pool, and which free blocks are still worth something.
+
+A block is in exactly one of four states:
+
+    free         holds nothing worth keeping
+    cached       nobody references it, but its hash is known: reusable as prefix, evictable at once
+    used         referenced by one or more sequences (or leases); may have a hash too
+    quarantined  a peer may still write to it: nobody may use it until that is ruled out
+
+Blocks with a hash form trees: each continues the block named by its parent hash. Eviction takes
+the least recently used *leaf*. That needs no search: whoever references a block references all
+blocks before it, and `release` lets go of tails first, so in order of release every cached block
+comes after all its cached descendants. One ordered list is both the age and the leaf order.
+
+The pool knows neither bytes nor tokens, neither sequences nor time; it is not thread-safe. Its
+owner is one engine core (or one node, for a tier the node keeps), which also drains the events.
+
+A transfer later joins here from both sides: blocks filled by a peer are reserved, committed when
+they have been verified, or quarantined when their filling was given up.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.messages.kv import BlockRemoved, BlockStored, KvEvent, PoolCleared, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["BlockPool", "PoolCounts"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """How many blocks are in each state."""
+
+    free: int
+    cached: int
+    used: int
+    quarantined: int
+
+
+class BlockPool:
+    """Reference counts, prefix cache and events of `num_blocks` blocks, ids 0 to num_blocks - 1.
+
+    Every operation takes time in the blocks it names, none in the size of the pool. Misuse (a
+    block that is not held, a hash that is taken) raises ValueError before anything has changed.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, tier: Tier = "device") -> None:
+        """`block_size` is in tokens. Raises ValueError unless both are positive."""
+        if num_blocks <= 0 or block_size <= 0:
+            raise ValueError("a pool needs at least one block of at least one token")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.tier: Tier = tier
+        self._refs = [0] * num_blocks
+        self._hash: list[bytes | None] = [None] * num_blocks
+        self._parent: list[bytes] = [b""] * num_blocks
+        self._by_hash: dict[bytes, int] = {}
+        # Popped from the end: a fresh pool hands out ids in ascending, contiguous order.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._quarantined: set[int] = set()
+        self._events: list[KvEvent] = []
+        self.releases = 0
+        """Grows whenever blocks became available: what did not fit need not be tried before."""
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def available(self) -> int:
+        """Blocks that `reserve` can hand out now: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def counts(self) -> PoolCounts:
+        """Blocks by state; the four sum up to `num_blocks`."""
+        free, cached, quarantined = len(self._free), len(self._cached), len(self._quarantined)
+        return PoolCounts(free, cached, self.num_blocks - free - cached - quarantined, quarantined)
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest known leading run of `hashes`. Takes no reference."""
+        found: list[int] = []
+        by_hash = self._by_hash
+        for block_hash in hashes:
+            block = by_hash.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def references(self, block: int) -> int:
+        """How many holders `block` has."""
+        return self._refs[block]
+
+    def hash_of(self, block: int) -> bytes | None:
+        """The block's hash, if it has been committed."""
+        return self._hash[block]
+
+    # ------------------------------------------------------------------ taking and giving back
+
+    def reserve(
+        self, count: int, *, shared: Sequence[int] = (), spare: int = 0
+    ) -> list[int] | None:
+        """`count` fresh blocks, and one more reference to each of `shared`; or None, unchanged.
+
+        `shared` are blocks in use or just returned by `match`, in chain order. At least `spare`
+        blocks stay available. Evicts cached blocks, oldest leaf first, when the free ones do not
+        suffice.
+        """
+        cached = self._cached
+        waking = sum(block in cached for block in shared) if shared else 0
+        if count + spare > len(self._free) + len(cached) - waking:
+            return None
+        if shared:
+            self.acquire(shared)
+        free, refs = self._free, self._refs
+        if count > len(free):
+            self._evict(count - len(free))
+        fresh = [free.pop() for _ in range(count)]
+        for block in fresh:
+            refs[block] = 1
+        return fresh
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """One more reference to each of `blocks`, which are in use or cached."""
+        refs, cached = self._refs, self._cached
+        for block in blocks:
+            if not refs[block] and block not in cached:
+                raise ValueError(f"block {block} holds nothing that could be shared")
+        for block in blocks:
+            if not refs[block]:
+                del cached[block]
+            refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back one reference to each of `blocks`, listed in token order.
+
+        What nobody holds any more stays cached if it has a hash, else it is free.
+        """
+        refs, hashes = self._refs, self._hash
+        for block in blocks:
+            if not refs[block]:
+                raise ValueError(f"block {block} is not held")
+        for block in reversed(blocks):
+            refs[block] -= 1
+            if refs[block]:
+                continue
+            if hashes[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+        self.releases += 1
+
+    # ------------------------------------------------------------------ content
+
+    def commit(self, block: int, block_hash: bytes, parent: bytes) -> int:
+        """Name the content of a full block that the caller holds; returns the block to use.
+
+        `parent` is the hash of the block before it, which the caller holds too, or the chain's
+        root. If the content is there already, the caller's reference moves to that block, which
+        is returned, and its own copy is given back: no content is mapped twice.
+        """
+        if not self._refs[block]:
+            raise ValueError(f"block {block} is not held")
+        if self._hash[block] is not None:
+            raise ValueError(f"block {block} has been committed before")
+        twin = self._by_hash.get(block_hash)
+        if twin is not None:
+            self.acquire((twin,))
+            self.release((block,))
+            return twin
+        self._hash[block] = block_hash
+        self._parent[block] = parent
+        self._by_hash[block_hash] = block
+        self._note_stored(block_hash, parent)
+        return block
+
+    def clear(self) -> int:
+        """Forget all cached blocks; returns how many. Blocks in use keep their hashes."""
+        count = len(self._cached)
+        cleared = count == len(self._by_hash)
+        removed = [self._forget(block) for block in self._cached]
+        self._free.extend(self._cached)
+        self._cached.clear()
+        if cleared:
+            self._events.append(PoolCleared(tier=self.tier))
+        elif removed:
+            self._events.append(BlockRemoved(hashes=removed, tier=self.tier))
+        return count
+
+    def _evict(self, count: int) -> None:
+        """Turn the `count` oldest cached leaves into free blocks."""
+        removed = []
+        for _ in range(count):
+            block, _none = self._cached.popitem(last=False)
+            removed.append(self._forget(block))
+            self._free.append(block)
+        self._note_removed(removed)
+
+    def _forget(self, block: int) -> bytes:
+        """Take a block's name away; returns it."""
+        block_hash = self._hash[block]
+        assert block_hash is not None
+        self._hash[block] = None
+        del self._by_hash[block_hash]
+        return block_hash
+
+    # ------------------------------------------------------------------ quarantine
+
+    def quarantine(self, blocks: Sequence[int]) -> None:
+        """Give up blocks that a peer may still write to: the caller's reference ends.
+
+        They must be held by the caller alone and never committed (content that a peer is still
+        writing has no name).
+        """
+        for block in blocks:
+            if self._refs[block] != 1 or self._hash[block] is not None:
+                raise ValueError(f"block {block} is shared, named or not held")
+        for block in blocks:
+            self._refs[block] = 0
+            self._quarantined.add(block)
+
+    def unquarantine(self, blocks: Sequence[int]) -> None:
+        """The peer can no longer write: the blocks are free again."""
+        for block in blocks:
+            if block not in self._quarantined:
+                raise ValueError(f"block {block} is not quarantined")
+        self._quarantined.difference_update(blocks)
+        self._free.extend(blocks)
+        self.releases += 1
+
+    # ------------------------------------------------------------------ events
+
+    def drain_events(self) -> list[KvEvent]:
+        """Everything since the last call, in order. The owner calls this after every step, which
+        bounds the list by what one step can change."""
+        events, self._events = self._events, []
+        return events
+
+    def _note_stored(self, block_hash: bytes, parent: bytes) -> None:
+        """Runs of one chain become one event."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockStored) and last.hashes[-1] == parent:
+            last.hashes.append(block_hash)
+            return
+        self._events.append(BlockStored(hashes=[block_hash], parent=parent, tier=self.tier))
+
+    def _note_removed(self, hashes: list[bytes]) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved):
+            last.hashes.extend(hashes)
+            return
+        self._events.append(BlockRemoved(hashes=hashes, tier=self.tier))
+
+    # ------------------------------------------------------------------ self-audit
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is in exactly one state. O(num_blocks)."""
+        free, cached, quarantined = set(self._free), set(self._cached), self._quarantined
+        used = {block for block, count in enumerate(self._refs) if count}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert min(self._refs) >= 0, "a reference count is negative"
+        total = len(free) + len(cached) + len(used) + len(quarantined)
+        union = free | cached | used | quarantined
+        assert total == self.num_blocks, (
+            f"free {len(free)} + cached {len(cached)} + used {len(used)} + quarantined "
+            f"{len(quarantined)} != {self.num_blocks}"
+        )
+        assert len(union) == total, "a block is in two states"
+        self._check_names(free | quarantined, cached)
+
+    def _check_names(self, nameless: set[int], cached: set[int]) -> None:
+        named = {block for block, name in enumerate(self._hash) if name is not None}
+        assert not named & nameless, "a free or quarantined block has a hash"
+        assert cached <= named, "a cached block has no hash"
+        assert {self._hash[block]: block for block in named} == self._by_hash
+        age = {block: position for position, block in enumerate(self._cached)}
+        for block in named:
+            parent = self._by_hash.get(self._parent[block])
+            if parent is None or self._refs[parent]:
+                continue
+            assert not self._refs[block], f"block {block} is held without its parent {parent}"
+            assert age[block] < age[parent], f"block {parent} would be evicted before its child"

@@ -1,0 +1,46 @@
+"""What a worker says about the model it serves: all that a frontend must know to serve it.
+
+A frontend never opens the model's directory: tokenizer, template, limits and defaults come in the
+card, so a frontend can serve a model that its own machine has never seen.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What `generation_config.json` recommends; a request's own fields win. None: no opinion."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+
+class ModelCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One served model."""
+
+    name: str
+    """The id in `/v1/models`."""
+    aliases: tuple[str, ...] = ()
+    max_model_len: int
+    """Prompt and output tokens together, at most."""
+    vocab_size: int
+    """Rows of the output layer; ids at or above it do not exist."""
+    block_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer_json: bytes
+    """Content of `tokenizer.json`."""
+    tokenizer_config_json: bytes = b"{}"
+    """Content of `tokenizer_config.json`."""
+    chat_template: str | None = None
+    """None: the model has none, chat requests are refused."""
+    defaults: GenerationDefaults = GenerationDefaults()
+    engine: str = ""
+    dtype: str = ""
+    compat_hash: str = ""
+    created: int = 0
+    """Unix seconds, for `/v1/models`."""

@@ -1,0 +1,95 @@
+"""Records on the wire: readable without this code, and by older and newer versions of it."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+
+from pdserve.messages import card, engine, kv, request
+
+if typing.TYPE_CHECKING:
+    from types import ModuleType
+
+MODULES: list[ModuleType] = [card, engine, kv, request]
+RECORDS: list[type[msgspec.Struct]] = sorted(
+    {
+        found
+        for module in MODULES
+        for _, found in inspect.getmembers(module, inspect.isclass)
+        if issubclass(found, msgspec.Struct) and found.__module__ == module.__name__
+    },
+    key=lambda record: record.__name__,
+)
+UNIONS = {"Command": engine.Command, "Event": engine.Event, "KvEvent": kv.KvEvent}
+
+
+def example(kind: Any) -> Any:
+    """A value of a type, with something in every field."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: example(hints[name]) for name in kind.__struct_fields__})
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return [example(arguments[0])]
+    if origin is tuple:
+        return tuple(example(a) for a in arguments if a is not Ellipsis)
+    if origin is dict:
+        return {example(arguments[0]): example(arguments[1])}
+    if origin is typing.Literal:
+        return arguments[0]
+    if arguments:  # a union: its first member that is not None
+        return example(next(a for a in arguments if a is not type(None)))
+    return {int: 300, float: 0.5, str: "é", bool: True, bytes: b"\x00\xff"}[kind]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_survives_the_trip(record: type[msgspec.Struct]):
+    value = example(record)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=record) == value
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_is_an_array_that_plain_msgpack_reads(record: type[msgspec.Struct]):
+    plain = msgpack.unpackb(msgspec.msgpack.encode(example(record)), strict_map_key=False)
+    assert isinstance(plain, list)
+    tagged = record.__struct_config__.tag is not None
+    assert len(plain) == len(record.__struct_fields__) + tagged
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_fields_of_a_newer_version_are_skipped(record: type[msgspec.Struct]):
+    value = example(record)
+    newer = [*msgpack.unpackb(msgspec.msgpack.encode(value), strict_map_key=False), "new", 1]
+    assert msgspec.msgpack.decode(msgpack.packb(newer), type=record) == value
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_records_cannot_be_changed(record: type[msgspec.Struct]):
+    assert record.__struct_config__.frozen
+    assert record.__struct_config__.array_like
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_tags_of_a_union_are_small_integers_and_unique(name: str):
+    tags = [member.__struct_config__.tag for member in typing.get_args(UNIONS[name])]
+    assert len(tags) == len(set(tags))
+    assert all(isinstance(tag, int) and 0 < tag < 128 for tag in tags)
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_members_of_a_union_are_told_apart(name: str):
+    for member in typing.get_args(UNIONS[name]):
+        value = example(member)
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=UNIONS[name])
+        assert type(decoded) is member
+        assert decoded == value
+
+
+def test_a_delta_of_one_token_is_a_few_bytes():
+    delta = request.TokenDelta(1000, 0, [70000])
+    assert len(msgspec.msgpack.encode(delta)) <= 15
