@@ -1,0 +1,1 @@
+"""The engine port, the scheduler and the engine core: everything about engines but the compute."""

@@ -1,0 +1,214 @@
+"""Where a core lives: a child process, or a thread of this one (tests).
+
+A carrier starts one core, hands out our end of its socket, says how the core ended, and can end it
+by force. It never reads the socket. `CoreClient` makes one per life of the core and always waits
+for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.clock import SystemClock
+from pdserve.engine.host import CoreHost
+from pdserve.engine.link import LinkEnd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.ids import Seconds
+
+__all__ = ["Carrier", "ProcessCarrier", "ThreadCarrier"]
+
+_LINE_LIMIT = 8192
+_STDERR_GRACE: Seconds = 0.5
+"""After the exit: a grandchild may hold the pipe open, the last line has come by then."""
+
+
+class Carrier(Protocol):
+    """One life of a core."""
+
+    async def launch(self) -> socket.socket:
+        """Start it; returns our end of its socket, which the caller owns. Called once.
+
+        Cancellation: whatever was started ends with the socket; call `kill` and `ended`.
+        """
+        ...
+
+    async def ended(self) -> str:
+        """Wait for the end; returns what is known of it, to follow "the engine process".
+
+        Cancellation: only the waiting stops; it may be called again.
+        """
+        ...
+
+    def kill(self) -> None:
+        """End it without its cooperation, as far as the kind of carrier allows."""
+        ...
+
+
+class ProcessCarrier:
+    """`python -m pdserve.engine.host` with one end of a socket pair."""
+
+    def __init__(
+        self,
+        *,
+        log_format: str = "text",
+        log_level: str = "info",
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        """`on_line` gets each line of the child's stderr; by default it goes to our own."""
+        self._log = ("--log-format", log_format, "--log-level", log_level)
+        self._on_line = on_line or _to_stderr
+        self._child: _ChildProtocol | None = None
+        self._transport: asyncio.SubprocessTransport | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None before `launch`."""
+        return None if self._transport is None else self._transport.get_pid()
+
+    async def launch(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        try:
+            with theirs:
+                self._transport, self._child = await loop.subprocess_exec(
+                    lambda: _ChildProtocol(loop, self._on_line),
+                    *self._command(theirs.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                    pass_fds=(theirs.fileno(),),
+                    env=os.environ | {"PYTHONPATH": _search_path()},
+                )
+        except BaseException:
+            ours.close()
+            raise
+        return ours
+
+    def _command(self, fd: int) -> tuple[str, ...]:
+        # -P: the child's search path is ours, not whatever directory we happen to stand in.
+        program = (sys.executable, "-P", "-m", "pdserve.engine.host")
+        return (*program, "--fd", str(fd), "--parent", str(os.getpid()), *self._log)
+
+    async def ended(self) -> str:
+        if self._child is None or self._transport is None:
+            return "never started"
+        await asyncio.wait({self._child.exited})  # unlike `await`, no harm in being cancelled
+        await asyncio.wait({self._child.stderr_closed}, timeout=_STDERR_GRACE)
+        status = _describe(self._transport.get_returncode())
+        self._transport.close()
+        last = self._child.last_line
+        return f"{status}: {last}" if last else status
+
+    def kill(self) -> None:
+        if self._transport is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._transport.send_signal(signal.SIGKILL)
+
+
+class _ChildProtocol(asyncio.SubprocessProtocol):
+    """Passes stderr on by lines, remembers the last one, notes the exit."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_line: Callable[[str], None]) -> None:
+        self.exited: asyncio.Future[None] = loop.create_future()
+        self.stderr_closed: asyncio.Future[None] = loop.create_future()
+        self.last_line = ""
+        self._on_line = on_line
+        self._partial = b""
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._line(line)
+        if len(self._partial) > _LINE_LIMIT:
+            self._line(self._partial)
+            self._partial = b""
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if self._partial:
+            self._line(self._partial)
+        if not self.stderr_closed.done():
+            self.stderr_closed.set_result(None)
+
+    def process_exited(self) -> None:
+        if not self.exited.done():
+            self.exited.set_result(None)
+
+    def _line(self, line: bytes) -> None:
+        text = line[:_LINE_LIMIT].decode(errors="replace").rstrip()
+        if text:
+            self.last_line = text
+            self._on_line(text)
+
+
+class ThreadCarrier:
+    """A host in a daemon thread: nothing but closing its socket can end it, so a core that hangs
+    in a step stays behind. For tests and for looking at a core with a debugger."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._ended: asyncio.Event | None = None
+        self._status = 0
+        self._ours: socket.socket | None = None
+
+    async def launch(self) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        ended = self._ended = asyncio.Event()
+        ours, theirs = socket.socketpair()
+
+        def run() -> None:
+            self._status = CoreHost(LinkEnd(theirs), SystemClock()).run()
+            with contextlib.suppress(RuntimeError):  # the loop was closed without waiting for us
+                loop.call_soon_threadsafe(ended.set)
+
+        self._ours = ours.dup()
+        self._thread = threading.Thread(target=run, name="pdserve-engine-core", daemon=True)
+        self._thread.start()
+        return ours
+
+    async def ended(self) -> str:
+        if self._ended is None or self._thread is None:
+            return "never started"
+        await self._ended.wait()
+        self._thread.join()
+        self._hang_up()
+        return f"ended with status {self._status} (as a thread)"
+
+    def kill(self) -> None:
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._ours is not None:
+            with contextlib.suppress(OSError):
+                self._ours.shutdown(socket.SHUT_RDWR)
+            self._ours.close()
+            self._ours = None
+
+
+def _describe(returncode: int | None) -> str:
+    if returncode is None:
+        return "ended"
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    try:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was killed by signal {-returncode}"
+
+
+def _search_path() -> str:
+    """The child imports exactly what we would."""
+    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

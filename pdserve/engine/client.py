@@ -1,0 +1,445 @@
+"""`CoreClient`: the engine port in front of a core that runs elsewhere, kept alive.
+
+It starts the core (a child process, or a thread), posts submissions to it, fans out what comes
+back to their sinks, and starts it again when it dies. One supervisor task owns each life of the
+core from launch to exit; everything else is synchronous and runs on the event loop's thread.
+
+What happens when the core dies: every submission in flight ends with one `EngineDied` that names
+the exit and the last line of its stderr; its KV is reported as cleared; until the successor is
+ready `submit` raises `NotReady`; after too many deaths in a row `EngineDied` for good. A core that
+says nothing for `hang_timeout` although it has work is killed, and has died.
+
+It knows neither HTTP nor text, nor what a token means. A worker owns one client per engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from pdserve.clock import SystemClock
+from pdserve.engine.api import EngineState
+from pdserve.engine.carrier import Carrier, ProcessCarrier, ThreadCarrier
+from pdserve.engine.life import CoreLife, LifeOptions
+from pdserve.engine.rejection import error_of
+from pdserve.engine.restart import RestartPolicy, Restarts
+from pdserve.errors import (
+    ConfigError,
+    Draining,
+    EngineDied,
+    NotReady,
+    Overloaded,
+    PayloadTooLarge,
+    PdserveError,
+    ProtocolError,
+)
+from pdserve.messages.engine import (
+    Abort,
+    EngineStats,
+    Failed,
+    KvEvents,
+    Progress,
+    QueryStats,
+    Ready,
+    Rejected,
+    Stats,
+    Step,
+    Stopped,
+    Submit,
+)
+from pdserve.messages.kv import PoolCleared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.clock import Clock
+    from pdserve.engine.api import Handle, TokenSink
+    from pdserve.ids import Seconds
+    from pdserve.messages.engine import EngineCapabilities, EngineSpec, Event
+    from pdserve.messages.kv import KvEvent
+    from pdserve.messages.request import GenerateRequest
+
+__all__ = ["ClientOptions", "CoreClient"]
+
+_log = logging.getLogger(__name__)
+
+_Escalation = list[tuple["Callable[[CoreLife], None]", "Seconds"]]
+"""What to do to a core, and how long to wait for its end before the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions(LifeOptions):
+    """How a core is run and watched; nothing in here changes what it computes."""
+
+    carrier: Literal["process", "thread"] = "process"
+    """A thread shares our interpreter lock and cannot be killed: for tests."""
+    log_format: str = "text"
+    log_level: str = "info"
+    """Of the child process, whose lines come out on our stderr."""
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """One submission whose end we owe to a sink."""
+
+    sink: TokenSink
+    choices: int
+    """That have not ended."""
+
+
+class CoreClient:
+    """An `Engine` over a core in a process or thread of its own."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        options: ClientOptions | None = None,
+        *,
+        on_state: Callable[[EngineState, str], None] | None = None,
+        make_carrier: Callable[[], Carrier] | None = None,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`on_state` is called at every change of state with the reason in words."""
+        # Configuration
+        self._spec = spec
+        self._options = options or ClientOptions()
+        self._on_state = on_state
+        self._make_carrier = make_carrier or self._default_carrier
+        self._clock = clock or SystemClock()
+        # The client's life
+        self.state = EngineState.NEW
+        self.state_reason = "not started"
+        self._restarts = Restarts(self._options.restart, rng or random.Random())
+        self._supervisor: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._stop: asyncio.Event = asyncio.Event()
+        self._draining = False
+        self._idle: asyncio.Event = asyncio.Event()
+        self._on_progress: Callable[[Progress], None] | None = None
+        self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
+        self._in_flight: dict[Handle, _InFlight] = {}
+        self._last_handle = 0
+        # One life of the core
+        self._life: CoreLife | None = None
+        self._capabilities: EngineCapabilities | None = None
+        self._stats = EngineStats()
+        self.leaked_blocks = 0
+        """Blocks that the last core which ended in order could not account for."""
+
+    # ------------------------------------------------------------------ the port: life
+
+    @property
+    def capabilities(self) -> EngineCapabilities | None:
+        """None until ready, and again while restarting."""
+        return self._capabilities
+
+    @property
+    def restarts(self) -> int:
+        """How often the core has been started again."""
+        return self._restarts.total
+
+    async def start(self, on_progress: Callable[[Progress], None] | None = None) -> None:
+        """Launch and load; returns when ready. `on_progress` also sees later restarts.
+
+        Errors: what the core says it cannot load (`ConfigError`, …), `EngineDied` if it broke down
+        or took longer than `load_timeout`. A first load that fails is not repeated.
+        Cancellation: the core is killed first.
+        """
+        if self._supervisor is not None:
+            raise RuntimeError("a client starts once")
+        loop = asyncio.get_running_loop()
+        self._on_progress = on_progress
+        self._ready = loop.create_future()
+        self._supervisor = loop.create_task(self._supervise(), name="engine-supervisor")
+        try:
+            await self._ready
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End the core: by a command, then SIGKILL. Idempotent; any number of callers may wait.
+        Cancellation: the end goes on, only the waiting stops."""
+        self._stop.set()
+        if self.state not in (EngineState.FAILED, EngineState.STOPPED):
+            self._set_state(EngineState.STOPPED, "stopped")
+        self._fail_all(Draining("the engine is stopping"))
+        supervisor = self._supervisor
+        if supervisor is None or supervisor.done():
+            return
+        for action, patience in self._escalation():
+            if self._life is not None:
+                action(self._life)
+            await asyncio.wait({supervisor}, timeout=patience)
+            if supervisor.done():
+                return
+        _log.error("the engine core cannot be ended; it is left behind")
+        supervisor.cancel()
+        await asyncio.wait({supervisor})
+
+    def _escalation(self) -> _Escalation:
+        """A core that still loads reads no commands: there force comes first."""
+        options = self._options
+        orderly: _Escalation = [(CoreLife.ask_to_stop, options.stop_timeout)]
+        force: _Escalation = [(CoreLife.kill, 2 * options.kill_timeout)]
+        return force if self._capabilities is None else orderly + force
+
+    async def drain(self, timeout: Seconds) -> bool:
+        """Refuse what is new, wait for what runs. The client stays draining afterwards."""
+        self._draining = True
+        if not self._in_flight:
+            return True
+        self._idle.clear()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------ the port: work
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
+        """Post a request; `Overloaded` when more is in flight than the core could even queue,
+        `PayloadTooLarge` when no frame holds it."""
+        life = self._usable_life()
+        spec = self._spec
+        if len(self._in_flight) >= spec.max_sequences + spec.max_waiting:
+            raise Overloaded(f"{len(self._in_flight)} requests are in flight", retry_after=1.0)
+        if life.congested:
+            raise Overloaded("the engine does not keep up with new requests", retry_after=1.0)
+        self._last_handle = handle = self._last_handle + 1
+        try:
+            life.post(Submit(handle=handle, request=request))
+        except ProtocolError as error:
+            raise PayloadTooLarge(f"the request is too large: {error.message}") from error
+        self._in_flight[handle] = _InFlight(sink, request.n)
+        return handle
+
+    def _usable_life(self) -> CoreLife:
+        if self._draining or self.state is EngineState.STOPPED:
+            raise Draining("the engine takes no new requests")
+        if self.state is EngineState.FAILED:
+            raise EngineDied(f"the engine is down and stays down: {self.state_reason}")
+        if self._life is None or self.state is not EngineState.READY:
+            raise NotReady(f"the engine is not ready: {self.state_reason}", retry_after=1.0)
+        return self._life
+
+    def abort(self, handle: Handle) -> None:
+        """Nothing is called for `handle` from now on; its blocks are free within one step."""
+        if self._in_flight.pop(handle, None) is None:
+            return
+        self._note_idle()
+        if self._life is not None:
+            self._life.post(Abort(handle=handle))
+
+    def statistics(self) -> EngineStats:
+        """The newest snapshot; zeros while no core is ready."""
+        return self._stats
+
+    def query_statistics(self) -> None:
+        """Ask for a snapshot of now; `statistics` shows it when it has come."""
+        if self._life is not None and self.state is EngineState.READY:
+            self._life.post(QueryStats())
+
+    def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
+        """`listener` must neither block nor raise. A core's death reaches it as `PoolCleared`."""
+        self._kv_listeners.append(listener)
+
+    # ------------------------------------------------------------------ events of the core
+
+    def _on_event(self, event: Event) -> None:
+        if type(event) is Step:
+            self._fan_out(event)
+            return
+        match event:
+            case Rejected():
+                self._reject(event)
+            case KvEvents():
+                self._tell_listeners(event.events)
+            case Stats():
+                self._stats = event.stats
+            case Progress():
+                self._progress(event)
+            case Ready():
+                self._become_ready(event)
+            case Stopped():
+                self._note_stopped(event)
+            case Failed():  # what the life was lost to; it says so when it has ended
+                pass
+
+    def _fan_out(self, step: Step) -> None:
+        """The hot path: one dictionary look-up and one call per delta."""
+        in_flight = self._in_flight
+        for delta in step.deltas:
+            entry = in_flight.get(delta.handle)
+            if entry is None:
+                continue  # aborted; the core has not seen it yet
+            try:
+                entry.sink.on_delta(delta)
+            except Exception:
+                _log.exception("a token sink raised; its request is dropped")
+                self.abort(delta.handle)
+                continue
+            if delta.finish is not None:
+                entry.choices -= 1
+                if not entry.choices and in_flight.pop(delta.handle, None) is not None:
+                    self._note_idle()
+
+    def _reject(self, event: Rejected) -> None:
+        entry = self._in_flight.pop(event.handle, None)
+        if entry is not None:
+            _deliver(entry, error_of(event))
+            self._note_idle()
+
+    def _tell_listeners(self, events: Sequence[KvEvent]) -> None:
+        for listener in self._kv_listeners:
+            try:
+                listener(events)
+            except Exception:
+                _log.exception("a KV listener raised")
+
+    def _progress(self, event: Progress) -> None:
+        if self.state is not EngineState.STOPPED:
+            self.state_reason = event.stage
+        if self._on_progress is not None:
+            self._on_progress(event)
+
+    def _become_ready(self, event: Ready) -> None:
+        if self._stop.is_set():
+            return
+        self._capabilities = event.capabilities
+        self._set_state(EngineState.READY, "ready")
+        if self._restarts.total:
+            _log.info("the engine is ready again, after restart %d", self._restarts.total)
+        self._settle(None)
+
+    def _note_stopped(self, event: Stopped) -> None:
+        self.leaked_blocks = event.leaked_blocks
+        if event.leaked_blocks:
+            _log.error("the engine core ended with %d blocks still held", event.leaked_blocks)
+
+    def _note_idle(self) -> None:
+        if not self._in_flight:
+            self._idle.set()
+
+    def _fail_all(self, error: PdserveError) -> None:
+        in_flight, self._in_flight = self._in_flight, {}
+        for entry in in_flight.values():
+            _deliver(entry, error)
+        self._note_idle()
+
+    def _set_state(self, state: EngineState, reason: str) -> None:
+        self.state, self.state_reason = state, reason
+        if self._on_state is not None:
+            self._on_state(state, reason)
+
+    # ------------------------------------------------------------------ supervision
+
+    async def _supervise(self) -> None:
+        """One life after another, until stopped or given up."""
+        try:
+            while not self._stop.is_set():
+                died = await self._live()
+                delay = None if self._stop.is_set() else self._after_death(died)
+                if delay is None:
+                    break
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(delay):
+                        await self._stop.wait()
+        except Exception as error:  # a mistake of ours must not leave anyone waiting
+            _log.exception("the engine's supervisor broke down")
+            self._give_up(EngineDied(f"the engine's supervisor broke down: {error}"))
+        finally:
+            self._settle(Draining("the engine is stopping"))
+
+    async def _live(self) -> PdserveError:
+        """One life of the core, launch to exit; returns what it died of."""
+        loaded_before = self._ready is not None and self._ready.done()
+        state = EngineState.RESTARTING if loaded_before else EngineState.LOADING
+        self._set_state(state, "starting")
+        life = self._life = CoreLife(
+            self._make_carrier(),
+            self._options,
+            self._clock,
+            on_event=self._on_event,
+            on_lost=self._lost,
+            busy=lambda: bool(self._in_flight),
+        )
+        try:
+            return await life.run(self._spec)
+        finally:
+            self._life = None
+            self._lost()
+
+    def _lost(self) -> None:
+        """No event will come from this life any more; why is not known yet."""
+        self._capabilities = None
+        self._stats = EngineStats()
+        if self.state is EngineState.READY:
+            self._set_state(EngineState.RESTARTING, "the engine process ended")
+
+    def _after_death(self, died: PdserveError) -> Seconds | None:
+        """Seconds to wait before the next life; None: this was the last one."""
+        first_load = self._ready is not None and not self._ready.done()
+        hopeless = first_load or isinstance(died, ConfigError)
+        delay = None if hopeless else self._restarts.next_delay(self._clock.now())
+        if delay is None:
+            policy = self._restarts.policy
+            deaths = "" if hopeless else f" after {policy.max_restarts + 1} deaths"
+            self._give_up(died, deaths and f"{deaths} within {policy.window:g} s")
+            return None
+        _log.warning("%s; starting it again in %.1f s", _explained(died), delay)
+        self._set_state(EngineState.RESTARTING, died.message)
+        self._bury(died)
+        return delay
+
+    def _give_up(self, died: PdserveError, deaths: str = "") -> None:
+        if self._ready is None or self._ready.done():  # else `start` raises it
+            _log.error("the engine is given up%s: %s", deaths, _explained(died))
+        self._set_state(EngineState.FAILED, died.message)
+        self._settle(died)
+        self._bury(died)
+
+    def _bury(self, died: PdserveError) -> None:
+        """Whoever had something there learns that it is gone."""
+        self._fail_all(died)
+        self._tell_listeners([PoolCleared()])
+
+    def _settle(self, error: PdserveError | None) -> None:
+        """Release whoever waits in `start`; later calls change nothing."""
+        if self._ready is None or self._ready.done():
+            return
+        if error is None:
+            self._ready.set_result(None)
+        else:
+            self._ready.set_exception(error)
+
+    def _default_carrier(self) -> Carrier:
+        options = self._options
+        if options.carrier == "thread":
+            return ThreadCarrier()
+        return ProcessCarrier(log_format=options.log_format, log_level=options.log_level)
+
+
+def _explained(died: PdserveError) -> str:
+    """What it died of, for the operator: what kills unasked is nearly always one thing."""
+    if "SIGKILL" not in died.message:
+        return died.message
+    return (
+        f"{died.message} (if nobody did that, memory ran out: the system's log tells, and a "
+        "smaller --kv-memory helps)"
+    )
+
+
+def _deliver(entry: _InFlight, error: PdserveError) -> None:
+    try:
+        entry.sink.on_error(error)
+    except Exception:
+        _log.exception("a token sink raised")

@@ -1,0 +1,337 @@
+"""The engine core: commands in, events out, one step at a time.
+
+`Core` is what a host drives; `EngineCore` is the one that joins scheduler, pool and an executor.
+It is synchronous and does no I/O: the host (a process or a thread) brings commands and carries
+events away, and a simulation calls it inline with a clock of its own. It owns the scheduler, the
+pool and the executor; nobody else touches them.
+
+An executor that fails a step costs the requests of that step, since their blocks may be half
+written; committed blocks were complete before and stay. An executor that raises `EngineDied`, or
+fails three steps in a row, is broken: the core says `Failed` and is to be closed.
+
+Handoff joins in `handle`: a prefill command enters the scheduler like a submission and leaves
+its blocks pinned under a lease, a decode command brings a sequence whose blocks a peer has filled.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.engine.prefix import BlockNames
+from pdserve.engine.rejection import failed, rejected
+from pdserve.engine.scheduler import Scheduler, SchedulerLimits
+from pdserve.engine.sizing import size_pool
+from pdserve.errors import DeadlineExceeded, EngineDied, EngineError, PdserveError
+from pdserve.kv.block_pool import BlockPool
+from pdserve.messages.engine import (
+    Abort,
+    ClearCache,
+    Command,
+    EngineCapabilities,
+    EngineSpec,
+    EngineStats,
+    Event,
+    KvEvents,
+    Progress,
+    QueryStats,
+    Rejected,
+    Stats,
+    Step,
+    Submit,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.clock import Clock
+    from pdserve.engine.executor import Executor, ModelInfo, StepPlan, StepResult
+    from pdserve.ids import Seconds
+    from pdserve.messages.request import TokenDelta
+
+__all__ = ["STATS_INTERVAL", "Core", "EngineCore"]
+
+_log = logging.getLogger(__name__)
+
+STATS_INTERVAL: Seconds = 0.5
+"""Between two `Stats` events while steps are computed; one more follows when they cease."""
+
+_FAILURES_IN_A_ROW = 3
+
+
+class Core(Protocol):
+    """What a host drives. One thread, no concurrency, nothing blocks but `load` and `step`."""
+
+    def load(self, spec: EngineSpec, progress: Callable[[Progress], None]) -> EngineCapabilities:
+        """Make ready; called once, first. Raises `PdserveError` if it cannot."""
+        ...
+
+    def handle(self, command: Command) -> None:
+        """Take a command in; what it leads to comes from `step`."""
+        ...
+
+    def step(self) -> list[Event]:
+        """Do one step's work and return everything that has happened, in order.
+
+        After a `Failed` event the core only takes `close`.
+        """
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """`step` has something to do now."""
+        ...
+
+    def wake_at(self) -> Seconds | None:
+        """When `step` is to be called even if `has_work` stays False and no command comes."""
+        ...
+
+    def close(self) -> int:
+        """Drop everything and free everything; returns blocks that were still held then."""
+        ...
+
+
+class EngineCore:
+    """A `Core` around pdserve's scheduler and any `Executor`."""
+
+    def __init__(self, executor: Executor, clock: Clock) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._events: list[Event] = []
+        self._deltas: list[TokenDelta] = []
+        self._steps = 0
+        self._step_seconds: Seconds = 0.0
+        self._failures = 0
+        self._broken = False
+        self._stats_at: Seconds = clock.now()
+        self._changed = False
+
+    # ------------------------------------------------------------------ loading
+
+    def load(self, spec: EngineSpec, progress: Callable[[Progress], None]) -> EngineCapabilities:
+        """Load the model, size the pool, allocate it."""
+        info = self._executor.load(
+            spec, lambda stage, fraction: progress(Progress(stage=stage, fraction=fraction))
+        )
+        sizing = size_pool(spec, info)
+        if sizing.warning is not None:
+            _log.warning("%s", sizing.warning)
+            progress(Progress(stage=sizing.warning))
+        limits = SchedulerLimits(
+            max_model_len=sizing.max_model_len,
+            vocab_size=info.vocab_size,
+            max_batch_tokens=spec.max_batch_tokens,
+            max_sequences=spec.max_sequences,
+            max_waiting=spec.max_waiting,
+        )
+        progress(Progress(stage="allocating KV blocks"))
+        self._executor.allocate(sizing.num_blocks)
+        self.pool = BlockPool(sizing.num_blocks, info.layout.block_size)
+        self.scheduler = Scheduler(self.pool, limits, _names(spec, info))
+        return _capabilities(spec, info, limits, sizing.num_blocks)
+
+    # ------------------------------------------------------------------ commands
+
+    def handle(self, command: Command) -> None:
+        """Submissions that cannot be taken end with a `Rejected` event."""
+        match command:
+            case Submit():
+                self._submit(command)
+            case Abort():
+                self._changed |= self.scheduler.abort(command.handle)
+                self._unsay(command.handle)
+            case QueryStats():
+                self._events.append(Stats(stats=self.statistics()))
+            case ClearCache():
+                self.pool.clear()
+                self._changed = True
+            case _:
+                raise ValueError(f"{type(command).__name__} is for the host")
+
+    def _submit(self, command: Submit) -> None:
+        try:
+            ended = self.scheduler.submit(command.handle, command.request, self._clock.now())
+        except PdserveError as error:
+            self._reject(command.handle, error)
+        else:
+            self._deltas += ended
+
+    def _reject(self, handle: int, error: PdserveError) -> None:
+        """What has been produced before is said before."""
+        self._say_deltas()
+        self._events.append(rejected(handle, error))
+
+    def _say_deltas(self) -> None:
+        if self._deltas:
+            self._events.append(Step(deltas=self._deltas))
+            self._deltas = []
+
+    def _unsay(self, handle: int) -> None:
+        """Nothing about an aborted submission leaves after its abort."""
+        self._say_deltas()
+        kept: list[Event] = []
+        for event in self._events:
+            if isinstance(event, Step):
+                deltas = [delta for delta in event.deltas if delta.handle != handle]
+                if deltas:
+                    kept.append(Step(deltas=deltas))
+            elif not (isinstance(event, Rejected) and event.handle == handle):
+                kept.append(event)
+        self._events = kept
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def has_work(self) -> bool:
+        """Something can be computed, or something waits to be said."""
+        if self._broken:
+            return bool(self._events)
+        return self.scheduler.has_work or bool(self._events or self._deltas) or self._changed
+
+    def wake_at(self) -> Seconds | None:
+        """The next deadline of a request."""
+        return self.scheduler.next_deadline()
+
+    def step(self) -> list[Event]:
+        """Expire, plan, compute, report."""
+        started = self._clock.now()
+        self._expire(started)
+        if self.scheduler.has_work and not self._broken:
+            plan = self.scheduler.schedule(started)
+            self._release()
+            if plan.chunks:
+                self._compute(plan, started)
+        self._release()
+        self._report()
+        events, self._events = self._events, []
+        return events
+
+    def _expire(self, now: Seconds) -> None:
+        deadline = self.scheduler.next_deadline()
+        if deadline is None or deadline > now:
+            return
+        self._changed = True
+        for late in self.scheduler.expire(now):
+            self._reject(late.handle, DeadlineExceeded(f"the deadline passed while {late.stage}"))
+
+    def _release(self) -> None:
+        released = self.scheduler.take_released()
+        if released:
+            self._executor.release(released)
+
+    def _compute(self, plan: StepPlan, started: Seconds) -> None:
+        self._changed = True
+        try:
+            result = self._executor.execute(plan)
+            _check_result(plan, result)
+        except Exception as error:  # whatever an engine raises costs this step, not the core
+            self._fail(plan, error)
+            return
+        now = self._clock.now()
+        self._failures = 0
+        self._deltas += self.scheduler.complete(plan, result, now)
+        self._steps += 1
+        self._step_seconds += now - started
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        _log.error("a step of %d tokens failed", plan.num_tokens, exc_info=error)
+        record = failed(error)
+        for handle in self.scheduler.fail(plan):
+            message = f"the engine failed while computing a step: {record.message}"
+            self._reject(handle, EngineError(message))
+        self._failures += 1
+        if isinstance(error, EngineDied) or self._failures >= _FAILURES_IN_A_ROW:
+            self._broken = True
+
+    def _report(self) -> None:
+        self._say_deltas()
+        stored = self.pool.drain_events()
+        if stored:
+            self._events.append(KvEvents(events=stored))
+        now = self._clock.now()
+        idle = not self.scheduler.has_work
+        if self._changed and (idle or now - self._stats_at >= STATS_INTERVAL):
+            self._stats_at, self._changed = now, False
+            self._events.append(Stats(stats=self.statistics()))
+        if self._broken:
+            self._events.append(failed(EngineDied("the executor is broken")))
+
+    # ------------------------------------------------------------------ reading and ending
+
+    def statistics(self) -> EngineStats:
+        """A snapshot of this moment."""
+        scheduler, counts = self.scheduler, self.pool.counts()
+        counters = scheduler.counters
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks_total=self.pool.num_blocks,
+            blocks_free=counts.free,
+            blocks_cached=counts.cached,
+            blocks_used=counts.used,
+            blocks_quarantined=counts.quarantined,
+            steps=self._steps,
+            step_seconds=self._step_seconds,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            computed_tokens=counters.computed_tokens,
+            output_tokens=counters.output_tokens,
+            preemptions=counters.preemptions,
+            aborted=counters.aborted,
+            finished=counters.finished,
+        )
+
+    def close(self) -> int:
+        """Safe at any time, also when `load` failed or never ran."""
+        try:
+            return self._end_all() if hasattr(self, "scheduler") else 0
+        finally:
+            self._executor.close()
+
+    def _end_all(self) -> int:
+        for handle in self.scheduler.handles():
+            self.scheduler.abort(handle)
+        self._release()
+        self.pool.check()
+        return self.pool.counts().used
+
+
+def _names(spec: EngineSpec, info: ModelInfo) -> BlockNames | None:
+    """Without a secret from outside, names need only be stable within this core."""
+    if not spec.prefix_cache:
+        return None
+    secret = spec.hash_secret or secrets.token_bytes(32)
+    return BlockNames(secret, info.layout.block_size, info.compat_hash)
+
+
+def _check_result(plan: StepPlan, result: StepResult) -> None:
+    wanted = sum(chunk.samples for chunk in plan.chunks)
+    if len(result.tokens) != wanted or len(result.logprobs) != wanted:
+        raise EngineError(
+            f"the executor returned {len(result.tokens)} tokens and {len(result.logprobs)} "
+            f"logprobs for {wanted} sampling chunks"
+        )
+
+
+def _capabilities(
+    spec: EngineSpec, info: ModelInfo, limits: SchedulerLimits, num_blocks: int
+) -> EngineCapabilities:
+    return EngineCapabilities(
+        engine=spec.engine,
+        model_type=info.model_type,
+        dtype=info.dtype,
+        device=info.device,
+        max_model_len=limits.max_model_len,
+        vocab_size=info.vocab_size,
+        block_size=info.layout.block_size,
+        num_blocks=num_blocks,
+        block_bytes=info.layout.block_bytes,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_sequences=limits.max_sequences,
+        prompt_logprobs=info.prompt_logprobs,
+        kv_events=spec.prefix_cache,
+        eos_token_ids=info.eos_token_ids,
+        weight_bytes=info.weight_bytes,
+        compat_hash=info.compat_hash,
+    )

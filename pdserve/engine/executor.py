@@ -1,0 +1,120 @@
+"""The seam between scheduling and computing: what a scheduler-driven engine must implement.
+
+The scheduler (pure, torch-free) decides *what* a step computes and hands it over as a `StepPlan`;
+an `Executor` (torch, sim, instant) computes it and returns one token per sampling chunk. Both live
+in the engine core, in one thread, and take turns: nothing here is concurrent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from pdserve.engine.sequence import Sequence
+    from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.request import TokenLogprob
+
+ProgressFn = Callable[[str, float | None], None]
+"""(stage in words, fraction 0..1 or None)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape of one block: `[layer][k|v][head][token][dim]`, contiguous."""
+
+    num_layers: int
+    kv_heads: int
+    block_size: int
+    head_dim: int
+    itemsize: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_layers * 2 * self.kv_heads * self.block_size * self.head_dim * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the executor learned by loading the model."""
+
+    model_type: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    """The checkpoint's limit, or the smaller one that was asked for."""
+    eos_token_ids: tuple[int, ...]
+    layout: KvLayout
+    weight_bytes: int
+    kv_memory: int
+    """Bytes the executor proposes for KV when the spec leaves it open."""
+    compat_hash: str = ""
+    """Equal for workers that may exchange blocks (model, dtype, block layout,
+    heads, layers)."""
+    prompt_logprobs: bool = True
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `[start, start + count)` of one sequence, to be computed in this step.
+
+    `sequence.blocks` already covers them. `sequence.num_computed` is still `start`; the scheduler
+    moves it when the result is in.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+    """The chunk ends at the sequence's last token: its logits choose the next one."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. `copies` run first, then all chunks as one batch."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source block, destination block): copy-on-write forks."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the step computed: lists run parallel to the plan's sampling chunks, in order."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    """Index into `plan.chunks` -> logprobs of prompt tokens `start+1 ..` that this chunk's rows
+    predict (as many as lie inside the prompt)."""
+
+
+class Executor(Protocol):
+    """Computes steps. Every method runs in the core's thread; none may be called concurrently."""
+
+    def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
+        """Load weights. Raises `UnsupportedCheckpoint` by name for what it lacks."""
+        ...
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate KV storage of `num_blocks` blocks. Called once, after `load`."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step."""
+        ...
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        """Forget per-sequence state of sequences that ended or were preempted."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        ...

@@ -1,0 +1,193 @@
+"""One life of a core: launch, `Start`, watch, exit.
+
+Runs inside the client's supervisor task. It knows what a live core owes (to become ready in time,
+to answer now and then while it has work) and what is known of a dead one; submissions, sinks and
+restarts are the client's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.engine.connection import CoreConnection
+from pdserve.engine.rejection import error_of
+from pdserve.errors import EngineDied, PdserveError
+from pdserve.messages.engine import Failed, QueryStats, Ready, Start, Stop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.clock import Clock
+    from pdserve.engine.carrier import Carrier
+    from pdserve.ids import Seconds
+    from pdserve.messages.engine import Command, EngineSpec, Event
+
+__all__ = ["CoreLife", "LifeOptions"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeOptions:
+    """How long a core may take for what."""
+
+    load_timeout: Seconds = 1800.0
+    """From launch to `Ready`; large checkpoints on slow disks take many minutes."""
+    hang_timeout: Seconds = 300.0
+    """Silence of a core that has work and is asked for statistics, after which it is killed: well
+    above the longest step, which on a CPU may prefill thousands of tokens."""
+    stop_timeout: Seconds = 5.0
+    """For an orderly end, before the core is ended by force."""
+    kill_timeout: Seconds = 2.0
+    """After each act of force, before the next one."""
+
+
+class CoreLife:
+    """Carrier and connection of one core. Used once."""
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        options: LifeOptions,
+        clock: Clock,
+        *,
+        on_event: Callable[[Event], None],
+        on_lost: Callable[[], None],
+        busy: Callable[[], bool],
+    ) -> None:
+        """`on_lost` is called when no event can come any more, before the exit is known; `busy`
+        says whether the core owes anybody anything."""
+        self._carrier = carrier
+        self._options = options
+        self._clock = clock
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self._busy = busy
+        self._connection: CoreConnection | None = None
+        self._ready = False
+        self._doomed = False
+        self._failure: PdserveError | None = None
+        self._reaper: asyncio.TimerHandle | None = None
+        """Kills a core that said `Failed` but does not end."""
+        self._heard = 0
+        self._asked = False
+        """It owes an answer, even if those who waited for its work have given up since."""
+        self._since: Seconds = clock.now()
+        """Launch, or the last time that the core was heard of or owed nothing."""
+
+    async def run(self, spec: EngineSpec) -> PdserveError:
+        """From launch to exit; returns what the core died of.
+
+        Cancellation: the core is killed; its exit is not waited for.
+        """
+        try:
+            sock = await self._carrier.launch()
+        except OSError as error:
+            return EngineDied(f"the engine process cannot be started: {error}")
+        if self._doomed:  # while it was being launched there was nothing to kill
+            self._carrier.kill()
+        loop = asyncio.get_running_loop()
+        connection = CoreConnection(loop, self._receive)
+        try:
+            await loop.create_unix_connection(lambda: connection, sock=sock)
+        except BaseException:
+            sock.close()
+            self._carrier.kill()
+            raise
+        self._connection = connection
+        try:
+            connection.post(Start(spec=spec))
+            complaint = await self._watch(connection)
+        except BaseException:
+            self._carrier.kill()
+            raise
+        finally:
+            connection.close()
+            if self._reaper is not None:
+                self._reaper.cancel()
+        self._on_lost()
+        exit_text = await self._exit()
+        return self._verdict(complaint or f"the engine process {exit_text}")
+
+    def _verdict(self, observed: str) -> PdserveError:
+        """What a core says itself counts more than what was seen of its end. Once it was ready it
+        died, whatever of: a retry meets its successor."""
+        if self._failure is None:
+            return EngineDied(observed)
+        if self._ready:
+            return EngineDied(f"the engine process gave up: {self._failure.message}")
+        return self._failure
+
+    def _receive(self, event: Event) -> None:
+        if type(event) is Ready:
+            self._ready = True
+            self._since = self._clock.now()
+        elif type(event) is Failed:
+            self._failure = error_of(event)
+            loop = asyncio.get_running_loop()
+            self._reaper = loop.call_later(self._options.stop_timeout, self._carrier.kill)
+        self._on_event(event)
+
+    # ------------------------------------------------------------------ watching
+
+    async def _watch(self, connection: CoreConnection) -> str | None:
+        """Wait until the connection is lost; returns the reason if it was us who lost patience."""
+        interval = min(self._options.load_timeout, self._options.hang_timeout) / 4
+        while not connection.lost.done():
+            await asyncio.wait({connection.lost}, timeout=interval)
+            if not connection.lost.done() and (complaint := self._complaint(connection)):
+                _log.error("%s", complaint)
+                self._carrier.kill()
+                return complaint
+        error = connection.lost.result()
+        return None if error is None else error.message
+
+    def _complaint(self, connection: CoreConnection) -> str | None:
+        """What the core fails to do, if anything. Asks a silent one to say something."""
+        now, options = self._clock.now(), self._options
+        if not self._ready:
+            late = now - self._since > options.load_timeout
+            return f"the engine was not ready within {options.load_timeout:g} s" if late else None
+        if connection.received != self._heard or not (self._busy() or self._asked):
+            self._heard, self._since, self._asked = connection.received, now, False
+            return None
+        if now - self._since > options.hang_timeout:
+            return f"the engine hangs: it has not answered for {options.hang_timeout:g} s"
+        connection.post(QueryStats())
+        self._asked = True
+        return None
+
+    async def _exit(self) -> str:
+        """Wait for the exit that should follow the lost connection, then enforce it."""
+        for _ in range(2):
+            try:
+                async with asyncio.timeout(self._options.kill_timeout):
+                    return await self._carrier.ended()
+            except TimeoutError:
+                self._carrier.kill()
+        _log.error("the engine process does not end; it is left behind")
+        return "does not end"
+
+    # ------------------------------------------------------------------ from the client
+
+    @property
+    def congested(self) -> bool:
+        """The core does not read what is sent to it."""
+        return self._connection is not None and self._connection.congested
+
+    def post(self, command: Command) -> None:
+        """Send; dropped without connection, whose loss is reported anyway."""
+        if self._connection is not None:
+            self._connection.post(command)
+
+    def ask_to_stop(self) -> None:
+        """The orderly end: free everything, say `Stopped`, exit."""
+        self.post(Stop())
+
+    def kill(self) -> None:
+        """SIGKILL: a core leaves SIGTERM to its node."""
+        self._doomed = True
+        self._carrier.kill()

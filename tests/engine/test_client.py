@@ -1,0 +1,472 @@
+"""The client keeps its promises when the core does not: crashes, hangs, garbage, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.engine.api import EngineState
+from pdserve.engine.carrier import ProcessCarrier
+from pdserve.engine.client import ClientOptions, CoreClient
+from pdserve.engine.restart import RestartPolicy
+from pdserve.errors import (
+    ConfigError,
+    Draining,
+    EngineDied,
+    EngineError,
+    NotReady,
+    Overloaded,
+    PayloadTooLarge,
+)
+from pdserve.messages.engine import EngineSpec, Ready
+from pdserve.messages.kv import KvEvent, PoolCleared
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.testing.scripted import ENGINE, reference_tokens
+from pdserve.testing.sinks import LedgerSink, until
+from pdserve.wire.frames import encode_frame
+from tests.engine.test_host import CAPABILITIES
+from tests.engine.test_life import PlayedCarrier
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pdserve.messages.request import TokenDelta
+
+RAISE, BREAK, DIE, HANG = 90, 91, 92, 93
+FAST = RestartPolicy(max_restarts=3, first_delay=0.01, max_delay=0.01)
+
+
+def spec(**options: str) -> EngineSpec:
+    """`step_ms` where a test must come between two steps."""
+    faults = {"raise_on": RAISE, "break_on": BREAK, "die_on": DIE, "hang_on": HANG}
+    return EngineSpec(
+        engine=ENGINE,
+        model="",
+        block_size=4,
+        max_batch_tokens=32,
+        max_sequences=8,
+        options={name: str(token) for name, token in faults.items()} | options,
+    )
+
+
+def request(*prompt: int, **sampling: Any) -> GenerateRequest:
+    fields: dict[str, Any] = {"max_tokens": 8} | sampling
+    tokens = list(prompt) or [11, 12, 13]
+    return GenerateRequest(
+        request_id="r", model="m", prompt=tokens, sampling=SamplingParams(**fields)
+    )
+
+
+class Watched:
+    """A client with its carriers and states on record."""
+
+    def __init__(self, given: EngineSpec | None = None, **options: Any) -> None:
+        self.carriers: list[ProcessCarrier] = []
+        self.states: list[EngineState] = []
+        self.client = CoreClient(
+            given or spec(),
+            ClientOptions(**({"restart": FAST} | options)),
+            on_state=lambda state, reason: self.states.append(state),
+            make_carrier=self.carrier,
+        )
+
+    def carrier(self) -> ProcessCarrier:
+        self.carriers.append(ProcessCarrier(on_line=lambda line: None))
+        return self.carriers[-1]
+
+    @property
+    def pid(self) -> int:
+        pid = self.carriers[-1].pid
+        assert pid is not None
+        return pid
+
+    async def ready_again(self) -> None:
+        await until(lambda: self.client.state is EngineState.READY)
+
+    async def serves(self) -> None:
+        ledger = await LedgerSink(self.client, request()).wait()
+        assert ledger.tokens[0] == reference_tokens(request())
+
+
+@asynccontextmanager
+async def running(given: EngineSpec | None = None, **options: Any) -> AsyncIterator[Watched]:
+    watched = Watched(given, **options)
+    await watched.client.start()
+    try:
+        yield watched
+    finally:
+        await watched.client.stop()
+
+
+# ------------------------------------------------------------------ crashes
+
+
+async def test_a_killed_core_ends_every_request_once_and_comes_back():
+    async with running(spec(step_ms="5")) as watched:
+        client, events = watched.client, list[KvEvent]()
+        client.subscribe_kv(events.extend)
+        await watched.serves()
+        sinks = [LedgerSink(client, request(n, max_tokens=200)) for n in range(20, 60)]
+        await sinks[0].some()
+        os.kill(watched.pid, signal.SIGKILL)
+        for sink in sinks:
+            ledger = await sink.wait()
+            assert type(ledger.error) is EngineDied
+            assert ledger.error.message == "the engine process was killed by SIGKILL"
+        assert events[-1] == PoolCleared()
+        assert client.capabilities is None
+        assert client.statistics().running == 0
+        await watched.ready_again()
+        await watched.serves()
+        assert client.restarts == 1
+        assert [sink.checked().deltas >= 0 for sink in sinks]  # nothing came after the error
+    assert watched.states == [
+        EngineState.LOADING,
+        EngineState.READY,
+        EngineState.RESTARTING,  # the connection was lost
+        EngineState.RESTARTING,  # the reason is known
+        EngineState.RESTARTING,  # the successor starts
+        EngineState.READY,
+        EngineState.STOPPED,
+    ]
+
+
+async def test_the_last_line_of_stderr_is_in_the_error():
+    async with running() as watched:
+        ledger = await LedgerSink(watched.client, request(DIE)).wait()
+        assert ledger.error is not None
+        assert ledger.error.message == (
+            "the engine process was killed by SIGKILL: the script says: die"
+        )
+
+
+async def test_while_it_restarts_requests_are_turned_away_with_a_time():
+    slow = RestartPolicy(first_delay=30.0, max_delay=30.0)
+    async with running(restart=slow) as watched:
+        os.kill(watched.pid, signal.SIGKILL)
+        await until(lambda: watched.client.state is EngineState.RESTARTING)
+        with pytest.raises(NotReady) as caught:
+            LedgerSink(watched.client, request())
+        assert caught.value.retry_after
+        await until(lambda: "SIGKILL" in watched.client.state_reason)
+    # stop() did not wait for the back-off
+
+
+async def test_a_core_that_keeps_dying_is_given_up(caplog):
+    caplog.set_level("INFO", "pdserve.engine.client")
+    async with running() as watched:
+        client = watched.client
+        for _ in range(FAST.max_restarts + 1):
+            await watched.ready_again()
+            assert isinstance((await LedgerSink(client, request(DIE)).wait()).error, EngineDied)
+        await until(lambda: client.state is EngineState.FAILED)
+        assert client.restarts == FAST.max_restarts
+        assert "SIGKILL" in client.state_reason
+        with pytest.raises(EngineDied, match="stays down"):
+            LedgerSink(client, request())
+        await client.stop()
+        assert client.state is EngineState.FAILED
+    restarted = [line for line in caplog.messages if line.startswith("the engine is ready again")]
+    assert len(restarted) == FAST.max_restarts
+    assert caplog.messages[-1] == (
+        f"the engine is given up after {FAST.max_restarts + 1} deaths within 60 s: "
+        "the engine process was killed by SIGKILL: the script says: die (if nobody did that, "
+        "memory ran out: the system's log tells, and a smaller --kv-memory helps)"
+    )
+
+
+async def test_a_failed_step_costs_its_requests_only():
+    async with running(spec(step_ms="5")) as watched:
+        bystander = LedgerSink(watched.client, request(max_tokens=100))
+        await bystander.some()
+        ledger = await LedgerSink(watched.client, request(RAISE)).wait()
+        assert type(ledger.error) is EngineError
+        assert "RuntimeError: the script says" in ledger.error.message
+        await watched.serves()
+        assert watched.client.restarts == 0
+        # It was in the same step, whose results are lost.
+        assert type((await bystander.wait()).error) is EngineError
+
+
+async def test_a_broken_executor_restarts_the_core():
+    async with running() as watched:
+        ledger = await LedgerSink(watched.client, request(BREAK)).wait()
+        assert isinstance(ledger.error, EngineError)
+        await until(lambda: watched.client.restarts == 1)
+        await watched.ready_again()
+        await watched.serves()
+
+
+async def test_a_core_that_hangs_is_killed_and_replaced():
+    async with running(hang_timeout=0.4) as watched:
+        ledger = await LedgerSink(watched.client, request(HANG)).wait()
+        assert isinstance(ledger.error, EngineDied)
+        assert "has not answered for 0.4 s" in ledger.error.message
+        await watched.ready_again()
+        await watched.serves()
+
+
+async def test_long_silence_without_work_is_no_hang():
+    async with running(hang_timeout=0.05) as watched:
+        await asyncio.sleep(0.3)
+        await watched.serves()
+        assert watched.client.restarts == 0
+
+
+async def test_a_long_step_is_no_hang_as_long_as_it_ends():
+    async with running(spec(step_ms="120"), hang_timeout=0.4) as watched:
+        sinks = [LedgerSink(watched.client, request(n, max_tokens=8)) for n in range(3)]
+        for sink in sinks:
+            assert (await sink.wait()).error is None
+        assert watched.client.restarts == 0
+
+
+# ------------------------------------------------------------------ loading
+
+
+async def test_a_load_error_is_raised_by_start_and_not_repeated():
+    watched = Watched(spec(load_error="this checkpoint is not for us"))
+    with pytest.raises(ConfigError, match="not for us"):
+        await watched.client.start()
+    assert watched.client.state is EngineState.FAILED
+    assert len(watched.carriers) == 1
+    with pytest.raises(EngineDied, match="not for us"):
+        LedgerSink(watched.client, request())
+
+
+async def test_a_core_that_dies_while_loading_fails_the_start():
+    watched = Watched(spec(load_ms="60000"))
+    starting = asyncio.ensure_future(watched.client.start())
+    await until(lambda: watched.client.state_reason == "reading the script")
+    os.kill(watched.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied, match="killed by SIGKILL"):
+        await starting
+
+
+async def test_loading_has_a_deadline():
+    watched = Watched(spec(load_ms="60000"), load_timeout=0.2)
+    with pytest.raises(EngineDied, match=r"not ready within 0\.2 s"):
+        await watched.client.start()
+
+
+async def test_cancelling_the_start_kills_the_core():
+    watched = Watched(spec(load_ms="60000"))
+    starting = asyncio.ensure_future(watched.client.start())
+    await until(lambda: watched.client.state_reason == "reading the script")
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert watched.client.state is EngineState.STOPPED
+
+
+async def test_a_client_starts_once():
+    async with running() as watched:
+        with pytest.raises(RuntimeError, match="starts once"):
+            await watched.client.start()
+
+
+async def test_an_unknown_engine_is_the_operators_mistake():
+    client = CoreClient(EngineSpec(engine="tooorch", model=""))
+    with pytest.raises(ConfigError, match="did you mean 'torch'"):
+        await client.start()
+
+
+# ------------------------------------------------------------------ ends
+
+
+async def test_a_core_that_does_not_stop_is_ended_by_force():
+    async with running(stop_timeout=0.1, kill_timeout=1.0) as watched:
+        sink = LedgerSink(watched.client, request(HANG))
+        await asyncio.sleep(0.05)
+        pid = watched.pid
+    assert isinstance((await sink.wait()).error, Draining)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_an_orderly_stop_accounts_for_every_block():
+    async with running(spec(step_ms="5")) as watched:
+        sinks = [LedgerSink(watched.client, request(n, max_tokens=200)) for n in range(8)]
+        await sinks[0].some()
+    assert watched.client.leaked_blocks == 0
+    assert watched.client.state is EngineState.STOPPED
+    assert [type((await sink.wait()).error) for sink in sinks] == [Draining] * 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_signals_are_the_parents_affair(number):
+    async with running() as watched:
+        os.kill(watched.pid, number)
+        await watched.serves()
+        assert watched.client.restarts == 0
+
+
+def test_a_core_does_not_outlive_its_parent():
+    parent = textwrap.dedent(f"""
+        import asyncio, os, signal
+        from pdserve.engine.carrier import ProcessCarrier
+        from pdserve.engine.client import CoreClient
+        from pdserve.messages.engine import EngineSpec
+
+        async def main():
+            carriers = []
+            def make():
+                carriers.append(ProcessCarrier())
+                return carriers[-1]
+            await CoreClient(EngineSpec(engine={ENGINE!r}, model=""), make_carrier=make).start()
+            print(carriers[0].pid, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        asyncio.run(main())
+    """)
+    ran = subprocess.run(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, timeout=30, check=False
+    )
+    assert ran.returncode == -signal.SIGKILL
+    child = int(ran.stdout)
+
+    async def gone() -> None:
+        await until(lambda: not _runs(child), patience=5.0)
+
+    asyncio.run(gone())
+
+
+def _runs(pid: int) -> bool:
+    """A zombie whose parent died has not been collected yet, but runs no more."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ------------------------------------------------------------------ bounds and bad neighbours
+
+
+async def test_more_in_flight_than_the_core_could_queue_is_refused_at_once():
+    small = EngineSpec(
+        engine=ENGINE, model="", max_batch_tokens=32, max_sequences=2, max_waiting=3, block_size=4
+    )
+    async with running(small) as watched:
+        sinks = [LedgerSink(watched.client, request(max_tokens=50)) for _ in range(5)]
+        with pytest.raises(Overloaded) as caught:
+            LedgerSink(watched.client, request())
+        assert caught.value.retry_after
+        outcomes = [(await sink.wait()).error for sink in sinks]
+        assert all(error is None or isinstance(error, Overloaded) for error in outcomes)
+        await watched.serves()
+
+
+async def test_a_request_that_no_frame_holds_is_refused_and_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async with running() as watched:
+        small = functools.partial(encode_frame, limit=1000)
+        monkeypatch.setattr("pdserve.engine.connection.encode_frame", small)
+        with pytest.raises(PayloadTooLarge, match="too large"):
+            LedgerSink(watched.client, request(*[70_000] * 1000))
+        await watched.serves()
+        assert await watched.client.drain(0.0)
+
+
+async def test_a_core_that_reads_too_slowly_is_sent_no_more():
+    played = PlayedCarrier()
+    client = CoreClient(spec(), make_carrier=lambda: played)
+    starting = asyncio.ensure_future(client.start())
+    await until(lambda: played.core is not None)
+    await played.hear()
+    played.say(Ready(capabilities=CAPABILITIES))
+    await starting
+    first = LedgerSink(client, request())
+    for _ in range(40):  # 0.5 MB each, against a bound of 8 MB
+        LedgerSink(client, request(*range(60_000, 160_000)))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="does not keep up"):
+        LedgerSink(client, request())
+    first.abort()  # taking back is always possible
+    played.end()
+    await client.stop()
+
+
+async def test_a_sink_that_raises_loses_its_request_and_nothing_else():
+    class Bad:
+        calls = 0
+
+        def on_delta(self, delta: TokenDelta) -> None:
+            self.calls += 1
+            raise RuntimeError("bad sink")
+
+        def on_error(self, error: Exception) -> None:
+            raise AssertionError("it was dropped")
+
+    async with running() as watched:
+        bad = Bad()
+        watched.client.submit(request(max_tokens=100), bad)
+        good = LedgerSink(watched.client, request(max_tokens=100))
+        assert (await good.wait()).error is None
+        await until(lambda: watched.client.statistics().running == 0)
+        assert bad.calls == 1
+        assert watched.client.statistics().aborted == 1
+
+
+async def test_a_sink_may_abort_and_submit_from_inside():
+    async with running() as watched:
+        client, sinks = watched.client, list[LedgerSink]()
+
+        class Hasty:
+            def on_delta(self, delta: TokenDelta) -> None:
+                client.abort(delta.handle)
+                sinks.append(LedgerSink(client, request()))
+
+            def on_error(self, error: Exception) -> None:
+                raise AssertionError(error)
+
+        client.submit(request(max_tokens=100), Hasty())
+        await until(lambda: bool(sinks))
+        assert (await sinks[0].wait()).error is None
+        assert len(sinks) == 1
+
+
+async def test_a_listener_that_raises_does_not_stop_the_tokens():
+    def listen(events: object) -> None:
+        raise RuntimeError("bad listener")
+
+    async with running() as watched:
+        watched.client.subscribe_kv(listen)
+        await watched.serves()
+
+
+async def test_waiting_for_stop_can_be_given_up_while_the_stop_goes_on():
+    async with running(stop_timeout=0.3) as watched:
+        LedgerSink(watched.client, request(HANG))
+        await asyncio.sleep(0.05)
+        impatient = asyncio.ensure_future(watched.client.stop())
+        await asyncio.sleep(0.05)
+        impatient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+        await watched.client.stop()
+
+
+def test_it_works_on_the_standard_event_loop_too():
+    async def main() -> None:
+        async with running() as watched:
+            await watched.serves()
+            os.kill(watched.pid, signal.SIGKILL)
+            await until(lambda: watched.client.restarts == 1)
+            await watched.ready_again()
+            await watched.serves()
+
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        runner.run(main())
+    gc.collect()  # an unclosed transport would warn here

@@ -1,0 +1,309 @@
+"""The engine core by hand: loading, refusals, failing executors, deadlines, what it reports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from pdserve.clock import ManualClock
+from pdserve.engine.core import STATS_INTERVAL, EngineCore
+from pdserve.errors import ConfigError, DeadlineExceeded, EngineDied, EngineError, Overloaded
+from pdserve.messages.engine import (
+    Abort,
+    ClearCache,
+    EngineSpec,
+    QueryStats,
+    Start,
+    Stats,
+    Step,
+)
+from pdserve.messages.kv import BlockStored, PoolCleared
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.testing.inline import InlineEngine
+from pdserve.testing.scripted import ENGINE, ScriptedExecutor
+
+if TYPE_CHECKING:
+    from pdserve.engine.executor import StepPlan, StepResult
+
+SPEC = EngineSpec(
+    engine=ENGINE,
+    model="",
+    block_size=4,
+    max_batch_tokens=32,
+    max_sequences=8,
+    options={"blocks": "64", "raise_on": "90", "break_on": "91"},
+)
+
+
+def request(*prompt: int, **changes: Any) -> GenerateRequest:
+    fields = SamplingParams.__struct_fields__
+    sampling = {name: changes.pop(name) for name in list(changes) if name in fields}
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        prompt=list(prompt) or [11, 12, 13],
+        sampling=SamplingParams(**({"max_tokens": 8} | sampling)),
+        **changes,
+    )
+
+
+class TimedExecutor(ScriptedExecutor):
+    """Takes a second of somebody else's clock per step, and can be told to misbehave."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.too_few = False
+        self.closed = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.clock.advance(1.0)
+        result = super().execute(plan)
+        if self.too_few:
+            result.tokens.pop()
+        return result
+
+    def close(self) -> None:
+        self.closed += 1
+        super().close()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(100.0)
+
+
+@pytest.fixture
+def executor(clock: ManualClock) -> TimedExecutor:
+    return TimedExecutor(clock)
+
+
+@pytest.fixture
+def engine(executor: TimedExecutor, clock: ManualClock, watch_blocks):
+    with InlineEngine.of(executor, SPEC, clock) as engine:
+        yield engine
+        watch_blocks(engine.pool)
+
+
+def test_capabilities_are_what_was_loaded(engine: InlineEngine):
+    capabilities = engine.capabilities
+    assert (capabilities.num_blocks, capabilities.block_size) == (64, 4)
+    assert capabilities.max_model_len == 256
+    assert capabilities.eos_token_ids == (2,)
+    assert capabilities.kv_events
+    assert engine.stages == ["reading the script", "allocating KV blocks"]
+
+
+def test_a_length_that_does_not_fit_is_reduced_loudly(
+    executor: TimedExecutor, caplog: pytest.LogCaptureFixture
+):
+    small = msgspec.structs.replace(SPEC, options=SPEC.options | {"blocks": "10"})
+    with InlineEngine.of(executor, small) as engine:
+        assert engine.capabilities.max_model_len == 40
+        assert "reduced to 40" in caplog.text
+        assert any("reduced to 40" in stage for stage in engine.stages)
+        ledger = engine.submit(request(max_tokens=100))
+        engine.run()
+        assert len(ledger.tokens[0]) == 37
+
+
+def test_a_load_that_fails_still_closes_the_executor(executor: TimedExecutor, clock: ManualClock):
+    core = EngineCore(executor, clock)
+    bad = msgspec.structs.replace(SPEC, options={"load_error": "no"})
+    with pytest.raises(ConfigError):
+        core.load(bad, lambda progress: None)
+    assert core.close() == 0
+    assert executor.closed == 1
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_rest_go_on(engine: InlineEngine):
+    poisoned = engine.submit(request(90))
+    engine.step()
+    assert isinstance(poisoned.error, EngineError)
+    assert "the script says" in poisoned.error.message
+    healthy = engine.submit(request())
+    engine.run()
+    assert healthy.error is None
+
+
+def test_an_executor_that_says_it_died_is_broken(engine: InlineEngine):
+    engine.submit(request(91))
+    engine.step()
+    assert isinstance(engine.failure, EngineDied)
+    engine.submit(request())
+    assert not engine.core.has_work
+
+
+def test_three_failing_steps_in_a_row_are_a_broken_executor(engine: InlineEngine):
+    for _ in range(2):
+        engine.submit(request(90))
+        engine.step()
+        engine.submit(request())
+        engine.run()  # a good step in between
+    assert engine.failure is None
+    for expected in (None, None, EngineDied):
+        engine.submit(request(90))
+        engine.step()
+        assert type(engine.failure) is (expected or type(None))
+
+
+def test_results_of_the_wrong_number_are_the_executors_failure(
+    engine: InlineEngine, executor: TimedExecutor
+):
+    executor.too_few = True
+    ledger = engine.submit(request())
+    engine.step()
+    assert isinstance(ledger.error, EngineError)
+    assert "0 tokens" in ledger.error.message
+
+
+def test_a_deadline_passes_although_nothing_happens(engine: InlineEngine, clock: ManualClock):
+    held = engine.pool.reserve(64)
+    assert held
+    waiting = engine.submit(request(deadline=5.0))
+    engine.step()
+    while engine.core.has_work:
+        engine.step()
+    assert engine.core.wake_at() == 105.0
+    clock.advance(5.0)
+    engine.step()
+    assert isinstance(waiting.error, DeadlineExceeded)
+    assert "waiting in the engine's queue" in waiting.error.message
+    assert engine.core.wake_at() is None
+    engine.pool.release(held)
+
+
+def test_what_was_produced_before_the_deadline_comes_before_the_error(
+    engine: InlineEngine, clock: ManualClock
+):
+    ledger = engine.submit(request(max_tokens=100, deadline=3.5))
+    engine.run()
+    assert isinstance(ledger.error, DeadlineExceeded)
+    assert len(ledger.tokens[0]) == 4  # steps take a second each
+
+
+def test_nothing_follows_an_abort_not_even_what_was_ready_to_be_said(engine: InlineEngine):
+    refused = engine.submit(request(deadline=0.0))
+    complete = engine.submit(request(n=2, output=[[7] * 8, []]))
+    for ledger in (refused, complete):
+        engine.abort(ledger)
+    engine.step()
+    assert refused.deltas == complete.deltas == 0
+
+
+def test_clearing_the_cache_is_told_and_makes_the_next_prompt_new(engine: InlineEngine):
+    engine.generate([request(*range(10, 22), max_tokens=1)])
+    assert any(isinstance(event, BlockStored) for event in engine.kv_events)
+    engine.core.handle(ClearCache())
+    engine.run()
+    assert engine.kv_events[-1] == PoolCleared()
+    ledger = engine.submit(request(*range(10, 22), max_tokens=1))
+    engine.run()
+    assert ledger.finishes[0] is not None
+    assert ledger.finishes[0].cached_tokens == 0
+
+
+def test_without_prefix_cache_there_are_no_events(executor: TimedExecutor):
+    with InlineEngine.of(executor, msgspec.structs.replace(SPEC, prefix_cache=False)) as engine:
+        engine.generate([request(*range(10, 30))] * 2)
+        assert engine.kv_events == []
+        assert not engine.capabilities.kv_events
+
+
+def test_hashes_repeat_with_a_secret_and_are_private_without(executor: TimedExecutor):
+    def stored(spec: EngineSpec) -> list[bytes]:
+        with InlineEngine.of(ScriptedExecutor(), spec) as engine:
+            engine.generate([request(*range(10, 22), max_tokens=1)])
+            return [h for e in engine.kv_events if isinstance(e, BlockStored) for h in e.hashes]
+
+    secret = msgspec.structs.replace(SPEC, hash_secret=b"cluster")
+    assert stored(secret) == stored(secret)
+    assert stored(SPEC) != stored(SPEC)
+
+
+def test_statistics_come_while_it_works_and_once_more_at_the_end(
+    engine: InlineEngine, clock: ManualClock
+):
+    engine.submit(request(max_tokens=6))
+    snapshots: list[Stats] = []
+    while engine.core.has_work:
+        snapshots += [event for event in engine.step() if isinstance(event, Stats)]
+    assert len(snapshots) >= 2
+    assert STATS_INTERVAL < 1.0
+    last = snapshots[-1].stats
+    assert (last.running, last.waiting, last.finished, last.output_tokens) == (0, 0, 1, 6)
+    assert last.steps == 6
+    assert last.step_seconds == 6.0
+    assert last.blocks_total == 64 == last.blocks_free + last.blocks_cached
+    engine.core.handle(QueryStats())
+    assert engine.step() == [Stats(stats=last)]
+
+
+def test_deltas_of_a_step_come_together(engine: InlineEngine):
+    for n in range(5):
+        engine.submit(request(n + 10))
+    events = engine.step()
+    assert [len(event.deltas) for event in events if isinstance(event, Step)] == [5]
+
+
+def test_refusals_carry_their_advice(executor: TimedExecutor):
+    tight = msgspec.structs.replace(SPEC, max_waiting=1)
+    with InlineEngine.of(executor, tight) as engine:
+        engine.submit(request())
+        refused = engine.submit(request())
+        engine.run()
+        assert isinstance(refused.error, Overloaded)
+        assert refused.error.retry_after == 1.0
+
+
+def test_ended_and_preempted_sequences_are_released_at_the_executor(executor: TimedExecutor):
+    small = msgspec.structs.replace(
+        SPEC, max_model_len=24, options=SPEC.options | {"blocks": "8"}, prefix_cache=False
+    )
+    with InlineEngine.of(executor, small) as engine:
+        engine.generate([request(n, max_tokens=20) for n in (10, 11, 12)])
+        aborted = engine.submit(request())
+        engine.step()
+        engine.abort(aborted)
+        engine.run()
+        assert executor.released[-1] == (4, 0), "an idle core still owes a release"
+    handles = [handle for handle, _ in executor.released]
+    assert set(handles) == {1, 2, 3, 4}
+    assert len(handles) > 4, "a preempted sequence is released more than once"
+
+
+def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt(
+    executor: TimedExecutor,
+):
+    small = msgspec.structs.replace(
+        SPEC,
+        max_model_len=40,
+        max_batch_tokens=2,
+        max_sequences=2,
+        options=SPEC.options | {"blocks": "12"},
+    )
+    with InlineEngine.of(executor, small) as engine:
+        engine.submit(request(10, 11, 12, max_tokens=20))
+        wanting = engine.submit(request(*range(20, 53), max_tokens=2, prompt_logprobs=0))
+        engine.run()
+        assert wanting.finishes[0] is not None
+        assert wanting.finishes[0].preemptions == 1
+        assert wanting.prompt_logprobs[0] is not None  # the ledger has compared the tokens
+
+
+def test_an_unknown_abort_and_a_command_for_the_host(engine: InlineEngine):
+    engine.core.handle(Abort(handle=77))
+    with pytest.raises(ValueError, match="for the host"):
+        engine.core.handle(Start(spec=SPEC))
+
+
+def test_closing_in_the_middle_of_things_frees_everything(executor: TimedExecutor):
+    engine = InlineEngine.of(executor, SPEC)
+    for n in range(20):
+        engine.submit(request(n + 3, n=2, max_tokens=50))
+    engine.step()
+    engine.step()
+    assert engine.close() == 0
+    assert executor.closed == 1

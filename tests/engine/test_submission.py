@@ -1,0 +1,71 @@
+"""Building sequences and telling how they end."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.engine.submission import (
+    Submission,
+    build_sequences,
+    check_request,
+    ending,
+    finish_record,
+)
+from pdserve.errors import InvalidRequest
+from pdserve.messages.request import GenerateRequest, SamplingParams, TokenLogprob
+from pdserve.wire.frames import MAX_FRAME
+
+
+def request(**changes: object) -> GenerateRequest:
+    fields = {"request_id": "r", "model": "m", "prompt": [1, 2, 3]} | changes
+    fields.setdefault("sampling", SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=(7,)))
+    return GenerateRequest(**fields)  # type: ignore[arg-type]
+
+
+def test_prompt_logprobs_that_fit_no_frame_are_refused():
+    wants = SamplingParams(max_tokens=1, prompt_logprobs=20)
+    fits = MAX_FRAME // 23 // 21
+    checked = {"max_model_len": 1 << 20, "vocab_size": 10}
+    check_request(request(prompt=[1] * (fits // 2), sampling=wants), **checked)
+    with pytest.raises(InvalidRequest) as caught:
+        check_request(request(prompt=[1] * fits, sampling=wants), **checked)
+    assert caught.value.param == "logprobs"
+
+
+def test_each_choice_is_a_sequence_of_its_own():
+    one, two = build_sequences(5, request(n=2, output=[[4], []], priority=3), 1.5, 9, 100)
+    assert (one.tokens, two.tokens) == ([1, 2, 3, 4], [1, 2, 3])
+    assert (one.key, two.key) == ((5, 0), (5, 1))
+    assert (one.order, two.order) == ((-3, 9, 0), (-3, 9, 1))
+    assert (one.max_len, one.min_len, one.prompt_len) == (7, 5, 3)
+    one.tokens.append(99)
+    assert two.tokens == [1, 2, 3]
+
+
+def test_the_models_length_bounds_the_sequence():
+    (sequence,) = build_sequences(1, request(), 0.0, 0, 5)
+    assert sequence.max_len == 5
+
+
+def test_a_prompt_that_ends_with_a_stop_id_has_not_ended():
+    (sequence,) = build_sequences(1, request(prompt=[1, 7]), 0.0, 0, 100)
+    assert ending(sequence) is None
+    sequence.tokens += [7, 7]
+    assert ending(sequence) is None  # min_tokens
+    sequence.tokens.append(7)
+    assert ending(sequence) == ("stop", 7)
+
+
+def test_what_never_ran_has_only_waited():
+    (sequence,) = build_sequences(1, request(), 2.0, 0, 100)
+    finish = finish_record(sequence, "length", None, 5.0)
+    assert (finish.queue_seconds, finish.prefill_seconds) == (3.0, 0.0)
+
+
+def test_the_cache_is_read_again_once_prompt_logprobs_are_complete():
+    wants = request(sampling=SamplingParams(max_tokens=1, prompt_logprobs=0))
+    submission = Submission(1, wants, None, [])
+    assert not submission.reads_cache
+    submission.prompt_logprobs += [TokenLogprob(2, -1.0, 1, [])] * 2
+    assert submission.reads_cache
+    assert Submission(1, request(), None, []).reads_cache
