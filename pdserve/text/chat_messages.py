@@ -1,0 +1,168 @@
+"""Messages in the form that chat templates are written for, and back out of a rendered one.
+
+The API's messages carry null fields, content in parts, and calls' arguments as JSON in a string;
+templates want strings or parts, and objects or strings, as their authors pleased. What a given
+template wants is found out by `chat_template.py`; this file makes it so. It renders nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from pdserve.errors import InvalidRequest
+
+Message = Mapping[str, Any]
+ContentFormat = Literal["string", "parts", "either"]
+"""What a template takes as a message's content."""
+
+MAX_NESTING = 64
+"""Depth of JSON values handed to a template."""
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+def prepare_messages(
+    messages: Sequence[Message], content_format: ContentFormat
+) -> list[dict[str, Any]]:
+    """Copies of the messages in the form that templates are written for.
+
+    Null fields vanish, content becomes what the template takes, reasoning is found under each of
+    its names; tool calls are left to `ToolCallForm`. Raises `InvalidRequest`.
+    """
+    return [
+        _prepare(plain(message, f"messages[{index}]"), index, content_format)
+        for index, message in enumerate(messages)
+    ]
+
+
+def _prepare(message: dict[str, Any], index: int, content_format: ContentFormat) -> dict[str, Any]:
+    message = {name: value for name, value in message.items() if value is not None}
+    if "content" in message:
+        message["content"] = _content(message["content"], index, content_format)
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _content(content: Any, index: int, content_format: ContentFormat) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content_format == "parts" else content
+    where = f"messages[{index}].content"
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a string or a list of parts", param=where)
+    texts = [_part_text(part, f"{where}[{number}]") for number, part in enumerate(content)]
+    if content_format == "string":
+        return "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise InvalidRequest(
+            f"{where}: parts of type {kind!r} are not supported", param=f"{where}.type"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(
+            f"{where}: a text part needs a string in `text`", param=f"{where}.text"
+        )
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallForm:
+    """How a template wants messages that call tools; families differ, and none says so."""
+
+    missing_content: Literal["absent", "none", "empty"] = "absent"
+    """What stands for the content of a message that only calls tools."""
+    arguments: Literal["object", "string"] = "object"
+    """Whether the template prints arguments as JSON itself, or takes them for JSON text."""
+
+    def apply(self, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The chat in this form; messages are as `prepare_messages` leaves them."""
+        return [self._message(message) if "tool_calls" in message else message for message in chat]
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self.missing_content != "absent":
+            message = {"content": None if self.missing_content == "none" else "", **message}
+        calls = message["tool_calls"]
+        if isinstance(calls, list):
+            calls = [_with_arguments(call, self.arguments) for call in calls]
+        return {**message, "tool_calls": calls}
+
+
+def _with_arguments(call: Any, form: Literal["object", "string"]) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    convert = _as_object if form == "object" else _as_text
+    return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
+
+
+def _as_object(arguments: Any) -> Any:
+    """The object that a JSON text writes; what is none stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = msgspec.json.decode(arguments) if arguments else {}
+    except msgspec.MsgspecError:
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy of plain JSON values, which a template cannot reach anything through."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth >= MAX_NESTING:
+        raise InvalidRequest(f"{where} is nested too deeply", param=where)
+    if isinstance(value, Mapping):
+        return {str(name): plain(item, where, depth + 1) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, where, depth + 1) for item in value]
+    raise InvalidRequest(f"{where} holds a {type(value).__name__}, which is not JSON", param=where)
+
+
+# -------------------------------------------------------------------- an open last message
+
+
+def mark_final(chat: list[dict[str, Any]]) -> str:
+    """Put the mark behind the last message's text, which is returned."""
+    content = chat[-1].get("content")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + _CONTINUE_TAG
+        return content
+    if isinstance(content, list) and content:
+        last = content[-1]
+        content[-1] = {**last, "text": last["text"] + _CONTINUE_TAG}
+        return str(last["text"])
+    raise InvalidRequest("the final message has no content to continue", param="messages")
+
+
+def cut_at_mark(text: str, final: str) -> str:
+    """The rendered chat up to the mark. Raises `InvalidRequest` when `final` did not get there."""
+    mark = _CONTINUE_TAG.strip()
+    place = text.rfind(mark)
+    if place < 0 or final.strip() not in text:
+        raise InvalidRequest(
+            "the chat template changes the final message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    if text.startswith(_CONTINUE_TAG, place):
+        return text[:place]
+    # The template trims messages: what it would have trimmed of this one goes too.
+    return text[:place].rstrip()

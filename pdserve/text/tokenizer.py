@@ -1,0 +1,263 @@
+"""A model's tokenizer, made from what its card carries: text to ids, ids to text.
+
+Wraps the `tokenizers` library and follows what `transformers` does with the same two files; the
+post-processor in tokenizer.json alone decides which first and last tokens are added. It opens no
+file, knows no chat (see `chat_template.py`) and no request. One object serves a model for as long
+as its card is the same.
+
+Threads: encoding and decoding change nothing, so any number of threads may use one object. `encode`
+and `encode_batch` release the interpreter lock while they work; `decode` does not.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.text.incremental import Detokenizer, detokenizer
+from pdserve.text.length import chars_per_token
+from pdserve.text.pieces import Pieces, decoder_shape, is_panic
+from pdserve.text.tokenizer_config import TokenizerConfig, parse_tokenizer_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.messages.card import ModelCard
+
+# The library warns on standard error when a process forks after a parallel encode, unless told.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+_CONVERT = (
+    "the model has no tokenizer.json; convert its tokenizer once with "
+    "`python -c 'from transformers import AutoTokenizer as T; "
+    'T.from_pretrained("MODEL").save_pretrained("MODEL")\'`'
+)
+
+
+class Tokenizer:
+    """Text to token ids and back."""
+
+    def __init__(
+        self,
+        raw: tokenizers.Tokenizer,
+        pieces: Pieces,
+        config: TokenizerConfig,
+        tokenizer_json: bytes,
+    ) -> None:
+        """Use `from_card` or `from_bytes`."""
+        self._raw = raw
+        self._pieces = pieces
+        self._json = tokenizer_json
+        self.config = config
+
+    @classmethod
+    def from_card(cls, card: ModelCard) -> Tokenizer:
+        """The tokenizer a model card describes. Raises `ConfigError`."""
+        return cls.from_bytes(
+            card.tokenizer_json, card.tokenizer_config_json, model_vocab_size=card.vocab_size
+        )
+
+    @classmethod
+    def from_bytes(
+        cls,
+        tokenizer_json: bytes,
+        tokenizer_config_json: bytes = b"{}",
+        *,
+        model_vocab_size: int = 0,
+    ) -> Tokenizer:
+        """Build from the two files' contents.
+
+        `model_vocab_size` is the number of ids the model can produce; those beyond the tokenizer's
+        own decode to nothing. Raises `ConfigError` when a file is missing or cannot be used.
+        """
+        if not tokenizer_json.strip():
+            raise ConfigError(_CONVERT)
+        config = parse_tokenizer_config(tokenizer_config_json)
+        try:
+            raw = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+            shape = decoder_shape(tokenizer_json)
+        except Exception as error:  # the library raises plain Exception for every reason
+            raise ConfigError(f"tokenizer.json cannot be used: {error}") from None
+        raw.no_padding()
+        raw.no_truncation()
+        _add_tokens(raw, config)
+        size = max(model_vocab_size, _highest_id(raw) + 1)
+        return cls(raw, Pieces(raw, shape, size, _special_ids(raw)), config, tokenizer_json)
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary, added ones included; the model may have more rows."""
+        return self._raw.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that `skip_special_tokens` leaves out."""
+        return self._pieces.special
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """`bos_token`, `eos_token` ... -> content, as chat templates see them."""
+        return self.config.special_tokens
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it, or None."""
+        return self._raw.token_to_id(token)
+
+    def _named_id(self, name: str) -> int | None:
+        content = self.config.special_tokens.get(name)
+        return None if content is None else self._raw.token_to_id(content)
+
+    # ---------------------------------------------------------------- text to ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        Contents of special tokens inside the text become those tokens, as chat templates need.
+        With `add_special_tokens` the tokenizer's first and last tokens are added; leave it off for
+        the output of a chat template, which has written them already.
+        """
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """`encode` for several texts at once. Raises `InvalidRequest` for a lone surrogate."""
+        try:
+            # One text goes as a batch too: only batches release the interpreter lock.
+            encodings = self._raw.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        except (UnicodeEncodeError, TypeError):
+            raise InvalidRequest("text must be valid Unicode") from None
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise InvalidRequest(f"the tokenizer cannot process the text: {error}") from None
+        return [encoding.ids for encoding in encodings]
+
+    def fewest_tokens(self, chars: int) -> int:
+        """A text of so many characters becomes at least so many tokens; 0 where nothing is certain.
+
+        The first call looks at the whole vocabulary, so it belongs off the event loop.
+        """
+        bound = self._chars_per_token
+        return 0 if bound is None else -(-chars // bound)
+
+    @cached_property
+    def _chars_per_token(self) -> int | None:
+        return chars_per_token(self._json, self._raw)
+
+    # ---------------------------------------------------------------- ids to text
+
+    def decode(
+        self,
+        ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """The text of `ids` as a text of its own; ids that the vocabulary lacks have none.
+
+        With `spaces_between_special_tokens` off, a special token that follows another one directly
+        is written without the space that some decoders put between tokens.
+        """
+        stream = self.detokenizer(
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+        return stream.feed_many(ids) + stream.flush()
+
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+    ) -> Detokenizer:
+        """A fresh incremental detokeniser for one sequence.
+
+        `prompt`: the ids whose text the output continues. It matters to decoders that drop a space
+        at the start of a text: a completion continues its prompt; a chat message is a text of its
+        own, so pass nothing for it.
+        """
+        return detokenizer(
+            self._pieces,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            prompt=prompt,
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """One token for a person or a logprobs entry: special ones are shown, bytes that are no
+        character by themselves appear as U+FFFD. Empty for an id that the vocabulary lacks."""
+        text = self._pieces.text(token_id, skip_special=False)
+        return self.token_bytes(token_id).decode("utf-8", "replace") if text is None else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes behind `token_text`: concatenated over tokens they are the text's UTF-8."""
+        return self._pieces.raw_bytes(token_id)
+
+    def token_json(self, token_id: int, skip_special_tokens: bool = True) -> bytes | None:
+        """The token's text, escaped for the inside of a JSON string; None if it has none alone."""
+        return self._pieces.json(token_id, skip_special_tokens)
+
+
+def _add_tokens(raw: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    """Tokens that only tokenizer_config.json knows, or knows to be special."""
+    present = {token.content: token for token in raw.get_added_tokens_decoder().values()}
+    for entry in config.added_tokens:
+        if entry.get("content") not in present:
+            _add_at_id(raw, dict(entry))
+    special = {content: present.get(content) for content in config.extra_special_tokens}
+    special = {content: None for content, known in special.items() if known is None}
+    for content in config.special_tokens.values():
+        known = present.get(content)
+        if known is None or not known.special:
+            special[content] = known
+    for content, known in special.items():
+        # One that the vocabulary lacks would get an id that the model does not have.
+        if raw.token_to_id(content) is not None:
+            raw.add_special_tokens([known or content])
+
+
+def _add_at_id(raw: tokenizers.Tokenizer, entry: dict[str, Any]) -> None:
+    expected = entry.pop("id")
+    try:
+        token = tokenizers.AddedToken(**entry)
+    except TypeError as error:
+        raise ConfigError(f"tokenizer_config.json: token {expected}: {error}") from None
+    (raw.add_special_tokens if token.special else raw.add_tokens)([token])
+    actual = raw.token_to_id(token.content)
+    if actual != expected:
+        raise ConfigError(
+            f"tokenizer_config.json gives {token.content!r} the id {expected}, "
+            f"tokenizer.json the id {actual}"
+        )
+
+
+def _highest_id(raw: tokenizers.Tokenizer) -> int:
+    added = max(raw.get_added_tokens_decoder(), default=-1)
+    count = raw.get_vocab_size(with_added_tokens=True)
+    # Ids are dense but for tokenizers that were edited by hand; those are worth a full look.
+    if raw.id_to_token(count - 1) is not None and added < count:
+        return count - 1
+    return max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+def _special_ids(raw: tokenizers.Tokenizer) -> frozenset[int]:
+    added = raw.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
