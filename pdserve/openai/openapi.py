@@ -1,0 +1,152 @@
+"""The API described as an OpenAPI 3.1 document, made from the same records that serve it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdserve.openai import responses, schema
+from pdserve.openai.errors import ErrorBody
+
+_REF = "#/components/schemas/{name}"
+
+_RECORDS = (
+    schema.ChatRequest,
+    schema.CompletionRequest,
+    schema.TokenizeRequest,
+    schema.DetokenizeRequest,
+    responses.ChatCompletion,
+    responses.ChatChunk,
+    responses.Completion,
+    responses.ModelList,
+    responses.Model,
+    responses.Tokenized,
+    responses.Detokenized,
+    responses.Health,
+    responses.Version,
+    ErrorBody,
+)
+
+_ERRORS = {
+    "400": "A field is malformed, out of range or not supported; `param` names it.",
+    "401": "API keys are configured, and the request carries none that is known.",
+    "403": "The key may not use this model.",
+    "404": "No such model.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "429": "A bound was reached; Retry-After says when to come back.",
+    "500": "The server or its engine failed.",
+    "503": "Nobody can serve this now; Retry-After says when to come back.",
+    "504": "The request's time ran out; the message names the stage.",
+}
+_COMMON = ("400", "401", "403", "404", "408", "413", "429", "500", "503")
+
+_EVENTS = (
+    "Server-sent events: each `data:` line is one {chunk} object, the last is `[DONE]`. "
+    "An error after the first event is an `ErrorBody` in an event of its own; the stream then "
+    "ends without `[DONE]`."
+)
+
+
+def document(version: str) -> dict[str, Any]:
+    """The whole description, ready to be encoded as JSON."""
+    _, components = msgspec.json.schema_components(_RECORDS, ref_template=_REF)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pdserve", "version": version, "license": {"name": "Apache-2.0"}},
+        "paths": _paths(),
+        "components": {
+            "schemas": components,
+            "responses": {f"Error{code}": _error(code) for code in _ERRORS},
+            "securitySchemes": {"ApiKey": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"ApiKey": []}],
+    }
+
+
+def _paths() -> dict[str, Any]:
+    return {
+        "/v1/chat/completions": {
+            "post": _generation("Answer a conversation", "Chat", "ChatCompletion", "ChatChunk")
+        },
+        "/v1/completions": {
+            "post": _generation("Continue a text", "Completion", "Completion", "Completion")
+        },
+        "/v1/models": {"get": _get("List the models served here", "ModelList", "401")},
+        "/v1/models/{id}": {
+            "parameters": [
+                {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+            ],
+            "get": _get("Describe one model", "Model", "401", "403", "404", "503"),
+        },
+        "/tokenize": {"post": _post("Text to token ids", "TokenizeRequest", "Tokenized")},
+        "/detokenize": {"post": _post("Token ids to text", "DetokenizeRequest", "Detokenized")},
+        "/health": {"get": _health()},
+        "/live": {"get": _text("200 while the process lives", "application/json")},
+        "/metrics": {"get": _text("Metrics in Prometheus's text format", "text/plain")},
+        "/version": {"get": _get("The server's version", "Version")},
+        "/openapi.json": {"get": _text("This document", "application/json")},
+    }
+
+
+def _generation(summary: str, kind: str, answer: str, chunk: str) -> dict[str, Any]:
+    operation = _post(summary, f"{kind}Request", answer)
+    operation["responses"]["200"]["content"]["text/event-stream"] = {
+        "schema": {"type": "string", "description": _EVENTS.format(chunk=f"`{chunk}`")},
+        "x-event-schema": _ref(chunk),
+    }
+    operation["responses"]["504"] = {"$ref": "#/components/responses/Error504"}
+    return operation
+
+
+def _post(summary: str, request: str, answer: str) -> dict[str, Any]:
+    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    return {
+        "summary": summary,
+        "requestBody": body,
+        "responses": _responses(answer, *_COMMON),
+    }
+
+
+def _get(summary: str, answer: str, *errors: str) -> dict[str, Any]:
+    return {"summary": summary, "responses": _responses(answer, *errors)}
+
+
+def _health() -> dict[str, Any]:
+    operation = _get("Whether requests can be served", "Health")
+    operation["responses"]["503"] = {
+        "description": "They cannot; `reason` says why.",
+        "content": {"application/json": {"schema": _ref("Health")}},
+    }
+    return operation
+
+
+def _text(summary: str, kind: str) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "responses": {"200": {"description": "OK", "content": {kind: {}}}},
+    }
+
+
+def _responses(answer: str, *errors: str) -> dict[str, Any]:
+    ok = {
+        "description": "OK",
+        "headers": {"x-request-id": {"schema": {"type": "string"}}},
+        "content": {"application/json": {"schema": _ref(answer)}},
+    }
+    return {"200": ok} | {code: {"$ref": f"#/components/responses/Error{code}"} for code in errors}
+
+
+def _error(code: str) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "description": _ERRORS[code],
+        "content": {"application/json": {"schema": _ref("ErrorBody")}},
+    }
+    if code in ("429", "503"):
+        answer["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}
+    return answer
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}

@@ -1,0 +1,189 @@
+"""What the API answers, as typed records: whole answers, chunks of streams, small endpoints.
+
+Both directions use them: the frontend encodes, pdserve's own clients decode. The hot path of a
+stream does not build records; `chunks.py` writes the same JSON from ready-made pieces, and a test
+holds the two together.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    cached_tokens: int = 0
+    """Leading prompt tokens whose KV was reused instead of computed."""
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens of the whole request: prompts once, completions of all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+# ---------------------------------------------------------------- logprobs
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class ChatLogprob(msgspec.Struct, kw_only=True):
+    """One output token. `bytes` are exact; `token` has U+FFFD where they are not whole UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[TopLogprob] = []
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    content: list[ChatLogprob] | None = None
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Parallel lists, one entry per token; a token without a logprob (a first one) has `null`."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    """In characters, from the start of the choice's `text`."""
+
+
+# ---------------------------------------------------------------- chat
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it; null for the model's own end token."""
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+# ---------------------------------------------------------------- completions
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    """Prompt index times `n`, plus the choice's number."""
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """A whole answer, or one chunk of a stream: OpenAI gives both the same shape."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+# ---------------------------------------------------------------- the small endpoints
+
+
+class Model(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "pdserve"
+    root: str
+    """The name this one stands for; differs from `id` for an alias."""
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, kw_only=True):
+    prompt: str
+
+
+class Version(msgspec.Struct, kw_only=True):
+    version: str
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """`status` is `ok` (HTTP 200), or `loading`, `draining`, `unavailable` (HTTP 503)."""
+
+    status: Literal["ok", "loading", "draining", "unavailable"]
+    reason: str | None
+    version: str
+    uptime_seconds: float
+    active_requests: int
+    memory_bytes: int
+    """Resident memory of this process."""
+    degraded: dict[str, str]
+    """What this process does worse than it could: reason, and what would help."""

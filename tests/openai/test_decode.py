@@ -1,0 +1,311 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import InvalidRequest
+from pdserve.openai.decode import CHAT, COMPLETION, MAX_STRUCTURE, MAX_VALUES
+from pdserve.openai.schema import ChatRequest
+
+USER = {"role": "user", "content": "hi"}
+GOOD = {"messages": [USER]}
+
+
+def body(**fields):
+    return json.dumps(GOOD | fields).encode()
+
+
+def refused(raw, decoder=CHAT, strict=False):
+    with pytest.raises(InvalidRequest) as caught:
+        decoder.decode(raw, strict=strict)
+    return caught.value
+
+
+def test_every_field_of_the_contract_is_decoded():
+    request = CHAT.decode(
+        body(
+            model="m",
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+            max_tokens=5,
+            max_completion_tokens=6,
+            temperature=0,
+            top_p=0.5,
+            n=2,
+            stop=["a", "b"],
+            seed=-1,
+            user="u",
+            frequency_penalty=-2,
+            presence_penalty=2,
+            logit_bias={"5": -100},
+            logprobs=True,
+            top_logprobs=20,
+            response_format={"type": "text"},
+            top_k=-1,
+            min_p=0.1,
+            repetition_penalty=1.1,
+            min_tokens=1,
+            ignore_eos=True,
+            stop_token_ids=[7],
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+            chat_template_kwargs={"a": [1]},
+            add_generation_prompt=False,
+            continue_final_message=True,
+            add_special_tokens=True,
+            priority=-3,
+            request_id="r",
+            cache_salt="s",
+            return_token_ids=True,
+        )
+    ).request
+    assert request.logit_bias == {5: -100.0}
+    assert request.stop == ["a", "b"]
+    assert request.stream_options is not None
+    assert request.stream_options.continuous_usage_stats
+    assert request.temperature == 0.0
+
+
+def test_null_is_the_same_as_absent_for_every_optional_field():
+    fields = {field for field in ChatRequest.__struct_fields__ if field != "messages"}
+    decoded = CHAT.decode(body(**dict.fromkeys(fields)))
+    assert decoded.request == CHAT.decode(body()).request
+    assert decoded.unknown == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [USER, {"role": "robot", "content": ""}]}, "messages[1].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
+            "messages[0].content[0].text",
+        ),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 2**70}, "n"),
+        ({"seed": 2**63}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[*]"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+        ({"stream_options": []}, "stream_options"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"audio": {}}, "audio"),
+        ({"echo": True}, "echo"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_path(fields, param):
+    error = refused(body(**fields))
+    assert error.param == param
+    assert param.split("[")[0] in error.message
+    assert error.http_status == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": "1"}, "'temperature': expected number | null, got string"),
+        ({"n": True}, "'n': expected integer | null, got boolean"),
+        ({"stop": [1]}, "'stop[0]': expected string, got integer"),
+        ({"top_p": 0}, "'top_p': expected number > 0.0"),
+        ({"logit_bias": {"x": 1}}, "'logit_bias', in a key: expected integer, got string"),
+        ({"logit_bias": {"-1": 1}}, "'logit_bias', in a key: expected integer >= 0"),
+        ({"logit_bias": {"1": "a"}}, "'logit_bias[*]': expected number, got string"),
+    ],
+)
+def test_a_bad_field_is_described_in_jsons_words(fields, message):
+    assert refused(body(**fields)).message == message
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", "the body is empty; send a JSON object"),
+        (b" \n", "the body is empty; send a JSON object"),
+        (b"\xef\xbb\xbf" + body(), "begins with a byte order mark; send UTF-8 without one"),
+        (b"{", "not valid JSON"),
+        (b'{"messages": [{"role": "user"}] x', "not valid JSON"),
+        (b"[]", "expected object"),
+        (b"null", "expected object"),
+        (b"\xff\xfe", "UTF-8"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "UTF-8"),
+        (b'{"messages": [{"role": "user"}], "x": "\xff"}', "UTF-8"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
+        (b'{"messages": [{"role": "user", "content": "\\udc00x"}]}', "surrogate"),
+        (b'{"messages": [{"role": "user"}], "x": "\\ud800\\u0041"}', "surrogate"),
+        (b'{"messages": [{"role": "user"}], "temperature": NaN}', "NaN"),
+        (b'{"messages": [{"role": "user"}], "temperature": -Infinity}', "-Infinity"),
+        (b'{"messages": [{"role": "user"}], "seed": 1, "seed": 1}', "'seed' appears twice"),
+        (b'{"messages": [{"role": "user", "role": "user"}]}', "'role' appears twice"),
+        (b'{"messages": [{"role": "user"}], "x": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b'{"messages": [{"role": "user"}], "temperature": 1e999}', "out of range"),
+        (b'{"messages": [{"role": "user"}], "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "deep"),
+        (b'{"messages": [{"role": "user"}], "chat_template_kwargs": ' + b'{"a":' * 50_000, "deep"),
+    ],
+)
+def test_what_is_not_json_is_said_in_words(raw, words):
+    assert words in refused(raw).message
+
+
+MANY = MAX_STRUCTURE + 10
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        '"x": [' + "[]," * MANY + "[]]",
+        '"chat_template_kwargs": {"a": [' + "{}," * MANY + "{}]}",
+        ",".join(f'"k{number}": 0' for number in range(MANY)),
+        '"x": [' + "1," * (MAX_VALUES + 1) + "1]",
+    ],
+)
+def test_a_body_of_too_many_small_values_is_refused(part):
+    raw = b'{"messages": [{"role": "user"}], ' + part.encode() + b"}"
+    assert "send less" in refused(raw).message
+
+
+def test_structure_inside_strings_does_not_count():
+    text = '{"a": [1, 2], "b\\\\": {}}' * MAX_STRUCTURE
+    decoded = CHAT.decode(json.dumps({"messages": [{"role": "user", "content": text}]}).encode())
+    assert decoded.request.messages[0].content == text
+
+
+def test_an_endless_string_is_looked_through_once():
+    raw = b'{"x": "' + b"\\a" * (1 << 22) + b":" * MANY
+    assert "not valid JSON" in refused(raw).message or "send less" in refused(raw).message
+
+
+def test_unknown_fields_are_listed_and_harmless_ones_are_not():
+    decoded = CHAT.decode(body(temprature=1, store=True, metadata={"a": "b"}, zzz=None))
+    assert decoded.unknown == ["temprature", "zzz"]
+
+
+def test_strict_refuses_unknown_fields_with_the_nearest_name():
+    error = refused(body(temprature=1), strict=True)
+    assert error.param == "temprature"
+    assert "did you mean 'temperature'?" in error.message
+    assert "leave it out" in refused(body(qqqqqq=1), strict=True).message
+
+
+def test_a_misspelt_stream_option_is_unknown_too():
+    """It would be a stream without the usage that was asked for."""
+    options = {"include_usages": True, "include_obfuscation": False, "include_usage": True}
+    wrong = body(stream=True, stream_options=options)
+    assert CHAT.decode(wrong).unknown == ["stream_options.include_usages"]
+    error = refused(wrong, strict=True)
+    assert error.param == "stream_options.include_usages"
+    assert "did you mean 'stream_options.include_usage'?" in error.message
+
+
+def test_a_field_without_effect_may_be_long():
+    assert CHAT.decode(body(user="u" * 5000)).request.user == "u" * 5000
+
+
+def test_strict_takes_what_is_known():
+    assert CHAT.decode(body(store=True, tools=None, temperature=1), strict=True).unknown == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": None},
+        {"tools": []},
+        {"tool_choice": "none"},
+        {"parallel_tool_calls": True},
+        {"response_format": {"type": "text"}},
+        {"use_beam_search": False},
+        {"length_penalty": 1.0},
+        {"modalities": ["text"]},
+        {"stream_interval": 1},
+    ],
+)
+def test_a_refused_field_that_asks_for_nothing_is_accepted(fields):
+    assert CHAT.decode(body(**fields)).unknown == []
+
+
+def test_a_neutral_value_of_another_type_is_not_neutral():
+    assert refused(body(use_beam_search=0)).param == "use_beam_search"
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])
+def test_all_four_forms_of_a_prompt_are_decoded(prompt):
+    raw = json.dumps({"prompt": prompt}).encode()
+    assert COMPLETION.decode(raw).request.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt[1]"),
+        ({"prompt": [[1], ["a"]]}, "prompt[1][0]"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "prompt_embeds": "x"}, "prompt_embeds"),
+    ],
+)
+def test_a_bad_field_of_a_completion_is_named(fields, param):
+    assert refused(json.dumps(fields).encode(), COMPLETION).param == param
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(codec=None, exclude_categories=())),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+NAMES = st.sampled_from([*ChatRequest.__struct_fields__, "tools", "store", "nobody"])
+
+
+@given(st.dictionaries(NAMES, JSON), st.booleans(), st.booleans())
+def test_any_json_object_is_decoded_or_refused(fields, ascii_only, strict):
+    text = json.dumps(fields, ensure_ascii=ascii_only)
+    raw = text.encode("utf-8", "surrogatepass")
+    try:
+        CHAT.decode(raw, strict=strict)
+    except InvalidRequest as error:
+        json.dumps([error.message, error.param]).encode()
+
+
+@given(st.binary())
+def test_any_bytes_are_decoded_or_refused(raw):
+    assert refused(raw).message
+
+
+@given(JSON)
+def test_good_requests_stay_good_whatever_unknown_fields_say(value):
+    text = json.dumps(GOOD | {"nobody": value})
+    plain = "\\ud" not in text and not any(word in text for word in ("NaN", "Infinity"))
+    if plain:
+        assert CHAT.decode(text.encode()).unknown == ["nobody"]
