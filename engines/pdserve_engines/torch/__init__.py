@@ -1,0 +1,14 @@
+"""The embedded PyTorch engine: Llama, Qwen2, Qwen3 and Mistral checkpoints on CPU and CUDA.
+
+An executor of pdserve's scheduler: it computes steps and knows nothing of requests, queues or
+sockets. Read `executor.py` first, then `model.py`.
+"""
+
+from pdserve_engines.torch.executor import TorchExecutor
+
+__all__ = ["TorchExecutor", "create"]
+
+
+def create() -> TorchExecutor:
+    """A fresh executor, nothing loaded. Entry point `torch` of group `pdserve.engines`."""
+    return TorchExecutor()

@@ -1,0 +1,152 @@
+"""Attention over paged KV in torch operations alone: write, gather, scaled dot product.
+
+Works on every device torch has. Queries of one KV head's group are folded into the query axis, so
+that no KV head is ever repeated in memory. It knows blocks and positions, not sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from pdserve_engines.torch.batch import Batch
+    from pdserve_engines.torch.pool import KvPool
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Chunks that attend together: `n` sequences of `count` queries over `length` keys."""
+
+    rows: torch.Tensor
+    """`[n * count]` rows of the batch."""
+    n: int
+    count: int
+    length: int
+    heads: torch.Tensor
+    """`[n * kv_heads * blocks]` rows of the pool seen as (block, layer, k|v, head), for layer 0."""
+    mask: torch.Tensor | None
+    """True where a query may look; broadcasts to `[n, kv_heads, groups * count, length]`."""
+
+
+class PagedAttention:
+    """One step's index tensors, made once and used by every layer."""
+
+    def __init__(self, batch: Batch, pool: KvPool, groups: int) -> None:
+        self._pool = pool
+        self._layout = layout = pool.layout
+        self._groups = groups
+        self._device = pool.tensor.device
+        self._block_heads = layout.num_layers * 2 * layout.kv_heads
+        self._head_rows = pool.tensor.view(-1, layout.block_size * layout.head_dim)
+        self._token_rows = pool.tensor.view(-1, layout.head_dim)
+        self._slots = self._slot_index(batch)
+        self._clear_fresh_blocks(batch)
+        self._plan = [self._group(batch, chunks) for chunks in _group_chunks(batch)]
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store `[T, kv_heads, head_dim]` keys and values of the batch's own tokens."""
+        layout = self._layout
+        shift = layer * 2 * layout.kv_heads * layout.block_size
+        for part, rows in enumerate((keys, values)):
+            index = self._slots + (shift + part * layout.kv_heads * layout.block_size)
+            self._token_rows.index_copy_(0, index, rows.reshape(-1, layout.head_dim))
+
+    def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """`[T, heads, head_dim]` queries to outputs of the same shape."""
+        out = torch.empty_like(queries)
+        for group in self._plan:
+            whole = group.rows.numel() == len(queries)
+            chosen = queries if whole else queries[group.rows]
+            found = self._attend_group(layer, group, chosen)
+            if whole:
+                return found
+            out[group.rows] = found
+        return out
+
+    def _attend_group(self, layer: int, group: _Group, queries: torch.Tensor) -> torch.Tensor:
+        kv_heads, dim = self._layout.kv_heads, self._layout.head_dim
+        folded = queries.view(group.n, group.count, kv_heads, self._groups, dim)
+        folded = folded.permute(0, 2, 3, 1, 4).reshape(group.n, kv_heads, -1, dim)
+        keys, values = (self._gather(layer, part, group) for part in (0, 1))
+        out = functional.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+        out = out.view(group.n, kv_heads, self._groups, group.count, dim)
+        return out.permute(0, 3, 1, 2, 4).reshape(queries.shape)
+
+    def _gather(self, layer: int, part: int, group: _Group) -> torch.Tensor:
+        """`[n, kv_heads, length, head_dim]` of one layer's keys (0) or values (1)."""
+        kv_heads, dim = self._layout.kv_heads, self._layout.head_dim
+        index = group.heads + (layer * 2 + part) * kv_heads
+        rows = self._head_rows.index_select(0, index)
+        return rows.view(group.n, kv_heads, -1, dim)[:, :, : group.length]
+
+    def _clear_fresh_blocks(self, batch: Batch) -> None:
+        """Zero the blocks that this step begins: masked slots are still multiplied, by zero.
+
+        Whatever an earlier owner left there, were it infinite, must not reach this sequence.
+        """
+        first_tokens = batch.positions % self._layout.block_size == 0
+        if first_tokens.any():
+            blocks = torch.from_numpy(batch.blocks(self._layout.block_size)[first_tokens])
+            self._pool.tensor.index_fill_(0, blocks.to(self._device), 0)
+
+    def _slot_index(self, batch: Batch) -> torch.Tensor:
+        """Rows of the pool seen as (block, layer, k|v, head, token), for layer 0's keys."""
+        layout = self._layout
+        first = batch.blocks(layout.block_size) * self._block_heads * layout.block_size
+        first += batch.positions % layout.block_size
+        heads = np.arange(layout.kv_heads) * layout.block_size
+        return torch.from_numpy((first[:, None] + heads).reshape(-1)).to(self._device)
+
+    def _group(self, batch: Batch, chunks: list[int]) -> _Group:
+        counts = np.diff(batch.offsets)
+        count = int(counts[chunks[0]])
+        lengths = batch.starts[chunks] + count
+        longest = int(lengths.max())
+        width = -(-longest // self._layout.block_size)
+        # Short tables are padded with their own first block: memory that exists, masked out below.
+        table = np.empty((len(chunks), width), np.int64)
+        for row, chunk in enumerate(chunks):
+            ids = batch.tables[batch.table_offsets[chunk] : batch.table_offsets[chunk + 1]]
+            table[row, : len(ids)] = ids
+            table[row, len(ids) :] = ids[0]
+        heads = table[:, None, :] * self._block_heads
+        heads = heads + np.arange(self._layout.kv_heads)[None, :, None]
+        rows = np.concatenate(
+            [np.arange(batch.offsets[chunk], batch.offsets[chunk + 1]) for chunk in chunks]
+        )
+        return _Group(
+            rows=torch.from_numpy(rows.astype(np.int64)).to(self._device),
+            n=len(chunks),
+            count=count,
+            length=longest,
+            heads=torch.from_numpy(heads.reshape(-1)).to(self._device),
+            mask=self._mask(batch.starts[chunks], count, longest),
+        )
+
+    def _mask(self, starts: np.ndarray, count: int, length: int) -> torch.Tensor | None:
+        if count == 1 and (starts + 1 == length).all():
+            return None
+        last = starts[:, None] + np.arange(count)
+        mask = np.arange(length) <= last[:, :, None]
+        mask = np.tile(mask[:, None], (1, 1, self._groups, 1))
+        return torch.from_numpy(mask).to(self._device)
+
+
+def _group_chunks(batch: Batch) -> list[list[int]]:
+    """Single-token chunks of similar length together, every longer chunk by itself.
+
+    Similar means the same power of two, so that padding at most doubles what is gathered.
+    """
+    buckets: dict[int, list[int]] = {}
+    groups: list[list[int]] = []
+    for chunk, count in enumerate(np.diff(batch.offsets)):
+        if count > 1:
+            groups.append([chunk])
+        else:
+            buckets.setdefault(int(batch.starts[chunk]).bit_length(), []).append(chunk)
+    return groups + list(buckets.values())

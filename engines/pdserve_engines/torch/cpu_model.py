@@ -1,0 +1,113 @@
+"""The forward pass on the CPU by pdserve's own kernels: one call into C++ per step.
+
+Twin of `model.TorchModel`; `native/include/pdserve/cpu/` says how it computes. A row's result is
+the same bits whatever else is in the batch, so scheduling cannot change an output here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pdserve import accel
+from pdserve_engines.torch.rope import rope_table
+
+if TYPE_CHECKING:
+    from pdserve_engines.torch.batch import Batch
+    from pdserve_engines.torch.config import ModelConfig
+    from pdserve_engines.torch.pool import KvPool
+    from pdserve_engines.torch.settings import Settings
+    from pdserve_engines.torch.weights import Param
+
+_MAX_HEAD_DIM = 512
+
+
+def unsupported_reason(config: ModelConfig, device: torch.device) -> str | None:
+    """Why the native kernels cannot compute this model here; None if they can."""
+    if device.type != "cpu":
+        return f"the device is {device}"
+    if not accel.NATIVE:
+        return accel.REASON
+    if config.hidden_size % 2 or config.intermediate_size % 2 or config.head_dim > _MAX_HEAD_DIM:
+        return "the model's sizes are odd or its heads too large"
+    return None
+
+
+class CpuModel:
+    """Implements `model.Model`. Weights live packed in C++; there is no second copy."""
+
+    def __init__(self, config: ModelConfig, settings: Settings) -> None:
+        self._config = config
+        self._dtype = settings.dtype
+        self._threads = settings.threads
+        self._native = accel.native.CpuModel(
+            bfloat16=settings.dtype == torch.bfloat16,
+            layers=config.num_layers,
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            heads=config.num_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            vocab=config.vocab_size,
+            epsilon=config.rms_eps,
+            tied=config.tied,
+            threads=settings.threads,
+            kernels="" if settings.kernels in ("auto", "native") else settings.kernels,
+        )
+        table = rope_table(config.rope, config.head_dim, settings.max_model_len)
+        self._native.set_rope(table.numpy())
+
+    @property
+    def kernels(self) -> str:
+        return f"native {self._native.kernels}, {self._threads} threads"
+
+    @property
+    def torch_threads(self) -> int:
+        # The kernels bring threads of their own; torch's would only get in their way.
+        return 1
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._native.weight_bytes
+
+    def place(self, param: Param, parts: list[torch.Tensor]) -> None:
+        group, _, name = param.key.rpartition(".")
+        layer = int(group.removeprefix("layers.")) if group else 0
+        if name.startswith("gate_up"):
+            suffix = name.removeprefix("gate_up")
+            for target, part in zip(("gate", "up"), parts, strict=True):
+                self._place(target + suffix, layer, 0, part)
+            return
+        row = 0
+        for part in parts:
+            self._place(name, layer, row, part)
+            row += len(part)
+
+    def bind(self, pool: KvPool) -> None:
+        assert pool.memory is not None, "native kernels compute in host memory"
+        self._native.bind(pool.memory.view(), pool.num_blocks, pool.layout.block_size)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        hidden = np.empty((len(batch.rows), self._config.hidden_size), np.float32)
+        self._native.forward(*batch.arrays, hidden)
+        return torch.from_numpy(hidden)
+
+    def greedy(self, batch: Batch) -> list[int]:
+        # No tensor on this path: between two steps' weights the caches hold little of torch, and
+        # waking it up would take as long as a tenth of a small model's step.
+        return self._native.greedy(*batch.arrays)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = np.empty((len(hidden), self._config.vocab_size), np.float32)
+        self._native.logits(hidden.contiguous().numpy(), out)
+        return torch.from_numpy(out)
+
+    def close(self) -> None:
+        self._native.close()
+
+    def _place(self, name: str, layer: int, row: int, part: torch.Tensor) -> None:
+        dtype = torch.float32 if part.dim() == 1 else self._dtype
+        data = part.to(dtype).contiguous().view(torch.uint8)
+        self._native.place(name, layer, row, len(part), data.numpy())

@@ -1,0 +1,181 @@
+"""The forward pass in torch operations: one code path for CPU and CUDA, float32 and bfloat16.
+
+A step is one flat batch: decodes and prefill chunks side by side, each row a token. The model owns
+its weights and borrows the pool; it knows nothing of sampling.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn import functional
+
+from pdserve_engines.torch.attention import PagedAttention
+from pdserve_engines.torch.rope import rope_table
+from pdserve_engines.torch.sampler import argmax
+
+if TYPE_CHECKING:
+    from pdserve_engines.torch.batch import Batch
+    from pdserve_engines.torch.config import ModelConfig
+    from pdserve_engines.torch.pool import KvPool
+    from pdserve_engines.torch.settings import Settings
+    from pdserve_engines.torch.weights import Param
+
+
+class Model(Protocol):
+    """What the executor asks of a model; one implementation per way of computing."""
+
+    @property
+    def kernels(self) -> str:
+        """Which code computes, in words for the log."""
+        ...
+
+    @property
+    def torch_threads(self) -> int:
+        """How many threads torch's own operations should have beside it."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights as they are held."""
+        ...
+
+    def place(self, param: Param, parts: list[torch.Tensor]) -> None:
+        """Take one parameter. Called once for each, then `bind`."""
+        ...
+
+    def bind(self, pool: KvPool) -> None:
+        """From now on keys and values live in `pool`."""
+        ...
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Compute every token of `batch`, write its KV, return the wanted rows, `[R, hidden]`."""
+        ...
+
+    def greedy(self, batch: Batch) -> list[int]:
+        """Compute every token of `batch`; the likeliest token of each wanted row."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows of `forward`'s result to `[n, vocab]` float32, the caller's to overwrite."""
+        ...
+
+    def close(self) -> None:
+        """Let go of pool and weights. Idempotent."""
+        ...
+
+
+class TorchModel:
+    """Weights as torch tensors, stacked where one product can do the work of several."""
+
+    def __init__(self, config: ModelConfig, settings: Settings) -> None:
+        self._config = config
+        self._threads = settings.threads
+        self._dtype, self._device = settings.dtype, settings.device
+        self._params: dict[str, torch.Tensor] = {}
+        self._layers: list[dict[str, torch.Tensor]] = [{} for _ in range(config.num_layers)]
+        table = rope_table(config.rope, config.head_dim, settings.max_model_len)
+        self._rope = table.to(settings.device)
+        self._pool: KvPool | None = None
+
+    @property
+    def kernels(self) -> str:
+        return f"torch on {self._device}, {self._threads} threads"
+
+    @property
+    def torch_threads(self) -> int:
+        return self._threads
+
+    @property
+    def weight_bytes(self) -> int:
+        groups = [self._params, *self._layers]
+        return sum(tensor.nbytes for group in groups for tensor in group.values())
+
+    def place(self, param: Param, parts: list[torch.Tensor]) -> None:
+        tensor = torch.empty(param.shape, dtype=self._dtype, device=self._device)
+        row = 0
+        for part in parts:
+            tensor[row : row + len(part)].copy_(part)
+            row += len(part)
+        group, _, name = param.key.rpartition(".")
+        owner = self._layers[int(group.removeprefix("layers."))] if group else self._params
+        owner[name] = tensor
+
+    def bind(self, pool: KvPool) -> None:
+        self._pool = pool
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        assert self._pool is not None, "bind comes before forward"
+        attention = PagedAttention(batch, self._pool, self._config.groups)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        cosines, sines = self._rope[positions].unsqueeze(1).unbind(2)
+        rows = torch.from_numpy(batch.rows).to(self._device)
+        x = functional.embedding(
+            torch.from_numpy(batch.tokens).to(self._device), self._params["embed"]
+        )
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            mixed = self._attend(index, layer, x, attention, cosines, sines)
+            if index == last and len(rows) < len(x):
+                # Nobody reads the other rows any more; their keys and values are stored.
+                mixed, x = mixed[rows], x[rows]
+            x = x + functional.linear(mixed, layer["o"], layer.get("o_bias"))
+            x = x + self._feed_forward(layer, x)
+        return self._norm(x, self._params["norm"])
+
+    def greedy(self, batch: Batch) -> list[int]:
+        with torch.inference_mode():
+            tokens: list[int] = argmax(self.logits(self.forward(batch))).tolist()
+        return tokens
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        head = self._params["embed" if self._config.tied else "head"]
+        return functional.linear(hidden, head).float()
+
+    def close(self) -> None:
+        self._pool = None
+        self._params.clear()
+        self._layers.clear()
+
+    def _attend(
+        self,
+        index: int,
+        layer: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        attention: PagedAttention,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+    ) -> torch.Tensor:
+        config = self._config
+        normed = self._norm(x, layer["attn_norm"])
+        qkv = functional.linear(normed, layer["qkv"], layer.get("qkv_bias"))
+        heads = qkv.view(len(x), -1, config.head_dim)
+        split = config.num_heads + config.kv_heads
+        turned, values = heads[:, :split], heads[:, split:]
+        if config.qk_norm:
+            queries = self._norm(turned[:, : config.num_heads], layer["q_norm"])
+            keys = self._norm(turned[:, config.num_heads :], layer["k_norm"])
+            turned = torch.cat((queries, keys), dim=1)
+        turned = _rotate(turned, cosines, sines)
+        attention.write(index, turned[:, config.num_heads :], values)
+        return attention.attend(index, turned[:, : config.num_heads]).flatten(1)
+
+    def _feed_forward(self, layer: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        normed = self._norm(x, layer["mlp_norm"])
+        gate, up = functional.linear(normed, layer["gate_up"], layer.get("gate_up_bias")).chunk(
+            2, dim=-1
+        )
+        return functional.linear(
+            functional.silu(gate).mul_(up), layer["down"], layer.get("down_bias")
+        )
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self._config.rms_eps)
+
+
+def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of `[T, heads, head_dim]`, the two halves of a head being its pairs."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    return turned.to(x.dtype)

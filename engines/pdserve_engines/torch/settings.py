@@ -1,0 +1,95 @@
+"""What a spec leaves open, decided: device, dtype, threads, length limit and kernels.
+
+Decisions only; nothing is loaded or allocated here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve import accel
+from pdserve.errors import ConfigError
+from pdserve_engines.torch.config import check_window
+from pdserve_engines.torch.host import available_cpus
+
+if TYPE_CHECKING:
+    from pdserve.messages.engine import EngineSpec
+    from pdserve_engines.torch.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How one executor computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of weights, activations and KV."""
+    threads: int
+    max_model_len: int
+    kernels: str = "auto"
+    """`auto`, `torch`, `native`, or one of the native instruction sets."""
+
+
+def settle(spec: EngineSpec, config: ModelConfig) -> Settings:
+    """Errors: `ConfigError` for what cannot be had, `UnsupportedCheckpoint` for a window."""
+    max_model_len = spec.max_model_len or config.max_positions
+    if max_model_len > config.max_positions:
+        raise ConfigError(
+            f"--max-model-len of {max_model_len} is over the checkpoint's limit of "
+            f"{config.max_positions} tokens"
+        )
+    check_window(config, max_model_len)
+    device = choose_device(spec.device)
+    return Settings(
+        device=device,
+        dtype=choose_dtype(spec.dtype, config.dtype, device),
+        threads=spec.threads or available_cpus(),
+        max_model_len=max_model_len,
+        kernels=kernels_option(spec.options),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is CUDA where it works, else the CPU. Errors: `ConfigError`."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not one that torch knows") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported; cpu and cuda are")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on the CPU, else the checkpoint's (float16 becomes bfloat16)."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.float32 if stored == "float32" else torch.bfloat16
+    if name not in dtypes:
+        raise ConfigError(f"dtype {name!r} is not supported; auto, float32 and bfloat16 are")
+    return dtypes[name]
+
+
+def kernels_option(options: dict[str, str]) -> str:
+    """The one option there is. Errors: `ConfigError` for any other name or value."""
+    unknown = sorted(set(options) - {"kernels"})
+    if unknown:
+        raise ConfigError(f"the torch engine has no option {', '.join(unknown)}; it has kernels")
+    value = options.get("kernels", "auto")
+    possible = ["auto", "torch"]
+    if accel.NATIVE:
+        possible += ["native", *accel.native.cpu_kernel_sets()]
+    if value not in possible:
+        raise ConfigError(
+            f"engine option kernels={value!r} is not possible here; {', '.join(possible)} are"
+        )
+    return value

@@ -1,0 +1,49 @@
+"""Which rows of a step somebody reads after the forward pass. Plain lists, no tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from pdserve.engine.executor import Chunk
+
+
+class Wanted:
+    """The rows wanted of the chunks' tokens, counted through all chunks.
+
+    A sampling chunk's last row chooses a token; a chunk of a request with prompt logprobs also
+    needs every row that predicts a prompt token.
+    """
+
+    def __init__(self, chunks: Seq[Chunk]) -> None:
+        self.rows: list[int] = []
+        self.sampling: list[int] = []
+        """Indices of sampling chunks."""
+        self.sampling_places: list[int] = []
+        """Where in `rows` their last rows are."""
+        self.prompts: list[tuple[int, int, int]] = []
+        """(chunk index, first place in `rows`, count)."""
+        offset = 0
+        for index, chunk in enumerate(chunks):
+            self._add(index, chunk, offset)
+            offset += chunk.count
+
+    @property
+    def only_sampling(self) -> bool:
+        return not self.prompts
+
+    def _add(self, index: int, chunk: Chunk, offset: int) -> None:
+        sequence = chunk.sequence
+        predicted = 0
+        if sequence.sampling.prompt_logprobs is not None:
+            predicted = min(chunk.count, max(0, sequence.prompt_len - 1 - chunk.start))
+        if predicted:
+            self.prompts.append((index, len(self.rows), predicted))
+            self.rows += range(offset, offset + predicted)
+        if chunk.samples:
+            self.sampling.append(index)
+            if predicted < chunk.count:
+                self.rows.append(offset + chunk.count - 1)
+            self.sampling_places.append(len(self.rows) - 1)

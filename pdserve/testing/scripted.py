@@ -1,0 +1,242 @@
+"""A scripted executor: no model, but KV that matters.
+
+Every token it computes writes one entry into a small block-major array, at the place that the
+sequence's block table names, and the entry depends on the entry before it, as attention does. The
+next token is a hash of all entries read back through the table, of all token ids, and, above
+temperature 0, of the noise key. So a wrong block table, a missed copy-on-write, a stale or shared
+block that somebody wrote, a skipped or doubled position all change the output, and an engine that
+schedules rightly gives the same tokens however it batches, chunks, preempts or reuses.
+
+`reference_tokens` computes the same without blocks. Faults are triggered by token ids, named in
+`EngineSpec.options`, so that they work across a process boundary.
+
+Engine name: `pdserve.testing.scripted:create`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import time
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from pdserve.engine.executor import Chunk, KvLayout, ModelInfo, ProgressFn, StepPlan, StepResult
+from pdserve.errors import ConfigError, EngineDied
+from pdserve.kv.storage import BlockMemory
+from pdserve.messages.request import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as Seq
+
+    from pdserve.engine.sequence import Sequence
+    from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.request import GenerateRequest
+
+__all__ = ["ENGINE", "ScriptedExecutor", "create", "reference_tokens"]
+
+ENGINE = "pdserve.testing.scripted:create"
+
+_ENTRY = 16
+"""Bytes of KV per token: two k and v values of four bytes, say."""
+
+_DEFAULTS = {
+    "vocab": "97",
+    "max_len": "256",
+    "eos": "2",
+    "blocks": "64",
+    "raise_on": "",
+    "break_on": "",
+    "die_on": "",
+    "hang_on": "",
+    "step_ms": "0",
+    "load_ms": "0",
+    "load_error": "",
+}
+"""Options and their defaults. `…_on` name a prompt token: a step that computes it raises, breaks
+the executor for good, kills the process, or sleeps for a minute."""
+
+
+def create() -> ScriptedExecutor:
+    """The engine's factory."""
+    return ScriptedExecutor()
+
+
+class ScriptedExecutor:
+    """An `Executor`. `blocks` and lengths come from the spec's options."""
+
+    def __init__(self, on_plan: Callable[[StepPlan], None] | None = None) -> None:
+        """`on_plan` sees every plan before it is computed (inline tests)."""
+        self._on_plan = on_plan
+        self.released: list[tuple[int, int]] = []
+        """Keys of all sequences that `release` named, in order."""
+        self.written = 0
+        """KV entries written so far."""
+        self._memory: BlockMemory | None = None
+
+    # ------------------------------------------------------------------ the executor's seam
+
+    def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
+        unknown = spec.options.keys() - _DEFAULTS.keys()
+        if unknown:
+            raise ConfigError(f"unknown engine options: {', '.join(sorted(unknown))}")
+        self._options = _DEFAULTS | spec.options
+        progress("reading the script", 0.5)
+        time.sleep(int(self._options["load_ms"]) / 1000)
+        if self._options["load_error"]:
+            raise ConfigError(self._options["load_error"])
+        self._size = spec.block_size
+        self._vocab = int(self._options["vocab"])
+        layout = KvLayout(1, 1, spec.block_size, _ENTRY // 8, 4)
+        return ModelInfo(
+            model_type="scripted",
+            dtype="float32",
+            device="cpu",
+            vocab_size=self._vocab,
+            max_model_len=spec.max_model_len or int(self._options["max_len"]),
+            eos_token_ids=(int(self._options["eos"]),),
+            layout=layout,
+            weight_bytes=0,
+            kv_memory=int(self._options["blocks"]) * layout.block_bytes,
+            compat_hash="scripted",
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        self._memory = BlockMemory(num_blocks, (self._size, _ENTRY))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._on_plan is not None:
+            self._on_plan(plan)
+        if (pause := int(self._options["step_ms"])) > 0:
+            time.sleep(pause / 1000)
+        for source, destination in plan.copies:
+            self._kv.copy(source, destination)
+        for chunk in plan.chunks:
+            self._misbehave(chunk)
+            self._write(chunk)
+        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        tokens = [self._next_token(sequence) for sequence in sampling]
+        return StepResult(
+            tokens=tokens,
+            logprobs=[_logprob(s.sampling, t) for s, t in zip(sampling, tokens, strict=True)],
+            prompt_logprobs=_prompt_logprobs(plan),
+        )
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        self.released += [sequence.key for sequence in sequences]
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    # ------------------------------------------------------------------ the KV that matters
+
+    @property
+    def _kv(self) -> BlockMemory:
+        assert self._memory is not None
+        return self._memory
+
+    def _write(self, chunk: Chunk) -> None:
+        sequence, size = chunk.sequence, self._size
+        before = self._read(sequence, chunk.start - 1) if chunk.start else b""
+        for position in range(chunk.start, chunk.start + chunk.count):
+            before = _entry(sequence.tokens[position], position, before)
+            block, slot = sequence.blocks[position // size], position % size
+            self._kv.view(block)[slot * _ENTRY : (slot + 1) * _ENTRY] = before
+        self.written += chunk.count
+
+    def _read(self, sequence: Sequence, position: int) -> bytes:
+        block, slot = sequence.blocks[position // self._size], position % self._size
+        return bytes(self._kv.view(block)[slot * _ENTRY : (slot + 1) * _ENTRY])
+
+    def _next_token(self, sequence: Sequence) -> int:
+        length = len(sequence.tokens)
+        full, rest = divmod(length, self._size)
+        blocks = [bytes(self._kv.view(block)) for block in sequence.blocks[: full + bool(rest)]]
+        entries = b"".join(blocks)[: length * _ENTRY]
+        return _choose(sequence.request, sequence.choice, sequence.tokens, entries, self._vocab)
+
+    def _misbehave(self, chunk: Chunk) -> None:
+        end = min(chunk.start + chunk.count, chunk.sequence.prompt_len)
+        tokens = chunk.sequence.tokens[chunk.start : end]
+        if self._hits("raise_on", tokens):
+            raise RuntimeError("the script says: this step fails")
+        if self._hits("break_on", tokens):
+            raise EngineDied("the script says: broken")
+        if self._hits("die_on", tokens):
+            os.write(2, b"the script says: die\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._hits("hang_on", tokens):
+            time.sleep(60)
+
+    def _hits(self, option: str, tokens: Iterable[int]) -> bool:
+        return bool(self._options[option]) and int(self._options[option]) in tokens
+
+
+def reference_tokens(
+    request: GenerateRequest, choice: int = 0, *, vocab: int = 97, max_len: int = 256
+) -> list[int]:
+    """The output of one choice, computed alone and without blocks; includes given output."""
+    sampling = request.sampling
+    output = list(request.output[choice]) if request.output else []
+    tokens = list(request.prompt) + output
+    stops = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stops |= set(sampling.eos_token_ids)
+    entries: list[bytes] = []
+    done = bool(output) and output[-1] in stops and len(output) > sampling.min_tokens
+    while not done and len(output) < sampling.max_tokens and len(tokens) < max_len:
+        for position in range(len(entries), len(tokens)):
+            entries.append(_entry(tokens[position], position, entries[-1] if entries else b""))
+        token = _choose(request, choice, tokens, b"".join(entries), vocab)
+        tokens.append(token)
+        output.append(token)
+        done = token in stops and len(output) > sampling.min_tokens
+    return output
+
+
+def _entry(token: int, position: int, before: bytes) -> bytes:
+    return blake2b(struct.pack("<II", token, position) + before, digest_size=_ENTRY).digest()
+
+
+def _choose(
+    request: GenerateRequest, choice: int, tokens: list[int], entries: bytes, vocab: int
+) -> int:
+    """A hash of everything that may matter; masked ids are passed over."""
+    sampling = request.sampling
+    state = blake2b(entries, digest_size=8)
+    state.update(struct.pack(f"<{len(tokens)}I", *tokens))
+    position = len(tokens) - len(request.prompt)
+    if sampling.temperature > 0:
+        state.update(struct.pack("<QIII", sampling.seed, request.prompt_index, choice, position))
+    token = int.from_bytes(state.digest(), "little") % vocab
+    masked: set[int] = set()
+    if position < sampling.min_tokens:
+        masked = set(sampling.stop_token_ids) | set(sampling.eos_token_ids)
+    while token in masked:
+        token = (token + 1) % vocab
+    return token
+
+
+def _logprob(sampling: SamplingParams, token: int) -> TokenLogprob | None:
+    if sampling.logprobs is None:
+        return None
+    return _made_up(token, sampling.logprobs)
+
+
+def _made_up(token: int, top: int) -> TokenLogprob:
+    return TokenLogprob(token, -0.5, 1, [(token + i, -0.5 - i) for i in range(top)])
+
+
+def _prompt_logprobs(plan: StepPlan) -> dict[int, list[TokenLogprob]]:
+    rows: dict[int, list[TokenLogprob]] = {}
+    for index, chunk in enumerate(plan.chunks):
+        top = chunk.sequence.sampling.prompt_logprobs
+        if top is not None and chunk.start < chunk.sequence.prompt_len - 1:
+            end = min(chunk.start + chunk.count, chunk.sequence.prompt_len - 1)
+            tokens = chunk.sequence.tokens[chunk.start + 1 : end + 1]
+            rows[index] = [_made_up(token, top) for token in tokens]
+    return rows

@@ -1,0 +1,82 @@
+"""A token sink for tests: keeps a ledger, lets one wait for the end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pdserve.testing.ledger import Ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.engine.api import Engine, Handle
+    from pdserve.errors import PdserveError
+    from pdserve.ids import Seconds
+    from pdserve.messages.request import GenerateRequest, TokenDelta
+
+__all__ = ["LedgerSink", "until"]
+
+PATIENCE: Seconds = 20.0
+"""How long anything in a test may take; far above what it should."""
+
+
+class LedgerSink:
+    """A `TokenSink` that checks what it gets. Violations surface in `wait`, since an engine must
+    survive a sink that raises."""
+
+    def __init__(self, engine: Engine, request: GenerateRequest) -> None:
+        """Submits at once; raises what `submit` raises."""
+        self.ledger = Ledger(request)
+        self.violation: AssertionError | None = None
+        self._engine = engine
+        self._done = asyncio.Event()
+        self._some = asyncio.Event()
+        self.handle: Handle = engine.submit(request, self)
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self._book(lambda: self.ledger.take(delta))
+        self._some.set()
+
+    def on_error(self, error: PdserveError) -> None:
+        self._book(lambda: self.ledger.fail(error))
+        self._some.set()
+
+    def _book(self, entry: Callable[[], None]) -> None:
+        try:
+            entry()
+        except AssertionError as violation:
+            self.violation = self.violation or violation
+        if self.ledger.done or self.violation:
+            self._done.set()
+
+    def abort(self) -> None:
+        """Anything that comes from now on is a violation."""
+        self.ledger.aborted = True
+        self._engine.abort(self.handle)
+        self._done.set()
+
+    async def some(self) -> Ledger:
+        """Wait for the first call."""
+        async with asyncio.timeout(PATIENCE):
+            await self._some.wait()
+        return self.checked()
+
+    async def wait(self) -> Ledger:
+        """Wait for the end."""
+        async with asyncio.timeout(PATIENCE):
+            await self._done.wait()
+        return self.checked()
+
+    def checked(self) -> Ledger:
+        """The ledger, unless there was a violation."""
+        if self.violation is not None:
+            raise self.violation
+        return self.ledger
+
+
+async def until(condition: Callable[[], bool], patience: Seconds = PATIENCE) -> None:
+    """Wait for something that nobody announces. TimeoutError if it never comes."""
+    async with asyncio.timeout(patience):
+        while not condition():  # noqa: ASYNC110  nothing signals it
+            await asyncio.sleep(0.005)

@@ -1,0 +1,66 @@
+"""One suite over every engine behind the port: core in a thread, core in a process, instant."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+
+from pdserve.engine.client import ClientOptions, CoreClient
+from pdserve.messages.engine import EngineSpec
+from pdserve.testing.engine_conformance import EngineConformance
+from pdserve.testing.scripted import ENGINE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pdserve.engine.api import Engine
+
+SCRIPTED = EngineSpec(
+    engine=ENGINE,
+    model="",
+    block_size=4,
+    max_batch_tokens=32,
+    max_sequences=8,
+    options={"blocks": "64", "max_len": "120"},
+)
+
+
+class TestScriptedInAThread(EngineConformance):
+    prompt = (17, 42, 8)
+
+    def make_engine(self) -> Engine:
+        return CoreClient(SCRIPTED, ClientOptions(carrier="thread"))
+
+
+class TestScriptedInAProcess(EngineConformance):
+    prompt = (17, 42, 8)
+
+    def make_engine(self) -> Engine:
+        return CoreClient(SCRIPTED)
+
+
+def write_model(directory: Path) -> None:
+    """The two files that the instant engine reads."""
+    vocab = {f"word{chr(97 + i)}": i for i in range(26)}
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    config = {"model_type": "llama", "vocab_size": 64, "max_position_embeddings": 120}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+class TestInstant(EngineConformance):
+    prompt = (17, 42, 8)
+    options: ClassVar[dict[str, str]] = {}
+
+    @pytest.fixture(autouse=True)
+    def _model(self, tmp_path: Path) -> None:
+        write_model(tmp_path)
+        self.spec = EngineSpec(engine="instant", model=str(tmp_path), options=self.options)
+
+    def make_engine(self) -> Engine:
+        return CoreClient(self.spec, ClientOptions(carrier="thread"))
+
+
+class TestInstantPaced(TestInstant):
+    options: ClassVar[dict[str, str]] = {"tokens_per_second": "2000", "ttft_ms": "2"}

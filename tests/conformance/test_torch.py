@@ -1,0 +1,45 @@
+"""The torch engine behind the port, and its tokens under every schedule: fp32 on the CPU."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.engine.client import ClientOptions, CoreClient
+from pdserve.testing.engine_conformance import EngineConformance
+from pdserve.testing.exactness import SCENARIOS, Scenario, mixed_requests, solo_outputs
+
+torch_engine = pytest.importorskip("pdserve_engines.torch", reason="needs pdserve[torch]")
+
+from tests.engines.torch.checkpoints import VOCAB, checkpoint  # noqa: E402
+from tests.engines.torch.driver import spec  # noqa: E402
+
+if TYPE_CHECKING:
+    from pdserve.engine.api import Engine
+
+FAMILIES = ("llama", "qwen3")
+
+
+class TestTorch(EngineConformance):
+    prompt = (17, 42, 8)
+
+    def make_engine(self) -> Engine:
+        wanted = spec(
+            checkpoint("llama")[0],
+            max_model_len=120,
+            max_batch_tokens=64,
+            max_sequences=8,
+            kv_memory=8 << 20,
+        )
+        return CoreClient(wanted, ClientOptions(carrier="thread"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_scheduling_never_shows_in_the_tokens(scenario: Scenario, family: str, seed: int):
+    wanted = spec(checkpoint(family)[0], block_size=4, max_model_len=96, kv_memory=8 << 20)
+    requests = mixed_requests(random.Random(seed), range(3, VOCAB - 1))
+    alone = solo_outputs(torch_engine.create, wanted, requests)
+    assert scenario.outputs(torch_engine.create, wanted, requests) == alone

@@ -1,0 +1,122 @@
+"""Tiny random checkpoints of every family, and `transformers` as the oracle for them."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+# Its progress bars come with a thread that outlives the test.
+_logging: Any = transformers.utils.logging
+_logging.disable_progress_bar()
+
+VOCAB = 160
+POSITIONS = 256
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One small configuration; `fields` override the common ones."""
+
+    family: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def config(self) -> Any:
+        common: dict[str, Any] = {
+            "vocab_size": VOCAB,
+            "hidden_size": 48,
+            "intermediate_size": 72,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": POSITIONS,
+            "eos_token_id": 7,
+            "bos_token_id": 1,
+        }
+        return getattr(transformers, f"{self.family}Config")(**common | self.fields)
+
+
+TINY = {
+    "llama": Tiny("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama_biased": Tiny(
+        "Llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LINEAR_ROPE,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "qwen2": Tiny("Qwen2", {"tie_word_embeddings": True, "num_attention_heads": 6}),
+    "qwen3": Tiny("Qwen3", {"head_dim": 20}),
+    "qwen3_biased": Tiny(
+        "Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}
+    ),
+    "mistral": Tiny("Mistral", {"head_dim": 24, "num_key_value_heads": 4, "sliding_window": None}),
+}
+
+
+def build(tiny: Tiny) -> Any:
+    """A model whose every parameter matters: biases and norms are random too."""
+    torch.manual_seed(tiny.seed)
+    model = getattr(transformers, f"{tiny.family}ForCausalLM")(tiny.config())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            else:
+                # Wide enough for logits to differ clearly from token to token.
+                parameter.normal_(0.0, 0.25)
+    return model.eval()
+
+
+@functools.cache
+def checkpoint(name: str) -> tuple[Path, Any]:
+    """(directory, `transformers` model) of `TINY[name]`; made once per test run."""
+    model = build(TINY[name])
+    directory = Path(_home().name) / name
+    model.save_pretrained(directory)
+    return directory, model
+
+
+@functools.cache
+def _home() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="pdserve-test-")
+
+
+@torch.inference_mode()
+def oracle_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
+    """`[len(tokens), vocab]`: row i is the distribution after `tokens[: i + 1]`."""
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+@torch.inference_mode()
+def oracle_generate(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation, ends ignored."""
+    cache = transformers.DynamicCache(config=model.config)
+    step, output = prompt, []
+    for _ in range(count):
+        logits = model(torch.tensor([step]), past_key_values=cache).logits[0, -1]
+        best = logits.topk(2).values
+        assert best[0] - best[1] > 2e-4, "a near tie would make token equality a matter of luck"
+        output.append(int(logits.argmax()))
+        step = output[-1:]
+    return output

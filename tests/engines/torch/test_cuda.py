@@ -1,0 +1,56 @@
+"""The same code path on an accelerator. Skipped where there is none."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from pdserve.messages.request import SamplingParams
+from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint, oracle_generate
+from tests.engines.torch.driver import Driver, loaded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_greedy_output_is_that_of_transformers_on_the_cpu(name: str) -> None:
+    directory, model = checkpoint(name)
+    prompts = [random.Random(length).choices(range(VOCAB), k=length) for length in (1, 9, 40)]
+    expected = [oracle_generate(model, prompt, 12) for prompt in prompts]
+    executor = loaded(directory, device="cuda", dtype="float32")
+    driver = Driver(executor)
+    sequences = [driver.add(prompt) for prompt in prompts]
+    driver.finish(sequences, 12, chunk=7)
+    assert [sequence.output for sequence in sequences] == expected
+    executor.close()
+
+
+def test_the_same_noise_chooses_the_same_tokens_on_both_devices() -> None:
+    sampling = SamplingParams(
+        max_tokens=20, temperature=0.9, top_p=0.95, top_k=40, seed=3, logprobs=2
+    )
+    outputs = []
+    for device in ("cpu", "cuda"):
+        executor = loaded(checkpoint("llama")[0], device=device, dtype="float32")
+        driver = Driver(executor)
+        sequence = driver.add([5, 4, 3, 2, 1], sampling)
+        driver.finish([sequence], 12)
+        outputs.append(sequence.output)
+        executor.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_bfloat16_is_computed_on_the_device() -> None:
+    executor = loaded(checkpoint("llama")[0], device="cuda", dtype="bfloat16")
+    assert executor.pool is not None
+    assert executor.pool.tensor.device.type == "cuda"
+    driver = Driver(executor)
+    sequence = driver.add([5, 4, 3, 2, 1])
+    driver.finish([sequence], 4, chunk=2)
+    assert all(0 <= token < VOCAB for token in sequence.output)
+    executor.close()

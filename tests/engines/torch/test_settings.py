@@ -1,0 +1,68 @@
+"""Decisions about device, dtype, threads and limits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.errors import ConfigError, UnsupportedCheckpoint
+from pdserve_engines.torch.config import parse_config
+from pdserve_engines.torch.settings import choose_device, choose_dtype, settle
+from tests.engines.torch.driver import spec
+from tests.engines.torch.test_config import LLAMA, MISTRAL
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "device", "expected"),
+    [
+        ("auto", "bfloat16", CPU, torch.float32),
+        ("auto", "bfloat16", CUDA, torch.bfloat16),
+        ("auto", "float16", CUDA, torch.bfloat16),
+        ("auto", None, CUDA, torch.bfloat16),
+        ("auto", "float32", CUDA, torch.float32),
+        ("bfloat16", "float32", CPU, torch.bfloat16),
+        ("float32", "bfloat16", CUDA, torch.float32),
+    ],
+)
+def test_auto_dtype_is_float32_on_the_cpu_and_the_checkpoints_elsewhere(
+    name: str, stored: str | None, device: torch.device, expected: torch.dtype
+) -> None:
+    assert choose_dtype(name, stored, device) == expected
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'float16' is not supported"):
+        choose_dtype("float16", None, CPU)
+
+
+def test_auto_takes_cuda_exactly_if_it_works() -> None:
+    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "mps", "abacus"])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"device '{name}'"):
+        choose_device(name)
+
+
+def test_a_spec_without_wishes_gets_the_machines_threads_and_the_checkpoints_limit() -> None:
+    settings = settle(spec(Path("x"), threads=0), parse_config(LLAMA))
+    assert settings.threads == len(os.sched_getaffinity(0))
+    assert settings.max_model_len == 512
+
+
+def test_a_length_over_the_checkpoints_is_refused() -> None:
+    with pytest.raises(ConfigError, match="600 is over the checkpoint's limit of 512"):
+        settle(spec(Path("x"), max_model_len=600), parse_config(LLAMA))
+
+
+def test_a_window_counts_against_the_length_that_was_asked_for() -> None:
+    config = parse_config(MISTRAL | {"sliding_window": 64})
+    assert settle(spec(Path("x"), max_model_len=64), config).max_model_len == 64
+    with pytest.raises(UnsupportedCheckpoint, match="sliding_window 64"):
+        settle(spec(Path("x")), config)

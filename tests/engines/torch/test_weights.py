@@ -1,0 +1,130 @@
+"""Checkpoints whose tensors do not fit, and how loading reports itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdserve.errors import UnsupportedCheckpoint
+from pdserve_engines.torch.executor import TorchExecutor
+from tests.engines.torch.checkpoints import TINY, checkpoint
+from tests.engines.torch.driver import Driver, loaded, spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Tensors = dict[str, torch.Tensor]
+
+
+def changed(name: str, tmp_path: Path, change: Callable[[Tensors], None]) -> Path:
+    """A copy of a tiny checkpoint with its tensors edited."""
+    directory = tmp_path / "changed"
+    shutil.copytree(checkpoint(name)[0], directory)
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def load(directory: Path) -> TorchExecutor:
+    executor = TorchExecutor()
+    executor.load(spec(directory), lambda stage, fraction: None)
+    return executor
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            "model.layers.1.mlp.up_proj.weight is missing",
+        ),
+        (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}),
+            "model.layers.0.self_attn.q_proj.bias is not part of a llama model",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(47)}),
+            "model.norm.weight has shape [47], expected [48]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(48, dtype=torch.float64)}),
+            "model.norm.weight has dtype F64",
+        ),
+        (lambda t: [t.pop(name) for name in list(t)[:9]], "and 5 more"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, change: Callable[[Tensors], None], complaint: str
+) -> None:
+    directory = changed("llama", tmp_path, change)
+    with pytest.raises(UnsupportedCheckpoint) as error:
+        load(directory)
+    assert complaint in error.value.message
+
+
+def test_leftovers_of_older_tools_are_ignored(tmp_path: Path) -> None:
+    def add(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+
+    load(changed("qwen2", tmp_path, add)).close()
+
+
+def test_loading_reports_bytes_from_start_to_end() -> None:
+    seen: list[tuple[str, float | None]] = []
+    executor = TorchExecutor()
+    directory, _ = checkpoint("llama")
+    info = executor.load(spec(directory), lambda stage, part: seen.append((stage, part)))
+    fractions = [part for _, part in seen if part is not None]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert len(fractions) > 10
+    assert any(stage.startswith("kernels: ") for stage, _ in seen)
+    size = (directory / "model.safetensors").stat().st_size
+    assert size * 0.9 < info.weight_bytes < size * 1.2  # packing pads to whole panels
+    executor.close()
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_a_sharded_checkpoint_computes_the_same(name: str, tmp_path: Path) -> None:
+    directory, model = checkpoint(name)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    outputs, hashes = [], []
+    for folder in (directory, tmp_path):
+        executor = loaded(folder)
+        driver = Driver(executor)
+        sequence = driver.add([3, 1, 4, 1, 5])
+        driver.finish([sequence], 4)
+        outputs.append(sequence.output)
+        assert executor.info is not None
+        hashes.append(executor.info.compat_hash)
+        executor.close()
+    assert outputs[0] == outputs[1]
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_precision_checkpoint_is_computed_in_float32(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    def halve(tensors: Tensors) -> None:
+        for key, tensor in tensors.items():
+            tensors[key] = tensor.to(dtype)
+
+    executor = loaded(changed("llama", tmp_path, halve))
+    assert executor.info is not None
+    assert executor.info.dtype == "float32"
+    driver = Driver(executor)
+    sequence = driver.add([3, 1, 4, 1, 5])
+    driver.finish([sequence], 2)
+    executor.close()
