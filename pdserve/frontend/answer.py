@@ -1,0 +1,187 @@
+"""What whole answers and streams have in common: choices that end, usage, timing, one outcome.
+
+An `Answer` gives one sink per prompt to the backend and a future to the request's handler. Deltas
+reach the choices synchronously; only the end passes through the event loop. Owned by the handler,
+which cancels the backend's streams whatever the outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.errors import EngineError, PdserveError
+from pdserve.openai.responses import PromptTokensDetails, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.frontend.backend import OpenStream
+    from pdserve.frontend.plan import Plan, Prompt
+    from pdserve.ids import Seconds
+    from pdserve.messages.request import Finish, TokenDelta
+    from pdserve.observe.metrics import Metrics
+
+logger = logging.getLogger("pdserve.frontend")
+
+
+class Choice(Protocol):
+    """One choice of one prompt, fed until it is done."""
+
+    done: bool
+    completion_tokens: int
+
+    def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
+        """Tokens, and perhaps the end. Sets `done` with the end."""
+        ...
+
+
+class PromptSink:
+    """Receives one prompt's tokens and hands each delta to its choice."""
+
+    __slots__ = ("_answer", "_choices", "_left", "_stream", "cached_tokens")
+
+    def __init__(self, answer: Answer, choices: list[Choice]) -> None:
+        self._answer = answer
+        self._choices = choices
+        self._left = len(choices)
+        self._stream: OpenStream | None = None
+        self.cached_tokens: int | None = None
+
+    def opened(self, stream: OpenStream) -> None:
+        """The backend has taken the prompt; it may have ended already."""
+        self._stream = stream
+        if self._left == 0:
+            stream.cancel()
+
+    def cancel(self) -> None:
+        """Free what the backend still holds. Idempotent."""
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        choice = self._choices[delta.choice]
+        if choice.done:
+            return
+        answer = self._answer
+        now = answer.time()
+        try:
+            finish = delta.finish
+            if finish is not None:
+                self._check(finish)
+            if answer.first_token is None:
+                answer.begin(now)
+            choice.on_delta(delta, now)
+            if choice.done:
+                self._on_choice_done(finish)
+        except PdserveError as error:
+            answer.fail(error)
+        except Exception:
+            # A fault in this process must not reach the engine's client, which serves others.
+            logger.exception("answering failed [%s]", answer.plan.requests[0].request_id)
+            answer.fail(EngineError("the server failed while answering"))
+
+    def on_error(self, error: PdserveError) -> None:
+        self._answer.fail(error)
+
+    def _check(self, finish: Finish) -> None:
+        if self.cached_tokens is None:
+            self.cached_tokens = finish.cached_tokens
+            self._answer.on_first_finish(finish)
+        if finish.reason == "error" or finish.reason == "abort":
+            raise EngineError(finish.message or "the engine gave the request up")
+
+    def _on_choice_done(self, finish: Finish | None) -> None:
+        self._left -= 1
+        if self._left:
+            return
+        if finish is None:  # ended here, by a stop string: the engine would go on
+            self.cancel()
+        self._answer.on_prompt_done()
+
+
+class Answer(ABC):
+    """One request's answer in the making."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        metrics: Metrics,
+        arrival: Seconds,
+        time: Callable[[], Seconds],
+    ) -> None:
+        self.plan = plan
+        self.metrics = metrics
+        self.time = time
+        self.arrival = arrival
+        self.first_token: Seconds | None = None
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set when every choice has ended, or to the error that ended the request."""
+        self.choices: list[Choice] = []
+        self.sinks = [self._sink(index, prompt) for index, prompt in enumerate(plan.prompts)]
+        self._prompts_left = len(self.sinks)
+
+    def begin(self, now: Seconds) -> None:
+        """The first token of any choice is here."""
+        self.first_token = now
+        self.metrics.time_to_first_token.observe(now - self.arrival)
+
+    def fail(self, error: PdserveError) -> None:
+        """End the request with an error, unless it has ended."""
+        if not self.finished.done():
+            self.finished.set_exception(error)
+
+    @abstractmethod
+    def _choice(self, index: int, prompt: Prompt) -> Choice:
+        """The choice that answers `prompt` at `index` (prompt index times n, plus choice)."""
+
+    def on_first_finish(self, finish: Finish) -> None:
+        """A prompt's first choice has ended at the engine."""
+        self.metrics.request_queue.observe(finish.queue_seconds)
+        self.metrics.request_prefill.observe(finish.prefill_seconds)
+
+    def on_prompt_done(self) -> None:
+        """All choices of one prompt have ended."""
+        self._prompts_left -= 1
+        if self._prompts_left == 0 and not self.finished.done():
+            self.finished.set_result(None)
+
+    def cancel(self) -> None:
+        """Free everything at the backend. Idempotent; nothing reaches the answer afterwards."""
+        for sink in self.sinks:
+            sink.cancel()
+
+    @property
+    def completion_tokens(self) -> int:
+        """Output tokens told so far, over all choices."""
+        if self.plan.scores_only:
+            return 0
+        return sum(choice.completion_tokens for choice in self.choices)
+
+    @property
+    def stage(self) -> str:
+        """Where the request is, in words for an error."""
+        return "waiting for the first token" if self.first_token is None else "generating"
+
+    def usage(self) -> Usage:
+        """Tokens so far. Cached tokens are told once every prompt's are known."""
+        prompt, completion = self.plan.prompt_tokens, self.completion_tokens
+        cached = [sink.cached_tokens for sink in self.sinks]
+        known = [count for count in cached if count is not None]
+        details = (
+            PromptTokensDetails(cached_tokens=sum(known)) if len(known) == len(cached) else None
+        )
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=details,
+        )
+
+    def _sink(self, prompt_index: int, prompt: Prompt) -> PromptSink:
+        first = prompt_index * self.plan.n
+        choices = [self._choice(first + choice, prompt) for choice in range(self.plan.n)]
+        self.choices += choices
+        return PromptSink(self, choices)

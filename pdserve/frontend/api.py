@@ -1,0 +1,168 @@
+"""The HTTP surface: which path and method is what, who may call it, and errors in OpenAI's shape.
+
+Every request ends here in exactly one reply; a fault of the server itself becomes a 500 without
+details, and a log line with them. What the endpoints do is in the files named by them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from pdserve.errors import EngineError, MethodNotAllowed, PdserveError, RouteNotFound
+from pdserve.frontend.call import Call
+from pdserve.frontend.generation import Generations, Route
+from pdserve.frontend.identity import request_id_from
+from pdserve.frontend.prompts import plan_chat, plan_completion
+from pdserve.frontend.replies import Reply, error_reply
+from pdserve.openai.decode import CHAT, COMPLETION
+from pdserve.openai.fields import shorten
+
+if TYPE_CHECKING:
+    from pdserve.frontend.cors import Cors
+    from pdserve.frontend.keys import KeyRing
+    from pdserve.frontend.small import SmallEndpoints
+    from pdserve.observe.metrics import Metrics
+
+logger = logging.getLogger("pdserve.frontend")
+access = logging.getLogger("pdserve.frontend.access")
+
+Endpoint = Callable[[Call], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a path leads to."""
+
+    route: str
+    """The path as metrics name it."""
+    methods: Mapping[str, Endpoint]
+    open: bool = False
+    """Needs no API key."""
+
+    @property
+    def allow(self) -> str:
+        """The value of the Allow header."""
+        names = set(self.methods) | {"OPTIONS"} | ({"HEAD"} if "GET" in self.methods else set())
+        return ", ".join(sorted(names))
+
+
+_CHAT = Route(CHAT, plan_chat)
+_COMPLETION = Route(COMPLETION, plan_completion)
+
+
+class Api:
+    """Answers every request of one frontend."""
+
+    def __init__(
+        self,
+        generations: Generations,
+        small: SmallEndpoints,
+        metrics: Metrics,
+        keys: KeyRing | None,
+        cors: Cors,
+    ) -> None:
+        self.keys = keys
+        """None: no authentication. Replaced when the file is read again."""
+        self._generations = generations
+        self._metrics = metrics
+        self._cors = cors
+        self._responses: dict[tuple[str, int], object] = {}
+        self._models = Target("/v1/models/{id}", {"GET": small.model})
+        self._targets = {
+            target.route: target
+            for target in (
+                Target("/v1/chat/completions", {"POST": self._chat}),
+                Target("/v1/completions", {"POST": self._completion}),
+                Target("/v1/models", {"GET": small.models}),
+                Target("/tokenize", {"POST": small.tokenize}),
+                Target("/detokenize", {"POST": small.detokenize}),
+                Target("/health", {"GET": small.health}, open=True),
+                Target("/live", {"GET": small.live}, open=True),
+                Target("/metrics", {"GET": small.metrics}, open=True),
+                Target("/version", {"GET": small.version}, open=True),
+                Target("/openapi.json", {"GET": small.openapi}, open=True),
+            )
+        }
+
+    async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request. Cancellation: the client hung up."""
+        headers = http.headers
+        call = Call(http, self._cors.lines(headers.get("Origin")))
+        call.name(request_id_from(headers.get("x-request-id")))
+        route = "other"
+        try:
+            target, call.rest = self._find(http.rel_url.path)
+            route = target.route
+            reply = await self._call(target, call)
+        except PdserveError as error:
+            reply = self._refuse(error, call)
+        except (asyncio.CancelledError, ConnectionError):
+            self._count(route, 499)
+            raise
+        except Exception:
+            logger.exception("answering %s failed", route)
+            reply = error_reply(EngineError("the server failed while answering"), call.headers)
+        if self._generations.draining:
+            reply.force_close()  # the client's next request had better go elsewhere
+        self._count(route, reply.status)
+        if access.isEnabledFor(logging.DEBUG):
+            access.debug("%s %s: %d", http.method, route, reply.status)
+        return reply
+
+    def _refuse(self, error: PdserveError, call: Call) -> Reply:
+        if isinstance(error, EngineError):
+            logger.warning("request failed: %s", error)
+        lines = call.headers
+        if isinstance(error, _NotAllowed):
+            lines += b"Allow: %s\r\n" % error.allow.encode()
+        return error_reply(error, lines)
+
+    def _find(self, path: str) -> tuple[Target, str]:
+        target = self._targets.get(path)
+        if target is not None:
+            return target, ""
+        if path.startswith("/v1/models/") and len(path) > len("/v1/models/"):
+            return self._models, path.removeprefix("/v1/models/")
+        near = difflib.get_close_matches(path[:64], self._targets, n=1, cutoff=0.8)
+        hint = f"did you mean '{near[0]}'?" if near else "see /openapi.json"
+        raise RouteNotFound(f"there is nothing at '{shorten(path)}'; {hint}")
+
+    def _call(self, target: Target, call: Call) -> Awaitable[web.StreamResponse]:
+        method = call.http.method
+        if method == "OPTIONS":
+            return self._options(target, call)
+        endpoint = target.methods.get("GET" if method == "HEAD" else method)
+        if endpoint is None:
+            raise _NotAllowed(target.route, method, target.allow)
+        if self.keys is not None and not target.open:
+            call.key = self.keys.authenticate(call.http.headers.get("Authorization"))
+        return endpoint(call)
+
+    async def _chat(self, call: Call) -> web.StreamResponse:
+        return await self._generations.serve(_CHAT, call)
+
+    async def _completion(self, call: Call) -> web.StreamResponse:
+        return await self._generations.serve(_COMPLETION, call)
+
+    async def _options(self, target: Target, call: Call) -> web.StreamResponse:
+        lines = call.headers + b"Allow: %s\r\n" % target.allow.encode()
+        lines += self._cors.preflight_lines(call.http.headers.get("Origin"))
+        return Reply(204, b"", b"", lines)
+
+    def _count(self, route: str, status: int) -> None:
+        self._metrics.http_responses.labels(route, str(status)).inc()
+
+
+class _NotAllowed(MethodNotAllowed):
+    """Carries the Allow header, which RFC 9110 wants with a 405."""
+
+    def __init__(self, route: str, method: str, allow: str) -> None:
+        super().__init__(f"'{route}' does not take {shorten(method)}; it takes {allow}")
+        self.allow = allow

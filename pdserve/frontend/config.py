@@ -1,0 +1,102 @@
+"""The frontend's settings: every field with its unit, its effect and the reason for its default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pdserve.ids import Bytes, Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendConfig:
+    """Settings of one frontend process."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Loopback: the API is open to whoever reaches it unless keys are set."""
+    port: int = 8000
+    """TCP port; 0 lets the system choose (`FrontendService.port` tells). 8000 is what vLLM uses."""
+    reuse_port: bool = False
+    """Share the port with other frontend processes (`--frontends N`); the kernel spreads."""
+    backlog: int = 1024
+    """Connections the kernel completes before they are accepted; bursts of clients fit."""
+
+    max_connections: int = 4096
+    """Open connections at once; one more is closed at once. Each idle one costs about 20 KiB."""
+    max_in_flight: int = 1024
+    """Generation requests at once, waiting ones included; one more is answered 429. Four times an
+    engine's usual batch: beyond that a client waits longer than it would elsewhere."""
+    max_body: Bytes = 16 << 20
+    """Largest request body, also after decompression (413). A million tokens of text are ~5 MB."""
+    max_buffered: Bytes = 256 << 20
+    """Bytes that all bodies being received may hold together, those under 64 KiB left out; beyond
+    it requests get 429."""
+    max_header_line: Bytes = 8190
+    """Longest request line and longest single header (400); what most proxies allow."""
+    max_headers: int = 100
+    """Headers per request (400)."""
+    max_prompts: int = 256
+    """Prompts in one completion request (400): each is a submission of its own."""
+    max_choices: int = 128
+    """Prompts times `n` of one request (400): OpenAI's limit on `n`."""
+
+    header_timeout: Seconds = 15.0
+    """From a connection's first byte of a request to its last header; then the connection is
+    closed. Long enough for a bad mobile link, short against slow-loris."""
+    body_timeout: Seconds = 60.0
+    """For the whole body to arrive (408)."""
+    keepalive_timeout: Seconds = 75.0
+    """An idle connection is closed after this; above the usual 60 s of load balancers, so that
+    they close first and never race a request against our close."""
+    request_timeout: Seconds = 600.0
+    """From a request's last byte to its last token (504, naming the stage). OpenAI's SDK gives up
+    after 600 s."""
+    drain_timeout: Seconds = 30.0
+    """At shutdown, running requests may finish for this long; the rest get an error. Kubernetes
+    kills after 30 s by default."""
+
+    write_buffer: Bytes = 1 << 20
+    """Bytes held for one connection that reads too slowly, beyond what the kernel holds; then the
+    connection is cut. About 100,000 tokens, because held tokens are merged into one chunk."""
+    write_stall_timeout: Seconds = 30.0
+    """A connection that is behind and takes less than 64 KiB in this time is cut: twice TCP's worst
+    usual recovery."""
+
+    strict_api: bool = False
+    """Unknown request fields are a 400 with the nearest name, instead of being ignored with a log
+    line; off, since OpenAI clients send fields of other servers."""
+    trust_request_chat_template: bool = False
+    """Accept `chat_template` in requests. Off: a template is a program."""
+    api_keys_file: Path | None = None
+    """TOML file of API keys (docs/api-keys.md); None: no authentication."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins (or `*`) whose browsers may call the API; none: no CORS headers."""
+    retry_after: Seconds = 1.0
+    """What Retry-After says when a bound without a clock of its own is reached."""
+
+    def validate(self) -> None:
+        """Errors: `ConfigError` names the field and the remedy."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("port must be between 0 and 65535", param="port")
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be greater than 0", param=name)
+        for origin in self.cors_origins:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise ConfigError(
+                    f"cors_origins: {origin!r} is not an origin; write https://host or *",
+                    param="cors_origins",
+                )
+
+
+_POSITIVE = (
+    *("backlog", "max_connections", "max_in_flight", "max_body", "max_buffered"),
+    *("max_header_line", "max_headers", "max_prompts", "max_choices", "header_timeout"),
+    *("body_timeout", "keepalive_timeout", "request_timeout", "drain_timeout", "write_buffer"),
+    *("write_stall_timeout", "retry_after"),
+)

@@ -1,0 +1,38 @@
+"""Cross-origin headers for browsers; nothing unless origins are configured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PREFLIGHT = (
+    b"Access-Control-Allow-Methods: GET, POST, OPTIONS\r\n"
+    b"Access-Control-Allow-Headers: authorization, content-type, x-request-id\r\n"
+    b"Access-Control-Max-Age: 600\r\n"
+)
+
+
+class Cors:
+    """Which origins may read answers."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._any = "*" in origins
+        self._origins = frozenset(origins)
+
+    def lines(self, origin: str | None) -> bytes:
+        """Header lines for an answer to `origin`; empty where it may not read."""
+        if origin is None or not (self._any or origin in self._origins):
+            return b""
+        allowed = "*" if self._any else origin
+        return (
+            b"Access-Control-Allow-Origin: %s\r\nVary: Origin\r\n"
+            b"Access-Control-Expose-Headers: x-request-id, x-pdserve-seed, retry-after\r\n"
+            % allowed.encode("ascii")
+        )
+
+    def preflight_lines(self, origin: str | None) -> bytes:
+        """Header lines for an answer to a preflight request."""
+        lines = self.lines(origin)
+        return lines + _PREFLIGHT if lines else b""

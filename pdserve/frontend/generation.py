@@ -1,0 +1,292 @@
+"""One generation request's whole life: admitted, read, planned, dispatched, answered, released.
+
+The only place where these steps are put in order, and where each way to end (completed, refused,
+out of time, client gone, server going) becomes one outcome. Owned by the API; one call per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+
+from pdserve.clock import SystemClock
+from pdserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    EngineError,
+    NotReady,
+    PdserveError,
+)
+from pdserve.frontend.answer import Answer
+from pdserve.frontend.call import Call
+from pdserve.frontend.identity import check_request_id
+from pdserve.frontend.limits import Admission, Ticket
+from pdserve.frontend.prompts import Context
+from pdserve.frontend.replies import Reply, connection_of
+from pdserve.frontend.stream import StreamAnswer
+from pdserve.frontend.unary import UnaryAnswer
+from pdserve.frontend.unknown import UnknownFields
+from pdserve.frontend.wire import EventWire, Flusher
+from pdserve.ids import Seconds
+from pdserve.observe.metrics import Metrics, outcome_of
+from pdserve.openai.schema import ChatRequest, CompletionRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from aiohttp import web
+
+    from pdserve.frontend.backend import Backend
+    from pdserve.frontend.bodies import BodyReader
+    from pdserve.frontend.config import FrontendConfig
+    from pdserve.frontend.models import ModelDirectory, ServedModel
+    from pdserve.frontend.plan import Plan
+    from pdserve.openai.decode import RequestDecoder
+    from pdserve.text.pool import TextPool
+
+logger = logging.getLogger("pdserve.frontend")
+
+R = TypeVar("R", ChatRequest, CompletionRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Route(Generic[R]):
+    """One kind of generation request."""
+
+    decoder: RequestDecoder[R]
+    plan: Callable[[R, Context], Awaitable[Plan]]
+
+
+class Exchange(msgspec.Struct, kw_only=True, eq=False):
+    """One request in progress, as far as shutdown and deadlines need to know it."""
+
+    call: Call
+    arrival: Seconds
+    task: asyncio.Task[Any]
+    stage: str = "reading the request"
+    answer: Answer | None = None
+    composing: bool = False
+    """All tokens are here, and are being put together as a whole answer."""
+    error: PdserveError | None = None
+    """Why it ends early, if somebody else decided so."""
+
+    def fail(self, error: PdserveError) -> None:
+        """End it with `error`, wherever it is."""
+        if self.answer is not None and not self.composing:
+            self.answer.fail(error)
+        elif self.error is None:
+            self.error = error
+            self.task.cancel()
+
+    @property
+    def where(self) -> str:
+        """The stage, in words."""
+        if self.composing:
+            return "putting the answer together"
+        return self.stage if self.answer is None else self.answer.stage
+
+
+class Generations:
+    """Runs generation requests and knows those in progress."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        backend: Backend,
+        models: ModelDirectory,
+        pool: TextPool,
+        bodies: BodyReader,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._backend = backend
+        self._models = models
+        self._pool = pool
+        self._bodies = bodies
+        self._metrics = metrics
+        self._unknown = UnknownFields(metrics)
+        self._loop = asyncio.get_running_loop()
+        self._time = SystemClock().now  # uvloop's own clock counts whole milliseconds
+        self._flusher = Flusher(self._loop)
+        self.admission = Admission(config.max_in_flight, config.retry_after)
+        self.active: set[Exchange] = set()
+        self.draining = False
+        """Nothing new is taken."""
+
+    async def serve(self, route: Route[R], call: Call) -> web.StreamResponse:
+        """Answer one request.
+
+        Errors: `PdserveError`, if the answer has not begun; later ones end the stream. Cancellation
+        (the client hung up): everything is freed.
+        """
+        if self.draining:
+            raise Draining("the server is shutting down")
+        arrival = self._time()
+        ticket = self.admission.admit(call.key, arrival)
+        task = asyncio.current_task()
+        assert task is not None  # aiohttp runs every handler in a task
+        exchange = Exchange(call=call, arrival=arrival, task=task)
+        self.active.add(exchange)
+        try:
+            return await self._serve(route, exchange, ticket)
+        except PdserveError as error:
+            exchange.error = error
+            raise
+        except asyncio.CancelledError:
+            if exchange.error is None:
+                exchange.error = Cancelled("the client went away")
+                raise
+            task.uncancel()  # it was cancelled to deliver this error, and goes on
+            raise exchange.error from None
+        except ConnectionError:
+            exchange.error = Cancelled("the client went away")
+            raise
+        except Exception as error:
+            exchange.error = EngineError(f"{type(error).__name__} in the server")
+            raise
+        finally:
+            self._release(exchange, ticket)
+
+    async def _serve(
+        self, route: Route[R], exchange: Exchange, ticket: Ticket
+    ) -> web.StreamResponse:
+        body = await self._bodies.read(exchange.call.http)
+        limit = self._config.request_timeout
+        deadline = self._loop.call_later(limit, _expire, exchange, limit)
+        try:
+            plan = await self._plan(route, body, exchange)
+            ticket.check_tokens(plan.prompt_tokens, self._time())
+            if plan.stream:
+                return await self._stream(plan, exchange)
+            return await self._whole(plan, exchange)
+        finally:
+            deadline.cancel()
+
+    # ------------------------------------------------------------------ before the answer
+
+    async def _plan(self, route: Route[R], body: bytes, exchange: Exchange) -> Plan:
+        decoded = route.decoder.decode(body, strict=self._config.strict_api)
+        if decoded.unknown:
+            self._unknown.report(decoded.unknown)
+        request = decoded.request
+        call = exchange.call
+        if request.request_id is not None:
+            call.name(check_request_id(request.request_id))
+        model = await self._model(request.model, exchange)
+        exchange.stage = "preparing the prompt"
+        context = Context(
+            model=model,
+            config=self._config,
+            pool=self._pool,
+            request_id=call.request_id,
+            key=call.key,
+            deadline=self._config.request_timeout,
+        )
+        return await route.plan(request, context)
+
+    async def _model(self, name: str | None, exchange: Exchange) -> ServedModel:
+        card = self._models.card(name, exchange.call.key)
+        reason = self._backend.unready_reason()
+        if reason is not None:
+            raise NotReady(f"the server is not ready: {reason}")
+        model = self._models.get_nowait(card)
+        if model is None:
+            exchange.stage = "waiting for the model's tokenizer"
+            model = await self._models.get(card)
+        return model
+
+    async def _dispatch(self, plan: Plan, answer: Answer, exchange: Exchange) -> None:
+        exchange.stage = "waiting for a worker"
+        for request, sink in zip(plan.requests, answer.sinks, strict=True):
+            sink.opened(await self._backend.open(request, sink))
+        exchange.answer = answer
+        await answer.finished
+
+    # ------------------------------------------------------------------ the answer
+
+    async def _whole(self, plan: Plan, exchange: Exchange) -> Reply:
+        answer = UnaryAnswer(plan, self._metrics, exchange.arrival, self._time)
+        try:
+            await self._dispatch(plan, answer, exchange)
+            exchange.composing = True
+            body = await self._pool.run(answer.work, answer.body)
+            return Reply(200, body, headers=exchange.call.headers + _seed_line(plan))
+        finally:
+            self._close(answer)
+
+    async def _stream(self, plan: Plan, exchange: Exchange) -> web.StreamResponse:
+        lines = exchange.call.headers + _seed_line(plan)
+        wire = EventWire(exchange.call.http, lines, self._config.write_buffer, self._flusher)
+        answer = StreamAnswer(plan, self._metrics, exchange.arrival, self._time, wire)
+        try:
+            await self._run_stream(plan, answer, exchange)
+            return await wire.reply()
+        finally:
+            self._close(answer)
+            wire.release()
+
+    async def _run_stream(self, plan: Plan, answer: StreamAnswer, exchange: Exchange) -> None:
+        """Once the stream has begun its status is sent: an error becomes its last event."""
+        try:
+            await self._dispatch(plan, answer, exchange)
+            answer.finish()
+        except PdserveError as error:
+            if not answer.wire.started:
+                raise
+            exchange.error = error
+            logger.warning("stream ended early: %s", error)
+            _end_early(answer, error)
+        except asyncio.CancelledError:
+            if exchange.error is None or not answer.wire.started:
+                raise
+            exchange.task.uncancel()  # it was cancelled to deliver this error, and goes on
+            _end_early(answer, exchange.error)
+        except Exception:
+            if answer.wire.started:  # an answer to this fault would be read as the stream's text
+                connection_of(exchange.call.http).cut("server fault")
+            raise
+
+    # ------------------------------------------------------------------ the end
+
+    def _close(self, answer: Answer) -> None:
+        answer.cancel()
+        if not answer.finished.done():
+            answer.finished.cancel()
+        elif not answer.finished.cancelled():
+            answer.finished.exception()  # known to whoever raised it
+
+    def _release(self, exchange: Exchange, ticket: Ticket) -> None:
+        now = self._time()
+        self.active.discard(exchange)
+        answer, error = exchange.answer, exchange.error
+        output = 0 if answer is None else answer.completion_tokens
+        ticket.release(output, now)
+        metrics = self._metrics
+        metrics.requests.labels(outcome_of(error)).inc()
+        if answer is not None and error is None:
+            metrics.e2e_request_latency.observe(now - exchange.arrival)
+            metrics.request_prompt_tokens.observe(answer.plan.prompt_tokens)
+            metrics.request_generation_tokens.observe(output)
+
+
+def _end_early(answer: StreamAnswer, error: PdserveError) -> None:
+    """Nothing may be computed or said any more while the end waits for a slow client: it would
+    stand behind the end of the body, where the connection's next answer begins."""
+    answer.cancel()
+    answer.abort(error)
+
+
+def _expire(exchange: Exchange, limit: Seconds) -> None:
+    exchange.fail(
+        DeadlineExceeded(f"the request took longer than {limit:g} s; it was {exchange.where}")
+    )
+
+
+def _seed_line(plan: Plan) -> bytes:
+    """The seed that was used, so that an answer can be had again."""
+    return b"x-pdserve-seed: %d\r\n" % plan.requests[0].sampling.seed

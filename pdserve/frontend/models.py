@@ -1,0 +1,187 @@
+"""The models that are served: their cards, and the tokenizer and templates made from each.
+
+Making a tokenizer takes up to seconds, so it happens once per card, in a thread, ahead of the first
+request where possible. Who serves a model is the backend's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve import __version__
+from pdserve.errors import (
+    ConfigError,
+    Forbidden,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    PdserveError,
+)
+from pdserve.openai.fields import shorten
+from pdserve.openai.responses import Model
+from pdserve.text.chat_template import ChatTemplates
+from pdserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pdserve.frontend.backend import Backend
+    from pdserve.frontend.keys import ApiKey
+    from pdserve.messages.card import ModelCard
+    from pdserve.text.pool import TextPool
+
+logger = logging.getLogger("pdserve.frontend.models")
+
+_ALWAYS_A_THREAD = 1 << 62
+"""More characters than any bound: the pool never runs such a job in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model, ready to turn text into tokens and back."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    templates: ChatTemplates
+    fingerprint: str
+    """OpenAI's `system_fingerprint`: changes when answers may, for equal requests and seeds."""
+
+    @classmethod
+    def from_card(cls, card: ModelCard) -> ServedModel:
+        """Blocks for as long as the tokenizer takes. Errors: `ConfigError`."""
+        templates = ChatTemplates.from_card(card)
+        if "default" in templates.names:
+            # Found out here, lest the first request pay for it.
+            _ = templates.select().content_format
+        return cls(card, Tokenizer.from_card(card), templates, fingerprint(card))
+
+
+def fingerprint(card: ModelCard) -> str:
+    """A short name for what decides answers: this version, the engine, its precision, the model."""
+    parts = (__version__, card.engine, card.dtype, card.compat_hash, card.name)
+    return "fp_" + hashlib.blake2b("\0".join(parts).encode(), digest_size=6).hexdigest()
+
+
+class ModelDirectory:
+    """Looks models up by name. Owned by the service, used on the event loop's thread."""
+
+    def __init__(self, backend: Backend, pool: TextPool) -> None:
+        self._backend = backend
+        self._pool = pool
+        # By the identity of a card, which every entry keeps alive.
+        self._ready: dict[int, ServedModel] = {}
+        self._failed: dict[int, tuple[ModelCard, str]] = {}
+        self._making: dict[int, asyncio.Task[ServedModel]] = {}
+
+    def card(self, name: str | None, key: ApiKey | None = None) -> ModelCard:
+        """The card of `name`, a model or an alias; without a name, that of the only model.
+
+        Args: for `key` there is nothing but its models.
+        Errors: `NotReady`, `ModelNotFound`, `Forbidden`, `InvalidRequest`.
+        """
+        cards = self._backend.cards()
+        if not cards:
+            reason = self._backend.unready_reason() or "no model is loaded"
+            raise NotReady(f"the server is not ready: {reason}", retry_after=1.0)
+        usable = _usable(cards, key)
+        if name is None:
+            return _only(usable.values())
+        card = usable.get(name)
+        if card is None and name in cards:
+            raise Forbidden(f"this API key may not use the model '{shorten(name)}'", param="model")
+        if card is None:
+            known = ", ".join(sorted(usable)[:8])
+            raise ModelNotFound(
+                f"the model '{shorten(name)}' is not served here; served: {known}", param="model"
+            )
+        return card
+
+    def get_nowait(self, card: ModelCard) -> ServedModel | None:
+        """The model of a card, if it has been made."""
+        model = self._ready.get(id(card))
+        return model if model is not None and model.card is card else None
+
+    async def get(self, card: ModelCard) -> ServedModel:
+        """The model of a card, made now if need be.
+
+        Errors: `ConfigError` when it cannot be made. Cancellation: it is made all the same.
+        """
+        model = self.get_nowait(card)
+        if model is not None:
+            return model
+        if id(card) in self._failed:
+            raise ConfigError(self._failed[id(card)][1])
+        making = self._making.get(id(card))
+        if making is None:
+            making = asyncio.get_running_loop().create_task(
+                self._make(card), name=f"make-model-{card.name}"
+            )
+            self._making[id(card)] = making
+        return await asyncio.shield(making)
+
+    async def prepare(self) -> None:
+        """Make what is missing and forget what is served no longer."""
+        cards = {id(card): card for card in self._backend.cards().values()}
+        for known in (self._ready, self._failed):
+            for key in [key for key in known if key not in cards]:
+                del known[key]
+        for card in cards.values():
+            if id(card) not in self._failed:
+                try:
+                    await self.get(card)
+                except PdserveError as error:
+                    logger.error("model %s cannot be served: %s", card.name, error)
+
+    def listing(self, key: ApiKey | None = None) -> list[Model]:
+        """Every name that can be asked for, in `/v1/models`' form."""
+        usable = _usable(self._backend.cards(), key)
+        return [describe(name, card) for name, card in sorted(usable.items())]
+
+    async def close(self) -> None:
+        """Stop making models; whoever waits for one is cancelled."""
+        for task in (making := tuple(self._making.values())):
+            task.cancel()
+        await asyncio.gather(*making, return_exceptions=True)
+
+    async def _make(self, card: ModelCard) -> ServedModel:
+        try:
+            model = await self._pool.run(_ALWAYS_A_THREAD, ServedModel.from_card, card)
+            self._ready[id(card)] = model
+            return model
+        except ConfigError as error:
+            self._failed[id(card)] = (card, error.message)
+            raise
+        except PdserveError:  # there was no place to make it: another time
+            raise
+        except Exception as error:
+            logger.exception("making model %s failed", card.name)
+            reason = f"it could not be prepared: {type(error).__name__}: {error}"
+            self._failed[id(card)] = (card, reason)
+            raise ConfigError(reason) from None
+        finally:
+            del self._making[id(card)]
+
+
+def describe(name: str, card: ModelCard) -> Model:
+    """One entry of `/v1/models`."""
+    return Model(id=name, created=card.created, root=card.name, max_model_len=card.max_model_len)
+
+
+def _usable(cards: Mapping[str, ModelCard], key: ApiKey | None) -> Mapping[str, ModelCard]:
+    if key is None or key.models is None:
+        return cards
+    return {name: card for name, card in cards.items() if key.may_use(card)}
+
+
+def _only(cards: Iterable[ModelCard]) -> ModelCard:
+    distinct = {id(card): card for card in cards}
+    if not distinct:
+        raise Forbidden("this API key may use none of the models served here", param="model")
+    if len(distinct) > 1:
+        names = ", ".join(sorted(card.name for card in distinct.values()))
+        raise InvalidRequest(f"'model' is required; served: {names}", param="model")
+    return next(iter(distinct.values()))

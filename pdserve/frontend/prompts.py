@@ -1,0 +1,321 @@
+"""From a decoded request to a `Plan`: template, tokens, limits, parameters, one submission each.
+
+The order of checks is the order in which a client can fix them: the model, the messages, what the
+prompt leaves room for. Long text work goes to the pool, everything else is plain code.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from pdserve.errors import ContextLengthExceeded, InvalidRequest
+from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.keys import ApiKey, shared_salt
+from pdserve.frontend.models import ServedModel
+from pdserve.frontend.plan import Plan, Prompt
+from pdserve.frontend.sampling import (
+    check_prompt_logprobs,
+    check_prompt_tokens,
+    choices,
+    sampling_params,
+    scores_only,
+    stop_strings,
+)
+from pdserve.ids import Seconds, new_seed
+from pdserve.messages.request import GenerateRequest
+from pdserve.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    TokenizeRequest,
+)
+from pdserve.text.pool import TextPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pdserve.messages.card import ModelCard
+
+_MESSAGE_CHARS = 64
+"""What an empty message costs, in characters of text: many of them are long work, too."""
+
+
+class Context(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan depends on besides the request."""
+
+    model: ServedModel
+    config: FrontendConfig
+    pool: TextPool
+    request_id: str
+    key: ApiKey | None = None
+    deadline: Seconds | None = None
+    """Seconds that remain."""
+
+
+async def plan_chat(request: ChatRequest, context: Context) -> Plan:
+    """Errors: `InvalidRequest` and its kin, `Overloaded`."""
+    if request.response_format is not None and request.response_format.type != "text":
+        raise InvalidRequest(
+            '\'response_format\' may only be {"type": "text"}: structured output is not '
+            "supported yet",
+            param="response_format.type",
+        )
+    prompt = Prompt(await chat_tokens(request, context))
+    if not prompt.tokens:
+        raise InvalidRequest(
+            "the chat template writes nothing for these 'messages'", param="messages"
+        )
+    check_prompt_tokens(prompt.tokens, context.model.card, "messages")
+    return _plan(request, context, [prompt], chat=True, prefix="chatcmpl-")
+
+
+async def plan_completion(request: CompletionRequest, context: Context) -> Plan:
+    """Errors: `InvalidRequest` and its kin, `Overloaded`."""
+    prompts = await _completion_prompts(request, context)
+    return _plan(request, context, prompts, chat=False, prefix="cmpl-")
+
+
+# ---------------------------------------------------------------- chat
+
+
+async def chat_tokens(request: ChatRequest | TokenizeRequest, context: Context) -> list[int]:
+    """The tokens of a conversation, as the model's template writes it.
+
+    Errors: `InvalidRequest` for what the template or its arguments refuse.
+    """
+    messages: list[Message] = request.messages or []
+    _check_contents(messages)
+    source = request.chat_template
+    if source is None or source in context.model.templates.names:
+        size = sum(map(_chars, messages))
+        return await context.pool.run(size, _render_and_encode, request, messages, context)
+    if not context.config.trust_request_chat_template:
+        raise InvalidRequest(
+            "'chat_template' is refused: this server uses its model's own template only",
+            param="chat_template",
+        )
+    text = await context.pool.render_foreign(
+        source,
+        context.model.templates.special_tokens,
+        [_builtins(message) for message in messages],
+        _options(request),
+    )
+    return await context.pool.run(len(text), _encode_chat, request, text, context)
+
+
+def _check_contents(messages: Sequence[Message]) -> None:
+    """An assistant's message may consist of tool calls; any other without content is a slip, and a
+    template would write it as if nothing had been said."""
+    for index, message in enumerate(messages):
+        if message.content is None and message.role != "assistant":
+            raise InvalidRequest(
+                f"'messages[{index}].content' is required", param=f"messages[{index}].content"
+            )
+
+
+def _render_and_encode(
+    request: ChatRequest | TokenizeRequest, messages: Sequence[Message], context: Context
+) -> list[int]:
+    template = context.model.templates.select(request.chat_template)
+    text = template.render([_builtins(message) for message in messages], **_options(request))
+    return _encode_chat(request, text, context)
+
+
+def _encode_chat(request: ChatRequest | TokenizeRequest, text: str, context: Context) -> list[int]:
+    if isinstance(request, ChatRequest):
+        check_prompt_chars(text, context.model, "messages")
+    return context.model.tokenizer.encode(text, bool(request.add_special_tokens))
+
+
+def _options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """The template's own arguments. Without a word from the request, whoever is to go on speaking
+    follows from whether the last message is to be continued."""
+    continues = bool(request.continue_final_message)
+    asked = request.add_generation_prompt
+    return {
+        "add_generation_prompt": not continues if asked is None else asked,
+        "continue_final_message": continues,
+        "template_kwargs": request.chat_template_kwargs,
+    }
+
+
+def _builtins(message: Message) -> dict[str, Any]:
+    if message.content.__class__ is str and message.tool_calls is None:
+        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.name is not None:
+            plain["name"] = message.name
+        if message.tool_call_id is not None:
+            plain["tool_call_id"] = message.tool_call_id
+        return plain
+    return msgspec.to_builtins(message)  # type: ignore[no-any-return]
+
+
+def _chars(message: Message) -> int:
+    content = message.content
+    if isinstance(content, str):
+        return _MESSAGE_CHARS + len(content)
+    return _MESSAGE_CHARS + sum(_MESSAGE_CHARS + len(part.text or "") for part in content or ())
+
+
+# ---------------------------------------------------------------- completions
+
+
+async def _completion_prompts(request: CompletionRequest, context: Context) -> list[Prompt]:
+    given = prompt_list(request.prompt)
+    if len(given) > context.config.max_prompts:
+        raise InvalidRequest(
+            f"'prompt' holds {len(given)} prompts; the limit is {context.config.max_prompts}",
+            param="prompt",
+        )
+    single = len(given) == 1 and not _is_batch(request.prompt)
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    special = request.add_special_tokens is not False
+    names = ["prompt"] if single else [f"prompt[{index}]" for index in range(len(given))]
+    encoded: Iterator[list[int]] = iter(())
+    if texts:  # then all of them are
+        size = sum(map(len, texts))
+        encoded = iter(await context.pool.run(size, _encode, texts, names, special, context.model))
+    prompts = []
+    for name, prompt in zip(names, given, strict=True):
+        ids = next(encoded) if isinstance(prompt, str) else prompt
+        check_prompt_tokens(ids, context.model.card, name)
+        prompts.append(Prompt(ids, await _echo(request, prompt, context)))
+    return prompts
+
+
+def _encode(
+    texts: Sequence[str], names: Sequence[str], special: bool, model: ServedModel
+) -> list[list[int]]:
+    for text, name in zip(texts, names, strict=True):
+        check_prompt_chars(text, model, name)
+    return model.tokenizer.encode_batch(texts, special)
+
+
+async def _echo(request: CompletionRequest, prompt: str | list[int], context: Context) -> str:
+    if not request.echo:
+        return ""
+    if isinstance(prompt, str):
+        return prompt
+    return await context.pool.run(
+        4 * len(prompt),
+        context.model.tokenizer.decode,
+        prompt,
+        skip_special_tokens=request.skip_special_tokens is not False,
+    )
+
+
+def prompt_list(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of a completion request, each a text or token ids.
+
+    Errors: `InvalidRequest` for an empty list or a mixture.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("'prompt' must not be empty", param="prompt")
+    if all(type(item) is int for item in prompt):
+        return [prompt]  # type: ignore[list-item]  # just checked
+    kind = type(prompt[0])
+    for index, item in enumerate(prompt):
+        if type(item) is not kind or kind is int:
+            raise InvalidRequest(
+                "'prompt' must be one text, a list of texts, a list of token ids, or a list of "
+                "lists of token ids, not a mixture",
+                param=f"prompt[{index}]",
+            )
+    return prompt  # type: ignore[return-value]  # just checked
+
+
+def _is_batch(prompt: str | list[str | int | list[int]]) -> bool:
+    return isinstance(prompt, list) and type(prompt[0]) is not int
+
+
+# ---------------------------------------------------------------- both
+
+
+def check_prompt_chars(text: str, model: ServedModel, param: str) -> None:
+    """Spare the work of encoding what cannot fit.
+
+    Errors: `ContextLengthExceeded`.
+    """
+    card = model.card
+    if len(text) <= card.max_model_len:
+        return
+    fewest = model.tokenizer.fewest_tokens(len(text))
+    if fewest > card.max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(text)} characters, which are {fewest} tokens or more, but the "
+            f"context of '{card.name}' is {card.max_model_len} tokens, output included; shorten "
+            "the prompt",
+            param=param,
+        )
+
+
+def _plan(
+    request: ChatRequest | CompletionRequest,
+    context: Context,
+    prompts: list[Prompt],
+    *,
+    chat: bool,
+    prefix: Literal["chatcmpl-", "cmpl-"],
+) -> Plan:
+    card = context.model.card
+    n = choices(request, len(prompts), context.config.max_choices)
+    check_prompt_logprobs(request, sum(len(prompt.tokens) for prompt in prompts), n)
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("'stream_options' needs 'stream': true", param="stream_options")
+    options = request.stream_options
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    requests = _submissions(request, context, prompts, n, card)
+    return Plan(
+        chat=chat,
+        model=context.model,
+        model_name=request.model or card.name,
+        answer_id=prefix + context.request_id,
+        created=int(time.time()),
+        prompts=prompts,
+        requests=requests,
+        n=n,
+        stops=stop_strings(request),
+        include_stop=bool(request.include_stop_str_in_output),
+        min_tokens=request.min_tokens or 0,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
+        continues_text=not chat or bool(getattr(request, "continue_final_message", False)),
+        logprobs=requests[0].sampling.logprobs is not None,
+        echo=isinstance(request, CompletionRequest) and bool(request.echo),
+        scores_only=scores_only(request),
+        token_ids=bool(request.return_token_ids),
+        stream=bool(request.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=continuous,
+    )
+
+
+def _submissions(
+    request: ChatRequest | CompletionRequest,
+    context: Context,
+    prompts: Sequence[Prompt],
+    n: int,
+    card: ModelCard,
+) -> list[GenerateRequest]:
+    seed = new_seed()
+    wanted = request.cache_salt
+    salt = shared_salt(wanted) if context.key is None else context.key.cache_salt(wanted)
+    return [
+        GenerateRequest(
+            request_id=context.request_id,
+            model=card.name,
+            prompt=prompt.tokens,
+            sampling=sampling_params(request, card, len(prompt.tokens), seed),
+            n=n,
+            prompt_index=index,
+            cache_salt=salt,
+            priority=request.priority or 0,
+            deadline=context.deadline,
+        )
+        for index, prompt in enumerate(prompts)
+    ]

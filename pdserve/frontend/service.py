@@ -1,0 +1,230 @@
+"""The frontend as a running thing: its sockets, its tasks, its beginning and its end.
+
+Owns everything that lives as long as the process role: the listening socket, the connections, the
+text pool, the keys, the sweep. Decisions are made elsewhere.
+
+The end, in order: new requests are refused (503), running ones may finish within the drain timeout,
+the rest are answered with an error, then everything is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError, Draining
+from pdserve.frontend.api import Api
+from pdserve.frontend.bodies import BodyReader
+from pdserve.frontend.connection import ConnectionServer
+from pdserve.frontend.cors import Cors
+from pdserve.frontend.generation import Generations
+from pdserve.frontend.keys import KeyRing, parse_keys
+from pdserve.frontend.models import ModelDirectory
+from pdserve.frontend.small import SmallEndpoints
+from pdserve.observe.metrics import Metrics
+from pdserve.text.pool import TextPool
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.frontend.backend import Backend
+    from pdserve.frontend.config import FrontendConfig
+    from pdserve.ids import Seconds
+
+logger = logging.getLogger("pdserve.frontend")
+
+SWEEP: Seconds = 1.0
+"""Between two looks at deadlines of connections and at new models."""
+_LAST_WORDS: Seconds = 2.0
+"""For error answers to reach their clients before connections are dropped."""
+
+
+class FrontendService:
+    """One frontend. `start`, then `stop`; both on the same event loop."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        backend: Backend,
+        metrics: Metrics | None = None,
+        degraded: Mapping[str, str] | None = None,
+    ) -> None:
+        """Args: `degraded` is a live view of reasons, shown by `/health`.
+
+        Errors: `ConfigError` for settings that cannot be.
+        """
+        config.validate()
+        self.config = config
+        self.metrics = metrics if metrics is not None else Metrics()
+        self._backend = backend
+        self._degraded = degraded if degraded is not None else {}
+        self._port = config.port
+        self._listener: asyncio.Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on; known from `start` on."""
+        return self._port
+
+    @property
+    def active_requests(self) -> int:
+        """Generation requests in progress."""
+        return self._generations.admission.in_flight
+
+    async def start(self) -> None:
+        """Listen. Requests are served from now on, with 503 until the backend is ready.
+
+        Errors: `ConfigError` when the address cannot be had or the key file is wrong.
+        """
+        config, metrics = self.config, self.metrics
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        keys = self._read_keys()
+        self._pool = TextPool()
+        self._models = ModelDirectory(self._backend, self._pool)
+        bodies = BodyReader(config)
+        self._generations = Generations(
+            config, self._backend, self._models, self._pool, bodies, metrics
+        )
+        small = SmallEndpoints(
+            config,
+            self._backend,
+            self._models,
+            self._pool,
+            bodies,
+            metrics,
+            loop.time,
+            lambda: self.active_requests,
+            lambda: self._generations.draining,
+            self._degraded,
+        )
+        self._api = Api(self._generations, small, metrics, keys, Cors(config.cors_origins))
+        self._server = ConnectionServer(self._api.handle, config, metrics)
+        metrics.http_requests_in_flight.read_from(lambda: self.active_requests)
+        metrics.http_connections.read_from(lambda: self._server.open_connections)
+        try:
+            self._listener = await self._listen(loop)
+        except BaseException:
+            await self._pool.close()
+            raise
+        self._port = self._listener.sockets[0].getsockname()[1]
+        self._sweeper = loop.create_task(self._sweep_forever(), name="frontend-sweep")
+
+    async def make_models(self) -> None:
+        """Make every served model's tokenizer and templates, which otherwise happens by and by.
+
+        Errors: `ConfigError` names the model that cannot be served.
+        """
+        for card in {id(card): card for card in self._backend.cards().values()}.values():
+            try:
+                await self._models.get(card)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"model {card.name!r} cannot be served: {error.message}"
+                ) from None
+
+    async def stop(self, drain_timeout: Seconds | None = None) -> None:
+        """Shut down in order; returns when every connection is closed. Idempotent.
+
+        Args: `drain_timeout` replaces the configured one.
+        Cancellation: skips to dropping connections.
+        """
+        if self._listener is None:
+            return
+        timeout = self.config.drain_timeout if drain_timeout is None else drain_timeout
+        self._generations.draining = True
+        try:
+            await self._wait_idle(timeout)
+            left = tuple(self._generations.active)
+            for exchange in left:
+                exchange.fail(Draining("the server is shutting down", retry_after=1.0))
+            if left:
+                logger.warning("%d requests did not finish within %g s", len(left), timeout)
+                await self._wait_idle(_LAST_WORDS)
+        finally:
+            await self._close()
+
+    def reload_api_keys(self) -> None:
+        """Read the key file again; requests in progress keep what they were admitted with.
+
+        Errors: `ConfigError`; the old keys then stay in force.
+        """
+        self._api.keys = self._read_keys()
+        self._generations.admission.forget_keys()
+
+    # ------------------------------------------------------------------ inside
+
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
+        config = self.config
+        try:
+            return await loop.create_server(
+                self._server,
+                config.host,
+                config.port,
+                backlog=config.backlog,
+                reuse_port=config.reuse_port or None,
+            )
+        except (OSError, OverflowError) as error:
+            raise _cannot_listen(config.host, config.port, error) from None
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP)
+            try:
+                self._server.sweep(self._loop.time())
+                await self._models.prepare()
+            except Exception:  # deadlines of connections depend on the next time
+                logger.exception("a sweep failed")
+
+    async def _wait_idle(self, timeout: Seconds) -> None:
+        """Until no generation is in progress, for `timeout` seconds at most."""
+        deadline = self._loop.time() + timeout
+        while self._generations.active and self._loop.time() < deadline:
+            await asyncio.wait(
+                [exchange.task for exchange in self._generations.active],
+                timeout=deadline - self._loop.time(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+
+    async def _close(self) -> None:
+        listener, self._listener = self._listener, None
+        assert listener is not None  # the caller has looked
+        listener.close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        self._server.pre_shutdown()
+        await self._server.shutdown(_LAST_WORDS)
+        self._server.abort_all()
+        await self._models.close()
+        await self._pool.close()
+
+    def _read_keys(self) -> KeyRing | None:
+        path = self.config.api_keys_file
+        if path is None:
+            return None
+        try:
+            text = path.read_text("utf-8")
+            mode = path.stat().st_mode
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}", param="api_keys_file") from None
+        if mode & (stat.S_IRGRP | stat.S_IROTH):
+            logger.warning("%s can be read by other users; chmod 600 it", path)
+        return parse_keys(text, str(path))
+
+
+def _cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
+    """Cause and remedy, without asyncio's preamble that repeats the address."""
+    number = error.errno if isinstance(error, OSError) else None
+    cause = os.strerror(number) if number is not None and number > 0 else error
+    # Names that do not resolve have negative numbers of their own.
+    of_port = number in (None, errno.EADDRINUSE, errno.EACCES)
+    remedy = "--port" if of_port else "--host"
+    return ConfigError(
+        f"cannot listen on {host}:{port}: {cause}; choose another {remedy}", param="port"
+    )

@@ -1,0 +1,274 @@
+"""Streamed answers: a token becomes bytes on the socket within the call that brought it.
+
+No task, queue or future is touched per token. A choice that is nothing but text takes the short
+road (`PlainChoice`); one with stop strings, logprobs or the like takes the long one (`RichChoice`).
+
+When the client reads too slowly, text is held back and merged, so that what waits costs its own
+length and no more; past the bound the connection is cut.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.frontend.answer import Answer, Choice
+from pdserve.frontend.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from pdserve.frontend.output import ChoiceText, Piece, join
+from pdserve.openai.chunks import NULL, ChunkForm, ChunkWriter, Extras
+from pdserve.openai.errors import error_body
+from pdserve.openai.sse import DONE_EVENT, encode_event
+from pdserve.text.pieces import json_escape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.errors import PdserveError
+    from pdserve.frontend.plan import Plan, Prompt
+    from pdserve.frontend.wire import EventWire
+    from pdserve.ids import Seconds
+    from pdserve.messages.request import TokenDelta
+    from pdserve.observe.metrics import Metrics
+    from pdserve.openai.responses import CompletionLogprobs
+
+_json = msgspec.json.Encoder().encode
+
+_LOGPROB_BYTES = 128
+"""About what one logprob entry takes while it is held back."""
+
+
+class StreamAnswer(Answer):
+    """Writes chunks as tokens come. `finish` or `abort` ends the stream."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        metrics: Metrics,
+        arrival: Seconds,
+        time: Callable[[], Seconds],
+        wire: EventWire,
+    ) -> None:
+        self.wire = wire
+        self.chunks = ChunkWriter(
+            chat=plan.chat,
+            answer_id=plan.answer_id,
+            created=plan.created,
+            model=plan.model_name,
+            fingerprint=plan.model.fingerprint,
+            usage_field=plan.include_usage or plan.continuous_usage,
+        )
+        super().__init__(plan, metrics, arrival, time)
+        wire.on_resume(self._flush)
+
+    def begin(self, now: Seconds) -> None:
+        """Headers, and for chat the chunks that name the role, go out with the first token."""
+        super().begin(now)
+        plan = self.plan
+        self.wire.begin()
+        if plan.chat:
+            ids = plan.prompts[0].tokens if plan.token_ids else None
+            self.wire.write(
+                b"".join([self.chunks.role(index, ids) for index in range(len(self.choices))])
+            )
+
+    def finish(self) -> None:
+        """All choices have ended: usage if it was asked for, and the end of the stream."""
+        self._flush()
+        last = self.chunks.usage(self.usage()) if self.plan.include_usage else b""
+        self.wire.end(last + DONE_EVENT)
+
+    def abort(self, error: PdserveError) -> None:
+        """The stream has begun and cannot go on: tell why, and end it without `[DONE]`."""
+        self._flush()
+        self.wire.end(encode_event(error_body(error)))
+
+    def _choice(self, index: int, prompt: Prompt) -> Choice:
+        if self.plan.plain:
+            return PlainChoice(self, index, prompt)
+        return RichChoice(self, index, prompt)
+
+    def _flush(self) -> None:
+        """Write what was held back, one chunk per choice."""
+        for choice in self.choices:
+            choice.flush()  # type: ignore[attr-defined]  # both kinds below have it
+
+
+class PlainChoice:
+    """A choice whose chunks are text alone, until the last."""
+
+    __slots__ = (
+        "_answer",
+        "_detokenizer",
+        "_feed",
+        "_form",
+        "_held",
+        "_last",
+        "_pace",
+        "_wire",
+        "completion_tokens",
+        "done",
+    )
+
+    def __init__(self, answer: StreamAnswer, index: int, prompt: Prompt) -> None:
+        self._answer = answer
+        self._wire = answer.wire
+        self._form: ChunkForm = answer.chunks.form(index)
+        self._detokenizer = answer.plan.detokenizer(prompt)
+        self._feed = self._detokenizer.feed_json
+        self._pace = answer.metrics.inter_token_latency
+        self._last: Seconds | None = None
+        self._held = bytearray()
+        self.completion_tokens = 0
+        self.done = False
+
+    def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
+        tokens = delta.tokens
+        count = len(tokens)
+        self.completion_tokens += count
+        last = self._last
+        if last is not None and count:
+            self._pace.observe((now - last) / count, count)
+        self._last = now
+        if delta.finish is not None:
+            self._finish(delta)
+        elif count == 1:
+            text = self._feed(tokens)
+            if text:
+                self._write(text)
+        else:
+            self._write_each(tokens)
+
+    def flush(self) -> None:
+        """Write what was held back while the client did not read."""
+        if self._held:
+            form = self._form
+            self._wire.write(form.head + self._held + form.tail)
+            self._wire.held -= len(self._held)
+            self._held.clear()
+
+    def _write(self, text: bytes) -> None:
+        wire = self._wire
+        if wire.paused:
+            self._held += text
+            wire.hold(len(text))
+        else:
+            form = self._form
+            wire.write_parts(form.head, text, form.tail)
+
+    def _write_each(self, tokens: list[int]) -> None:
+        for token in tokens:
+            text = self._feed((token,))
+            if text:
+                self._write(text)
+
+    def _finish(self, delta: TokenDelta) -> None:
+        assert delta.finish is not None  # the caller has looked
+        tokens = delta.tokens
+        self._write_each(tokens[:-1])
+        text = self._feed(tokens[-1:])
+        self.flush()
+        text += json_escape(self._detokenizer.flush())
+        extras = Extras(finish_reason=delta.finish.reason, stop_reason=delta.finish.stop_reason)
+        self._wire.write(self._answer.chunks.full(self._form, text, extras))
+        self.done = True
+
+
+class RichChoice:
+    """A choice with stop strings, logprobs, an echo, token ids or running usage."""
+
+    def __init__(self, answer: StreamAnswer, index: int, prompt: Prompt) -> None:
+        plan = answer.plan
+        self._answer = answer
+        self._plan = plan
+        self._wire = answer.wire
+        self._form = answer.chunks.form(index)
+        self._prompt = prompt
+        self._text = ChoiceText(plan.detokenizer(prompt), plan.matcher(), len(prompt.echo))
+        self._pace = answer.metrics.inter_token_latency
+        self._last: Seconds | None = None
+        self._held: list[Piece] = []
+        self._echo_due = plan.echo
+        self.completion_tokens = 0
+        self.done = False
+
+    def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
+        count = len(delta.tokens)
+        if self._last is not None and count:
+            self._pace.observe((now - self._last) / count, count)
+        self._last = now
+        if self._echo_due:
+            self._write_echo(delta)
+        pieces = self._text.feed(delta)
+        self.done = self._text.finish_reason is not None
+        if self._plan.scores_only:
+            pieces = [Piece("")] if self.done else []
+        for number, piece in enumerate(pieces, 1):
+            self._take(piece, last=self.done and number == len(pieces))
+
+    def flush(self) -> None:
+        """Write what was held back while the client did not read, as one chunk."""
+        if self._held:
+            self._wire.held -= sum(map(_size, self._held))
+            piece, self._held = join(self._held), []
+            self._write(piece, last=False)
+
+    def _take(self, piece: Piece, *, last: bool) -> None:
+        # Told tokens, not fed ones: usage on a chunk counts what the client has seen.
+        self.completion_tokens += len(piece.tokens)
+        if last:
+            self.flush()
+            self._write(piece, last=True)
+        elif self._wire.paused:
+            self._held.append(piece)
+            self._wire.hold(_size(piece))
+        else:
+            self._write(piece, last=False)
+
+    def _write(self, piece: Piece, *, last: bool) -> None:
+        text = self._text
+        extras = Extras(
+            logprobs=self._logprobs(piece),
+            finish_reason=text.finish_reason if last else None,
+            stop_reason=text.stop_reason if last else None,
+            token_ids=piece.tokens if self._plan.token_ids else None,
+            usage=self._answer.usage() if self._plan.continuous_usage else None,
+        )
+        self._wire.write(self._answer.chunks.full(self._form, json_escape(piece.text), extras))
+
+    def _logprobs(self, piece: Piece) -> bytes:
+        if not self._plan.logprobs:
+            return NULL
+        tokenizer = self._plan.model.tokenizer
+        if self._plan.chat:
+            return _json(chat_logprobs(tokenizer, piece.logprobs))
+        return _json(completion_logprobs(tokenizer, piece.logprobs, piece.offsets))
+
+    def _write_echo(self, delta: TokenDelta) -> None:
+        """The prompt, as the choice's first chunk."""
+        self._echo_due = False
+        plan, prompt = self._plan, self._prompt
+        logprobs: CompletionLogprobs | None = None
+        if plan.logprobs:
+            logprobs = prompt_logprobs(
+                plan.model.tokenizer,
+                prompt.tokens,
+                prompt.echo,
+                delta.prompt_logprobs or [],
+                plan.skip_special_tokens,
+            )
+        extras = Extras(
+            logprobs=NULL if logprobs is None else _json(logprobs),
+            prompt_token_ids=prompt.tokens if plan.token_ids else None,
+            usage=self._answer.usage() if plan.continuous_usage else None,
+        )
+        self._wire.write(self._answer.chunks.full(self._form, json_escape(prompt.echo), extras))
+
+
+def _size(piece: Piece) -> int:
+    tops = sum(1 + len(logprob.top) for logprob in piece.logprobs)
+    return len(piece.text) + 8 * len(piece.tokens) + _LOGPROB_BYTES * tops

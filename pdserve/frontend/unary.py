@@ -1,0 +1,201 @@
+"""Answers that are sent whole: tokens are gathered, and become one JSON object at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.frontend.answer import Answer, Choice
+from pdserve.frontend.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    concatenate,
+    prompt_logprobs,
+)
+from pdserve.frontend.output import ChoiceText, Piece, join
+from pdserve.openai.responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    FinishReason,
+)
+
+if TYPE_CHECKING:
+    from pdserve.frontend.plan import Plan, Prompt
+    from pdserve.ids import Seconds
+    from pdserve.messages.request import TokenDelta, TokenLogprob
+    from pdserve.observe.instruments import Histogram
+
+_encode = msgspec.json.Encoder().encode
+
+_LOGPROB_WORK = 10
+"""Writing one logprob takes as long as tokenising so many characters; a token's text takes one."""
+
+
+class GatheredChoice:
+    """Collects one choice. Text is looked at on the way only if a stop string may end it."""
+
+    __slots__ = (
+        "_last",
+        "_pace",
+        "_pieces",
+        "_plan",
+        "_prompt_logprobs",
+        "_text",
+        "_tokens",
+        "completion_tokens",
+        "done",
+        "finish_reason",
+        "index",
+        "prompt",
+        "stop_reason",
+    )
+
+    def __init__(self, plan: Plan, index: int, prompt: Prompt, pace: Histogram) -> None:
+        self._plan = plan
+        self._pace = pace
+        self._last: Seconds | None = None
+        self._tokens: list[int] = []
+        self._pieces: list[Piece] = []
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._text = None if plan.plain else _choice_text(plan, prompt)
+        self.index = index
+        self.prompt = prompt
+        self.completion_tokens = 0
+        self.done = False
+        self.finish_reason: FinishReason = "stop"
+        self.stop_reason: int | str | None = None
+
+    def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
+        if self._last is not None and delta.tokens:
+            self._pace.observe((now - self._last) / len(delta.tokens), len(delta.tokens))
+        self._last = now
+        if delta.prompt_logprobs:
+            self._prompt_logprobs += delta.prompt_logprobs
+        if self._text is None:
+            self._gather(delta)
+        else:
+            self._look(self._text, delta)
+
+    def _gather(self, delta: TokenDelta) -> None:
+        self._tokens += delta.tokens
+        self.completion_tokens += len(delta.tokens)
+        if delta.finish is not None:
+            self.done = True
+            self.finish_reason = delta.finish.reason
+            self.stop_reason = delta.finish.stop_reason
+
+    def _look(self, text: ChoiceText, delta: TokenDelta) -> None:
+        self._pieces += text.feed(delta)
+        self.completion_tokens = text.completion_tokens
+        if text.finish_reason is not None:
+            self.done = True
+            self.finish_reason, self.stop_reason = text.finish_reason, text.stop_reason
+
+    def output(self) -> Piece:
+        """All of the choice as one piece."""
+        if self._plan.scores_only:
+            return Piece("")
+        if self._text is not None:
+            return join(self._pieces)
+        detokenizer = self._plan.detokenizer(self.prompt)
+        return Piece(detokenizer.feed_many(self._tokens) + detokenizer.flush(), self._tokens)
+
+    def echoed_logprobs(self) -> CompletionLogprobs | None:
+        """Those of the prompt, if it is echoed with logprobs."""
+        if not (self._plan.echo and self._plan.logprobs):
+            return None
+        return prompt_logprobs(
+            self._plan.model.tokenizer,
+            self.prompt.tokens,
+            self.prompt.echo,
+            self._prompt_logprobs,
+            self._plan.skip_special_tokens,
+        )
+
+
+def _choice_text(plan: Plan, prompt: Prompt) -> ChoiceText:
+    return ChoiceText(plan.detokenizer(prompt), plan.matcher(), len(prompt.echo))
+
+
+class UnaryAnswer(Answer):
+    """Gathers all choices; `body` is the answer once `finished` is set."""
+
+    choices: list[GatheredChoice]  # type: ignore[assignment]  # made below, of this kind only
+
+    def _choice(self, index: int, prompt: Prompt) -> Choice:
+        return GatheredChoice(self.plan, index, prompt, self.metrics.inter_token_latency)
+
+    @property
+    def work(self) -> int:
+        """What `body` takes, in characters of text to tokenise."""
+        plan = self.plan
+        tokens = self.completion_tokens
+        if not plan.logprobs:
+            return tokens
+        if plan.echo:
+            tokens += plan.n * plan.prompt_tokens
+        return tokens * _LOGPROB_WORK * (1 + (plan.requests[0].sampling.logprobs or 0))
+
+    def body(self) -> bytes:
+        """The answer as JSON. May run in a thread: nothing else touches a finished answer."""
+        return _encode(self._chat() if self.plan.chat else self._completion())
+
+    def _chat(self) -> ChatCompletion:
+        plan = self.plan
+        answer = ChatCompletion(
+            id=plan.answer_id,
+            created=plan.created,
+            model=plan.model_name,
+            system_fingerprint=plan.model.fingerprint,
+            choices=[self._chat_choice(choice) for choice in self.choices],
+            usage=self.usage(),
+        )
+        if plan.token_ids:
+            answer.prompt_token_ids = plan.prompts[0].tokens
+        return answer
+
+    def _chat_choice(self, choice: GatheredChoice) -> ChatChoice:
+        plan, output = self.plan, choice.output()
+        answer = ChatChoice(
+            index=choice.index,
+            message=AssistantMessage(content=output.text),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        if plan.logprobs:
+            answer.logprobs = chat_logprobs(plan.model.tokenizer, output.logprobs)
+        if plan.token_ids:
+            answer.token_ids = output.tokens
+        return answer
+
+    def _completion(self) -> Completion:
+        plan = self.plan
+        return Completion(
+            id=plan.answer_id,
+            created=plan.created,
+            model=plan.model_name,
+            system_fingerprint=plan.model.fingerprint,
+            choices=[self._completion_choice(choice) for choice in self.choices],
+            usage=self.usage(),
+        )
+
+    def _completion_choice(self, choice: GatheredChoice) -> CompletionChoice:
+        plan, output = self.plan, choice.output()
+        answer = CompletionChoice(
+            index=choice.index,
+            text=choice.prompt.echo + output.text,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        if plan.logprobs:
+            own = completion_logprobs(plan.model.tokenizer, output.logprobs, output.offsets)
+            answer.logprobs = concatenate(choice.echoed_logprobs(), own)
+        if plan.token_ids:
+            answer.token_ids = output.tokens
+            answer.prompt_token_ids = choice.prompt.tokens
+        return answer

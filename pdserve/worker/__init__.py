@@ -1,0 +1,1 @@
+"""The worker role: a node with an engine."""

@@ -1,0 +1,169 @@
+"""From a checkpoint's directory and what the engine made of it, to the card frontends serve by.
+
+Only small JSON files are read, never weights. Reading blocks for some milliseconds: call it in a
+thread. What the template or the tokenizer mean is the frontend's business.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from pdserve.errors import ConfigError
+from pdserve.messages.card import GenerationDefaults, ModelCard
+from pdserve.text.tokenizer_config import parse_tokenizer_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pdserve.messages.engine import EngineCapabilities
+
+
+N = TypeVar("N", int, float)
+
+_INT32_MAX = 2**31 - 1
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of `tokenizer.json` that is read here; the rest is skipped unread."""
+
+    added_tokens: list[_Added] = []
+
+
+class _Recommended(msgspec.Struct):
+    """The part of `generation_config.json` that pdserve follows, as written there."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+def read_card(
+    path: Path, names: tuple[str, ...], capabilities: EngineCapabilities, created: int | None = None
+) -> ModelCard:
+    """The card of the checkpoint in `path`, served under `names` (the name, then aliases).
+
+    Errors: `ConfigError` names the file that is missing or broken.
+    """
+    tokenizer = _required(path / "tokenizer.json")
+    config = _optional(path / "tokenizer_config.json") or b"{}"
+    recommended = _recommended(path / "generation_config.json")
+    return ModelCard(
+        name=names[0],
+        aliases=names[1:],
+        max_model_len=capabilities.max_model_len,
+        vocab_size=capabilities.vocab_size,
+        block_size=capabilities.block_size,
+        eos_token_ids=_eos_ids(path, tokenizer, config, recommended, capabilities),
+        tokenizer_json=tokenizer,
+        tokenizer_config_json=config,
+        chat_template=_chat_template(path, config),
+        defaults=_defaults(recommended),
+        engine=capabilities.engine,
+        dtype=capabilities.dtype,
+        compat_hash=capabilities.compat_hash,
+        created=int(time.time()) if created is None else created,
+    )
+
+
+def _chat_template(path: Path, tokenizer_config: bytes) -> str | None:
+    """A file of its own wins over the entry in the tokenizer's configuration."""
+    source = _optional(path / "chat_template.jinja")
+    if source is not None:
+        return source.decode()
+    templates = parse_tokenizer_config(tokenizer_config).chat_templates
+    return templates.get("default")
+
+
+def _defaults(recommended: _Recommended) -> GenerationDefaults:
+    """What would be refused in a request is no recommendation either."""
+    return GenerationDefaults(
+        temperature=_within(recommended.temperature, 0.0, 2.0),
+        top_p=_within(recommended.top_p or None, 0.0, 1.0),
+        top_k=_within(recommended.top_k, 0, _INT32_MAX),
+        min_p=_within(recommended.min_p, 0.0, 1.0),
+        repetition_penalty=_within(recommended.repetition_penalty or None, 0.0, 100.0),
+        max_tokens=_within(recommended.max_new_tokens, 1, _INT32_MAX),
+    )
+
+
+def _within(value: N | None, least: N, most: N) -> N | None:
+    return value if value is not None and least <= value <= most else None
+
+
+def _eos_ids(
+    path: Path,
+    tokenizer: bytes,
+    tokenizer_config: bytes,
+    recommended: _Recommended,
+    capabilities: EngineCapabilities,
+) -> tuple[int, ...]:
+    """Every id that some file calls the end: checkpoints seldom agree with themselves."""
+    ids = [*_as_list(recommended.eos_token_id), *capabilities.eos_token_ids]
+    ids += _as_list(_config_eos(path))
+    end = parse_tokenizer_config(tokenizer_config).special_tokens.get("eos_token")
+    ids += [token.id for token in _added_tokens(tokenizer) if token.content == end]
+    return tuple(dict.fromkeys(id for id in ids if 0 <= id < capabilities.vocab_size))
+
+
+def _config_eos(path: Path) -> Any:
+    """From `config.json`, where models with several parts nest it."""
+    try:
+        config = json.loads(_required(path / "config.json"))
+    except ValueError as error:
+        raise ConfigError(f"{path / 'config.json'} is not valid JSON: {error}") from None
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{path / 'config.json'} does not hold a JSON object")
+    inner = config.get("text_config") or {}
+    return config.get("eos_token_id", inner.get("eos_token_id"))
+
+
+def _added_tokens(tokenizer: bytes) -> list[_Added]:
+    try:
+        return msgspec.json.decode(tokenizer, type=_TokenizerFile).added_tokens
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"tokenizer.json is not what it should be: {error}") from None
+
+
+def _recommended(path: Path) -> _Recommended:
+    content = _optional(path)
+    if content is None:
+        return _Recommended()
+    try:
+        return msgspec.json.decode(content, type=_Recommended)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is not what it should be: {error}") from None
+
+
+def _as_list(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [id for id in values if isinstance(id, int)]
+
+
+def _required(path: Path) -> bytes:
+    content = _optional(path)
+    if content is None:
+        raise ConfigError(f"model directory {str(path.parent)!r} has no {path.name}")
+    return content
+
+
+def _optional(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

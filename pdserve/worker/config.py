@@ -1,0 +1,72 @@
+"""What a worker is told: which model, on which engine, within which limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.ids import Bytes, Seconds
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker. The defaults serve the bundled model on whatever the machine has."""
+
+    model: str = ""
+    """A directory in Hugging Face layout, or a hub id `organisation/name[@revision]`; empty: the
+    model that comes with pdserve."""
+    served_model_name: tuple[str, ...] = ()
+    """The name clients ask for, then aliases; empty: the model's own name."""
+    download_dir: str = ""
+    """Where hub models are kept; empty: the Hugging Face cache, shared with other programs."""
+    engine: str = "torch"
+    """Entry-point name in the group `pdserve.engines`, or `module:attribute`."""
+    engine_options: Mapping[str, str] = field(default_factory=dict)
+    """Settings that only this engine knows; it validates them."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:N`; `auto` takes CUDA where it works."""
+    dtype: str = "auto"
+    """One of `DTYPES`; `auto` is float32 on CPU, else the checkpoint's."""
+    threads: int = 0
+    """Compute threads; 0: as many as affinity, control groups and Slurm allow."""
+    block_size: int = 32
+    """Tokens per KV block; 32 is what TensorRT-LLM uses, so blocks can travel."""
+    kv_memory: Bytes = 0
+    """For KV blocks; 0: the engine proposes from what is free."""
+    max_model_len: int = 0
+    """Prompt and output tokens together; 0: the checkpoint's limit."""
+    max_batch_tokens: int = 2048
+    """Tokens one step may compute: bounds how long a long prompt can delay running streams."""
+    max_sequences: int = 256
+    """Sequences running at once."""
+    max_waiting: int = 4096
+    """Submissions waiting for their first step; one more is refused with 429."""
+    prefix_cache: bool = True
+    """Reuse the KV of equal prompt beginnings."""
+    start_timeout: Seconds = 600.0
+    """From starting the engine until it is ready, downloads apart."""
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for what can never work, naming key and remedy."""
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+        if self.block_size & (self.block_size - 1) or not 1 <= self.block_size <= 1024:
+            raise ConfigError(
+                f"block-size {self.block_size} is not possible: use a power of two from 1 to 1024"
+            )
+        for name in ("max_batch_tokens", "max_sequences", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name.replace('_', '-')} must be at least 1")
+        if self.max_batch_tokens < self.max_sequences:
+            raise ConfigError(
+                f"max-batch-tokens {self.max_batch_tokens} is less than max-sequences "
+                f"{self.max_sequences}: every running sequence takes one token per step; raise "
+                "the one or lower the other"
+            )

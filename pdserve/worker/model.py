@@ -1,0 +1,133 @@
+"""From what the operator wrote as `--model` to a directory that holds a checkpoint.
+
+Three roads: nothing (the bundled model), a directory, a hub id. The decision is plain code; only
+`fetch` performs, and the download itself runs in a child process (`pdserve.worker.download`), so
+that it can be stopped at any moment. What the files mean is `card.py`'s and the engine's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pdserve
+from pdserve.errors import ConfigError
+
+ProgressFn = Callable[[str, float | None], None]
+"""(stage in words, fraction 0..1 or None)."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+BUNDLED = "bundled"
+"""The folder in the package, and the name the model is served by."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A directory to load from, and the name it is served by unless another is given."""
+
+    path: Path
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model to download, or to find in the cache, before it can be loaded."""
+
+    repo: str
+    revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.repo
+
+
+def locate(model: str) -> LocalModel | HubModel:
+    """Decide which road `model` takes.
+
+    Errors: `ConfigError` when it is neither a usable directory nor a possible hub id.
+    """
+    if not model:
+        return _bundled()
+    path = Path(model).expanduser()
+    if path.exists():
+        return LocalModel(_checked(path.resolve()), path.resolve().name)
+    if model.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(model):
+        raise ConfigError(
+            f"model {model!r}: no such directory (for a hub model write organisation/name)"
+        )
+    repo, _, revision = model.partition("@")
+    return HubModel(repo, revision or None)
+
+
+async def fetch(hub: HubModel, on_progress: ProgressFn, cache_dir: str = "") -> LocalModel:
+    """Download `hub` unless the cache has it.
+
+    Errors: `ConfigError` with cause and remedy. Cancellation: the download stops; what is complete
+    stays in the cache and the next call goes on from there.
+    """
+    command = [sys.executable, "-m", "pdserve.worker.download", hub.repo, hub.revision or ""]
+    child = await asyncio.create_subprocess_exec(
+        *command, cache_dir, str(os.getpid()), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        answer = await _follow(child, on_progress)
+        await child.wait()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if "path" in answer:
+        return LocalModel(_checked(Path(answer["path"])), hub.name)
+    raise ConfigError(answer.get("error") or f"the download of {hub.repo} ended unexpectedly")
+
+
+async def _follow(child: asyncio.subprocess.Process, on_progress: ProgressFn) -> dict[str, str]:
+    """Pass the child's progress lines on; its last line is the answer."""
+    assert child.stdout is not None
+    answer: dict[str, str] = {}
+    async for line in child.stdout:
+        message = json.loads(line)
+        if "stage" in message:
+            on_progress(message["stage"], message["fraction"])
+        else:
+            answer = message
+    return answer
+
+
+def _bundled() -> LocalModel:
+    """The model inside the package."""
+    folder = Path(pdserve.__file__).parent / BUNDLED
+    if (folder / "config.json").is_file():
+        return LocalModel(_checked(folder), BUNDLED)
+    raise ConfigError(
+        "this installation carries no bundled model: name one with --model DIRECTORY or "
+        "--model organisation/name"
+    )
+
+
+def _checked(path: Path) -> Path:
+    """`path`, if it looks like a checkpoint directory."""
+    if not path.is_dir():
+        raise ConfigError(f"model {str(path)!r} is a file: give the directory that holds it")
+    for name in ("config.json", "tokenizer.json"):
+        if not (path / name).is_file():
+            raise ConfigError(f"model directory {str(path)!r} has no {name}{_hint(path, name)}")
+    return path
+
+
+def _hint(path: Path, missing: str) -> str:
+    """What a person probably did instead."""
+    if any(path.glob("*.gguf")):
+        return ": GGUF files are not supported, give a Hugging Face checkpoint"
+    inner = sorted(child.parent.name for child in path.glob("*/config.json"))
+    if missing == "config.json" and inner:
+        return f": did you mean {str(path / inner[0])!r}?"
+    if missing == "tokenizer.json" and (path / "tokenizer.model").is_file():
+        return ": convert tokenizer.model with transformers' AutoTokenizer.save_pretrained first"
+    return ": a Hugging Face checkpoint directory is needed"

@@ -1,0 +1,233 @@
+"""The worker role: finds the model, owns the engine, answers for it.
+
+What stands behind a frontend's `Backend` port in one process, by structure: roles never import each
+other. It knows neither HTTP nor text. Its owner starts, drains and stops it, in this order; a
+started engine restarts itself, and what that looks like from outside is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.engine.api import Engine, EngineState
+from pdserve.errors import Draining, NotReady
+from pdserve.messages.engine import EngineSpec, EngineStats
+from pdserve.observe.metrics import EngineSample
+from pdserve.worker.card import read_card
+from pdserve.worker.model import HubModel, LocalModel, ProgressFn, fetch, locate
+from pdserve.worker.totals import EngineTotals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pdserve.engine.api import Handle, TokenSink
+    from pdserve.ids import Seconds
+    from pdserve.messages.card import ModelCard
+    from pdserve.messages.engine import EngineCapabilities, Progress
+    from pdserve.messages.request import GenerateRequest
+    from pdserve.observe.metrics import Metrics
+    from pdserve.worker.config import WorkerConfig
+
+_WATCH_INTERVAL: Seconds = 1.0
+"""Between two looks at the engine's statistics; they are about that old themselves."""
+_RETRY_AFTER: Seconds = 1.0
+
+
+class SupervisedEngine(Engine, Protocol):
+    """An engine that restarts itself and says how it is."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def state_reason(self) -> str:
+        """Why, in words."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How often it has been started again."""
+        ...
+
+
+class OpenSequence:
+    """One request at the engine: what a frontend holds to end it."""
+
+    __slots__ = ("_engine", "_handle")
+
+    def __init__(self, engine: Engine, handle: Handle) -> None:
+        self._engine = engine
+        self._handle = handle
+
+    def cancel(self) -> None:
+        """Free everything within one step; the sink falls silent at once. Idempotent."""
+        self._engine.abort(self._handle)
+
+
+class WorkerService:
+    """One worker."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        make_engine: Callable[[EngineSpec], SupervisedEngine],
+        metrics: Metrics,
+        *,
+        hash_secret: bytes = b"",
+    ) -> None:
+        """`hash_secret` keys the block hashes and outlives the engine's restarts."""
+        # The worker's life
+        self._config = config
+        self._make_engine = make_engine
+        self._hash_secret = hash_secret
+        self._stage = "not started"
+        self._draining = False
+        self._totals = EngineTotals()
+        self._watcher: asyncio.Task[None] | None = None
+        metrics.attach_engine(self.sample)
+        # From the moment the model is known
+        self._engine: SupervisedEngine | None = None
+        # From the moment it has loaded
+        self._cards: dict[str, ModelCard] = {}
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self, on_progress: ProgressFn) -> None:
+        """Find the model, load it, make its card; returns when requests can be served.
+
+        Errors: `ConfigError` and its kin for what can never work, `EngineDied`.
+        Cancellation: what was started is stopped.
+        """
+
+        def note(stage: str, fraction: float | None) -> None:
+            self._stage = stage
+            on_progress(stage, fraction)
+
+        model = await self._find(note)
+        self._engine = engine = self._make_engine(self._spec(model))
+
+        def forward(progress: Progress) -> None:
+            note(progress.stage, progress.fraction)
+
+        await engine.start(forward)
+        self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="worker-watch")
+        await self._make_card(model, engine)
+
+    async def drain(self, timeout: Seconds) -> bool:
+        """Take nothing new, wait for what runs; False if `timeout` came first."""
+        self._draining = True
+        return self._engine is None or await self._engine.drain(timeout)
+
+    async def stop(self) -> None:
+        """End the engine and everything on it. Idempotent."""
+        self._draining = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait({self._watcher})
+            self._watcher = None
+        if self._engine is not None:
+            await self._engine.stop()
+
+    async def _find(self, on_progress: ProgressFn) -> LocalModel:
+        found = locate(self._config.model)
+        if isinstance(found, HubModel):
+            return await fetch(found, on_progress, self._config.download_dir)
+        return found
+
+    def _spec(self, model: LocalModel) -> EngineSpec:
+        config = self._config
+        return EngineSpec(
+            engine=config.engine,
+            model=str(model.path),
+            device=config.device,
+            dtype=config.dtype,
+            threads=config.threads,
+            block_size=config.block_size,
+            kv_memory=config.kv_memory,
+            max_model_len=config.max_model_len,
+            max_batch_tokens=config.max_batch_tokens,
+            max_sequences=config.max_sequences,
+            max_waiting=config.max_waiting,
+            prefix_cache=config.prefix_cache,
+            hash_secret=self._hash_secret,
+            options=dict(config.engine_options),
+        )
+
+    async def _make_card(self, model: LocalModel, engine: SupervisedEngine) -> None:
+        capabilities = engine.capabilities
+        if capabilities is None:
+            raise NotReady(f"the engine was lost as soon as it was ready: {engine.state_reason}")
+        names = self._config.served_model_name or (model.name,)
+        card = await asyncio.to_thread(read_card, model.path, names, capabilities)
+        self._cards = dict.fromkeys((card.name, *card.aliases), card)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_INTERVAL)
+            self._totals.note(self.statistics())
+
+    # ------------------------------------------------------------------ the backend port
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        """The served model under its name and each alias; empty until it has loaded once."""
+        return self._cards
+
+    def unready_reason(self) -> str | None:
+        """None when requests can be served, else why not."""
+        if self._draining:
+            return "draining: no new requests are taken"
+        engine = self._engine
+        if engine is None or engine.state in (EngineState.NEW, EngineState.LOADING):
+            return f"starting: {self._stage}"
+        if engine.state is not EngineState.READY:
+            return f"the engine is {engine.state.value}: {engine.state_reason}"
+        return None if self._cards else f"starting: {self._stage}"
+
+    async def open(self, request: GenerateRequest, sink: TokenSink) -> OpenSequence:
+        """Submit to the engine.
+
+        Errors: `NotReady`, `Draining`, `Overloaded`, `EngineDied`.
+        """
+        if self._draining:
+            raise Draining("this server is shutting down and takes no new requests")
+        if self._engine is None:
+            raise NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER)
+        return OpenSequence(self._engine, self._engine.submit(request, sink))
+
+    def statistics(self) -> EngineStats:
+        """The engine's newest snapshot; zeros while there is none."""
+        return _NOTHING if self._engine is None else self._engine.statistics()
+
+    # ------------------------------------------------------------------ for whoever watches
+
+    @property
+    def capabilities(self) -> EngineCapabilities | None:
+        """What the loaded engine can do; None while there is none."""
+        return None if self._engine is None else self._engine.capabilities
+
+    def sample(self) -> EngineSample:
+        """For a scrape."""
+        self._totals.note(self.statistics())
+        stats = self._totals.snapshot()
+        engine = self._engine
+        return EngineSample(
+            ready=engine is not None and engine.state is EngineState.READY,
+            running=stats.running,
+            waiting=stats.waiting,
+            blocks_total=stats.blocks_total,
+            blocks_used=stats.blocks_used,
+            blocks_cached=stats.blocks_cached,
+            blocks_quarantined=stats.blocks_quarantined,
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            computed_tokens=stats.computed_tokens,
+            output_tokens=stats.output_tokens,
+            preemptions=stats.preemptions,
+            steps=stats.steps,
+            step_seconds=stats.step_seconds,
+            restarts=0 if engine is None else engine.restarts,
+        )
+
+
+_NOTHING = EngineStats()

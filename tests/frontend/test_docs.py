@@ -1,0 +1,65 @@
+"""docs/api.md and docs/api-keys.md name what the code has, and nothing that it has not."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from pdserve import errors
+from pdserve.frontend.keys import _ENTRY, KeyLimits, parse_keys
+from pdserve.openai.fields import REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS, WITHOUT_EFFECT
+from pdserve.openai.openapi import document
+from pdserve.openai.schema import ChatRequest, CompletionRequest
+
+DOCS = Path(__file__).parents[2] / "docs"
+API = (DOCS / "api.md").read_text()
+KEYS = (DOCS / "api-keys.md").read_text()
+NAMED = set(re.findall(r"`([^`]+)`", API))
+
+
+def test_every_field_of_a_request_is_named():
+    fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    nested = {"stream_options"}  # by its own fields
+    assert fields - nested <= NAMED
+
+
+def test_every_refused_field_is_named():
+    refused = {*REFUSED_BY_CHAT, *REFUSED_BY_COMPLETIONS}
+    assert {name for name in refused if not name.startswith("guided_")} <= NAMED
+    assert "guided_*" in NAMED
+
+
+def test_every_field_without_effect_is_named():
+    assert WITHOUT_EFFECT <= NAMED
+
+
+def test_every_endpoint_is_named():
+    for path in document("0")["paths"]:
+        assert path in API
+
+
+def subclasses(kind):
+    return {kind}.union(*map(subclasses, kind.__subclasses__()))
+
+
+def test_every_code_a_client_can_get_is_named_with_its_status():
+    kinds = subclasses(errors.RequestError) - {errors.RequestError} | {
+        *(errors.Overloaded, errors.RateLimited, errors.NotReady, errors.Draining),
+        *(errors.NoWorker, errors.EngineDied, errors.DeadlineExceeded, errors.EngineError),
+    }
+    for kind in kinds:
+        rows = [row for row in API.splitlines() if row.startswith(f"| {kind.http_status} |")]
+        assert any(f"`{kind.code}`" in row for row in rows), kind
+
+
+def test_the_example_of_a_key_file_is_one():
+    block = re.search(r"\n\n((?:    .*\n|\n)+)", KEYS)
+    assert block is not None
+    text = block[1].replace("\n    ", "\n")
+    ring = parse_keys(text.lstrip(), "example")
+    assert ring.authenticate("Bearer sk-research-4f1d2c").tenant == "research"
+    assert len(ring) == 2
+
+
+def test_every_field_of_a_key_is_named():
+    limits = {f"limits.{field.name}" for field in dataclasses.fields(KeyLimits)}
+    assert limits | set(_ENTRY) - {"limits"} <= set(re.findall(r"`([^`]+)`", KEYS))

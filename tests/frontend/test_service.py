@@ -1,0 +1,189 @@
+"""Whole requests in their basic shapes, and the service's beginning and end."""
+
+import asyncio
+import json
+import socket
+
+import aiohttp
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.service import FrontendService
+from pdserve.testing.fake_backend import FakeBackend, Script
+from tests.frontend.support import (
+    HELLO,
+    MODEL,
+    card,
+    frontend,
+    http,
+    raw_connection,
+    read_answer,
+    text_of,
+    tokens,
+    until,
+)
+
+CHAT = "/v1/chat/completions"
+TEXT = "The quick brown fox, naïve 你好 👍🏽 text"
+
+
+async def test_a_chat_answer_has_openais_shape():
+    async with frontend(Script(tokens=[*tokens(TEXT), 1], cached_tokens=3)) as client:
+        answer = await client.chat(model=MODEL)
+    choice = answer["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] is None
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == len(tokens(TEXT)) + 1
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+async def test_a_stream_begins_with_the_role_and_ends_with_the_reason():
+    async with frontend(Script(tokens=[*tokens(TEXT), 1])) as client:
+        chunks = await client.chunks(stream_options={"include_usage": True})
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert text_of(chunks) == TEXT
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == len(tokens(TEXT)) + 1
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+async def test_a_completion_echoes_and_indexes_prompts_times_choices():
+    async with frontend(Script(tokens=tokens("abc"))) as client:
+        answer = await client.complete(prompt=["x", "y"], n=2, echo=True, max_tokens=3)
+        chunks = await client.chunks("/v1/completions", prompt=["x", "y"], n=2, max_tokens=3)
+    texts = {choice["index"]: choice["text"] for choice in answer["choices"]}
+    assert texts == {0: "xabc", 1: "xabc", 2: "yabc", 3: "yabc"}
+    assert {index: text_of(chunks, index) for index in range(4)} == dict.fromkeys(range(4), "abc")
+
+
+# ---------------------------------------------------------------- the end
+
+
+async def test_shutdown_lets_running_requests_finish():
+    script = Script(tokens=[*tokens("abcdefgh"), 1], interval=0.01)
+    async with frontend(script) as client:
+        whole = asyncio.ensure_future(client.chat())
+        stream = asyncio.ensure_future(client.chunks())
+        await until(lambda: len(client.backend.streams) == 2)
+        await client.service.stop(drain_timeout=10)
+        assert (await whole)["choices"][0]["message"]["content"] == "abcdefgh"
+        assert text_of(await stream) == "abcdefgh"
+
+
+async def test_while_draining_new_requests_are_refused_and_health_says_so():
+    async with frontend(Script(tokens=tokens("ab"), interval=0.02)) as client:
+        running = asyncio.ensure_future(client.chat(max_tokens=20))
+        await until(lambda: client.backend.streams)
+        stopping = asyncio.ensure_future(client.service.stop(drain_timeout=10))
+        await asyncio.sleep(0)
+        status, headers, answer = await client.post(CHAT, HELLO)
+        assert (status, answer["error"]["code"]) == (503, "draining")
+        assert headers["Retry-After"] == "1"
+        assert headers["Connection"] == "close"
+        status, _, body = await client.get("/health")
+        assert (status, json.loads(body)["status"]) == (503, "draining")
+        assert (await client.get("/live"))[0] == 200
+        await running
+        await stopping
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await client.get("/live")
+
+
+async def test_what_does_not_finish_in_time_is_answered_with_an_error():
+    async with frontend(Script(tokens=tokens("la "), interval=0.001)) as client:
+        whole = asyncio.ensure_future(client.post(CHAT, HELLO | {"max_tokens": 4000}))
+        stream = asyncio.ensure_future(client.events(CHAT, HELLO | {"max_tokens": 4000}))
+        await until(lambda: len(client.backend.streams) == 2)
+        await asyncio.sleep(0.02)
+        await client.service.stop(drain_timeout=0.05)
+        status, _, answer = await whole
+        assert (status, answer["error"]["code"]) == (503, "draining")
+        assert json.loads((await stream)[-1].data)["error"]["code"] == "draining"
+        assert client.backend.idle
+
+
+async def test_requests_that_have_not_arrived_are_answered_too():
+    async with frontend() as client, raw_connection(client) as (reader, writer):
+        writer.write(http("POST", CHAT, headers="Content-Length: 100\r\n") + b"{")
+        await until(lambda: client.service.active_requests == 1)
+        await client.service.stop(drain_timeout=0.05)
+        status, _, body = await read_answer(reader)
+    assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
+
+
+async def test_idle_connections_do_not_delay_the_end():
+    async with frontend() as client, raw_connection(client) as (reader, writer):
+        writer.write(http("GET", "/live"))
+        await read_answer(reader)
+        async with asyncio.timeout(1):
+            await client.service.stop()
+        assert await reader.read() == b""
+        await client.service.stop()  # once more changes nothing
+
+
+# ---------------------------------------------------------------- the beginning
+
+
+def service(**config):
+    return FrontendService(FrontendConfig(**config), FakeBackend({MODEL: card()}))
+
+
+async def test_models_can_be_made_ahead_and_one_that_cannot_is_named():
+    async with frontend() as client:
+        await client.service.make_models()
+    async with frontend(models={"bad": card(name="bad", chat_template="{% for %}")}) as client:
+        with pytest.raises(ConfigError, match=r"^model 'bad' cannot be served: the model's chat"):
+            await client.service.make_models()
+
+
+async def test_a_port_that_is_taken_is_a_config_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"\d: Address already in use; choose another --port"):
+            await service(port=taken.getsockname()[1]).start()
+
+
+async def test_an_address_that_is_not_ours_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"cannot listen.*choose another --host"):
+        await service(port=0, host="192.0.2.1").start()
+
+
+async def test_settings_are_checked_before_anything_is_opened(tmp_path):
+    with pytest.raises(ConfigError):
+        service(max_in_flight=0)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        await service(port=0, api_keys_file=tmp_path / "none").start()
+
+
+async def test_a_key_file_that_others_can_read_is_warned_about(tmp_path, caplog):
+    file = tmp_path / "keys.toml"
+    file.write_text('[[key]]\nkey = "sk-12345678"\ntenant = "t"\n')
+    file.chmod(0o644)
+    async with frontend(api_keys_file=file):
+        assert "chmod 600" in caplog.text
+
+
+async def test_two_frontends_may_share_a_port():
+    first = service(port=0, reuse_port=True)
+    await first.start()
+    second = service(port=first.port, reuse_port=True)
+    await second.start()
+    assert second.port == first.port
+    await second.stop(0)
+    await first.stop(0)
+
+
+async def test_models_are_made_before_the_first_request(monkeypatch):
+    monkeypatch.setattr("pdserve.frontend.service.SWEEP", 0.01)
+    async with frontend(models={}) as client:
+        tiny = card()
+        client.backend.models = {MODEL: tiny}
+        await until(lambda: client.service._models.get_nowait(tiny))

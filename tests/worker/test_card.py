@@ -1,0 +1,132 @@
+import json
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.messages.card import GenerationDefaults
+from pdserve.messages.engine import EngineCapabilities
+from pdserve.worker.card import read_card
+
+CAPABILITIES = EngineCapabilities(
+    engine="instant",
+    model_type="llama",
+    dtype="float32",
+    device="cpu",
+    max_model_len=512,
+    vocab_size=100,
+    block_size=32,
+    num_blocks=10,
+    block_bytes=1,
+    max_batch_tokens=64,
+    max_sequences=4,
+    eos_token_ids=(7,),
+    compat_hash="c0ffee",
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Writes a checkpoint's small files: None leaves one out."""
+
+    def write(**files):
+        contents = {"config": {}, "tokenizer": {"added_tokens": []}} | files
+        for name, content in contents.items():
+            if content is not None:
+                text = content if isinstance(content, str) else json.dumps(content)
+                (tmp_path / f"{name}.json").write_text(text)
+        return tmp_path
+
+    return write
+
+
+def card(path):
+    return read_card(path, ("main", "alias"), CAPABILITIES, created=1)
+
+
+def test_a_card_carries_names_limits_and_files(checkpoint):
+    path = checkpoint(tokenizer_config={"bos_token": "<s>"})
+    result = card(path)
+    assert (result.name, result.aliases) == ("main", ("alias",))
+    assert (result.max_model_len, result.vocab_size, result.block_size) == (512, 100, 32)
+    assert result.tokenizer_json == (path / "tokenizer.json").read_bytes()
+    assert result.tokenizer_config_json == (path / "tokenizer_config.json").read_bytes()
+    assert (result.engine, result.dtype, result.compat_hash) == ("instant", "float32", "c0ffee")
+    assert result.chat_template is None
+
+
+def test_end_tokens_are_gathered_from_every_file(checkpoint):
+    path = checkpoint(
+        config={"text_config": {"eos_token_id": 9}},
+        generation_config={"eos_token_id": [5, 7]},
+        tokenizer={"added_tokens": [{"id": 3, "content": "<end>"}, {"id": 4, "content": "<x>"}]},
+        tokenizer_config={"eos_token": {"content": "<end>"}},
+    )
+    assert card(path).eos_token_ids == (5, 7, 9, 3)
+
+
+def test_end_tokens_outside_the_vocabulary_do_not_exist(checkpoint):
+    path = checkpoint(generation_config={"eos_token_id": [100, -1]})
+    assert card(path).eos_token_ids == (7,)
+
+
+def test_recommended_sampling_becomes_the_defaults(checkpoint):
+    path = checkpoint(
+        generation_config={"temperature": 0.6, "top_k": 20, "top_p": 0.9, "max_new_tokens": 64}
+    )
+    assert card(path).defaults == GenerationDefaults(
+        temperature=0.6, top_k=20, top_p=0.9, max_tokens=64
+    )
+
+
+def test_impossible_recommendations_are_ignored(checkpoint):
+    path = checkpoint(
+        generation_config={"top_k": -1, "top_p": 0.0, "repetition_penalty": 0, "max_new_tokens": 0}
+    )
+    assert card(path).defaults == GenerationDefaults()
+
+
+@pytest.mark.parametrize(
+    "recommended",
+    [
+        {"temperature": -1.0},
+        {"temperature": 50},
+        {"top_p": 7},
+        {"top_k": 2**40},
+        {"min_p": -0.1},
+        {"repetition_penalty": -1},
+        {"repetition_penalty": 1e9},
+        {"max_new_tokens": -5},
+    ],
+)
+def test_what_a_request_may_not_ask_for_is_not_recommended(checkpoint, recommended):
+    assert card(checkpoint(generation_config=recommended)).defaults == GenerationDefaults()
+
+
+def test_a_template_file_wins_over_the_entry(checkpoint):
+    path = checkpoint(tokenizer_config={"chat_template": "entry"})
+    assert card(path).chat_template == "entry"
+    (path / "chat_template.jinja").write_text("file")
+    assert card(path).chat_template == "file"
+
+
+def test_the_default_among_named_templates_is_taken(checkpoint):
+    templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    path = checkpoint(tokenizer_config={"chat_template": templates})
+    assert card(path).chat_template == "d"
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"config": "{"}, r"config\.json is not valid JSON"),
+        ({"config": "[]"}, r"config\.json does not hold"),
+        ({"config": None}, r"has no config\.json"),
+        ({"tokenizer": None}, r"has no tokenizer\.json"),
+        ({"tokenizer": "[]"}, r"tokenizer\.json is not what it should be"),
+        ({"generation_config": {"temperature": "hot"}}, r"generation_config\.json is not what"),
+        ({"tokenizer_config": "{"}, r"tokenizer_config\.json is not a JSON object"),
+    ],
+)
+def test_a_broken_file_is_named(checkpoint, files, says):
+    with pytest.raises(ConfigError, match=says):
+        card(checkpoint(**files))

@@ -1,0 +1,234 @@
+import asyncio
+
+import pytest
+
+from pdserve.engine.api import EngineState
+from pdserve.errors import ConfigError, Draining, EngineDied, NotReady
+from pdserve.messages.engine import EngineCapabilities, EngineStats, Progress
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.observe.metrics import Metrics
+from pdserve.worker.config import WorkerConfig
+from pdserve.worker.service import WorkerService
+
+
+class FakeEngine:
+    """The engine port under a test's control."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.state = EngineState.NEW
+        self.state_reason = "not started"
+        self.restarts = 0
+        self.capabilities = None
+        self.stats = EngineStats()
+        self.aborted = []
+        self.submitted = []
+        self.stopped = 0
+        self.may_become_ready = asyncio.Event()
+        self.may_become_ready.set()
+        self.failure = None
+
+    async def start(self, on_progress=None):
+        self.state = EngineState.LOADING
+        on_progress(Progress(stage="reading weights", fraction=0.5))
+        await self.may_become_ready.wait()
+        if self.failure is not None:
+            raise self.failure
+        self.become_ready()
+
+    def become_ready(self):
+        self.state, self.state_reason = EngineState.READY, "ready"
+        self.capabilities = EngineCapabilities(
+            engine="fake",
+            model_type="llama",
+            dtype="float32",
+            device="cpu",
+            max_model_len=128,
+            vocab_size=100,
+            block_size=self.spec.block_size,
+            num_blocks=8,
+            block_bytes=1,
+            max_batch_tokens=64,
+            max_sequences=4,
+        )
+
+    def die(self, state, reason):
+        self.state, self.state_reason = state, reason
+        self.capabilities = None
+        self.stats = EngineStats()
+
+    async def stop(self):
+        self.stopped += 1
+
+    async def drain(self, timeout):
+        return timeout > 1
+
+    def submit(self, request, sink):
+        self.submitted.append(request)
+        return len(self.submitted)
+
+    def abort(self, handle):
+        self.aborted.append(handle)
+
+    def statistics(self):
+        return self.stats
+
+    def subscribe_kv(self, listener):
+        raise AssertionError("nobody listens yet")
+
+
+class World:
+    """A service around a fake engine."""
+
+    def __init__(self, model, **settings):
+        self.metrics = Metrics()
+        self.engines = []
+        self.prepare = lambda engine: None
+        config = WorkerConfig(model=str(model), **settings)
+        self.service = WorkerService(config, self.make, self.metrics, hash_secret=b"s")
+        self.progress = []
+
+    def make(self, spec):
+        self.engines.append(FakeEngine(spec))
+        self.prepare(self.engines[-1])
+        return self.engines[-1]
+
+    @property
+    def engine(self):
+        (engine,) = self.engines
+        return engine
+
+    async def start(self):
+        await self.service.start(lambda stage, fraction: self.progress.append((stage, fraction)))
+
+
+class Sink:
+    def on_delta(self, delta):
+        raise AssertionError("the fake sends nothing")
+
+    def on_error(self, error):
+        raise AssertionError("the fake sends nothing")
+
+
+REQUEST = GenerateRequest(
+    request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=1)
+)
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"added_tokens": []}')
+    return folder
+
+
+async def test_a_started_worker_serves_its_model_under_every_name(model):
+    world = World(model, served_model_name=("main", "alias"), threads=3)
+    assert world.service.unready_reason() == "starting: not started"
+    await world.start()
+    assert set(world.service.cards()) == {"main", "alias"}
+    assert world.service.cards()["alias"].name == "main"
+    assert world.service.unready_reason() is None
+    assert world.progress == [("reading weights", 0.5)]
+    assert (world.engine.spec.threads, world.engine.spec.hash_secret) == (3, b"s")
+    await world.service.stop()
+
+
+async def test_the_models_folder_names_it_unless_told_otherwise(model):
+    world = World(model)
+    await world.start()
+    assert list(world.service.cards()) == ["tiny"]
+    await world.service.stop()
+
+
+async def test_while_loading_it_says_what_it_does_and_refuses(model):
+    world = World(model)
+    with pytest.raises(NotReady, match="starting: not started"):
+        await world.service.open(REQUEST, Sink())
+    world.prepare = lambda engine: engine.may_become_ready.clear()
+    start = asyncio.create_task(world.start())
+    await asyncio.sleep(0)
+    assert world.service.unready_reason() == "starting: reading weights"
+    assert not world.service.cards()
+    world.engine.may_become_ready.set()
+    await start
+    await world.service.stop()
+
+
+async def test_a_request_is_handed_on_and_can_be_cancelled(model):
+    world = World(model)
+    await world.start()
+    opened = await world.service.open(REQUEST, Sink())
+    assert world.engine.submitted == [REQUEST]
+    opened.cancel()
+    opened.cancel()
+    assert world.engine.aborted == [1, 1]
+    await world.service.stop()
+
+
+async def test_a_restart_shows_in_health_and_metrics_and_keeps_the_card(model):
+    world = World(model)
+    await world.start()
+    world.engine.stats = EngineStats(output_tokens=7, running=2)
+    assert world.service.sample().output_tokens == 7
+    world.engine.die(EngineState.RESTARTING, "killed by SIGKILL")
+    assert world.service.unready_reason() == "the engine is restarting: killed by SIGKILL"
+    assert list(world.service.cards()) == ["tiny"]
+    sample = world.service.sample()
+    assert (sample.ready, sample.running, sample.output_tokens) == (False, 0, 7)
+    world.engine.restarts = 1
+    world.engine.become_ready()
+    world.engine.stats = EngineStats(output_tokens=3)
+    sample = world.service.sample()
+    assert (sample.ready, sample.restarts, sample.output_tokens) == (True, 1, 10)
+    assert b"pdserve_engine_restarts_total 1.0" in world.metrics.render()[0]
+    assert world.service.unready_reason() is None
+    await world.service.stop()
+
+
+async def test_an_engine_that_is_down_for_good_says_why(model):
+    world = World(model)
+    await world.start()
+    world.engine.die(EngineState.FAILED, "died too often")
+    assert world.service.unready_reason() == "the engine is failed: died too often"
+    await world.service.stop()
+
+
+@pytest.mark.parametrize("failure", [ConfigError("no such dtype"), EngineDied("crash")])
+async def test_what_the_engine_cannot_load_is_raised(model, failure):
+    world = World(model)
+    world.prepare = lambda engine: setattr(engine, "failure", failure)
+    with pytest.raises(type(failure), match=failure.message):
+        await world.start()
+    await world.service.stop()
+    assert world.engine.stopped == 1
+
+
+async def test_a_model_that_is_not_there_never_makes_an_engine(tmp_path):
+    world = World(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="no such directory"):
+        await world.start()
+    assert not world.engines
+    await world.service.stop()
+
+
+async def test_a_draining_worker_refuses_and_reports_what_the_engine_says(model):
+    world = World(model)
+    await world.start()
+    assert await world.service.drain(2.0) is True
+    assert await world.service.drain(0.5) is False
+    assert world.service.unready_reason() == "draining: no new requests are taken"
+    with pytest.raises(Draining):
+        await world.service.open(REQUEST, Sink())
+    await world.service.stop()
+
+
+async def test_stopping_twice_or_before_starting_is_fine(model):
+    world = World(model)
+    await world.service.stop()
+    await world.start()
+    await world.service.stop()
+    await world.service.stop()
+    assert len(asyncio.all_tasks()) == 1
