@@ -1,0 +1,79 @@
+"""The entry point: which sub-command is meant, and one clear line for whatever goes wrong.
+
+Sub-commands are imported when chosen, so `--help` and `version` stay fast and a missing optional
+library hurts only where it is used. Without a sub-command pdserve serves.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, cast
+
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.launch import exit_codes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+COMMANDS = {
+    "serve": ("pdserve.cli.serve", "serve a model (what happens without a sub-command)"),
+    "chat": ("pdserve.cli.chat", "talk to a running server in the terminal"),
+    "doctor": ("pdserve.cli.doctor", "what this machine has, and what pdserve will use"),
+    "config": ("pdserve.cli.config", "the settings in force, and where each comes from"),
+    "version": ("pdserve.cli.version", "the version"),
+}
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+UNBUILT = ("bench", "top", "status", "drain", "simulate")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _command(arguments)(arguments)
+    except PdserveError as error:
+        print(f"pdserve: {error.message}", file=sys.stderr)
+        return exit_codes.USAGE if isinstance(error, ConfigError) else exit_codes.FAILED
+    except BrokenPipeError:
+        _silence()  # whoever read our output is gone
+        return exit_codes.OK
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        _silence()
+        print(f"pdserve: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return exit_codes.FAILED
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
+
+
+def _silence() -> None:
+    """Nothing more can be written to standard output, not even at interpreter exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _command(arguments: list[str]) -> Callable[[list[str]], int]:
+    """Take the sub-command's name off `arguments` and import what runs it."""
+    name = "serve"
+    if arguments and not arguments[0].startswith("-"):
+        name = arguments.pop(0)
+    elif arguments and arguments[0] in ("--version", "-V"):
+        name = "version"
+        arguments.clear()
+    if name not in COMMANDS:
+        raise _unknown(name)
+    module = importlib.import_module(COMMANDS[name][0])
+    return cast("Callable[[list[str]], int]", module.run)
+
+
+def _unknown(name: str) -> ConfigError:
+    import difflib
+
+    if name in UNBUILT:
+        return ConfigError(f"sub-command {name!r} is not built yet")
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else ""
+    return ConfigError(f"unknown sub-command {name!r}{hint} (try pdserve --help)")

@@ -1,0 +1,39 @@
+"""`pdserve` without a sub-command: parse the flags, then hand over to `launch`."""
+
+from __future__ import annotations
+
+from pdserve import __version__
+from pdserve.cli.main import COMMANDS
+from pdserve.cli.parser import Parser, add_options, given_flags
+from pdserve.launch.config import resolve
+
+_DESCRIPTION = f"""\
+pdserve {__version__}: serve a large language model over the OpenAI API.
+
+  pdserve                                   the bundled model on http://127.0.0.1:8000
+  pdserve --model DIRECTORY --port 9000     another one, elsewhere
+
+sub-commands (pdserve COMMAND --help tells more):
+"""
+_EPILOG = """\
+SIZE is 512MiB, 4GiB or bytes; TIME is 500ms, 30s, 5min or seconds. In brackets: the default and
+the environment variable. Every option is also a key of the configuration file; a flag wins over
+a variable, a variable over the file.
+"""
+
+
+def make_parser() -> Parser:
+    """The parser of the serving command."""
+    listed = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
+    parser = Parser("pdserve", _DESCRIPTION + "\n".join(listed), _EPILOG)
+    parser.own.add_argument("-V", "--version", action="store_true", help="Print the version.")
+    add_options(parser)
+    return parser
+
+
+def run(arguments: list[str]) -> int:
+    """Serve until told to stop."""
+    config = resolve(given_flags(make_parser().parse(arguments)))
+    from pdserve.launch.local import serve
+
+    return serve(config)

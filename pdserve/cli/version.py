@@ -1,0 +1,16 @@
+"""`pdserve version`: the version, and what the hot loops run on."""
+
+from __future__ import annotations
+
+import platform
+
+from pdserve import __version__, accel
+from pdserve.cli.parser import Parser
+from pdserve.launch import exit_codes
+
+
+def run(arguments: list[str]) -> int:
+    """Print it."""
+    Parser("pdserve version", "Print the version.").parse(arguments)
+    print(f"pdserve {__version__} (Python {platform.python_version()}; {accel.describe()})")
+    return exit_codes.OK

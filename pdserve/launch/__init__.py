@@ -1,0 +1,1 @@
+"""Composes the configuration and starts roles."""

@@ -1,0 +1,460 @@
+"""Every option a person can set: flag, environment variable and TOML key in one table.
+
+An option names the config field that it fills; defaults live there and only there. The table says
+how text becomes the field's value and how it is explained. Reading files or the environment is
+`config.py`'s business, drawing `--help` the command line's.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pdserve.launch import units
+from pdserve.observe.logs import LEVELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+GROUPS = {
+    "model": "what to serve",
+    "server": "where to listen",
+    "engine": "how to compute",
+    "limits": "what one client or all together may use",
+    "security": "who may do what",
+    "logging": "what to tell the operator",
+    "process": "role, configuration, shutdown",
+}
+
+UNBUILT_ROLES = ("frontend", "router", "worker", "planner")
+UNBUILT = (
+    *("listen", "advertise", "join", "cluster-key-file", "tls-cert", "tls-key", "tls-ca", "mode"),
+    *("policy", "frontends", "disagg", "disagg-min-tokens", "disagg-max-queue", "aggregated"),
+    *("transfer", "verify-kv"),
+)
+"""Options of the cluster: named in the plans, not in this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One thing a person can set."""
+
+    name: str
+    """With dashes: `--kv-memory`, PDSERVE_KV_MEMORY, `kv-memory = …`."""
+    target: str
+    """`component.field` of the composed config."""
+    group: str
+    help: str
+    metavar: str
+    parse: Callable[[str], Any]
+    """Errors: `ValueError` says what is wrong and what would be right."""
+    show: Callable[[Any], str] = str
+    unset: str = ""
+    """What a zero, empty or absent value means, in a word."""
+    switch: bool = False
+    """A flag without a value: `--name` and `--no-name`."""
+    many: bool = False
+    """The flag may be repeated; its texts are lines."""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def variable(self) -> str:
+        return "PDSERVE_" + self.name.upper().replace("-", "_")
+
+    def text(self, value: Any) -> str:
+        """A value as a person would write it."""
+        if not value and self.unset:
+            return self.unset
+        return self.show(value)
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"{text!r} is unknown: use one of {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+def _role(text: str) -> str:
+    if text in UNBUILT_ROLES:
+        raise ValueError(f"role {text!r} is not built yet: this version serves as all-in-one")
+    return _choice("all-in-one")(text)
+
+
+def _auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`auto` stands for the field's zero."""
+    return lambda text: 0 if text.strip().lower() == "auto" else parse(text)
+
+
+def _optional(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Empty text or `none` stands for None."""
+    return lambda text: None if text.strip().lower() in ("", "none") else parse(text)
+
+
+def _switch(name: str, target: str, group: str, help: str) -> Option:
+    return Option(
+        name, target, group, help, "", units.parse_switch, lambda v: str(v).lower(), switch=True
+    )
+
+
+def _size(name: str, target: str, group: str, help: str, *, auto: bool = False) -> Option:
+    positive = _positive(units.parse_size)
+    parse = _auto(positive) if auto else positive
+    return Option(
+        name, target, group, help, "SIZE", parse, units.format_size, "auto" if auto else ""
+    )
+
+
+def _duration(name: str, target: str, group: str, help: str) -> Option:
+    return Option(
+        name,
+        target,
+        group,
+        help,
+        "TIME",
+        _positive(units.parse_duration),
+        units.format_duration,
+    )
+
+
+def _count(
+    name: str,
+    target: str,
+    group: str,
+    help: str,
+    *,
+    auto: bool = False,
+    most: int | None = None,
+) -> Option:
+    count = functools.partial(units.parse_count, least=1, most=most)
+    parse = _auto(count) if auto else count
+    return Option(name, target, group, help, "N", parse, unset="auto" if auto else "")
+
+
+def _text(name: str, target: str, group: str, help: str, metavar: str, unset: str = "") -> Option:
+    """A word for what is `unset` may be written, too; nothing at all is an unset shell variable."""
+
+    def parse(text: str) -> str:
+        word = _filled(str.strip)(text)
+        return "" if word == unset else word
+
+    return Option(name, target, group, help, metavar, parse, unset=unset)
+
+
+def _filled(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Refuses what comes out empty."""
+
+    def checked(text: str) -> T:
+        value = parse(text)
+        if not value:
+            raise ValueError("must not be empty")
+        return value
+
+    return checked
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    origins = units.parse_list(text)
+    for origin in origins:
+        if origin != "*" and not origin.startswith(("http://", "https://")):
+            raise ValueError(f"{origin!r} is not an origin; write https://host or *")
+    return origins
+
+
+def _positive(parse: Callable[[str], float]) -> Callable[[str], Any]:
+    def checked(text: str) -> float:
+        value = parse(text)
+        if value <= 0:
+            raise ValueError(f"{text!r} must be greater than 0")
+        return value
+
+    return checked
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """One `name=value` per line, or, in one line, separated by commas."""
+    parts = text.split("\n") if "\n" in text else text.split(",")
+    return units.parse_pairs(part for part in parts if part.strip())
+
+
+def _path(text: str) -> Path:
+    return Path(text.strip()).expanduser()
+
+
+_port = functools.partial(units.parse_count, least=0, most=65535)
+
+
+def _show_pairs(pairs: dict[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in pairs.items())
+
+
+OPTIONS: tuple[Option, ...] = (
+    _text(
+        "model",
+        "worker.model",
+        "model",
+        "Directory in Hugging Face layout, or hub model organisation/name[@revision].",
+        "MODEL",
+        "bundled",
+    ),
+    Option(
+        "served-model-name",
+        "worker.served_model_name",
+        "model",
+        "Name that clients ask for; further names, separated by commas, are aliases.",
+        "NAME[,…]",
+        _filled(units.parse_list),
+        ",".join,
+        "the model's own",
+    ),
+    _text(
+        "download-dir",
+        "worker.download_dir",
+        "model",
+        "Where hub models are kept.",
+        "DIR",
+        "Hugging Face cache",
+    ),
+    _count(
+        "max-model-len",
+        "worker.max_model_len",
+        "model",
+        "Prompt and output tokens together; auto: what the model was made for.",
+        auto=True,
+    ),
+    _text("host", "frontend.host", "server", "Address to listen on.", "HOST"),
+    Option(
+        "port",
+        "frontend.port",
+        "server",
+        "TCP port; 0 lets the system choose one.",
+        "PORT",
+        _port,
+    ),
+    Option(
+        "metrics-port",
+        "process.metrics_port",
+        "server",
+        "Serve /live, /health and /metrics on this port too, without API keys.",
+        "PORT",
+        _optional(_port),
+        unset="none",
+    ),
+    _count("backlog", "frontend.backlog", "server", "Connections waiting to be accepted."),
+    _text(
+        "engine",
+        "worker.engine",
+        "engine",
+        "torch, instant (no compute, to measure the rest), or module:attribute of your own.",
+        "NAME",
+    ),
+    Option(
+        "engine-option",
+        "worker.engine_options",
+        "engine",
+        "Setting of this engine; may be repeated. A wrong name is answered with the right ones.",
+        "NAME=VALUE",
+        _pairs,
+        _show_pairs,
+        "none",
+        many=True,
+    ),
+    _text("device", "worker.device", "engine", "auto, cpu, cuda or cuda:N.", "DEVICE"),
+    Option(
+        "dtype",
+        "worker.dtype",
+        "engine",
+        "auto, float32 or bfloat16; auto is float32 on a CPU, else the checkpoint's.",
+        "TYPE",
+        _choice("auto", "float32", "bfloat16"),
+    ),
+    _count(
+        "threads",
+        "worker.threads",
+        "engine",
+        "Compute threads; auto: what CPU affinity, control groups and Slurm allow.",
+        auto=True,
+        most=1024,
+    ),
+    _count("block-size", "worker.block_size", "engine", "Tokens per KV block; a power of two."),
+    _size(
+        "kv-memory",
+        "worker.kv_memory",
+        "engine",
+        "Memory for KV blocks; auto: a share of what is free.",
+        auto=True,
+    ),
+    _switch(
+        "prefix-cache", "worker.prefix_cache", "engine", "Reuse the KV of equal prompt beginnings."
+    ),
+    _count(
+        "max-batch-tokens",
+        "worker.max_batch_tokens",
+        "engine",
+        "Tokens one step computes at most: less delays running streams less.",
+    ),
+    _count(
+        "max-sequences", "worker.max_sequences", "engine", "Sequences that run at once at most."
+    ),
+    _duration(
+        "start-timeout",
+        "worker.start_timeout",
+        "engine",
+        "Give up when the engine is not ready after this long (downloads apart).",
+    ),
+    _count(
+        "max-waiting",
+        "worker.max_waiting",
+        "limits",
+        "Requests waiting for the engine at most; one more is answered 429.",
+    ),
+    _count(
+        "max-in-flight",
+        "frontend.max_in_flight",
+        "limits",
+        "Generation requests at once at most; one more is answered 429.",
+    ),
+    _duration(
+        "request-timeout",
+        "frontend.request_timeout",
+        "limits",
+        "From a request's last byte to its last token; then 504.",
+    ),
+    _count(
+        "max-connections",
+        "frontend.max_connections",
+        "limits",
+        "Open connections at most; one more is closed at once.",
+    ),
+    _size("max-body", "frontend.max_body", "limits", "Largest request body; beyond it 413."),
+    _size(
+        "max-buffered",
+        "frontend.max_buffered",
+        "limits",
+        "What all larger bodies being received may hold together; beyond it 429.",
+    ),
+    _count(
+        "max-prompts",
+        "frontend.max_prompts",
+        "limits",
+        "Prompts in one completion at most.",
+    ),
+    _count(
+        "max-choices", "frontend.max_choices", "limits", "Prompts times n of one request at most."
+    ),
+    _size(
+        "max-header-line", "frontend.max_header_line", "limits", "Longest header line of a request."
+    ),
+    _count("max-headers", "frontend.max_headers", "limits", "Headers of one request at most."),
+    _duration(
+        "header-timeout",
+        "frontend.header_timeout",
+        "limits",
+        "For a request's headers to arrive; then the connection is closed.",
+    ),
+    _duration(
+        "body-timeout",
+        "frontend.body_timeout",
+        "limits",
+        "For a request's body; then 408.",
+    ),
+    _duration(
+        "keepalive-timeout",
+        "frontend.keepalive_timeout",
+        "limits",
+        "An idle connection is closed after this.",
+    ),
+    _size(
+        "write-buffer",
+        "frontend.write_buffer",
+        "limits",
+        "Held for a client that reads too slowly; then its connection is cut.",
+    ),
+    _duration(
+        "write-stall-timeout",
+        "frontend.write_stall_timeout",
+        "limits",
+        "A client that is behind and takes next to nothing for this long is cut.",
+    ),
+    Option(
+        "api-keys-file",
+        "frontend.api_keys_file",
+        "security",
+        "TOML file of API keys and their limits; without one the API is open.",
+        "FILE",
+        _optional(_path),
+        unset="none",
+    ),
+    _switch(
+        "strict-api",
+        "frontend.strict_api",
+        "security",
+        "Refuse unknown request fields instead of ignoring them.",
+    ),
+    _switch(
+        "trust-request-chat-template",
+        "frontend.trust_request_chat_template",
+        "security",
+        "Accept chat_template in requests: a template is a program.",
+    ),
+    Option(
+        "cors-origins",
+        "frontend.cors_origins",
+        "security",
+        "Origins, separated by commas, whose browsers may call the API; * is all.",
+        "ORIGIN[,…]",
+        _origins,
+        ",".join,
+        "none",
+    ),
+    Option(
+        "log-format",
+        "process.log_format",
+        "logging",
+        "text for people, json for collectors.",
+        "FORMAT",
+        _choice("text", "json"),
+    ),
+    Option(
+        "log-level",
+        "process.log_level",
+        "logging",
+        f"{', '.join(LEVELS)}; debug also shows tracebacks of failed starts.",
+        "LEVEL",
+        _choice(*LEVELS),
+    ),
+    Option(
+        "role",
+        "process.role",
+        "process",
+        "What this process does; all-in-one is the only role so far.",
+        "ROLE",
+        _role,
+    ),
+    Option(
+        "config",
+        "process.config",
+        "process",
+        "TOML file with any of these options as keys.",
+        "FILE",
+        _optional(_path),
+        unset="./pdserve.toml, ~/.config/pdserve/pdserve.toml",
+    ),
+    _duration(
+        "drain-timeout",
+        "frontend.drain_timeout",
+        "process",
+        "At shutdown running requests may finish for this long.",
+    ),
+)
+
+BY_NAME = {option.name: option for option in OPTIONS}

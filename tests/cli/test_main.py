@@ -1,0 +1,140 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pdserve import __version__
+from pdserve.cli.main import COMMANDS, UNBUILT, main
+from pdserve.cli.serve import make_parser
+from pdserve.launch import exit_codes
+from pdserve.launch.options import GROUPS, OPTIONS, UNBUILT_ROLES
+from pdserve.launch.options import UNBUILT as UNBUILT_OPTIONS
+
+
+@pytest.fixture
+def clean_environment(monkeypatch, tmp_path):
+    """No configuration of whoever runs the tests."""
+    for option in OPTIONS:
+        monkeypatch.delenv(option.variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_version_is_printed(capsys):
+    assert main(["version"]) == exit_codes.OK
+    assert main(["--version"]) == exit_codes.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(f"pdserve {__version__} ") for line in lines)
+    assert len(lines) == 2
+
+
+def test_help_has_every_group_flag_default_variable_and_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for group, title in GROUPS.items():
+        assert f"{group}: {title}" in text
+    for option in OPTIONS:
+        assert option.flag in text
+        assert option.variable in text
+    for command in COMMANDS:
+        assert f" {command} " in text
+    assert "[127.0.0.1; PDSERVE_HOST]" in text
+
+
+def test_what_is_not_built_is_absent_from_help():
+    text = make_parser().format_help()
+    for name in UNBUILT_OPTIONS:
+        assert f"--{name} " not in text
+    for role in UNBUILT_ROLES:
+        assert f"--role={role}" not in text
+
+
+@pytest.mark.usefixtures("clean_environment")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--prot", "1"], "--prot is unknown, did you mean --port?"),
+        (["--kv-memry=1GiB"], "--kv-memry is unknown, did you mean --kv-memory?"),
+        (["--join", "x:1"], "--join is not built yet"),
+        (["--frontends", "2"], "--frontends is not built yet"),
+        (["--role", "router"], "role 'router' is not built yet"),
+        (["--role", "rooter"], "--role: 'rooter' is unknown: use one of all-in-one"),
+        (["--port"], "--port: expected one argument"),
+        (["--port", "x"], "--port: 'x' is not a whole number"),
+        (["--port", "1", "stray"], "unexpected argument 'stray'"),
+        (["chatt"], "unknown sub-command 'chatt', did you mean 'chat'?"),
+        (["xyzzy"], "unknown sub-command 'xyzzy' (try pdserve --help)"),
+        (["simulate"], "sub-command 'simulate' is not built yet"),
+        (["config", "--jsn"], "--jsn is unknown, did you mean --json?"),
+        (["chat", "--temperature", "hot"], "--temperature: invalid float value"),
+        (["--engine-option", "novalue"], "--engine-option: 'novalue' is not of the form"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(capsys, arguments, says):
+    assert main(arguments) == exit_codes.USAGE
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert printed.err.startswith("pdserve: ")
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+
+
+@pytest.mark.usefixtures("clean_environment")
+def test_config_prints_values_and_where_they_come_from(capsys, monkeypatch, tmp_path):
+    (tmp_path / "pdserve.toml").write_text('kv-memory = "64MiB"\n')
+    monkeypatch.setenv("PDSERVE_HOST", "0.0.0.0")
+    options = [
+        "--port",
+        "9000",
+        "--no-prefix-cache",
+        "--engine-option",
+        "a=b",
+        "--engine-option=c=d",
+    ]
+    assert main(["config", *options, "--json"]) == exit_codes.OK
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["port"] == {"value": "9000", "source": "--port"}
+    assert shown["host"] == {"value": "0.0.0.0", "source": "PDSERVE_HOST"}
+    assert shown["kv-memory"]["value"] == "64MiB"
+    assert shown["kv-memory"]["source"].endswith("pdserve.toml: kv-memory")
+    assert shown["prefix-cache"]["value"] == "false"
+    assert shown["engine-option"]["value"] == "a=b,c=d"
+    assert shown["dtype"] == {"value": "auto", "source": "default"}
+    assert main(["config"]) == exit_codes.OK
+    assert "host" in capsys.readouterr().out
+
+
+def test_every_command_has_a_help_of_its_own(capsys):
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "usage: pdserve" in capsys.readouterr().out
+
+
+def test_commands_and_unbuilt_ones_are_apart():
+    assert not set(COMMANDS) & set(UNBUILT)
+
+
+def test_help_imports_nothing_heavy():
+    """What makes it quick: no HTTP, no tokenizer, no torch."""
+    code = (
+        "import sys\n"
+        "from pdserve.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'aiohttp', 'asyncio', 'torch', 'numpy', 'tokenizers', 'jinja2', 'msgspec',\n"
+        "         'huggingface_hub', 'prometheus_client', 'uvloop'}\n"
+        "print('HEAVY', sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout.splitlines()[-1] == "HEAVY []", done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_failure():
+    command = f"{sys.executable} -m pdserve --help | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
+    assert done.stderr == ""

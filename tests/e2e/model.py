@@ -1,0 +1,84 @@
+"""A tiny random checkpoint: a whole model in a megabyte, for tests of everything around it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.text import builders
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, INNER = 64, 2, 4, 2, 96
+CONTEXT = 2048
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+
+
+def write_model(folder: Path) -> Path:
+    """Write the checkpoint to `folder`; the same bytes every time."""
+    folder.mkdir(parents=True)
+    tokenizer = builders.byte_level()
+    vocab = tokenizer.get_vocab_size()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "torch_dtype": "float32",
+    }
+    _write(folder / "config.json", config)
+    _write(folder / "tokenizer_config.json", {"chat_template": TEMPLATE})
+    _write(folder / "generation_config.json", {"eos_token_id": 1})
+    save_file(_weights(vocab), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _weights(vocab: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(7)
+    head = HIDDEN // HEADS
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return random.normal(0, 0.2, (rows, columns)).astype(np.float32)
+
+    weights = {
+        "model.embed_tokens.weight": matrix(vocab, HIDDEN),
+        "model.norm.weight": np.ones(HIDDEN, np.float32),
+        "lm_head.weight": matrix(vocab, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}"
+        weights |= {
+            f"{name}.input_layernorm.weight": np.ones(HIDDEN, np.float32),
+            f"{name}.post_attention_layernorm.weight": np.ones(HIDDEN, np.float32),
+            f"{name}.self_attn.q_proj.weight": matrix(HEADS * head, HIDDEN),
+            f"{name}.self_attn.k_proj.weight": matrix(KV_HEADS * head, HIDDEN),
+            f"{name}.self_attn.v_proj.weight": matrix(KV_HEADS * head, HIDDEN),
+            f"{name}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * head),
+            f"{name}.mlp.gate_proj.weight": matrix(INNER, HIDDEN),
+            f"{name}.mlp.up_proj.weight": matrix(INNER, HIDDEN),
+            f"{name}.mlp.down_proj.weight": matrix(HIDDEN, INNER),
+        }
+    return weights
+
+
+def _write(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content))

@@ -1,0 +1,208 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.launch.config import Config, resolve, table
+from pdserve.launch.options import BY_NAME, GROUPS, OPTIONS, UNBUILT
+
+INTERNAL = {
+    "frontend.reuse_port",  # for several frontends on one port
+    "frontend.retry_after",  # a measured constant
+}
+
+
+@pytest.fixture
+def compose(tmp_path):
+    """Resolve with a TOML file, environment and flags of the test's own."""
+
+    def run(toml: str | None = None, environ=None, **flags) -> Config:
+        if toml is not None:
+            (tmp_path / "pdserve.toml").write_text(toml)
+        environ = {"HOME": str(tmp_path / "home")} | (environ or {})
+        named = {name.replace("_", "-"): text for name, text in flags.items()}
+        return resolve(named, environ, tmp_path)
+
+    return run
+
+
+def test_without_anything_the_defaults_hold(compose):
+    config = compose()
+    assert (config.frontend.host, config.frontend.port) == ("127.0.0.1", 8000)
+    assert config.worker.model == ""
+    assert config.process.role == "all-in-one"
+    assert not config.sources
+
+
+def test_a_flag_wins_over_environment_over_file(compose):
+    toml = 'port = 1\nhost = "file"\nkv-memory = "1MiB"'
+    environ = {"PDSERVE_PORT": "2", "PDSERVE_HOST": "env"}
+    config = compose(toml, environ, port="3")
+    assert config.frontend.port == 3
+    assert config.frontend.host == "env"
+    assert config.worker.kv_memory == 2**20
+    assert config.source(BY_NAME["port"]) == "--port"
+    assert config.source(BY_NAME["host"]) == "PDSERVE_HOST"
+    assert config.source(BY_NAME["kv-memory"]).endswith("pdserve.toml: kv-memory")
+    assert config.source(BY_NAME["dtype"]) == "default"
+
+
+def test_every_option_can_come_from_every_place(compose, tmp_path):
+    for option in OPTIONS:
+        if option.name == "config":
+            continue
+        text = option.show(sample(option))
+        assert compose(None, {option.variable: text}).value(option) == option.parse(text)
+        assert compose(**{option.name: text}).value(option) == option.parse(text)
+        (tmp_path / "pdserve.toml").write_text(f'{option.name} = "{text}"')
+        assert compose().value(option) == option.parse(text)
+        (tmp_path / "pdserve.toml").unlink()
+
+
+def sample(option):
+    """A value that every validation accepts and that is not the default."""
+    named = {
+        "role": "all-in-one",
+        "dtype": "float32",
+        "log-format": "json",
+        "log-level": "debug",
+        "engine-option": {"a": "b"},
+        "served-model-name": ("one", "two"),
+        "cors-origins": ("https://example.org",),
+        "api-keys-file": Path("/keys.toml"),
+        "block-size": 64,
+        "max-batch-tokens": 512,
+        "model": "org/name",
+    }
+    if option.name in named:
+        return named[option.name]
+    if option.switch:
+        return True
+    return {"TIME": 7.0, "SIZE": 2**20, "N": 9, "PORT": 1234}.get(option.metavar, "word")
+
+
+def test_toml_takes_native_values_tables_and_lists(compose):
+    config = compose(
+        'port = 9000\nstrict_api = true\nrequest-timeout = 2.5\nserved-model-name = ["a", "b"]\n'
+        '[engine-option]\ndelay = 3\nname = "x,y"'
+    )
+    assert config.frontend.port == 9000
+    assert config.frontend.strict_api is True
+    assert config.frontend.request_timeout == 2.5
+    assert config.worker.served_model_name == ("a", "b")
+    assert config.worker.engine_options == {"delay": "3", "name": "x,y"}
+
+
+def test_the_file_in_the_home_directory_is_the_second_choice(compose, tmp_path):
+    home = tmp_path / "home/.config/pdserve"
+    home.mkdir(parents=True)
+    (home / "pdserve.toml").write_text("port = 7")
+    assert compose().frontend.port == 7
+    assert compose("port = 8").frontend.port == 8
+
+
+def test_a_named_file_is_the_only_one_read(compose, tmp_path):
+    other = tmp_path / "other.toml"
+    other.write_text("port = 5")
+    config = compose('host = "ignored"', config=str(other))
+    assert (config.frontend.port, config.frontend.host) == (5, "127.0.0.1")
+
+
+def test_config_none_reads_no_file_and_says_so(compose):
+    config = compose("port = 5", config="none")
+    assert config.frontend.port == 8000
+    assert ("config", "none", "--config") in table(config)
+
+
+def test_a_file_is_utf_8_whatever_the_locale_says(compose, monkeypatch):
+    monkeypatch.setattr("locale.getencoding", lambda: "ascii")
+    assert compose('model = "größe"').worker.model == "größe"
+
+
+@pytest.mark.parametrize(
+    ("toml", "environ", "flags", "says"),
+    [
+        ("prot = 1", {}, {}, r"key 'prot' is unknown, did you mean 'port'\?"),
+        (None, {"PDSERVE_PROT": "1"}, {}, r"PDSERVE_PROT is unknown, did you mean PDSERVE_PORT\?"),
+        (None, {"PDSERVE_ZZZZZZ": "1"}, {}, r"PDSERVE_ZZZZZZ is unknown$"),
+        (None, {"PDSERVE_JOIN": "x"}, {}, "PDSERVE_JOIN is not built yet"),
+        ("join = 'x'", {}, {}, "key 'join' is not built yet"),
+        (None, {}, {"port": "70000"}, "--port: 70000 is out of range: must be between 0 and 65535"),
+        (None, {"PDSERVE_KV_MEMORY": "4G"}, {}, "PDSERVE_KV_MEMORY: '4G' is ambiguous"),
+        (
+            "request-timeout = 'soon'",
+            {},
+            {},
+            r"pdserve\.toml: request-timeout: 'soon' is not a dur",
+        ),
+        ("port = [1]", {}, {}, "a list is not possible here"),
+        ("port = ", {}, {}, "not valid TOML"),
+        (None, {}, {"config": "/nowhere.toml"}, "there is no file '/nowhere.toml'"),
+        (None, {}, {"role": "router"}, "role 'router' is not built yet"),
+        (None, {}, {"dtype": "fp8"}, "'fp8' is unknown: use one of auto, float32, bfloat16"),
+        (None, {}, {"block-size": "33"}, "use a power of two"),
+        (None, {}, {"request-timeout": "0"}, "must be greater than 0"),
+        (None, {}, {"kv-memory": "0"}, "--kv-memory: '0' must be greater than 0"),
+        (None, {}, {"threads": "100000"}, "--threads: 100000 .* must be between 1 and 1024"),
+        (None, {}, {"cors-origins": "x"}, "--cors-origins: 'x' is not an origin"),
+        (
+            None,
+            {},
+            {"max-batch-tokens": "48"},
+            "max-batch-tokens 48 is less than max-sequences 256: .* raise the one or lower the oth",
+        ),
+        ("config = 'x'", {}, {}, "'config' cannot be set in the file: use --config or PDSERVE_CON"),
+        ("[server]\nport = 1", {}, {}, "'server' is a table; settings stand at the top of the"),
+        ("max-model-len = 5\nmax_model_len = 6", {}, {}, "key 'max_model_len' is there twice"),
+        # An empty address would be every address, an unset shell variable the bundled model.
+        (None, {}, {"host": ""}, "--host: must not be empty"),
+        (None, {"PDSERVE_HOST": " "}, {}, "PDSERVE_HOST: must not be empty"),
+        ("model = ''", {}, {}, "model: must not be empty"),
+        (None, {}, {"served-model-name": ","}, "--served-model-name: must not be empty"),
+    ],
+)
+def test_a_mistake_names_its_place_and_the_remedy(compose, toml, environ, flags, says):
+    with pytest.raises(ConfigError, match=says):
+        compose(toml, environ, **flags)
+
+
+def test_variables_with_readers_of_their_own_are_left_alone(compose):
+    compose(None, {"PDSERVE_PURE": "1", "PDSERVE_TEST_SEED": "7", "PDSERVE_URL": "x"})
+
+
+def test_every_field_is_an_option_or_deliberately_not(compose):
+    config = compose()
+    fields = {
+        f"{component}.{field.name}"
+        for component in ("process", "frontend", "worker")
+        for field in dataclasses.fields(getattr(config, component))
+    }
+    bound = {option.target for option in OPTIONS}
+    assert fields - bound == INTERNAL
+    assert bound <= fields
+
+
+def test_options_are_unique_grouped_and_none_is_unbuilt():
+    names = [option.name for option in OPTIONS]
+    assert len(set(names)) == len(names)
+    assert {option.group for option in OPTIONS} == set(GROUPS)
+    assert not set(names) & set(UNBUILT)
+    for option in OPTIONS:
+        assert option.help.endswith(".")
+
+
+def test_the_table_shows_values_as_a_person_writes_them(compose):
+    rows = {name: (value, source) for name, value, source in table(compose(kv_memory="4GiB"))}
+    assert rows["kv-memory"] == ("4GiB", "--kv-memory")
+    assert rows["threads"] == ("auto", "default")
+    assert rows["model"] == ("bundled", "default")
+    assert rows["strict-api"] == ("false", "default")
+    assert rows["api-keys-file"] == ("none", "default")
+
+
+def test_a_printed_value_parses_back(compose):
+    config = compose()
+    for option in OPTIONS:
+        if value := config.value(option):
+            assert option.parse(option.text(value)) == value
