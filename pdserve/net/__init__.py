@@ -1,0 +1,1 @@
+"""Links between nodes over byte transports: TCP, and memory with faults."""

@@ -1,0 +1,450 @@
+"""One node's links: listens, dials, shakes hands, and keeps one link per peer.
+
+Every connection begins as a `_Guest` with a deadline. When the handshake is complete,
+`links.resolve` says whether it becomes the node's link to that peer; a bulk connection finds its
+link by the session that the acceptor named in its READY. It owns all shells, dials and timers of
+the node, and after `close` there are none.
+
+Frames are the wire's, what happens on a link is `link`'s, when to dial again is the caller's
+(`redial` says how long to wait)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from pdserve.errors import (
+    DialFailed,
+    DialTimeout,
+    HandshakeRefused,
+    LinkLost,
+    PdserveError,
+    WrongPeer,
+)
+from pdserve.ids import NodeId
+from pdserve.net.admission import Pending
+from pdserve.net.base import Down, Peer
+from pdserve.net.complaints import Complaints
+from pdserve.net.link import PeerLink
+from pdserve.net.links import Contender, Verdict, resolve
+from pdserve.net.settings import NetSettings
+from pdserve.net.shell import DEAF, Shell
+from pdserve.net.timers import Timers
+from pdserve.wire import events as ev
+from pdserve.wire.handshake import NONCE_BYTES, Acceptor, Channel, Dialler, Why
+from pdserve.wire.protocol import Connection, Leaving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+
+    from pdserve.ids import Seconds
+    from pdserve.net.base import ByteNetwork, Handler, Listener
+    from pdserve.net.timers import Timer
+    from pdserve.wire.handshake import Claim, Identity, Spoken
+    from pdserve.wire.limits import Limits
+
+__all__ = ["Endpoint"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SESSION_BYTES: Final = 16
+_DUPLICATE: Final = Down("duplicate", "another connection between the two nodes took over")
+
+
+class Endpoint:
+    """See `base.Network`. Make it inside the running loop it is to live on."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        handler: Handler,
+        network: ByteNetwork,
+        *,
+        keys: Callable[[], tuple[bytes, ...]],
+        entropy: Callable[[int], bytes],
+        settings: NetSettings | None = None,
+    ) -> None:
+        """`keys` is asked for each handshake (see `security`); `entropy(n)` gives n random
+        bytes."""
+        self.identity = identity
+        self.settings = settings or NetSettings()
+        self._handler = handler
+        self._network = network
+        self._keys = keys
+        self._entropy = entropy
+
+        self._loop = asyncio.get_running_loop()
+        self.timers = Timers(self._loop)
+        self._scratch = memoryview(bytearray(self.settings.read_size))
+        self._closing = False
+
+        self._links: dict[NodeId, PeerLink] = {}
+        self._sessions: dict[bytes, PeerLink] = {}  # of links we accepted
+        self._all: dict[PeerLink, None] = {}  # retiring ones too
+        self._pending: Pending[_Guest] = Pending(self.settings.pending_handshakes)
+        self._guests: dict[_Guest, None] = {}  # every connection there is
+        self._listeners: list[Listener] = []
+        self._dials: dict[str, asyncio.Task[PeerLink]] = {}
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._bulk_dials: set[PeerLink] = set()
+        self._closer: asyncio.Future[None] | None = None
+        self._complaints = Complaints()
+        self.refused: dict[str, int] = {}
+        """Handshakes that this node turned away, by the name of the error."""
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def links(self) -> Mapping[NodeId, PeerLink]:
+        return MappingProxyType(self._links)
+
+    def link(self, node: NodeId) -> PeerLink | None:
+        return self._links.get(node)
+
+    @property
+    def connections(self) -> int:
+        """Connections of any kind, in any state."""
+        return len(self._guests)
+
+    @property
+    def unauthenticated(self) -> int:
+        """Accepted connections whose handshake is not complete."""
+        return len(self._pending)
+
+    # ------------------------------------------------------------------ listening and dialling
+
+    async def listen(self, address: str) -> str:
+        listener = await self._network.listen(address, self._accepting)
+        self._listeners.append(listener)
+        return listener.address
+
+    def _accepting(self) -> Shell:
+        return self._shell(_Guest(self))
+
+    def _shell(self, guest: _Guest) -> Shell:
+        return Shell(guest, self._loop, self.timers, self.settings, self._scratch)
+
+    async def dial(self, address: str, *, expect: NodeId | None = None) -> PeerLink:
+        known = self._links.get(expect) if expect is not None else None
+        if known is not None:
+            return known
+        if self._closing:
+            raise DialFailed("this node is going away")
+        task = self._dials.get(address)
+        if task is None:
+            task = self._spawn(self._dial(address), f"dial {address}")
+            self._dials[address] = task
+            task.add_done_callback(lambda _: self._dials.pop(address, None))
+        await asyncio.wait({task})  # unlike `await`, cancelling this does not end the others' dial
+        if task.cancelled():
+            raise DialFailed("this node is going away")
+        link = task.result()
+        if expect is not None and link.peer.node != expect:
+            raise WrongPeer(f"{link.peer.node} is at {address}, not {expect}")
+        return link
+
+    async def _dial(self, address: str) -> PeerLink:
+        guest = _Guest(self, address=address)
+        await self._connect(guest)
+        assert guest.link is not None
+        return guest.link
+
+    async def _connect(self, guest: _Guest) -> None:
+        """Returns when the handshake is complete. Raises `DialFailed` or one of its kinds."""
+        settled = guest.settled = self._loop.create_future()
+        shell = self._shell(guest)
+        timeout = self.settings.dial_timeout
+        deadline = self._loop.time() + timeout
+        await self._network.connect(guest.address, lambda: shell, timeout=timeout)
+        try:
+            await asyncio.wait({settled}, timeout=max(0.0, deadline - self._loop.time()))
+        finally:
+            if not settled.done():
+                settled.cancel()
+                shell.abort()
+        if settled.cancelled():
+            raise DialTimeout(
+                f"{guest.address} accepts connections but did not shake hands in time"
+            )
+        settled.result()
+
+    def _dial_bulk(self, link: PeerLink) -> None:
+        """A link that we dialled wants a bulk connection."""
+        if link.address and not self._closing and link not in self._bulk_dials:
+            self._bulk_dials.add(link)
+            _ = self._spawn(self._connect_bulk(link), f"dial bulk {link.peer.node}")
+
+    async def _connect_bulk(self, link: PeerLink) -> None:
+        try:
+            await self._connect(_Guest(self, address=link.address, bulk_of=link))
+        except PdserveError as error:
+            link.bulk_failed(error)
+        finally:
+            self._bulk_dials.discard(link)
+
+    def _spawn(self, work: Coroutine[object, object, T], name: str) -> asyncio.Task[T]:
+        task = self._loop.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits sees it; if nobody does any more, nobody wants it
+
+    # ------------------------------------------------------------------ handshakes
+
+    def start(self, guest: _Guest, shell: Shell) -> Connection:
+        """A transport is there: begin the handshake."""
+        self._guests[guest] = None
+        nonce, keys = self._entropy(NONCE_BYTES), self._keys()
+        versions = self.settings.versions
+        binding = self._network.binding(shell.transport)
+        if guest.address:
+            channel = Channel.CONTROL if guest.bulk_of is None else Channel.BULK
+            session = b"" if guest.bulk_of is None else guest.bulk_of.session
+            claim = self.identity.claim(channel, session)
+            dialler = Dialler(claim, keys, nonce, versions=versions, binding=binding)
+            return Connection(dialler, self._limits(channel))
+        victim = self._pending.add(guest, guest.host)
+        if victim is not None:
+            victim.give_up(Why.BUSY, "evicted by newer unfinished handshakes")
+        guest.timer = self.timers.call_later(
+            self.settings.handshake_timeout, lambda: guest.give_up(Why.BUSY, "took too long")
+        )
+        acceptor = Acceptor(self.identity, keys, nonce, versions=versions, binding=binding)
+        return Connection(acceptor, self.settings.limits)
+
+    def _limits(self, channel: Channel) -> Limits:
+        return self.settings.limits if channel is Channel.CONTROL else self.settings.bulk_limits
+
+    def authenticated(self, guest: _Guest, claim: Claim, spoken: Spoken) -> None:
+        """Acceptor: who it is is known; whether it may stay is decided here."""
+        self.settle(guest)
+        connection = guest.shell.connection
+        if self._closing:
+            guest.refuse(Why.CLOSING, HandshakeRefused("this node is going away"))
+        elif claim.channel == Channel.BULK:
+            self._admit_bulk(guest, claim)
+        elif claim.channel != Channel.CONTROL:
+            guest.refuse(Why.SESSION, HandshakeRefused(f"unknown channel {claim.channel}"))
+        elif (verdict := self._resolve(claim, dialled=False)) is Verdict.REFUSE:
+            guest.refuse(Why.STALE, WrongPeer(f"{claim.node} has connected in a later life"))
+        else:
+            session = self._entropy(_SESSION_BYTES)
+            if connection.accept(session):
+                link = self._make_link(guest, claim, spoken, session)
+                self._sessions[session] = link
+                self._install(link, verdict)
+
+    def _admit_bulk(self, guest: _Guest, claim: Claim) -> None:
+        link = self._sessions.get(claim.session)
+        if link is None or (link.peer.node, link.peer.epoch) != (claim.node, claim.epoch):
+            guest.refuse(Why.SESSION, HandshakeRefused(f"{claim.node} names no session of its own"))
+        elif guest.shell.connection.accept(limits=self.settings.bulk_limits):
+            guest.on_lost = link.bulk_ready(guest.shell)
+
+    def ready(self, guest: _Guest, claim: Claim, spoken: Spoken) -> None:
+        """Dialler: the connection is open, and who the peer is is known."""
+        if guest.bulk_of is not None:
+            link = guest.bulk_of
+            if (link.peer.node, link.peer.epoch) != (claim.node, claim.epoch):
+                guest.fail(WrongPeer(f"{claim.node} answered in place of {link.peer.node}"))
+            elif link.down is not None:
+                guest.fail(LinkLost("the link is closed", sent=False))
+            else:
+                guest.on_lost = link.bulk_ready(guest.shell)
+                guest.succeed()
+            return
+        verdict = self._resolve(claim, dialled=True)
+        if self._closing or claim.node == self.identity.node or verdict is Verdict.REFUSE:
+            text = f"{claim.node} at {guest.address} is this node, or an earlier life of a peer"
+            guest.fail(WrongPeer(text))
+            return
+        link = self._make_link(guest, claim, spoken, claim.session)
+        self._install(link, verdict)
+        guest.link = self._links.get(link.peer.node, link)
+        guest.succeed()
+
+    def settle(self, guest: _Guest) -> None:
+        """The handshake of an accepted connection is over, one way or the other."""
+        self._pending.remove(guest, guest.host)
+        if guest.timer is not None:
+            guest.timer.cancel()
+            guest.timer = None
+
+    def complain(self, guest: _Guest, error: PdserveError) -> None:
+        """An accepted connection failed its handshake: count it, and say so, but not too often."""
+        name = type(error).__name__
+        self.refused[name] = self.refused.get(name, 0) + 1
+        suppressed = self._complaints.admit(name, self._loop.time())
+        if suppressed is not None:
+            more = f" ({suppressed} more like it were not logged)" if suppressed else ""
+            _log.warning("refused a connection from %s: %s%s", guest.host, error.message, more)
+
+    # ------------------------------------------------------------------ links
+
+    def _resolve(self, claim: Claim, *, dialled: bool) -> Verdict:
+        node = NodeId(claim.node)
+        old = self._links.get(node)
+        known = None if old is None else Contender(old.peer.epoch, old.dialled)
+        return resolve(self.identity.node, node, known, Contender(claim.epoch, dialled))
+
+    def _make_link(self, guest: _Guest, claim: Claim, spoken: Spoken, session: bytes) -> PeerLink:
+        peer = Peer(NodeId(claim.node), claim.epoch, claim.address, spoken.version, spoken.features)
+        link = PeerLink(
+            peer,
+            guest.shell,
+            self._handler,
+            self.timers,
+            self.settings,
+            address=guest.address,
+            session=session,
+            dial_bulk=self._dial_bulk,
+            on_down=self._link_down,
+        )
+        guest.on_lost = link.lost
+        self._all[link] = None
+        return link
+
+    def _install(self, link: PeerLink, verdict: Verdict) -> None:
+        """Carry out what `resolve` decided."""
+        old = self._links.get(link.peer.node)
+        if verdict is Verdict.YIELD:
+            link.retire(_DUPLICATE, Leaving.DUPLICATE)
+            return
+        if verdict is Verdict.REPLACE and old is not None:
+            old.replaced()
+            old = None
+        self._links[link.peer.node] = link
+        link.announced = True
+        self._handler.on_link_up(link)
+        if old is not None:
+            old.retire(_DUPLICATE, Leaving.DUPLICATE)
+
+    def _link_down(self, link: PeerLink) -> None:
+        if self._links.get(link.peer.node) is link:
+            del self._links[link.peer.node]
+        self._sessions.pop(link.session, None)
+        self._all.pop(link, None)
+        if link.announced and link.down is not None:
+            self._handler.on_link_down(link, link.down)
+        self._wake_closer()
+
+    # ------------------------------------------------------------------ the end
+
+    def forget(self, guest: _Guest) -> None:
+        """A transport is gone."""
+        self.settle(guest)
+        self._guests.pop(guest, None)
+        self._wake_closer()
+
+    async def close(self, *, grace: Seconds = 0.0) -> None:
+        self._closing = True
+        for listener in self._listeners:
+            await listener.close()
+        self._listeners.clear()
+        for guest in self._pending.drain():
+            guest.give_up(Why.CLOSING, "this node is going away")
+        deadline = self._loop.time() + grace
+        for link in tuple(self._all):
+            link.close("the node is going away")
+        await self._until(lambda: not self._all, deadline)
+        for link in tuple(self._all):
+            link.abort("the node is going away")
+        await self._until(lambda: not self._guests, self._loop.time() + self.settings.close_timeout)
+        for guest in tuple(self._guests):
+            guest.shell.abort()
+        for task in tuple(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+        await self._until(lambda: not self._guests, self._loop.time() + self.settings.close_timeout)
+        self.timers.close()
+
+    async def _until(self, met: Callable[[], bool], deadline: Seconds) -> None:
+        """Wait until `met`, which links and transports that go away may change."""
+        while not met() and (left := deadline - self._loop.time()) > 0:
+            self._closer = self._loop.create_future()
+            await asyncio.wait({self._closer}, timeout=left)
+        self._closer = None
+
+    def _wake_closer(self) -> None:
+        if self._closer is not None and not self._closer.done():
+            self._closer.set_result(None)
+
+
+class _Guest:
+    """One connection from its first byte to its last: a handshake, then part of a link."""
+
+    def __init__(
+        self, endpoint: Endpoint, *, address: str = "", bulk_of: PeerLink | None = None
+    ) -> None:
+        self.address = address
+        """What we dialled; empty: it was accepted."""
+        self.bulk_of = bulk_of
+        """The link that a dialled bulk connection is for."""
+        self.link: PeerLink | None = None
+        """After a dial: the node's link to that peer, which may be an older one."""
+        self.host = ""
+        self.shell: Shell
+        self.timer: Timer | None = None
+        self.settled: asyncio.Future[None] | None = None
+        """Done when the handshake of a dialled connection is over."""
+        self.on_lost: Callable[[BaseException | None], None] | None = None
+        """Who hears of the end once the handshake is over."""
+        self._endpoint = endpoint
+
+    def connected(self, shell: Shell) -> Connection:
+        self.shell = shell
+        peername = shell.transport.get_extra_info("peername")
+        self.host = str(peername[0]) if peername else ""
+        shell.rules = {
+            ev.Authenticated: lambda e: self._endpoint.authenticated(self, e.claim, e.spoken),
+            ev.Ready: lambda e: self._endpoint.ready(self, e.claim, e.spoken),
+            ev.Violated: lambda e: self.fail(e.error),
+        }
+        return self._endpoint.start(self, shell)
+
+    def succeed(self) -> None:
+        """Dialler: the handshake is complete."""
+        if self.settled is not None and not self.settled.done():
+            self.settled.set_result(None)
+
+    def fail(self, error: PdserveError) -> None:
+        """The handshake has failed; whoever dialled hears the error, the log what we refused."""
+        self._endpoint.settle(self)
+        if self.settled is None:
+            self._endpoint.complain(self, error)
+        elif not self.settled.done():
+            self.settled.set_exception(error)
+        self.shell.rules = DEAF
+        self.shell.connection.send_goaway(Leaving.REPLACED, "the handshake has failed")
+        self.shell.close()
+
+    def refuse(self, why: Why, error: HandshakeRefused) -> None:
+        """Acceptor: turn the peer away with a word."""
+        self.shell.connection.refuse(why, error)
+        self.fail(error)
+
+    def give_up(self, why: Why, text: str) -> None:
+        """Acceptor: end an unfinished handshake at once; the word may not arrive."""
+        self._endpoint.settle(self)
+        self._endpoint.complain(self, HandshakeRefused(text))
+        self.shell.rules = DEAF
+        self.shell.connection.refuse(why, HandshakeRefused(text))
+        self.shell.flush()
+        self.shell.abort()
+
+    def lost(self, shell: Shell, error: BaseException | None) -> None:
+        self._endpoint.forget(self)
+        if self.settled is not None and not self.settled.done():
+            text = f"the connection to {self.address} was lost during the handshake"
+            self.settled.set_exception(DialFailed(f"{text}: {error}" if error else text))
+        if self.on_lost is not None:
+            self.on_lost(error)

@@ -1,0 +1,604 @@
+"""One authenticated peer: requests, tells and streams over a control and a bulk connection.
+
+The control connection is the link: it ends, the link ends. The bulk connection is dialled when the
+first bulk stream wants it, by the side that dialled the link; it may end and be dialled again.
+
+When the link ends, everything under way on it ends exactly once, before `on_link_down`: each
+request of ours by `LinkLost`, whose `sent` is False only if its frame never left this process; each
+request of the peer's by its `on_cancel`; each stream by its sink's `on_end`.
+
+Decisions about frames are the wire's, about which link stays `links`'; this file performs. Owned by
+one `Endpoint`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from math import inf
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+from pdserve.errors import DeadlineExceeded, LinkLost, PdserveError, ProtocolError
+from pdserve.net.base import Down, LinkStatistics
+from pdserve.net.calls import Serving
+from pdserve.net.deadlines import Deadlines
+from pdserve.net.shell import DEAF
+from pdserve.net.streams import LinkStream
+from pdserve.wire import events as ev
+from pdserve.wire.codec import UNDECODABLE, encode
+from pdserve.wire.protocol import Leaving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.net.base import Handler, Peer, Sink
+    from pdserve.net.settings import NetSettings
+    from pdserve.net.shell import Shell
+    from pdserve.net.timers import Timer, Timers
+    from pdserve.wire.codec import Method
+    from pdserve.wire.flow import Stream
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["PeerLink"]
+
+_log = logging.getLogger(__name__)
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+Asking = tuple["asyncio.Future[Buffer]", int, float]
+"""A request of ours, the context of its wire's call: the future that carries the answer's body, the
+bytes queued on the connection before it (below `taken`, it has left this process), the deadline."""
+
+_LONGEST: Final = 0xFFFF_FFFF
+"""Milliseconds that fit the header: 49 days."""
+_RECHECK: Final[Seconds] = 0.02
+"""How often a retiring link looks whether it may close: that happens once in its life."""
+
+
+class PeerLink:
+    """See `base.Link`."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        shell: Shell,
+        handler: Handler,
+        timers: Timers,
+        settings: NetSettings,
+        *,
+        address: str,
+        session: bytes,
+        dial_bulk: Callable[[PeerLink], None],
+        on_down: Callable[[PeerLink], None],
+    ) -> None:
+        self.peer = peer
+        self.address = address
+        """What this side dialled; empty: it accepted."""
+        self.dialled = bool(address)
+        self.session = session
+        """What the acceptor calls this link; a bulk connection names it."""
+        self.down: Down | None = None
+        self.announced = False
+        """The handler knows of the link."""
+
+        self._loop = asyncio.get_running_loop()
+        self.now: Callable[[], Seconds] = self._loop.time
+        self._create_future = self._loop.create_future
+        self._handler = handler
+        self._timers = timers
+        self._settings = settings
+        self._dial_bulk = dial_bulk
+        self._on_down = on_down
+
+        # The control connection.
+        self.shell = shell
+        self.connection = shell.connection
+        self._asking = Deadlines(timers, self._expire_asking)
+        self._serving: dict[int, Serving] = {}
+        self._served = Deadlines(timers, self._expire_serving)
+        self._strikes = 0
+        self._silence = 0  # keepalive intervals without a byte
+        self._pings = 0
+        self._farewell: Down | None = None  # why, as far as known before the transport is gone
+        self._last_call: Timer | None = None
+
+        # The bulk connection.
+        self.bulk: Shell | None = None
+        """The bulk connection, if there is one."""
+        self._bulk_waiters: list[asyncio.Future[None]] = []
+        self._bulk_error: BaseException | None = None
+        self._bulk_queued: Bytes = 0  # of earlier ones
+
+        shell.rules = self._control_rules()
+        self._keepalive()
+
+    def __repr__(self) -> str:
+        return f"<link to {self.peer.node}{'' if self.down is None else ', ' + self.down.cause}>"
+
+    # ------------------------------------------------------------------ tells and requests
+
+    def tell(self, method: int, body: Buffer) -> None:
+        self.connection.send_tell(method, body)
+        if not self.shell.due:
+            self.shell.wake()
+
+    async def request(self, method: Method[Q, R], message: Q, *, timeout: Seconds) -> R:
+        connection, shell = self.connection, self.shell
+        future: asyncio.Future[Buffer] = self._create_future()
+        deadline = self.now() + timeout
+        milliseconds = int(timeout * 1000)
+        if not 0 <= milliseconds <= _LONGEST:
+            milliseconds = 0 if milliseconds < 0 else _LONGEST
+        asking = (future, connection.queued, deadline)
+        call = connection.send_request(method.id, encode(message), milliseconds, asking)
+        if not shell.due:
+            shell.wake()
+        if deadline < self._asking.due:
+            self._asking.watch(deadline)
+        try:
+            return method.unpack_reply(await future)
+        except UNDECODABLE as error:
+            raise method.bad_reply(error) from None
+        except asyncio.CancelledError:
+            connection.cancel(call)
+            self.wake()
+            raise
+
+    def _expire_asking(self, now: Seconds) -> Seconds:
+        """Stop waiting for answers that are late: the peer is told, what it sends is dropped."""
+        earliest = inf
+        for call, asking in tuple(self.connection.calls.items()):
+            if asking is None:
+                continue  # cancelled, not yet confirmed
+            future, _, deadline = cast("Asking", asking)
+            if deadline > now:
+                earliest = min(earliest, deadline)
+                continue
+            self.connection.cancel(call)
+            self.wake()
+            if not future.done():
+                future.set_exception(DeadlineExceeded("the peer did not answer in time"))
+        return earliest
+
+    def _keep(self, serving: Serving) -> None:
+        """The handler will answer later: from now on the deadline is ours to watch."""
+        if self.down is not None:
+            serving.cancelled()
+            return
+        serving.kept = serving.deadline
+        self._serving[serving.id] = serving
+        if serving.kept < self._served.due:
+            self._served.watch(serving.kept)
+
+    def served(self, serving: Serving) -> None:
+        """It was answered after all."""
+        self._serving.pop(serving.id, None)
+
+    def _expire_serving(self, now: Seconds) -> Seconds:
+        earliest = inf
+        for serving in tuple(self._serving.values()):
+            if serving.kept <= now:
+                serving.expire()
+            else:
+                earliest = min(earliest, serving.kept)
+        return earliest
+
+    # ------------------------------------------------------------------ streams
+
+    def open_stream(
+        self,
+        method: int,
+        body: Buffer,
+        sink: Sink,
+        *,
+        window: int | None = None,
+        last: bool = False,
+        hold: bool = False,
+    ) -> LinkStream:
+        return self._open(self.shell, method, body, sink, window, last, hold)
+
+    async def open_bulk_stream(
+        self,
+        method: int,
+        body: Buffer,
+        sink: Sink,
+        *,
+        timeout: Seconds,
+        window: int | None = None,
+        last: bool = False,
+        hold: bool = False,
+    ) -> LinkStream:
+        shell = self.bulk
+        if self.connection.leaving or self.connection.left:
+            raise LinkLost("the link is closed or closing", sent=False)
+        if shell is None or shell.closed:
+            shell = await self._wait_bulk(self.now() + timeout)
+        return self._open(shell, method, body, sink, window, last, hold)
+
+    def _open(
+        self,
+        shell: Shell,
+        method: int,
+        body: Buffer,
+        sink: Sink,
+        window: int | None,
+        last: bool,
+        hold: bool,
+    ) -> LinkStream:
+        if window is None:
+            window = shell.connection.limits.window
+        wire = shell.connection.open_stream(method, body, window=window, context=None, last=last)
+        stream = LinkStream(self, shell, wire, sink, hold=hold)
+        wire.context = stream
+        if not shell.due:
+            shell.wake()
+        return stream
+
+    async def drain(self, *, timeout: Seconds) -> None:
+        deadline = self.now() + timeout
+        while self.down is None and (self.shell.full or self.connection.unsent):
+            if self.shell.full:
+                waiting = max(0.0, deadline - self.now())
+                await asyncio.wait({self.shell.wait_drained()}, timeout=waiting)
+            else:
+                self.shell.flush()
+            if self.shell.full and self.now() >= deadline:
+                raise DeadlineExceeded("the peer did not read in time")
+        if self.down is not None:
+            raise LinkLost(f"the link ended: {self.down.message}")
+
+    # ------------------------------------------------------------------ the bulk connection
+
+    async def _wait_bulk(self, deadline: Seconds) -> Shell:
+        """The bulk connection, asked for if nobody has yet."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        if self.down is not None:
+            raise LinkLost("the link is closed", sent=False)
+        if not self._bulk_waiters:
+            self._bulk_error = None
+            self._ask_bulk()
+        self._bulk_waiters.append(waiter)
+        try:
+            await asyncio.wait({waiter}, timeout=max(0.0, deadline - self.now()))
+        finally:
+            if waiter in self._bulk_waiters:
+                self._bulk_waiters.remove(waiter)
+        if not waiter.done():
+            raise DeadlineExceeded("the bulk connection was not ready in time")
+        if self.bulk is None:
+            raise self._bulk_error or LinkLost("the link is closed", sent=False)
+        return self.bulk
+
+    def _ask_bulk(self) -> None:
+        if self.dialled:
+            self._dial_bulk(self)
+        else:
+            self.connection.send_bulk_wanted()
+            self.wake()
+
+    def bulk_ready(self, shell: Shell) -> Callable[[BaseException | None], None]:
+        """A bulk connection for this link; it replaces an earlier one. Returns who hears its
+        end."""
+        if self.bulk is not None:
+            self.bulk.abort()
+        self.bulk = shell
+        shell.rules = self._bulk_rules(shell)
+        self._wake_bulk()
+        return lambda error: self._bulk_lost(shell, error)
+
+    def bulk_failed(self, error: BaseException) -> None:
+        """The endpoint could not dial it."""
+        self._bulk_error = error
+        self._wake_bulk()
+
+    def _bulk_lost(self, shell: Shell, error: BaseException | None) -> None:
+        """A bulk connection is gone; its streams end, the link goes on."""
+        shell.rules = DEAF
+        if self.bulk is shell:
+            self.bulk = None
+        self._bulk_queued += shell.connection.queued
+        self._end_streams(shell, LinkLost(f"the bulk connection ended: {error or 'closed'}"))
+
+    def _wake_bulk(self) -> None:
+        waiters, self._bulk_waiters = self._bulk_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # ------------------------------------------------------------------ events
+
+    def _control_rules(self) -> Mapping[type, Callable[[Any], None]]:
+        return {
+            **self._stream_rules(self.shell),
+            ev.Answered: self._on_answered,
+            ev.Asked: self._on_asked,
+            ev.Told: self._on_told,
+            ev.Failed: self._on_failed,
+            ev.RequestCancelled: self._on_cancelled,
+            ev.GoingAway: self._on_going_away,
+            ev.BulkWanted: lambda _: self._dial_bulk(self),
+            ev.Violated: self._on_violated,
+        }
+
+    def _bulk_rules(self, shell: Shell) -> Mapping[type, Callable[[Any], None]]:
+        """Only streams: requests would escape the accounting of the control connection."""
+
+        def refuse(event: ev.Event) -> None:
+            _log.warning("%r: %s on the bulk connection", self, type(event).__name__)
+            shell.abort()
+
+        def violated(event: ev.Violated) -> None:
+            level = logging.WARNING if isinstance(event.error, ProtocolError) else logging.DEBUG
+            _log.log(level, "%r: bulk connection: %s", self, event.error)
+            shell.close()
+
+        others = (ev.Answered, ev.Asked, ev.Told, ev.Failed, ev.RequestCancelled, ev.BulkWanted)
+        rules: dict[type, Callable[[Any], None]] = dict.fromkeys(others, refuse)
+        rules |= {ev.GoingAway: lambda _: shell.close(), ev.Violated: violated}
+        return rules | dict(self._stream_rules(shell))
+
+    def _stream_rules(self, shell: Shell) -> Mapping[type, Callable[[Any], None]]:
+        return {
+            ev.Data: self._on_data,
+            ev.Raw: self._on_raw,
+            ev.PayloadBegins: lambda event: self._on_payload(shell, event),
+            ev.Opened: lambda event: self._on_opened(shell, event),
+            ev.Ended: lambda event: _of(event.stream).on_end(None),
+            ev.Reset: lambda event: _of(event.stream).on_end(event.error),
+            ev.Unblocked: lambda event: _of(event.stream).on_unblocked(),
+            ev.Pong: lambda _: None,
+        }
+
+    def _on_answered(self, event: ev.Answered) -> None:
+        for asking, body in event.answers:
+            future = asking[0]  # type: ignore[index]  # an Asking: all contexts are
+            if not future.done():
+                future.set_result(body)
+
+    def _on_failed(self, event: ev.Failed) -> None:
+        future, _, _ = cast("Asking", event.context)
+        if not future.done():
+            future.set_exception(event.error)
+
+    def _on_asked(self, event: ev.Asked) -> None:
+        on_request = self._handler.on_request
+        for call, method, milliseconds, body in event.requests:
+            if self.down is not None:
+                return  # the one before has ended the link
+            serving = Serving(self, call, method, milliseconds, body)
+            try:
+                on_request(serving)
+            except Exception as error:
+                self._strike(error)
+                serving.fail(error)
+            if not serving.done:
+                self._keep(serving)
+
+    def _on_cancelled(self, event: ev.RequestCancelled) -> None:
+        serving = self._serving.pop(event.stream, None)
+        if serving is not None:
+            serving.cancelled()
+
+    def _on_told(self, event: ev.Told) -> None:
+        try:
+            self._handler.on_tell(self, event.method, event.body)
+        except Exception as error:
+            self._strike(error)
+            _log.exception("%r: tell of method %d", self, event.method)
+
+    def _on_opened(self, shell: Shell, event: ev.Opened) -> None:
+        stream = LinkStream(self, shell, event.stream, None, hold=False)
+        event.stream.context = stream
+        if event.last:
+            stream.on_end(None)
+        try:
+            self._handler.on_stream(stream, event.method, event.body)
+        except Exception as error:
+            self._strike(error)
+            if not isinstance(error, PdserveError):
+                _log.exception("%r: stream of method %d", self, event.method)
+            stream.abort(error)
+
+    def _on_data(self, event: ev.Data) -> None:
+        stream = _of(event.stream)
+        try:
+            stream.on_data(event.items, event.cost, last=event.last)
+        except Exception as error:
+            self._sink_failed(stream, error)
+
+    def _on_raw(self, event: ev.Raw) -> None:
+        stream = _of(event.stream)
+        try:
+            stream.on_raw(event.meta, event.payload, event.size, last=event.last)
+        except Exception as error:
+            self._sink_failed(stream, error)
+
+    def _on_payload(self, shell: Shell, event: ev.PayloadBegins) -> None:
+        stream, destination = _of(event.stream), None
+        try:
+            destination = stream.on_payload(event.meta, event.size)
+            if destination is not None and (
+                destination.readonly or destination.nbytes != event.size
+            ):
+                raise ValueError(f"the sink's memory does not take {event.size} bytes")
+        except Exception as error:
+            self._sink_failed(stream, error)
+            destination = None
+        shell.dispatch(shell.connection.place(destination))
+
+    def _sink_failed(self, stream: LinkStream, error: Exception) -> None:
+        """A reader that fails ends its own stream, nobody else's."""
+        self._strike(error)
+        if not isinstance(error, PdserveError):
+            _log.error("%r: the reader of a stream failed", self, exc_info=error)
+        stream.abort(error)
+
+    def _strike(self, error: Exception) -> None:
+        """A body that could not be decoded: one may be a bug, several are a peer gone wrong."""
+        if isinstance(error, ProtocolError):
+            self._strikes += 1
+            if self._strikes >= self._settings.strikes:
+                self._end(Down("violation", error.message), Leaving.VIOLATION)
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self, message: str = "") -> None:
+        self.retire(Down("shutdown", message or "closed by this side"), Leaving.SHUTDOWN)
+
+    def abort(self, message: str = "") -> None:
+        down = Down("closed", message or "closed by this side")
+        self._end(down, Leaving.REPLACED)
+
+    def retire(self, down: Down, code: Leaving) -> None:
+        """Start nothing more; close when all is done, at the latest after `retire_after`."""
+        if self.down is not None or self.connection.leaving:
+            return
+        self._farewell = down
+        self.connection.send_goaway(code, down.message)
+        self._give_up_later(down.message)
+        self.wake()
+        self._check_finished()
+
+    def replaced(self) -> None:
+        """A later life of the peer has connected: this one's work is void."""
+        self._end(Down("replaced", "a later life of the peer has connected"), Leaving.REPLACED)
+
+    def _on_going_away(self, event: ev.GoingAway) -> None:
+        causes: dict[int, str] = {
+            Leaving.SHUTDOWN: "shutdown",
+            Leaving.DUPLICATE: "duplicate",
+            Leaving.REPLACED: "replaced",
+            Leaving.VIOLATION: "violation",
+            Leaving.SILENT: "silent",
+        }
+        cause = causes.get(event.code, "closed")
+        if self._farewell is None:
+            self._farewell = Down(cause, event.message or "closed by the peer")
+            self._give_up_later("the peer went away")
+        self._check_finished()
+
+    def _give_up_later(self, message: str) -> None:
+        later = self._settings.retire_after
+        self._last_call = self._timers.call_later(later, lambda: self.abort(message))
+
+    def _check_finished(self) -> None:
+        """Close a retiring link once nothing is under way on it."""
+        connection = self.connection
+        if self.down is not None or not (connection.leaving and connection.left):
+            return
+        if connection.busy or self._bulk_busy():
+            self._timers.call_later(_RECHECK, self._check_finished)
+        else:
+            self.shell.close()
+
+    def _bulk_busy(self) -> bool:
+        return self.bulk is not None and self.bulk.connection.busy > 0
+
+    def _on_violated(self, event: ev.Violated) -> None:
+        if isinstance(event.error, ProtocolError):
+            _log.warning("%r: %s", self, event.error)
+            self._farewell = Down("violation", event.error.message)
+        elif self._farewell is None:
+            self._farewell = Down("eof", str(event.error))
+        self.shell.close()
+
+    def _end(self, down: Down, code: Leaving) -> None:
+        """End now, but let the transport say why if it can."""
+        if self._farewell is None or code is not Leaving.SHUTDOWN:
+            self._farewell = down
+        self.connection.send_goaway(code, down.message)
+        self.shell.flush()
+        self.shell.close()
+        self.lost(None)
+
+    def lost(self, error: BaseException | None) -> None:
+        """The control connection is gone: everything under way ends, then the handler hears."""
+        if self.down is not None:
+            return
+        if self._farewell is not None:
+            self.down = self._farewell
+        elif error is not None:
+            self.down = Down("reset", f"{type(error).__name__}: {error}")
+        else:
+            self.down = Down("eof", "the connection was closed")
+        if self._last_call is not None:
+            self._last_call.cancel()
+        self.shell.rules = DEAF
+        self._fail_requests(self.down)
+        for serving in tuple(self._serving.values()):
+            serving.cancelled()
+        self._serving.clear()
+        self._asking.close()
+        self._served.close()
+        self._end_streams(self.shell, LinkLost(f"the link ended: {self.down.message}"))
+        if self.bulk is not None:
+            self.bulk.abort()
+        self._wake_bulk()
+        self._on_down(self)
+
+    def _fail_requests(self, down: Down) -> None:
+        taken = self.connection.taken
+        for asking in self.connection.abandon():
+            future, mark, _ = cast("Asking", asking)
+            if future.done():
+                continue
+            sent = mark < taken
+            how = "it may have been received" if sent else "it was not sent"
+            future.set_exception(LinkLost(f"the link ended: {down.message}; {how}", sent=sent))
+
+    def _end_streams(self, shell: Shell, error: LinkLost) -> None:
+        for wire in shell.connection.streams():
+            wire.sending = wire.receiving = False
+            if wire.context is not None:  # else: refused, or its `Opened` was not looked at
+                _of(wire).on_end(error)
+
+    # ------------------------------------------------------------------ keepalive
+
+    def _keepalive(self) -> None:
+        """Ask a silent peer for a sign of life; give it up after `silent_after`."""
+        if self.down is not None:
+            return
+        interval = self._settings.ping_after
+        if self.shell.heard:
+            self._silence = 0
+        else:
+            self._silence += 1
+            if self._silence * interval >= self._settings.silent_after:
+                text = f"nothing was heard for {self._settings.silent_after:g} s"
+                self._end(Down("silent", text), Leaving.SILENT)
+                return
+            self._pings += 1
+            self.connection.send_ping(self._pings & _LONGEST)
+            self.wake()
+        self.shell.heard = False
+        self._timers.call_later(interval, self._keepalive)
+
+    # ------------------------------------------------------------------ looking
+
+    def statistics(self) -> LinkStatistics:
+        connections = [self.connection]
+        if self.bulk is not None:
+            connections.append(self.bulk.connection)
+        return LinkStatistics(
+            pending=self.connection.pending,
+            serving=self.connection.serving,
+            streams=sum(len(connection.streams()) for connection in connections),
+            queued_bytes=self._bulk_queued + sum(c.queued for c in connections),
+            unsent_bytes=sum(connection.unsent for connection in connections),
+            granted=sum(connection.budget.granted for connection in connections),
+            bulk=self.bulk is not None,
+        )
+
+    def wake(self) -> None:
+        """Send what is queued at the end of this turn of the loop."""
+        if not self.shell.due:
+            self.shell.wake()
+
+
+def _of(wire: Stream) -> LinkStream:
+    """Our record of a wire's stream."""
+    stream = wire.context
+    assert type(stream) is LinkStream
+    return stream

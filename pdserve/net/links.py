@@ -1,0 +1,53 @@
+"""Which of two connections to the same node stays: a decision both sides take alike, alone.
+
+    the new connection is of ...            then
+    an earlier life than the old one        it is refused: that life is over
+    a later life                            the old one ends at once: its node no longer exists
+    the same life, dialled by the same one  the new one takes over: the dialler gave up the old
+    the same life, dialled by the other     the one that the smaller node id dialled takes over
+
+"Takes over" loses nothing: the other connection starts nothing new, ends what is under way, and
+then closes. A plain function without state; `endpoint` asks it whenever a handshake is complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdserve.ids import Epoch, NodeId
+
+__all__ = ["Contender", "Verdict", "resolve"]
+
+
+class Verdict(Enum):
+    """What becomes of a newly authenticated connection, and of the one before it."""
+
+    REFUSE = "refuse the new one: it is of an earlier life"
+    REPLACE = "take the new one, end the old one at once"
+    TAKE_OVER = "take the new one, let the old one finish"
+    YIELD = "keep the old one, let the new one finish"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """What the decision depends on."""
+
+    epoch: Epoch
+    """Of the peer."""
+    dialled: bool
+    """By us."""
+
+
+def resolve(us: NodeId, peer: NodeId, old: Contender | None, new: Contender) -> Verdict:
+    """See the table above; without an old connection the new one takes over nothing."""
+    if old is None:
+        return Verdict.TAKE_OVER
+    if new.epoch != old.epoch:
+        return Verdict.REPLACE if new.epoch > old.epoch else Verdict.REFUSE
+    if new.dialled == old.dialled:
+        return Verdict.TAKE_OVER
+    dialled_by_smaller = new.dialled == (us < peer)
+    return Verdict.TAKE_OVER if dialled_by_smaller else Verdict.YIELD

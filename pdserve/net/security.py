@@ -1,0 +1,145 @@
+"""Cluster keys: where they come from, who must have one given, and which files are too open.
+
+A key file holds one key per line in hexadecimal, two lines at most; empty lines and `#` comments do
+not count. The first key is the one a node proves itself with; both are accepted. To replace a key,
+give every node old and new, then new and old, then new alone.
+
+Every node has a key, on loopback too: without `--cluster-key-file` it is in a file of the user's
+own, made at first use. Beyond loopback a key must be given, because nodes on other machines must
+have the same one.
+
+Files are read and written here and nowhere else. It knows nothing of handshakes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import ConfigError
+from pdserve.net.address import is_loopback, split
+from pdserve.wire.handshake import KEY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["KeyFile", "cluster_key_file", "default_key_path", "make_key_file", "read_keys"]
+
+_LARGEST: Final = 4096
+_MODE: Final = 0o600
+
+
+def default_key_path(environ: Mapping[str, str]) -> Path:
+    """The user's own key file."""
+    home = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "/")) / ".config"
+    return Path(home) / "pdserve" / "cluster.key"
+
+
+def cluster_key_file(
+    given: Path | None, addresses: Iterable[str], environ: Mapping[str, str]
+) -> KeyFile:
+    """The key file to use: the given one, else the user's own, made if it does not exist.
+
+    `addresses` are those the node listens on, advertises and joins. Raises `ConfigError` if one of
+    them is beyond loopback and no file was given, or if the file will not do.
+    """
+    if given is not None:
+        return KeyFile(given)
+    for address in addresses:
+        if not is_loopback(split(address)[0]):
+            raise ConfigError(
+                f"{address} is beyond this machine: give every node the same key by "
+                "--cluster-key-file; the default one is for loopback only"
+            )
+    path = default_key_path(environ)
+    if not path.exists():
+        make_key_file(path)
+    return KeyFile(path)
+
+
+def make_key_file(path: Path) -> None:
+    """Write a fresh key to `path`, readable by its owner alone; an existing file stays.
+
+    Of several processes that do this at once, one wins and all read its key: the file appears
+    complete or not at all. Raises `ConfigError`.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(f"{secrets.token_hex(KEY_BYTES)}\n")
+            os.link(temporary, path)
+        except FileExistsError:
+            pass  # another process was faster
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"no cluster key can be made at {path}: {error.strerror}") from None
+
+
+def read_keys(path: Path) -> tuple[bytes, ...]:
+    """The keys in a file, first the one to prove with. Raises `ConfigError`, naming the remedy."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            _check_access(path, status)
+            text = file.read(_LARGEST + 1)
+    except OSError as error:
+        raise ConfigError(f"the cluster key file {path} cannot be read: {error.strerror}") from None
+    return _parse(path, text)
+
+
+def _check_access(path: Path, status: os.stat_result) -> None:
+    """Only a regular file that is the owner's alone is a secret."""
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"the cluster key file {path} is not a regular file")
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise ConfigError(
+            f"the cluster key file {path} has mode {mode:04o}: others can get at the key; "
+            f"do `chmod 600 {path}`"
+        )
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"the cluster key file {path} belongs to another user")
+
+
+def _parse(path: Path, text: bytes) -> tuple[bytes, ...]:
+    lines = [line.partition(b"#")[0].strip() for line in text.splitlines()]
+    lines = [line for line in lines if line]
+    if len(text) > _LARGEST or not 1 <= len(lines) <= 2:
+        raise ConfigError(f"the cluster key file {path} must hold one key or two, one per line")
+    keys = []
+    for number, line in enumerate(lines, 1):
+        try:
+            key = bytes.fromhex(line.decode("ascii"))
+        except ValueError:
+            raise ConfigError(f"key {number} in {path} is not hexadecimal") from None
+        if len(key) < KEY_BYTES:
+            wanted = f"{KEY_BYTES} ({2 * KEY_BYTES} hexadecimal digits)"
+            raise ConfigError(f"key {number} in {path} has {len(key)} bytes, not {wanted}")
+        keys.append(key)
+    return tuple(keys)
+
+
+class KeyFile:
+    """The keys of a file, read again on demand: a rotation needs no restart."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ConfigError`."""
+        self.path = path
+        self._keys = read_keys(path)
+
+    def keys(self) -> tuple[bytes, ...]:
+        """What handshakes use from now on."""
+        return self._keys
+
+    def reload(self) -> bool:
+        """Read the file again; True if its keys changed. Raises `ConfigError` and keeps the old."""
+        keys = read_keys(self.path)
+        changed, self._keys = keys != self._keys, keys
+        return changed

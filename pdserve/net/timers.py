@@ -1,0 +1,170 @@
+"""Many deadlines, few timers: a wheel of coarse ticks.
+
+Setting a deadline and taking it back cost one dictionary operation each. An entry never expires
+early and at most one tick late. One timer of the loop is armed for the earliest tick that was ever
+filled; a tick whose entries were all taken back costs one empty wake-up.
+
+It knows nothing of what expires. Owned by one endpoint; everything runs on its event loop.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.ids import Seconds
+
+__all__ = ["TICK", "Expiring", "Timer", "Timers", "Wheel"]
+
+TICK: Final[Seconds] = 0.01
+"""Deadlines in a cluster are tens of milliseconds and up; finer ticks only cost wake-ups."""
+_TICKS_PER_SECOND: Final = round(1 / TICK)
+
+
+class Expiring(Protocol):
+    """Something with a deadline. `tick` belongs to the wheel: set it to 0 and leave it alone."""
+
+    tick: int
+
+    def expire(self) -> None:
+        """The deadline has passed. Called once, even if taken back within this very tick; must not
+        raise."""
+        ...
+
+
+class Wheel:
+    """The bookkeeping, without a clock."""
+
+    __slots__ = ("_filled", "_slots")
+
+    def __init__(self) -> None:
+        # Dicts as ordered sets: entries of one tick expire in the order they came, in every run.
+        self._slots: dict[int, dict[Expiring, None]] = {}
+        self._filled: list[int] = []  # a heap of the keys of `_slots`
+
+    def __len__(self) -> int:
+        return sum(map(len, self._slots.values()))
+
+    def add(self, entry: Expiring, when: Seconds) -> bool:
+        """Expire `entry` at the first tick not before `when`; True if that is a new tick."""
+        tick = int(when * _TICKS_PER_SECOND) + 1
+        entry.tick = tick
+        slot = self._slots.get(tick)
+        if slot is not None:
+            slot[entry] = None
+            return False
+        self._slots[tick] = {entry: None}
+        heappush(self._filled, tick)
+        return True
+
+    def remove(self, entry: Expiring) -> None:
+        """Take the deadline back; nothing happens if it has expired."""
+        slot = self._slots.get(entry.tick)
+        if slot is not None:
+            slot.pop(entry, None)
+
+    def next(self) -> Seconds | None:
+        """When `due` may have something, None if never."""
+        return self._filled[0] * TICK if self._filled else None
+
+    def due(self, now: Seconds) -> list[Expiring]:
+        """Take out what has expired by `now`, earliest tick first."""
+        expired: list[Expiring] = []
+        while self._filled and self._filled[0] * TICK <= now:
+            slot = self._slots.pop(heappop(self._filled))
+            expired += slot
+        return expired
+
+
+class Loop(Protocol):
+    """What a wheel's driver needs of an event loop."""
+
+    def time(self) -> Seconds: ...
+
+    def call_at(self, when: Seconds, callback: Callable[[], None]) -> Handle: ...
+
+
+class Handle(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Timers:
+    """A wheel driven by an event loop's own clock, real or virtual."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._wheel = Wheel()
+        self._handle: Handle | None = None
+        self._armed: Seconds = 0.0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._wheel)
+
+    def add(self, entry: Expiring, when: Seconds) -> None:
+        """Call `entry.expire()` at loop time `when` or up to one tick later."""
+        if self._wheel.add(entry, when):
+            self._arm()
+
+    def remove(self, entry: Expiring) -> None:
+        """Take the deadline back; nothing happens if it has expired."""
+        self._wheel.remove(entry)
+
+    def now(self) -> Seconds:
+        """The loop's clock."""
+        return self._loop.time()
+
+    def call_at(self, when: Seconds, callback: Callable[[], None]) -> Timer:
+        """Call `callback` at loop time `when` or up to one tick later; keep the result to
+        cancel."""
+        timer = Timer(callback)
+        self.add(timer, when)
+        return timer
+
+    def call_later(self, delay: Seconds, callback: Callable[[], None]) -> Timer:
+        """Call `callback` in `delay` seconds; keep the result to cancel it."""
+        return self.call_at(self._loop.time() + delay, callback)
+
+    def close(self) -> None:
+        """Nothing expires any more."""
+        self._closed = True
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _arm(self) -> None:
+        due = self._wheel.next()
+        if due is None or self._closed or (self._handle is not None and self._armed <= due):
+            return
+        if self._handle is not None:
+            self._handle.cancel()
+        self._armed = due
+        self._handle = self._loop.call_at(due, self._run)
+
+    def _run(self) -> None:
+        self._handle = None
+        for entry in self._wheel.due(self._loop.time()):
+            entry.expire()
+        self._arm()
+
+
+class Timer:
+    """A callback with a deadline."""
+
+    __slots__ = ("_callback", "tick")
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.tick = 0
+        self._callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        """Never call back; the wheel forgets the entry when its tick comes."""
+        self._callback = None
+
+    def expire(self) -> None:
+        if self._callback is not None:
+            callback, self._callback = self._callback, None
+            callback()

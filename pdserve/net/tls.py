@@ -1,0 +1,71 @@
+"""TLS by flags: contexts for both directions, and what the key's proof binds to.
+
+The cluster key authenticates nodes with TLS as without; its proof covers the certificate that the
+accepting side showed, so even a self-signed one cannot be swapped on the way. `--tls-ca` demands in
+addition that both sides show a certificate of that authority. Host names are not compared: nodes
+move, and are known by key and id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    import asyncio
+    from pathlib import Path
+
+__all__ = ["Tls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Contexts of one node, used for every new connection; make another to reload certificates."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+    fingerprint: bytes
+    """SHA-256 of our certificate."""
+
+    @staticmethod
+    def load(cert: Path, key: Path, ca: Path | None = None) -> Tls:
+        """From PEM files; `cert` may be a chain. Raises `ConfigError`."""
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname = False
+        client.verify_mode = ssl.CERT_NONE
+        for context in (server, client):
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            try:
+                context.load_cert_chain(cert, key)
+                if ca is not None:
+                    context.load_verify_locations(ca)
+                    context.verify_mode = ssl.CERT_REQUIRED
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"--tls-cert, --tls-key or --tls-ca: {error}") from None
+        return Tls(server, client, _fingerprint(_first_certificate(cert)))
+
+    def binding(self, transport: asyncio.BaseTransport) -> bytes:
+        """SHA-256 of the certificate that the accepting side of `transport` showed."""
+        tls = transport.get_extra_info("ssl_object")
+        if tls is None:
+            raise RuntimeError("the transport is not encrypted")
+        if tls.server_side:
+            return self.fingerprint
+        return _fingerprint(tls.getpeercert(binary_form=True))
+
+
+def _first_certificate(path: Path) -> bytes:
+    """The node's own: the first in the chain, as DER."""
+    text = path.read_text("ascii")
+    end = "-----END CERTIFICATE-----"
+    start = text.index("-----BEGIN CERTIFICATE-----")
+    return ssl.PEM_cert_to_DER_cert(text[start : text.index(end, start) + len(end)])
+
+
+def _fingerprint(certificate: bytes) -> bytes:
+    return hashlib.sha256(certificate).digest()

@@ -1,0 +1,1 @@
+"""Sans-I/O framing of messages."""

@@ -1,0 +1,137 @@
+"""Typed bodies: a Struct to msgpack and back, with one error for whatever cannot be decoded.
+
+Bodies are `msgspec.Struct`s encoded as arrays: fields are append-only with defaults, so a reader
+skips what a later version added and fills what an earlier one lacks. No body may hold an untyped
+field: a typed decoder refuses containers it does not expect while it parses, so that nesting and
+size are bounded by the types and by the frame, whatever the bytes claim.
+
+It knows no message. `Method` pairs a number on the wire with its two types; the numbers belong to
+whoever defines the methods.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from pdserve.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["UNDECODABLE", "Method", "check_type", "decoder", "encode"]
+
+T = TypeVar("T")
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+"""A body's bytes. Foreign objects raise TypeError: only what has a type on the wire is sent."""
+
+UNDECODABLE: Final = (
+    msgspec.DecodeError,  # malformed, truncated, trailing bytes; ValidationError: another type
+    RecursionError,  # nested deeper than the interpreter follows
+    UnicodeDecodeError,
+    OverflowError,
+    MemoryError,
+)
+"""All that a decoder raises for bytes that are not what they should be."""
+
+
+def decoder(kind: type[T]) -> Callable[[Buffer], T]:
+    """A function from bytes to `kind`; it raises `ProtocolError` for anything else.
+
+    Raises `TypeError` at once if `kind` could hold untyped data.
+    """
+    check_type(kind)
+    decode = msgspec.msgpack.Decoder(kind).decode
+    name = getattr(kind, "__name__", str(kind))
+
+    def decode_body(data: Buffer) -> T:
+        try:
+            return decode(data)
+        except UNDECODABLE as error:
+            raise ProtocolError(f"not a {name}: {error}") from None
+
+    return decode_body
+
+
+class Method(Generic[Q, R]):
+    """One kind of request: its number, a name for logs, the types of question and answer.
+
+    Numbers are 16 bits, chosen once and never reused: a peer of another version must not take
+    one question for another.
+    """
+
+    __slots__ = ("decode_request", "id", "name", "reply", "unpack_reply")
+
+    def __init__(self, number: int, name: str, request: type[Q], reply: type[R]) -> None:
+        if not 0 <= number < 1 << 16:
+            raise ValueError(f"method number {number} does not fit 16 bits")
+        self.id = number
+        self.name = name
+        self.decode_request: Callable[[Buffer], Q] = decoder(request)
+        check_type(reply)
+        self.reply = reply
+        self.unpack_reply: Callable[[Buffer], R] = msgspec.msgpack.Decoder(reply).decode
+        """Raises any of `UNDECODABLE`: for the one caller to which another call would show."""
+
+    def decode_reply(self, body: Buffer) -> R:
+        """Raises `ProtocolError` for anything but a reply."""
+        try:
+            return self.unpack_reply(body)
+        except UNDECODABLE as error:
+            raise self.bad_reply(error) from None
+
+    def bad_reply(self, error: Exception) -> ProtocolError:
+        """What an answer that cannot be decoded means."""
+        return ProtocolError(f"the answer to {self.name} is no {self.reply.__name__}: {error}")
+
+    def __repr__(self) -> str:
+        return f"Method({self.id}, {self.name!r})"
+
+
+_NAMED = (inspect.DataclassType, inspect.TypedDictType)
+
+
+def check_type(kind: Any) -> None:
+    """Raise `TypeError` if a value of `kind` could hold untyped data, or a Struct no array.
+
+    `msgspec.Raw` may be held: it is bytes until a typed decoder reads them.
+    """
+    seen: set[int] = set()
+    waiting = [inspect.type_info(kind)]
+    while waiting:
+        info = waiting.pop()
+        if id(info) in seen:
+            continue
+        seen.add(id(info))
+        if isinstance(info, (inspect.AnyType, inspect.CustomType, inspect.ExtType)):
+            raise TypeError(f"{kind!r} holds an untyped field")
+        if isinstance(info, _NAMED) or (
+            isinstance(info, inspect.StructType) and not info.array_like
+        ):
+            raise TypeError(f"{info.cls.__name__} is not array_like: its names would travel")
+        waiting += _parts(info)
+
+
+def _parts(info: inspect.Type) -> Iterator[inspect.Type]:
+    """The types directly inside a type."""
+    if isinstance(info, inspect.StructType):
+        for field in info.fields:
+            yield field.type
+    elif isinstance(info, inspect.UnionType):
+        yield from info.types
+    elif isinstance(info, (inspect.CollectionType, inspect.VarTupleType)):
+        yield info.item_type
+    elif isinstance(info, inspect.TupleType):
+        yield from info.item_types
+    elif isinstance(info, (inspect.DictType, inspect.FrozenDictType)):
+        yield info.key_type
+        yield info.value_type
+    elif isinstance(info, inspect.Metadata):
+        yield info.type

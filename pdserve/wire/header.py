@@ -1,0 +1,80 @@
+"""The 16 bytes before every frame's body, and every number a frame type or flag has ever had.
+
+    0        4     5      6      8         12        16
+    | length | kind | flags | tag | stream | value | body: `length` bytes
+      u32      u8     u8      u16   u32      u32            all big-endian
+
+What `tag`, `stream` and `value` mean depends on the kind and is said beside it. Numbers are never
+reused; `docs/protocol.md` holds the rules. This file knows neither states nor bodies.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum, IntFlag
+from typing import Final
+
+__all__ = ["HEADER", "HEADER_BYTES", "Flag", "Header", "Kind"]
+
+HEADER: Final = struct.Struct(">IBBHII")
+HEADER_BYTES: Final = HEADER.size
+
+Header = tuple[int, int, int, int, int, int]
+"""(length, kind, flags, tag, stream, value)."""
+
+
+class Kind(IntEnum):
+    """Frame types. Those below 16 are spoken before authentication and only then."""
+
+    HELLO = 1
+    """Dialler, first: versions, features, nonce."""
+    CHALLENGE = 2
+    """Acceptor: version and features chosen, nonce."""
+    AUTH = 3
+    """Dialler: its proof and its identity."""
+    READY = 4
+    """Acceptor: its proof and its identity. From here on, the frames below."""
+    REFUSE = 5
+    """Acceptor, instead of any of the above: why not. The connection ends."""
+
+    PING = 16
+    """value: any number."""
+    PONG = 17
+    """value: the ping's."""
+    GOAWAY = 18
+    """Body: `Goodbye`. The sender starts nothing more on this connection."""
+    BULK = 19
+    """Acceptor: please dial the bulk connection."""
+
+    TELL = 32
+    """tag: method. One way, never answered."""
+    REQUEST = 33
+    """tag: method, value: milliseconds left. The sender's slot in `stream`."""
+    RESPONSE = 34
+    """Ends a request."""
+    ERROR = 35
+    """Body: `Failure`. Ends a request."""
+    CANCEL = 36
+    """Asks the other side to end a request, or its half of a stream whose other half has ended."""
+
+    OPEN = 48
+    """tag: method, value: credit granted to the other side. The sender's slot in `stream`."""
+    DATA = 49
+    """With RAW: value is the length of the meta that precedes the payload."""
+    END = 50
+    """The sender's half of the stream is complete."""
+    RESET = 51
+    """Body: `Failure`. Ends the sender's half unfinished; it reads no more of the other's."""
+    CREDIT = 52
+    """value: credit granted in addition."""
+
+
+class Flag(IntFlag):
+    """Bits of the flags byte."""
+
+    RAW = 0x01
+    """DATA: the body is a msgpack meta followed by bytes that are no msgpack."""
+    LAST = 0x02
+    """OPEN, DATA: the sender's half of the stream ends with this frame."""
+    IGNORABLE = 0x80
+    """A receiver that does not know the kind skips the frame instead of failing."""

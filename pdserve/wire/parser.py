@@ -1,0 +1,178 @@
+"""Cuts a byte stream into frames, however it was split.
+
+Sans-I/O. A length is checked against its kind's limit before anything of the body is kept, so
+memory is bounded by one frame plus one read. Small frames are slices of the read they came in; a
+large body that a read cuts is filled in place, straight from the socket if the reader asks
+`wanted()`.
+
+The payload of a large raw frame goes where the owner says: `feed` stops with the frame's meta as
+the last body and `placing` set to the payload's size; `place` goes on.
+
+It knows neither states nor what a body means; each connection owns one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import ProtocolError
+from pdserve.wire.header import HEADER, HEADER_BYTES, Flag, Kind
+from pdserve.wire.limits import IGNORED_BODY, LARGE, META, UNKNOWN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.ids import Bytes
+    from pdserve.wire.header import Header
+
+__all__ = ["Buffer", "Frame", "FrameParser"]
+
+Buffer = bytes | bytearray | memoryview
+Frame = tuple["Header", Buffer]
+
+_DATA: Final = int(Kind.DATA)
+_RAW: Final = int(Flag.RAW)
+_IGNORABLE: Final = int(Flag.IGNORABLE)
+_unpack_from = HEADER.unpack_from
+
+
+class FrameParser:
+    """Bytes in, `(header, body)` out."""
+
+    __slots__ = ("_filled", "_goal", "_header", "_tail", "large", "placing", "single", "table")
+
+    def __init__(self, table: Sequence[int], *, single: bool = False) -> None:
+        """`table` holds each kind's longest body, `UNKNOWN` for kinds that are not allowed."""
+        self.table = table
+        self.single = single
+        """Return one frame per `feed`: what follows may have to meet another table."""
+        self.placing: Bytes = 0
+        """Size of the payload that waits for `place`; 0: none does."""
+        self._tail = b""
+        self._header: Header | None = None
+        self._goal: Bytes = 0  # of a large body: its size
+        self._filled: Bytes = 0  # and how much of it has come
+        self.large: memoryview | None = None
+        """Where a large body goes that is being received; None: nowhere, or there is none."""
+
+    @property
+    def pending(self) -> Bytes:
+        """Bytes received of a frame that is not complete."""
+        return len(self._tail) + self._filled
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that `data` completes, in order.
+
+        Raises `ProtocolError` for a length over the limit and for a kind that is not allowed; the
+        stream cannot be read on after that.
+        """
+        frames: list[Frame] = []
+        if self.placing:
+            raise RuntimeError("feed() before place()")
+        if self._goal:
+            data = self._fill(data, frames)
+            if self._goal:
+                return frames
+        if self._tail:
+            data = self._tail + data
+            self._tail = b""
+        self._cut(data, frames)
+        return frames
+
+    def _cut(self, data: bytes, frames: list[Frame]) -> None:
+        """Slice whole frames off `data`; keep or begin what is incomplete."""
+        table = self.table
+        position, end = 0, len(data)
+        while end - position >= HEADER_BYTES:
+            header = _unpack_from(data, position)
+            length, kind, flags, _, _, value = header
+            if length > table[kind]:
+                self._check_unknown(header)
+            start = position + HEADER_BYTES
+            stop = start + length
+            if flags & _RAW and kind == _DATA and (length - value >= LARGE or value > length):
+                position = self._begin_raw(header, data, start, frames)
+                break
+            if stop > end:
+                if length >= LARGE:
+                    self._begin(header, length, memoryview(bytearray(length)))
+                    self._fill(data[start:], frames)
+                    position = end
+                break
+            frames.append((header, data[start:stop]))
+            position = stop
+            if self.single:
+                break
+        self._tail = data[position:]
+
+    def _check_unknown(self, header: Header) -> None:
+        """Over the limit or not allowed: passes only what says that it may be ignored."""
+        length, kind, flags = header[:3]
+        if self.table[kind] != UNKNOWN:
+            limit = self.table[kind]
+            raise ProtocolError(f"a frame of kind {kind} has {length} bytes, the limit is {limit}")
+        if not flags & _IGNORABLE or self.single:
+            raise ProtocolError(f"a frame of kind {kind} is not expected here")
+        if length > IGNORED_BODY:
+            raise ProtocolError(f"an unknown frame has {length} bytes, the limit is {IGNORED_BODY}")
+
+    # ------------------------------------------------------------------ large bodies
+
+    def _begin(self, header: Header, goal: Bytes, destination: memoryview | None) -> None:
+        self._header, self._goal, self._filled, self.large = header, goal, 0, destination
+
+    def _fill(self, data: bytes, frames: list[Frame]) -> bytes:
+        """Move `data` into the large body; returns what is left over."""
+        take = min(self._goal - self._filled, len(data))
+        if self.large is not None:
+            self.large[self._filled : self._filled + take] = data[:take]
+        frames += self.filled(take)
+        return data[take:]
+
+    def wanted(self) -> memoryview | None:
+        """Where the next bytes belong, if they can be received in place; see `filled`."""
+        if self.large is None:
+            return None
+        return self.large[self._filled :]
+
+    def drop(self) -> None:
+        """Let go of the memory a body is being received into; the rest of the body is dropped."""
+        self.large = None
+
+    def filled(self, count: Bytes) -> list[Frame]:
+        """`count` bytes were received into `wanted()`; returns the frame if that completed it."""
+        self._filled += count
+        if self._filled < self._goal or self._header is None:
+            return []
+        frame: Frame = (self._header, b"" if self.large is None else self.large)
+        self._header, self._goal, self._filled, self.large = None, 0, 0, None
+        return [frame]
+
+    # ------------------------------------------------------------------ raw payloads
+
+    def _begin_raw(self, header: Header, data: bytes, start: int, frames: list[Frame]) -> int:
+        """Announce the payload by its meta, if that is here; returns where the tail begins."""
+        length, meta_bytes = header[0], header[5]
+        if meta_bytes > min(length, META):
+            raise ProtocolError(f"a raw frame of {length} bytes has a meta of {meta_bytes} bytes")
+        stop = start + meta_bytes
+        if stop > len(data):
+            return start - HEADER_BYTES
+        self._header = header
+        self.placing = length - meta_bytes
+        frames.append((header, data[start:stop]))
+        return stop
+
+    def place(self, destination: memoryview | None) -> list[Frame]:
+        """Say where the awaited payload goes; None drops it. Goes on like `feed`.
+
+        The payload's frame comes with `destination` for a body, or with an empty one if dropped.
+        """
+        if not self.placing or self._header is None:
+            raise RuntimeError("place() without a payload that waits")
+        if destination is not None and destination.nbytes != self.placing:
+            raise ValueError(f"the payload has {self.placing} bytes")
+        goal, self.placing = self.placing, 0
+        self._begin(self._header, goal, destination)
+        tail, self._tail = self._tail, b""
+        return self.feed(tail)

@@ -1,0 +1,38 @@
+"""Fuzz target: every typed decoder of the wire.
+
+    python -m tests.fuzz.fuzz_codec -max_total_time=60 corpus/
+
+See `fuzz_frames.py`. A body decodes or is a `ProtocolError`; what decodes encodes to something that
+decodes to the same, also with the plain `msgpack` package.
+"""
+
+from __future__ import annotations
+
+import msgpack
+
+from pdserve.errors import ProtocolError
+from pdserve.wire.codec import decoder, encode
+from pdserve.wire.failure import Failure
+from pdserve.wire.handshake import Auth, Challenge, Claim, Hello, Refuse
+from pdserve.wire.protocol import Goodbye
+from tests.fuzz.engine import run
+
+DECODERS = [decoder(kind) for kind in (Failure, Hello, Challenge, Auth, Claim, Refuse, Goodbye)]
+
+
+def fuzz(data: bytes) -> None:
+    """One input: a decoder, and what it is to decode."""
+    if not data:
+        return
+    decode = DECODERS[data[0] % len(DECODERS)]
+    try:
+        body = decode(data[1:])
+    except ProtocolError:
+        return
+    again = encode(body)
+    assert encode(decode(again)) == again  # by bytes: a NaN is not equal to itself
+    assert isinstance(msgpack.unpackb(again), list)
+
+
+if __name__ == "__main__":
+    run(fuzz)

@@ -1,0 +1,284 @@
+"""Random work under random faults: every request ends once, and what it says of itself is true.
+
+Three nodes in virtual time ask each other things, stream and send payloads, while connections are
+delayed, cut, partitioned and processes stand still. A request that says it was not sent was never
+seen by anyone; one that was answered was answered by its own answer; nothing is served twice. At
+the end nothing is left, and the same seed takes the same course.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DialFailed,
+    LinkError,
+    LinkLost,
+    Overloaded,
+    PdserveError,
+)
+from pdserve.ids import NodeId
+from pdserve.net.memory import MemoryWorld
+from pdserve.net.settings import NetSettings
+from pdserve.testing import virtual_time
+from pdserve.testing.net_support import Echo, RecordingHandler, RecordingSink, node
+from pdserve.wire.codec import Method
+from pdserve.wire.limits import Limits
+
+if TYPE_CHECKING:
+    from pdserve.net.base import Link
+
+WORK = Method(50, "work", Echo, Echo)
+NAMES = ("a", "b", "c")
+SETTINGS = NetSettings(
+    limits=Limits(pending=20, streams=10, window=4000, least_window=1000, budget=20_000),
+    bulk_limits=Limits(streams=10, window=100_000, budget=300_000),
+    ping_after=0.5,
+    silent_after=1.5,
+    dial_timeout=1.0,
+    retire_after=2.0,
+    high_water=20_000,
+    low_water=5_000,
+)
+SECONDS = 6.0
+"""Of virtual time under faults."""
+
+
+class Worker(RecordingHandler):
+    """Answers after a while, and remembers what it was ever asked."""
+
+    def __init__(self, world: Chaos) -> None:
+        super().__init__()
+        self.world = world
+        self.seen: Counter[bytes] = Counter()
+
+    def on_request(self, call) -> None:
+        payload = WORK.decode_request(call.body).payload
+        self.seen[payload] += 1
+        delay = self.world.random.choice((0.0, 0.0, 0.01, 0.3))
+        answer = Echo(hashlib.sha256(payload).digest())
+        if delay:
+            handle = asyncio.get_running_loop().call_later(delay, call.reply, answer)
+            call.on_cancel = handle.cancel
+        else:
+            call.reply(answer)
+
+
+class Chaos:
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.net = MemoryWorld(random.Random(seed + 1))
+        self.outcomes: Counter[str] = Counter()
+        self.trace: list[str] = []
+        self.serial = 0
+        self.never_sent: set[bytes] = set()
+        self.pinned = 0
+        self.kept: dict[tuple[str, str], Link] = {}
+
+    def note(self, what: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self.trace.append(f"{now:.4f} {what}")
+        self.outcomes[what.split()[0]] += 1
+
+    async def run(self) -> None:
+        self.handlers = {name: Worker(self) for name in NAMES}
+        self.nodes = {
+            name: node(name, self.net.network(name), self.handlers[name], settings=SETTINGS)
+            for name in NAMES
+        }
+        for name in NAMES:
+            await self.nodes[name].listen(f"{name}:7000")
+        end = asyncio.get_running_loop().time() + SECONDS
+        workers = [self.work(name, end) for name in NAMES for _ in range(4)]
+        await asyncio.gather(self.faults(end), *workers)
+        self.net.heal()
+        for name in NAMES:
+            self.net.resume(name)
+        await self.all_well()
+        await asyncio.gather(*(one.close(grace=1.0) for one in self.nodes.values()))
+        await asyncio.sleep(5.0)
+        self.check()
+
+    # ------------------------------------------------------------------ work
+
+    async def work(self, name: str, end: float) -> None:
+        while asyncio.get_running_loop().time() < end:
+            peer = self.random.choice([other for other in NAMES if other != name])
+            deed = self.random.choice((self.ask, self.ask, self.ask, self.stream, self.bulk))
+            try:
+                link: Link = await self.nodes[name].dial(f"{peer}:7000", expect=NodeId(peer))
+                if self.random.random() < 0.2:
+                    link, self.kept[name, peer] = self.kept.get((name, peer), link), link
+                await deed(link)  # now and then on a link from long ago, perhaps lost by now
+            except DialFailed as error:
+                self.note(f"dial-failed {error.cause}")
+                await asyncio.sleep(self.random.uniform(0, 0.2))
+            except (LinkLost, Overloaded, DeadlineExceeded, Cancelled) as error:
+                self.note(f"{type(error).__name__} {deed.__name__}")
+            await asyncio.sleep(self.random.uniform(0, 0.05))
+
+    async def ask(self, link) -> None:
+        self.serial += 1
+        payload = b"%d" % self.serial + bytes(self.random.choice((0, 100, 20_000)))
+        timeout = self.random.choice((0.02, 0.5, 3.0))
+        asking = asyncio.ensure_future(link.request(WORK, Echo(payload), timeout=timeout))
+        if self.random.random() < 0.1:
+            asyncio.get_running_loop().call_later(self.random.uniform(0, 0.1), asking.cancel)
+        await asyncio.wait([asking])
+        if asking.cancelled():
+            self.note("cancelled")
+        elif (error := asking.exception()) is None:
+            assert asking.result().payload == hashlib.sha256(payload).digest()
+            self.note("answered")
+        elif isinstance(error, LinkError) and not error.sent:
+            self.never_sent.add(payload)
+            self.note("not-sent")
+        else:
+            assert isinstance(error, LinkLost | DeadlineExceeded | Overloaded), error
+            if isinstance(error, Overloaded):
+                self.never_sent.add(payload)
+            self.note(f"{type(error).__name__} ask")
+
+    async def stream(self, link) -> None:
+        await self.fill(link.open_stream(1, b"", RecordingSink(), window=0))
+
+    async def bulk(self, link) -> None:
+        opened = await link.open_bulk_stream(1, b"", RecordingSink(), timeout=1.0, window=0)
+        await self.fill(opened)
+
+    async def fill(self, stream) -> None:
+        """Numbered items, some of them payloads whose memory is reused when it is reported free."""
+        memory = bytearray(20_000)
+        for number in range(self.random.randint(1, 12)):
+            if self.random.random() < 0.4:
+                memory[:] = bytes([number]) * len(memory)
+                released = asyncio.get_running_loop().create_future()
+                while not stream.try_send_raw(
+                    b"", memory, lambda done=released: done.set_result(None)
+                ):
+                    await stream.send(bytes([number]), timeout=1.0)
+                self.pinned += 1
+                await released  # always comes: sent, or the link is gone
+                self.pinned -= 1
+                memory[:] = b"\xff" * len(memory)
+            else:
+                await stream.send(bytes([number]), timeout=1.0)
+        if self.random.random() < 0.3:
+            stream.abort(Cancelled("enough"))
+            self.note("aborted")
+        else:
+            stream.end()
+            self.note("streamed")
+
+    # ------------------------------------------------------------------ faults
+
+    async def faults(self, end: float) -> None:
+        net, numbers = self.net, self.random
+        kinds = numbers.sample(
+            ("delay", "split", "partition", "one-way", "reset", "cut", "pause"), 4
+        )
+        if "delay" in kinds:
+            net.set_conditions(delay_max=numbers.choice((0.002, 0.05)))
+        if "split" in kinds:
+            net.set_conditions(split=True, capacity=8000)
+        while asyncio.get_running_loop().time() < end:
+            a, b = numbers.sample(NAMES, 2)
+            match numbers.choice(kinds):
+                case "partition":
+                    net.partition(a, b)
+                case "one-way":
+                    net.partition(a, b, one_way=True)
+                case "reset":
+                    net.reset(a, b)
+                case "cut":
+                    net.reset_after(a, b, numbers.randint(1, 5000))
+                case "pause":
+                    net.pause(a)
+            await asyncio.sleep(numbers.choice((0.05, 0.5, 2.0)))
+            if numbers.random() < 0.7:
+                net.heal()
+                for name in NAMES:
+                    net.resume(name)
+            await asyncio.sleep(numbers.uniform(0, 0.3))
+
+    async def all_well(self) -> None:
+        """Faults are over: soon everybody reaches everybody again."""
+        await asyncio.sleep(3.0)
+        for name in NAMES:
+            for peer in NAMES:
+                if peer != name:
+                    link: Link = await self.nodes[name].dial(f"{peer}:7000", expect=NodeId(peer))
+                    await link.request(WORK, Echo(b"well"), timeout=5.0)
+        self.note("well")
+
+    # ------------------------------------------------------------------ afterwards
+
+    def check(self) -> None:
+        seen: Counter[bytes] = Counter()
+        for handler in self.handlers.values():
+            seen.update(handler.seen)
+        del seen[b"well"]
+        assert max(seen.values()) == 1, "nothing is served twice"
+        assert not self.never_sent & seen.keys(), "what was not sent was not seen"
+        for handler in self.handlers.values():
+            assert sorted(map(id, handler.ups)) == sorted(id(link) for link, _ in handler.downs)
+            for _, sink in handler.streams:
+                self.check_stream(sink)
+        for one in self.nodes.values():
+            assert one.connections == 0
+            assert not one.links
+        assert self.net.connections == 0
+        assert self.pinned == 0
+
+    def check_stream(self, sink: RecordingSink) -> None:
+        """In order, nothing missing, every payload as it was before its memory was reused."""
+        numbers = [item[0] for item in sink.items]
+        assert numbers == sorted(numbers)
+        for _, payload in sink.raw:
+            assert len(set(payload)) == 1
+            assert payload[0] != 0xFF
+        assert len(sink.ends) == 1
+        if sink.ends == [None]:
+            everything = sorted({*numbers, *(payload[0] for _, payload in sink.raw)})
+            assert everything == list(range(len(everything)))
+
+
+def course(seed: int) -> Chaos:
+    world = Chaos(seed)
+    virtual_time.run(world.run())
+    return world
+
+
+def test_nothing_is_lost_doubled_or_left_behind(seed, long) -> None:
+    total: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    for number in range(400 if long else 6):
+        try:
+            world = course(seed + number)
+        except BaseException as error:
+            error.add_note(f"seed {seed + number}")
+            raise
+        total += world.outcomes
+        faults += world.net.faults
+    assert total.keys() >= {
+        *("answered", "cancelled", "not-sent", "LinkLost", "DeadlineExceeded", "dial-failed"),
+        *("streamed", "aborted", "well"),
+    }
+    assert faults.keys() >= {"delay", "silence", "pause", "reset", "reset inside a stream"}
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_same_seed_takes_the_same_course(seed, number) -> None:
+    assert course(seed + number).trace == course(seed + number).trace
+
+
+def test_every_kind_of_error_is_one_of_ours() -> None:
+    assert issubclass(LinkError, PdserveError)

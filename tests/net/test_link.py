@@ -1,0 +1,470 @@
+"""What a link does when things go wrong: silence, full transports, lost bulk, bad readers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.errors import Cancelled, DeadlineExceeded, DialTimeout, LinkLost, NoWorker, Overloaded
+from pdserve.ids import NodeId
+from pdserve.net.settings import NetSettings
+from pdserve.testing.net_support import ECHO, HANG, Echo, RecordingHandler, RecordingSink
+from pdserve.wire.limits import Limits
+from tests.net.world import Two, two, virtually
+
+if TYPE_CHECKING:
+    from pdserve.net.base import Call
+
+now = asyncio.get_running_loop
+
+
+# ---------------------------------------------------------------------- sent or not
+
+
+@virtually
+async def test_requests_behind_a_full_transport_are_known_not_to_have_left() -> None:
+    async with two() as t:
+        t.world.set_conditions("a", "b", bandwidth=1.0, capacity=1000)
+        t.link.tell(1, bytes(2 << 20))  # fills the transport
+        await asyncio.sleep(0.01)
+        assert t.link.shell.full
+        waiting = [
+            asyncio.ensure_future(t.link.request(HANG, Echo(), timeout=100.0)) for _ in range(5)
+        ]
+        await asyncio.sleep(1.0)
+        t.world.reset("a", "b")
+        done, _ = await asyncio.wait(waiting)
+        errors = [task.exception() for task in done]
+        assert all(isinstance(error, LinkLost) and not error.sent for error in errors)
+        assert not t.at_b.calls
+
+
+@virtually
+async def test_a_request_on_its_way_may_have_arrived() -> None:
+    async with two() as t:
+        t.world.partition("a", "b")
+        waiting = asyncio.ensure_future(t.link.request(HANG, Echo(), timeout=100.0))
+        await asyncio.sleep(1.0)
+        t.world.reset("a", "b")
+        with pytest.raises(LinkLost) as lost:
+            await waiting
+        assert lost.value.sent, "nobody can know"
+
+
+@virtually
+async def test_each_request_ends_once_whichever_end_comes_first() -> None:
+    """Deadline, cancellation, answer and loss at the same moment."""
+    async with two() as t:
+        t.world.set_conditions("b", "a", bandwidth=1000.0, segment=60, capacity=60)
+        tasks = [
+            asyncio.ensure_future(t.link.request(ECHO, Echo(b"%02d" % i), timeout=0.6 - i / 80))
+            for i in range(40)
+        ]
+        await asyncio.sleep(0.15)
+        for task in tasks[::3]:
+            task.cancel()
+        await asyncio.sleep(0.15)
+        t.world.reset("a", "b")
+        await asyncio.wait(tasks)
+        kinds = {task.cancelled() or type(task.exception()) for task in tasks}
+        assert kinds == {True, type(None), DeadlineExceeded, LinkLost}
+
+
+# ---------------------------------------------------------------------- keepalive
+
+
+@virtually
+async def test_a_silent_peer_is_given_up_in_time_and_an_idle_one_is_not() -> None:
+    settings = NetSettings(ping_after=1.0, silent_after=3.0)
+    async with two(settings) as t:
+        await asyncio.sleep(60.0)
+        assert t.link.down is None
+        assert t.back.down is None
+        t.world.partition("a", "b")
+        start = now().time()
+        await t.at_a.until(lambda handler: bool(handler.downs))
+        assert 2.0 <= now().time() - start <= 5.0
+        await t.at_b.until(lambda handler: bool(handler.downs))
+        for handler in (t.at_a, t.at_b):
+            assert handler.downs[0][1].cause == "silent"
+
+
+@virtually
+async def test_a_one_way_partition_is_noticed_by_both_sides() -> None:
+    async with two(NetSettings(ping_after=1.0, silent_after=3.0)) as t:
+        t.world.partition("a", "b", one_way=True)
+        await t.at_b.until(lambda handler: bool(handler.downs), timeout=30.0)
+        await t.at_a.until(lambda handler: bool(handler.downs), timeout=30.0)
+
+
+@virtually
+async def test_a_process_that_stands_still_for_a_while_keeps_its_links() -> None:
+    async with two(NetSettings(ping_after=1.0, silent_after=5.0)) as t:
+        waiting = asyncio.ensure_future(t.link.request(ECHO, Echo(b"x"), timeout=10.0))
+        t.world.pause("b")
+        await asyncio.sleep(3.0)
+        assert not waiting.done()
+        t.world.resume("b")
+        assert (await waiting).payload == b"x"
+        assert t.link.down is None
+
+
+# ---------------------------------------------------------------------- deadlines
+
+
+@virtually
+async def test_deadlines_hold_without_any_help_from_the_peer() -> None:
+    async with two() as t:
+        t.world.partition("a", "b")
+        start = now().time()
+        tasks = [
+            asyncio.ensure_future(t.link.request(ECHO, Echo(), timeout=timeout))
+            for timeout in (3.0, 0.5, 1.0, 0.0)
+        ]
+        ended = []
+        for task in tasks:
+            task.add_done_callback(lambda _: ended.append(now().time() - start))
+        await asyncio.wait(tasks)
+        assert all(isinstance(task.exception(), DeadlineExceeded) for task in tasks)
+        for at, due in zip(ended, (0.0, 0.5, 1.0, 3.0), strict=True):
+            assert due <= at + 1e-6 <= due + 0.03
+
+
+@virtually
+async def test_expired_requests_free_their_slots_once_the_peer_confirms() -> None:
+    async with two(NetSettings(limits=Limits(pending=4))) as t:
+        t.world.partition("a", "b")
+        for _ in range(4):
+            with pytest.raises(DeadlineExceeded):
+                await t.link.request(ECHO, Echo(), timeout=0.1)
+        with pytest.raises(Overloaded):
+            await t.link.request(ECHO, Echo(), timeout=0.1)
+        t.world.heal()
+        await asyncio.sleep(0.1)
+        assert (await t.link.request(ECHO, Echo(b"x"), timeout=1.0)).payload == b"x"
+        assert t.link.statistics().pending == 0
+
+
+@virtually
+async def test_the_server_stops_work_at_the_deadline_even_if_nobody_tells_it() -> None:
+    async with two() as t:
+        waiting = asyncio.ensure_future(t.link.request(HANG, Echo(), timeout=1.0))
+        await t.at_b.until(lambda handler: bool(handler.calls))
+        t.world.partition("a", "b", one_way=True)  # the cancellation will not arrive
+        start = now().time()
+        await t.at_b.until(lambda handler: handler.cancelled == 1)
+        assert now().time() - start <= 1.03
+        assert t.back.statistics().serving == 0
+        with pytest.raises(DeadlineExceeded):
+            await waiting
+
+
+@virtually
+async def test_sending_waits_no_longer_than_it_may() -> None:
+    async with two() as t:
+        t.at_b.window = 4096
+        t.at_b.hold = True
+        stream = t.link.open_stream(1, b"", RecordingSink(), window=0)
+        await asyncio.sleep(0.1)
+        while stream.try_send(bytes(500)):
+            pass
+        with pytest.raises(DeadlineExceeded):
+            await stream.send(bytes(500), timeout=0.5)
+        with pytest.raises(DeadlineExceeded):
+            await stream.send_raw(b"", bytes(500), timeout=0.5)
+        t.world.partition("a", "b")
+        bulk = t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=0.5)
+        with pytest.raises(DeadlineExceeded):
+            await bulk
+
+
+@virtually
+async def test_a_payload_the_peer_does_not_take_is_reported_and_stays_pinned() -> None:
+    async with two() as t:
+        t.at_b.window = 8 << 20
+        stream = t.link.open_stream(1, b"", RecordingSink(), window=0)
+        await t.at_b.until(lambda handler: bool(handler.streams))
+        await asyncio.sleep(0.1)
+        t.world.partition("a", "b")
+        released: list[float] = []
+        stream.try_send_raw(b"", bytes(1 << 20), lambda: released.append(now().time()))
+        with pytest.raises(DeadlineExceeded, match="did not take"):
+            await stream.send_raw(b"", bytes(1 << 20), timeout=1.0)
+        assert not released
+        t.world.reset("a", "b")
+        await asyncio.sleep(0.1)
+        assert len(released) == 1
+
+
+@virtually
+async def test_a_payload_on_a_lost_link_is_no_success() -> None:
+    async with two() as t:
+        t.at_b.window = 8 << 20
+        stream = t.link.open_stream(1, b"", RecordingSink(), window=0)
+        await asyncio.sleep(0.1)
+        t.world.partition("a", "b")
+        sending = asyncio.ensure_future(stream.send_raw(b"", bytes(1 << 20), timeout=9.0))
+        await asyncio.sleep(0.1)
+        t.world.reset("a", "b")
+        with pytest.raises(LinkLost):
+            await sending
+
+
+# ---------------------------------------------------------------------- drain
+
+
+@virtually
+async def test_drain_waits_for_room() -> None:
+    async with two() as t:
+        await t.link.drain(timeout=1.0)
+        t.world.set_conditions("a", "b", bandwidth=1 << 20, capacity=10_000)
+        t.link.tell(1, bytes(4 << 20))
+        with pytest.raises(DeadlineExceeded):
+            await t.link.drain(timeout=1.0)
+        start = now().time()
+        await t.link.drain(timeout=10.0)
+        assert now().time() > start
+        assert not t.link.shell.full
+        t.link.tell(1, bytes(4 << 20))
+        draining = asyncio.ensure_future(t.link.drain(timeout=10.0))
+        await asyncio.sleep(0.1)
+        t.world.reset("a", "b")
+        with pytest.raises(LinkLost):
+            await draining
+
+
+@virtually
+async def test_a_peer_that_does_not_read_is_overload_for_new_work() -> None:
+    async with two(NetSettings(limits=Limits(unsent=1 << 20))) as t:
+        t.world.set_conditions("a", "b", bandwidth=1.0, capacity=1000)
+        t.link.tell(1, bytes(3 << 20))
+        await asyncio.sleep(0.1)
+        t.link.tell(1, bytes(1 << 20))
+        with pytest.raises(Overloaded, match="reads slowly"):
+            t.link.tell(1, b"")
+        with pytest.raises(Overloaded):
+            await t.link.request(ECHO, Echo(), timeout=1.0)
+        assert t.link.statistics().unsent_bytes < 2 << 20
+
+
+# ---------------------------------------------------------------------- bulk
+
+
+@virtually
+async def test_a_lost_bulk_connection_ends_its_streams_only_and_is_dialled_again() -> None:
+    async with two() as t:
+        ours, plain = RecordingSink(), RecordingSink()
+        bulk = await t.link.open_bulk_stream(1, b"", ours, timeout=1.0)
+        t.link.open_stream(1, b"", plain)
+        await t.at_b.until(lambda handler: len(handler.streams) == 2)
+        assert t.link.bulk is not None
+        t.link.bulk.abort()
+        assert isinstance(await ours.end(), LinkLost)
+        assert isinstance(await t.at_b.streams[0][1].end(), LinkLost)
+        with pytest.raises(LinkLost):
+            bulk.try_send(b"")
+        assert plain.ends == []
+        assert t.link.down is None
+        assert not t.back.statistics().bulk
+        for link in (t.back, t.link):
+            again = await link.open_bulk_stream(1, b"", RecordingSink(), timeout=1.0)
+            again.end()
+        assert t.a.connections == 2
+
+
+@virtually
+async def test_many_bulk_streams_at_once_share_one_dial() -> None:
+    async with two() as t:
+        sinks = [RecordingSink() for _ in range(10)]
+        opening = [
+            link.open_bulk_stream(1, b"", sink, timeout=1.0, window=0)
+            for link in (t.link, t.back)
+            for sink in sinks[:5]
+        ]
+        await asyncio.gather(*opening)
+        assert t.a.connections == t.b.connections == 2
+
+
+@virtually
+async def test_a_bulk_dial_that_fails_says_why() -> None:
+    async with two() as t:
+        t.world.partition("a", "b", one_way=True)
+        opening = asyncio.ensure_future(
+            t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=60.0)
+        )
+        with pytest.raises(DialTimeout, match="did not answer"):
+            await opening
+
+
+@virtually
+async def test_bulk_ends_with_its_link() -> None:
+    async with two() as t:
+        sink = RecordingSink()
+        await t.link.open_bulk_stream(1, b"", sink, timeout=1.0)
+        t.back.abort("test")
+        assert isinstance(await sink.end(), LinkLost)
+        await t.at_a.until(lambda handler: bool(handler.downs))
+        with pytest.raises(LinkLost):
+            await t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=1.0)
+        await asyncio.sleep(2.0)
+        assert t.world.connections == 0
+
+
+@virtually
+async def test_requests_on_a_bulk_connection_end_it() -> None:
+    async with two() as t:
+        await t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=1.0)
+        assert t.link.bulk is not None
+        t.link.bulk.connection.send_tell(1, b"")
+        t.link.bulk.wake()
+        await asyncio.sleep(0.1)
+        assert t.link.bulk is None
+        assert t.link.down is None
+        assert not t.at_b.tells
+
+
+# ---------------------------------------------------------------------- readers and handlers
+
+
+@virtually
+async def test_a_reader_that_fails_ends_its_own_stream() -> None:
+    class Fails(RecordingSink):
+        def on_data(self, body) -> None:
+            raise ZeroDivisionError("a bug")
+
+    async with two() as t:
+        t.at_b.on_stream_hook = lambda stream, *_: stream.accept(Fails(), window=4096)
+        sink = RecordingSink()
+        stream = t.link.open_stream(1, b"", sink)
+        await stream.send(b"x", timeout=1.0)
+        error = await sink.end()
+        assert "ZeroDivisionError" in str(error)
+        assert t.link.down is None
+
+
+@virtually
+async def test_a_stream_can_be_accepted_later_or_after_it_has_ended() -> None:
+    async with two() as t:
+        offered = []
+        t.at_b.on_stream_hook = lambda stream, *_: offered.append(stream)
+        ours = RecordingSink()
+        stream = t.link.open_stream(1, b"", ours)
+        await asyncio.sleep(0.1)
+        assert not stream.sendable
+        late = RecordingSink()
+        offered[0].accept(late, window=4096)
+        with pytest.raises(RuntimeError):
+            offered[0].accept(late)
+        await stream.send(b"x", timeout=1.0, last=True)
+        await late.end()
+        assert late.items == [b"x"]
+
+        t.link.open_stream(1, b"", RecordingSink()).abort(NoWorker("gone"))
+        await asyncio.sleep(0.1)
+        too_late = RecordingSink()
+        offered[1].accept(too_late, window=4096)
+        assert isinstance(await too_late.end(), NoWorker)
+
+
+@virtually
+async def test_accepting_without_credit_left_is_overload_and_can_be_tried_again() -> None:
+    async with two(NetSettings(limits=Limits(budget=6000, least_window=4096, window=4096))) as t:
+        offered = []
+        t.at_b.on_stream_hook = lambda stream, *_: offered.append(stream)
+        for _ in range(2):
+            t.link.open_stream(1, b"", RecordingSink(), window=0)
+        await asyncio.sleep(0.1)
+        offered[0].accept(RecordingSink(), window=4096)
+        sink = RecordingSink()
+        with pytest.raises(Overloaded):
+            offered[1].accept(sink, window=4096)
+        offered[0].abort(Cancelled("make room"))
+        await asyncio.sleep(0.1)
+        offered[1].accept(sink, window=4096)
+
+
+@virtually
+async def test_events_behind_the_end_of_a_link_go_nowhere() -> None:
+    """The handler ends the link during a read that holds more requests: they are not started."""
+    async with two() as t:
+
+        def stop(call: Call) -> None:
+            t.at_b.calls.append(call)
+            call.on_cancel = lambda: cancelled.append(call)
+            call.link.abort("stop")
+
+        cancelled: list[Call] = []
+        t.at_b.on_request = stop  # type: ignore[method-assign]
+        tasks = [asyncio.ensure_future(t.link.request(HANG, Echo(), timeout=5.0)) for _ in range(5)]
+        await asyncio.wait(tasks)
+        assert len(t.at_b.calls) == 1
+        assert cancelled == t.at_b.calls
+        assert all(isinstance(task.exception(), LinkLost) for task in tasks)
+
+
+@virtually
+async def test_credit_comes_back_when_items_are_consumed_late() -> None:
+    async with two() as t:
+        t.at_b.hold, t.at_b.window = True, 4096
+        stream = t.link.open_stream(1, b"", sink := RecordingSink())
+        for _ in range(4):
+            await stream.send(bytes(600), timeout=1.0)
+        stream.end()
+        incoming, their_sink = t.at_b.streams[0]
+        await their_sink.end()
+        incoming.end()
+        await sink.end()
+        assert t.back.statistics().granted > 0, "what is held still occupies memory"
+        for item in their_sink.items:
+            incoming.consumed(len(item))
+        assert t.back.statistics().granted == 0
+        assert t.link.statistics().granted == 0
+
+
+# ---------------------------------------------------------------------- goodbye
+
+
+@virtually
+async def test_a_closing_link_gives_up_on_work_that_does_not_end() -> None:
+    async with two(NetSettings(retire_after=2.0)) as t:
+        waiting = asyncio.ensure_future(t.link.request(HANG, Echo(), timeout=100.0))
+        await t.at_b.until(lambda handler: bool(handler.calls))
+        start = now().time()
+        t.link.close("enough")
+        with pytest.raises(LinkLost):
+            await waiting
+        assert 1.9 <= now().time() - start <= 2.2
+
+
+@virtually
+async def test_a_replaced_connection_finishes_its_work() -> None:
+    """The dialler dials again (it lost its link object, say): the old one ends when it is idle."""
+    async with two() as t:
+        waiting = asyncio.ensure_future(t.link.request(HANG, Echo(), timeout=100.0))
+        await t.at_b.until(lambda handler: bool(handler.calls))
+        newer = await t.a.dial(t.address)
+        assert newer is not t.link
+        assert t.a.link(NodeId("b")) is newer
+        await t.at_b.until(lambda handler: len(handler.ups) == 2)
+        with pytest.raises(LinkLost) as lost:
+            await t.link.request(ECHO, Echo(), timeout=1.0)
+        assert not lost.value.sent
+        t.at_b.calls[0].reply(Echo(b"old work"))
+        assert (await waiting).payload == b"old work"
+        await t.at_a.until(lambda handler: bool(handler.downs))
+        assert t.at_a.downs[0][1].cause == "duplicate"
+        assert (await newer.request(ECHO, Echo(b"x"), timeout=1.0)).payload == b"x"
+        assert t.a.connections == 1
+
+
+async def test_a_link_shows_who_it_leads_to() -> None:
+    t = Two(None, 0)
+    await t.connect()
+    assert repr(t.link) == "<link to b>"
+    t.link.abort()
+    assert repr(t.link) == "<link to b, closed>"
+    await t.a.close()
+    await t.b.close()
+    assert isinstance(t.at_a, RecordingHandler)

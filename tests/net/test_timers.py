@@ -1,0 +1,111 @@
+"""Deadlines come never early, at most a tick late, in a fixed order, with one timer of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.net.timers import TICK, Timers, Wheel
+from pdserve.testing import virtual_time
+
+
+class Entry:
+    def __init__(self, name: int = 0) -> None:
+        self.name = name
+        self.tick = 0
+        self.expired = 0
+
+    def expire(self) -> None:
+        self.expired += 1
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 2), st.booleans()), max_size=60),
+    st.lists(st.floats(0, 2), max_size=10),
+)
+def test_every_entry_expires_in_its_tick_unless_it_was_taken_back(entries, looks) -> None:
+    wheel = Wheel()
+    kept = {}
+    for number, (when, keep) in enumerate(entries):
+        entry = Entry(number)
+        wheel.add(entry, when)
+        if keep:
+            kept[entry] = when
+        else:
+            wheel.remove(entry)
+            wheel.remove(entry)
+    assert len(wheel) == len(kept)
+    for now in sorted(looks):
+        for expired in wheel.due(now):
+            assert isinstance(expired, Entry)
+            assert kept.pop(expired) < now
+        assert all(when > now - TICK - 1e-9 for when in kept.values())
+    for expired in wheel.due(10.0):
+        assert isinstance(expired, Entry)
+        del kept[expired]
+    assert not kept
+    assert wheel.next() is None
+
+
+def test_entries_of_one_tick_expire_in_the_order_they_came() -> None:
+    wheel = Wheel()
+    entries = [Entry(number) for number in range(20)]
+    for entry in entries:
+        wheel.add(entry, 1.0)
+    assert wheel.due(2.0) == entries
+
+
+def test_the_loop_calls_at_the_right_time() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        timers = Timers(loop)
+        called: list[tuple[str, float]] = []
+        for name, delay in (("late", 0.5), ("early", 0.1), ("never", 0.2)):
+            timer = timers.call_later(
+                delay,
+                lambda name=name: called.append((name, loop.time())),  # type: ignore[misc]
+            )
+            if name == "never":
+                timer.cancel()
+
+        def chain() -> None:
+            timers.call_later(0.05, lambda: called.append(("chained", loop.time())))
+
+        timers.call_at(0.3, chain)
+        await asyncio.sleep(1.0)
+        assert [name for name, _ in called] == ["early", "chained", "late"]
+        for (_, at), due in zip(called, (0.1, 0.36, 0.5), strict=True):
+            assert due <= at + 1e-9 <= due + 3 * TICK
+        assert len(timers) == 0
+
+    virtual_time.run(main())
+
+
+def test_an_earlier_deadline_moves_the_timer_forward() -> None:
+    async def main() -> None:
+        timers = Timers(asyncio.get_running_loop())
+        late, early = Entry(), Entry()
+        timers.add(late, 5.0)
+        timers.add(early, 0.1)
+        await asyncio.sleep(0.2)
+        assert (early.expired, late.expired) == (1, 0)
+        timers.remove(late)
+        await asyncio.sleep(10.0)
+        assert late.expired == 0
+
+    virtual_time.run(main())
+
+
+def test_after_close_nothing_expires() -> None:
+    async def main() -> None:
+        timers = Timers(asyncio.get_running_loop())
+        entry = Entry()
+        timers.add(entry, 0.1)
+        timers.close()
+        timers.add(Entry(), 0.05)
+        await asyncio.sleep(1.0)
+        assert entry.expired == 0
+
+    virtual_time.run(main())

@@ -1,0 +1,150 @@
+"""Two connections that talk to each other without a network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pdserve.ids import NodeId
+from pdserve.wire import events as ev
+from pdserve.wire.handshake import Acceptor, Dialler, Identity, Versions
+from pdserve.wire.limits import Limits
+from pdserve.wire.protocol import Connection, State
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterable
+
+    from pdserve.wire.parser import Frame, FrameParser
+
+KEY = b"k" * 32
+OTHER_KEY = b"o" * 32
+NONCES = b"d" * 32, b"a" * 32
+
+E = TypeVar("E")
+
+
+def identity(name: str, cluster: str = "test") -> Identity:
+    return Identity(cluster, NodeId(name), 1000, f"{name}:7000")
+
+
+def dialler(
+    keys: tuple[bytes, ...] = (KEY,),
+    *,
+    nonce: bytes = NONCES[0],
+    versions: Versions | None = None,
+    limits: Limits | None = None,
+    binding: bytes = b"",
+    name: str = "d",
+    cluster: str = "test",
+) -> Connection:
+    claim = identity(name, cluster).claim()
+    handshake = Dialler(claim, keys, nonce, versions=versions or Versions(), binding=binding)
+    return Connection(handshake, limits or Limits())
+
+
+def acceptor(
+    keys: tuple[bytes, ...] = (KEY,),
+    *,
+    nonce: bytes = NONCES[1],
+    versions: Versions | None = None,
+    limits: Limits | None = None,
+    binding: bytes = b"",
+    name: str = "a",
+    cluster: str = "test",
+) -> Connection:
+    handshake = Acceptor(
+        identity(name, cluster), keys, nonce, versions=versions or Versions(), binding=binding
+    )
+    return Connection(handshake, limits or Limits())
+
+
+def taken(connection: Connection) -> bytes:
+    """Everything it wants to send."""
+    return b"".join(connection.data_to_send())
+
+
+def shake(d: Connection, a: Connection) -> tuple[list[Any], list[Any]]:
+    """Run the handshake as far as it goes; returns what each side reported."""
+    at_d: list[Any] = []
+    at_a: list[Any] = []
+    for _ in range(3):
+        at_a += a.receive_data(taken(d))
+        if a.state is State.JUDGING:
+            a.accept(b"s" * 16)
+        at_d += d.receive_data(taken(a))
+    return at_d, at_a
+
+
+def pair(limits: Limits | None = None, acceptors: Limits | None = None) -> tuple[Any, Any]:
+    """Two open connections: the dialler's and the acceptor's."""
+    d, a = dialler(limits=limits), acceptor(limits=acceptors or limits)
+    shake(d, a)
+    assert d.state is a.state is State.OPEN
+    return d, a
+
+
+def move(source: Connection, target: Connection) -> list[Any]:
+    """Carry what `source` has to say; payloads are placed in fresh memory."""
+    return place_all(target, target.receive_data(taken(source)))
+
+
+def place_all(target: Connection, events: list[ev.Event]) -> list[Any]:
+    """Answer every `PayloadBegins` with fresh memory; returns the other events."""
+    found: list[Any] = []
+    while events:
+        *before, last = events
+        found += before
+        if not isinstance(last, ev.PayloadBegins):
+            return [*found, last]
+        events = target.place(memoryview(bytearray(last.size)))
+    return found
+
+
+def only(events: Iterable[object], kind: type[E]) -> E:
+    """The one event there is, which is of that kind."""
+    (event,) = events
+    assert isinstance(event, kind), event
+    return event
+
+
+def asked(event: ev.Asked) -> tuple[int, int, int, bytes]:
+    """The one request of an `Asked`."""
+    ((call, method, milliseconds, body),) = event.requests
+    return call, method, milliseconds, bytes(body)
+
+
+def splits(data: bytes, numbers: random.Random) -> list[bytes]:
+    """`data` in random pieces, many of them tiny."""
+    pieces = []
+    position = 0
+    while position < len(data):
+        size = numbers.choice((1, 2, 3, 15, 16, 17, 100, 5000, 20_000))
+        pieces.append(data[position : position + size])
+        position += size
+    return pieces
+
+
+class Reading:
+    """Feeds a parser; payloads are placed in fresh memory and put back behind their meta."""
+
+    def __init__(self, parser: FrameParser) -> None:
+        self.parser = parser
+        self._meta: bytes | None = None
+
+    def feed(self, piece: bytes) -> list[tuple[tuple[int, ...], bytes]]:
+        """The whole frames that `piece` completes."""
+        found: list[tuple[tuple[int, ...], bytes]] = []
+        frames = self.parser.feed(piece)
+        while self.parser.placing:
+            _, meta = frames.pop()
+            found += self._whole(frames)
+            self._meta = bytes(meta)
+            frames = self.parser.place(memoryview(bytearray(self.parser.placing)))
+        return found + self._whole(frames)
+
+    def _whole(self, frames: list[Frame]) -> list[tuple[tuple[int, ...], bytes]]:
+        whole: list[tuple[tuple[int, ...], bytes]] = []
+        for header, body in frames:
+            whole.append((header, (self._meta or b"") + bytes(body)))
+            self._meta = None
+        return whole

@@ -1,0 +1,159 @@
+"""Frames are the same however their bytes are cut, and nothing is kept that a limit forbids."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import ProtocolError
+from pdserve.wire.header import HEADER, HEADER_BYTES, Flag, Kind
+from pdserve.wire.limits import IGNORED_BODY, LARGE, META, Limits
+from pdserve.wire.parser import FrameParser
+from tests.wire.support import Reading, splits
+
+TABLE = Limits().table()
+
+
+def frame(
+    kind: int, body: bytes = b"", *, flags: int = 0, stream: int = 0, value: int = 0
+) -> bytes:
+    return HEADER.pack(len(body), kind, flags, 0, stream, value) + body
+
+
+def raw(meta: bytes, payload: bytes) -> bytes:
+    return frame(Kind.DATA, meta + payload, flags=Flag.RAW, value=len(meta))
+
+
+frames = st.one_of(
+    st.builds(frame, st.just(Kind.REQUEST), st.binary(max_size=200), stream=st.integers(0, 99)),
+    st.builds(frame, st.just(Kind.END)),
+    st.builds(
+        lambda seed, size: frame(Kind.TELL, random.Random(seed).randbytes(size)),
+        st.integers(0, 9),
+        st.integers(LARGE - 2, 3 * LARGE),
+    ),
+    st.builds(
+        lambda meta, seed, size: raw(meta, random.Random(seed).randbytes(size)),
+        st.binary(max_size=50),
+        st.integers(0, 9),
+        st.sampled_from((0, 1, LARGE - 1, LARGE, 2 * LARGE + 7)),
+    ),
+)
+
+
+def expected(data: list[bytes]) -> list[tuple[tuple[int, ...], bytes]]:
+    return [(HEADER.unpack_from(one), one[HEADER_BYTES:]) for one in data]
+
+
+@given(st.lists(frames, max_size=6), st.integers(0, 1 << 32))
+def test_any_split_gives_the_same_frames(data, seed) -> None:
+    reading = Reading(FrameParser(TABLE))
+    found = []
+    for piece in splits(b"".join(data), random.Random(seed)):
+        found += reading.feed(piece)
+    assert found == expected(data)
+    assert reading.parser.pending == 0
+
+
+@given(st.lists(frames, min_size=1, max_size=4), st.data())
+def test_a_truncated_stream_never_yields_the_frame_that_is_cut(data, draw) -> None:
+    whole = b"".join(data)
+    cut = draw.draw(st.integers(0, len(whole) - 1))
+    reading = Reading(FrameParser(TABLE))
+    found = reading.feed(whole[:cut])
+    assert found == expected(data)[: len(found)]
+    assert sum(HEADER_BYTES + len(body) for _, body in found) <= cut
+
+
+def test_a_large_body_can_be_received_in_place() -> None:
+    body = random.Random(1).randbytes(100_000)
+    parser = FrameParser(TABLE)
+    whole = frame(Kind.TELL, body)
+    assert parser.feed(whole[:1000]) == []
+    found = []
+    position = 1000
+    while (wanted := parser.wanted()) is not None:
+        size = min(7000, len(wanted))
+        wanted[:size] = whole[position : position + size]
+        position += size
+        found += parser.filled(size)
+    assert position == len(whole)
+    ((_, received),) = found
+    assert received == body
+
+
+def test_a_payload_lands_where_it_is_placed_and_what_follows_is_read_on() -> None:
+    payload = random.Random(2).randbytes(LARGE)
+    parser = FrameParser(TABLE)
+    found = parser.feed(frame(Kind.END) + raw(b"meta", payload) + frame(Kind.PING, value=7))
+    assert [bytes(body) for _, body in found] == [b"", b"meta"]
+    assert parser.placing == LARGE
+    with pytest.raises(RuntimeError):
+        parser.feed(b"more")
+    with pytest.raises(ValueError, match="has 16384 bytes"):
+        parser.place(memoryview(bytearray(LARGE - 1)))
+    memory = bytearray(LARGE)
+    (_, placed), (ping, _) = parser.place(memoryview(memory))
+    assert memory == payload
+    assert placed == payload
+    assert ping[5] == 7
+    with pytest.raises(RuntimeError):
+        parser.place(None)
+
+
+def test_a_dropped_payload_costs_no_memory() -> None:
+    parser = FrameParser(TABLE)
+    parser.feed(raw(b"meta", bytes(3 * LARGE))[:-10])
+    assert parser.place(None) == []
+    assert parser.wanted() is None
+    (_, nothing), (end, _) = parser.feed(bytes(10) + frame(Kind.END))
+    assert nothing == b""
+    assert end[1] == Kind.END
+
+
+def test_memory_that_is_taken_back_is_not_written_to() -> None:
+    memory = bytearray(LARGE)
+    parser = FrameParser(TABLE)
+    parser.feed(raw(b"", b"x" * LARGE)[: HEADER_BYTES + 10])
+    parser.place(memoryview(memory))
+    parser.drop()
+    (_, body), (end, _) = parser.feed(b"y" * (LARGE - 10) + frame(Kind.END))
+    assert body == b""
+    assert memory == b"x" * 10 + bytes(LARGE - 10)
+    assert end[1] == Kind.END
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        HEADER.pack(Limits().body + 1, Kind.TELL, 0, 0, 0, 0),
+        HEADER.pack(0xFFFF_FFFF, Kind.RESPONSE, 0, 0, 0, 0),
+        HEADER.pack(300, Kind.PING, 0, 0, 0, 0),
+        HEADER.pack(5000, Kind.ERROR, 0, 0, 0, 0),
+        HEADER.pack(0, Kind.HELLO, 0, 0, 0, 0),
+        HEADER.pack(0, 200, 0, 0, 0, 0),
+        HEADER.pack(IGNORED_BODY + 1, 200, Flag.IGNORABLE, 0, 0, 0),
+        HEADER.pack(100, Kind.DATA, Flag.RAW, 0, 0, 101),
+        HEADER.pack(1 << 20, Kind.DATA, Flag.RAW, 0, 0, META + 1),
+        b"GET / HTTP/1.1\r\n",
+    ],
+)
+def test_a_bad_header_is_refused_before_anything_of_the_body(header) -> None:
+    with pytest.raises(ProtocolError):
+        FrameParser(TABLE).feed(header)
+
+
+def test_an_unknown_frame_that_may_be_ignored_passes() -> None:
+    found = FrameParser(TABLE).feed(frame(200, b"future", flags=Flag.IGNORABLE) + frame(Kind.END))
+    assert [header[1] for header, _ in found] == [200, Kind.END]
+
+
+def test_one_frame_at_a_time_leaves_the_rest_for_another_table() -> None:
+    parser = FrameParser(TABLE, single=True)
+    assert len(parser.feed(frame(Kind.END) + frame(Kind.HELLO))) == 1
+    parser.table = dict.fromkeys(range(256), 9)  # type: ignore[assignment]
+    ((header, _),) = parser.feed(b"")
+    assert header[1] == Kind.HELLO

@@ -1,0 +1,350 @@
+"""Streams: two halves that each end once, credit that bounds them, payloads that are not copied."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pdserve.errors import Cancelled, LinkLost, NoWorker, Overloaded, PayloadTooLarge
+from pdserve.wire import events as ev
+from pdserve.wire.codec import encode
+from pdserve.wire.flow import Stream, cost_of
+from pdserve.wire.header import HEADER, Kind
+from pdserve.wire.limits import FRAME_COST, LARGE, META, Limits
+from pdserve.wire.protocol import State
+from tests.wire.support import move, only, pair, taken
+
+
+def opened(window: int = 10_000, **limits: int) -> tuple:
+    """A connection with one stream that both sides may send on: (d, a, stream, stream)."""
+    d, a = pair(Limits(**limits) if limits else None)
+    ours = d.open_stream(5, b"hello", window=window, context="d")
+    event = only(move(d, a), ev.Opened)
+    assert (event.method, event.body, event.last) == (5, b"hello", False)
+    assert a.grant(event.stream, window)
+    only(move(a, d), ev.Unblocked)
+    return d, a, ours, event.stream
+
+
+def idle(*connections) -> bool:
+    """Nothing is under way and all credit is back."""
+    return all(c.busy == 0 and c.budget.granted == 0 for c in connections)
+
+
+# ---------------------------------------------------------------------- halves
+
+
+def test_items_flow_both_ways_and_each_half_ends_by_itself() -> None:
+    d, a, ours, theirs = opened()
+    assert d.send_data(ours, b"1")
+    assert a.send_data(theirs, b"2")
+    assert only(move(d, a), ev.Data).items == [b"1"]
+    assert only(move(a, d), ev.Data).items == [b"2"]
+    d.end(ours)
+    d.end(ours)
+    assert only(move(d, a), ev.Ended).stream is theirs
+    assert a.send_data(theirs, b"3", last=True)
+    last = only(move(a, d), ev.Data)
+    assert (last.items, last.last) == ([b"3"], True)
+    for connection, stream in ((d, ours), (a, theirs)):
+        assert stream.over
+        for data in (b"1",) if connection is a else (b"2", b"3"):
+            connection.consumed(stream, cost_of(len(data)))
+    assert idle(d, a)
+    with pytest.raises(LinkLost):
+        d.send_data(ours, b"late")
+
+
+def test_a_stream_opened_with_last_only_listens() -> None:
+    d, a = pair()
+    ours = d.open_stream(5, b"", window=1000, context=None, last=True)
+    event = only(move(d, a), ev.Opened)
+    assert event.last
+    with pytest.raises(LinkLost):
+        d.send_data(ours, b"")
+    assert a.send_data(event.stream, b"x", last=True)
+    move(a, d)
+    d.consumed(ours, cost_of(1))
+    assert idle(d, a)
+
+
+def test_reset_ends_both_halves() -> None:
+    d, a, ours, theirs = opened()
+    d.send_data(ours, b"lost on the way")
+    d.abort(ours, NoWorker("why"))
+    data, reset = move(d, a)
+    assert isinstance(data, ev.Data)
+    assert isinstance(reset.error, NoWorker)
+    assert reset.stream is theirs
+    a.consumed(theirs, cost_of(len(b"lost on the way")))
+    assert move(a, d) == [], "who aborts hears nothing, not even the confirmation"
+    assert idle(d, a)
+
+
+def test_resets_that_cross_end_the_stream_once_on_each_side() -> None:
+    d, a, ours, theirs = opened()
+    d.abort(ours, NoWorker("d"))
+    a.abort(theirs, NoWorker("a"))
+    assert move(d, a) == []
+    assert move(a, d) == []
+    assert idle(d, a)
+
+
+def test_what_crosses_an_abort_is_dropped() -> None:
+    d, a, ours, theirs = opened()
+    a.send_data(theirs, b"x")
+    a.send_raw(theirs, b"", b"y" * (2 * LARGE))
+    a.end(theirs)
+    d.abort(ours, Cancelled("enough"))
+    assert move(a, d) == []
+    only(move(d, a), ev.Reset)
+    assert idle(d, a)
+
+
+def test_a_listener_whose_own_half_has_ended_asks_for_the_end() -> None:
+    d, a = pair()
+    ours = d.open_stream(5, b"", window=1000, context=None, last=True)
+    theirs = only(move(d, a), ev.Opened).stream
+    a.send_data(theirs, b"on its way")
+    d.abort(ours, Cancelled("enough"))
+    reset = only(move(d, a), ev.Reset)
+    assert isinstance(reset.error, Cancelled)
+    assert not theirs.sending
+    assert move(a, d) == []
+    assert idle(d, a)
+
+
+def test_a_slot_is_not_reused_before_both_halves_have_ended() -> None:
+    d, a, ours, _ = opened()
+    d.abort(ours, Cancelled("enough"))
+    other = d.open_stream(5, b"", window=0, context=None)
+    assert other.id & 0xFFFF != ours.id & 0xFFFF
+    move(d, a)
+    move(a, d)
+    third = d.open_stream(5, b"", window=0, context=None)
+    assert third.id & 0xFFFF == ours.id & 0xFFFF
+    assert third.id != ours.id
+
+
+def test_items_of_one_stream_come_in_runs_and_streams_stay_apart() -> None:
+    d, a, first, _ = opened()
+    second = d.open_stream(5, b"", window=0, context=None)
+    a.grant(only(move(d, a), ev.Opened).stream, 10_000)
+    move(a, d)
+    for stream, item in ((first, b"1"), (first, b"2"), (second, b"3"), (first, b"4")):
+        d.send_data(stream, item)
+    d.send_tell(9, b"")
+    d.send_data(first, b"5")
+    d.send_data(first, b"6", last=True)
+    events = move(d, a)
+    runs = [event.items for event in events if isinstance(event, ev.Data)]
+    assert runs == [[b"1", b"2"], [b"3"], [b"4"], [b"5"], [b"6"]]
+    assert events[0].cost == 2 * cost_of(1)
+
+
+# ---------------------------------------------------------------------- credit
+
+
+def test_nothing_is_sent_without_credit() -> None:
+    d, a = pair()
+    ours = d.open_stream(5, b"", window=0, context=None)
+    theirs = only(move(d, a), ev.Opened).stream
+    assert not d.send_data(ours, b"x")
+    assert not a.send_data(theirs, b"x")
+    assert taken(d) == taken(a) == b""
+
+
+def test_a_frame_larger_than_the_credit_is_sent_whole_and_overdraws_it() -> None:
+    d, a, ours, theirs = opened(window=1000)
+    assert d.send_data(ours, bytes(5000))
+    assert not d.send_data(ours, b"")
+    only(move(d, a), ev.Data)
+    a.consumed(theirs, cost_of(5000))
+    only(move(a, d), ev.Unblocked)
+    assert d.send_data(ours, b"")
+
+
+def test_credit_returns_when_half_a_window_was_taken() -> None:
+    d, a, ours, theirs = opened(window=10 * cost_of(0))
+    for _ in range(10):
+        assert d.send_data(ours, b"")
+    assert not d.send_data(ours, b"")
+    move(d, a)
+    for taken_items in range(1, 10):
+        a.consumed(theirs, cost_of(0))
+        sent = taken(a)
+        assert bool(sent) == (taken_items == 5)
+        if sent:
+            only(d.receive_data(sent), ev.Unblocked)
+    for _ in range(5):
+        assert d.send_data(ours, b"")
+    assert not d.send_data(ours, b"")
+
+
+def test_all_streams_of_a_peer_share_one_budget() -> None:
+    d, _ = pair(Limits(budget=10_000, least_window=4000))
+    first = d.open_stream(5, b"", window=5000, context=None)
+    second = d.open_stream(5, b"", window=8000, context=None)
+    assert (first.window, second.window) == (5000, 5000)
+    with pytest.raises(Overloaded, match="no credit"):
+        d.open_stream(5, b"", window=5000, context=None)
+    assert d.open_stream(5, b"", window=0, context=None).window == 0
+
+
+def test_an_acceptor_without_budget_says_so() -> None:
+    d, a = pair(None, Limits(budget=5000, least_window=4000))
+    for granted in (True, False):
+        d.open_stream(5, b"", window=0, context=None)
+        theirs = only(move(d, a), ev.Opened).stream
+        assert a.grant(theirs, 5000) is granted
+
+
+def test_a_stream_too_many_is_refused() -> None:
+    d, a = pair(Limits(streams=1), Limits(incoming=1, streams=1))
+    d.open_stream(5, b"", window=0, context="first")
+    with pytest.raises(Overloaded):
+        d.open_stream(5, b"", window=0, context="second")
+    d, a = pair(None, Limits(incoming=1, streams=1))
+    first = d.open_stream(5, b"", window=0, context="first")
+    d.open_stream(5, b"", window=1000, context="second")
+    only(move(d, a), ev.Opened)
+    reset = only(move(a, d), ev.Reset)
+    assert reset.stream.context == "second"
+    assert isinstance(reset.error, Overloaded)
+    move(d, a)
+    d.abort(first, Cancelled("x"))
+    move(d, a)
+    move(a, d)
+    assert idle(d, a)
+
+
+def test_a_peer_that_never_stops_opening_is_cut_off() -> None:
+    _, a = pair(None, Limits(incoming=4, streams=1))
+    flood = b"".join(HEADER.pack(0, Kind.OPEN, 0, 0, slot, 0) for slot in range(1, 20))
+    *_, last = a.receive_data(flood)
+    assert isinstance(last, ev.Violated)
+    assert len(a.streams()) <= 8
+
+
+def test_data_beyond_the_credit_is_a_violation() -> None:
+    d, a, ours, _ = opened(window=200)
+    ours.credit = 10_000
+    d.send_data(ours, bytes(200))
+    d.send_data(ours, b"")
+    *_, last = move(d, a)
+    assert isinstance(last, ev.Violated)
+    assert a.state is State.ENDED
+
+
+# ---------------------------------------------------------------------- raw payloads
+
+
+def test_a_small_payload_comes_in_one_piece() -> None:
+    d, a, ours, theirs = opened()
+    meta = encode(["block", 7])
+    assert d.send_raw(ours, meta, b"\x00\xff", last=True)
+    raw = only(move(d, a), ev.Raw)
+    assert (raw.stream, raw.meta, raw.payload, raw.last) == (theirs, meta, b"\x00\xff", True)
+    assert raw.size == len(meta) + 2
+
+
+def test_a_large_payload_is_neither_copied_nor_joined() -> None:
+    d, _, ours, _ = opened()
+    payload = memoryview(bytearray(LARGE))
+    d.send_raw(ours, b"meta", payload)
+    _, same = d.data_to_send()
+    assert same is payload
+
+
+def test_a_large_payload_asks_where_it_goes_and_lands_there() -> None:
+    d, a, ours, theirs = opened(window=100_000)
+    payload = random.Random(1).randbytes(3 * LARGE)
+    d.send_data(ours, b"before")
+    d.send_raw(ours, b"meta", payload)
+    d.send_data(ours, b"after")
+    before, begins = a.receive_data(taken(d))
+    assert before.items == [b"before"]
+    assert (begins.stream, begins.meta, begins.size) == (theirs, b"meta", len(payload))
+    memory = bytearray(len(payload))
+    raw, after = a.place(memoryview(memory))
+    assert memory == payload
+    assert raw.size == len(payload) + 4
+    assert after.items == [b"after"]
+
+
+def test_a_payload_may_arrive_in_any_pieces() -> None:
+    d, a, ours, _ = opened()
+    payload = random.Random(2).randbytes(2 * LARGE)
+    d.send_raw(ours, b"meta", payload)
+    data = taken(d)
+    memory = bytearray(len(payload))
+    events = []
+    position = 0
+    while position < len(data):
+        wanted = a.receive_buffer()
+        if wanted is None:
+            for event in a.receive_data(data[position : position + 5]):
+                assert isinstance(event, ev.PayloadBegins)
+                assert a.place(memoryview(memory)) == []
+            position += 5
+            continue
+        size = min(len(wanted), 1000)
+        wanted[:size] = data[position : position + size]
+        position += size
+        events += a.received(size)
+    assert only(events, ev.Raw).payload == payload
+    assert memory == payload
+
+
+def test_aborting_during_a_payload_leaves_its_memory_alone() -> None:
+    d, a, ours, theirs = opened()
+    d.send_raw(ours, b"meta", b"x" * (2 * LARGE))
+    d.send_tell(9, b"next")
+    data = taken(d)
+    only(a.receive_data(data[:1000]), ev.PayloadBegins)
+    memory = bytearray(2 * LARGE)
+    assert a.place(memoryview(memory)) == []
+    a.abort(theirs, Cancelled("the attempt is over"))
+    before = bytes(memory)
+    assert 0 < before.count(b"x") < 1000
+    told = only(a.receive_data(data[1000:]), ev.Told)
+    assert told.body == b"next"
+    assert memory == before
+
+
+def test_the_end_of_the_connection_lets_go_of_the_memory() -> None:
+    d, a, ours, _ = opened()
+    d.send_raw(ours, b"meta", b"x" * (2 * LARGE))
+    only(a.receive_data(taken(d)[:1000]), ev.PayloadBegins)
+    memory = bytearray(2 * LARGE)
+    view = memoryview(memory)
+    a.place(view)
+    a.receive_eof()
+    assert a.receive_buffer() is None
+    view.release()  # raises if somebody still holds a part of it
+
+
+def test_meta_and_payload_have_limits() -> None:
+    d, _, ours, _ = opened(body=2 * LARGE)
+    with pytest.raises(PayloadTooLarge, match="meta"):
+        d.send_raw(ours, bytes(META + 1), b"")
+    with pytest.raises(PayloadTooLarge):
+        d.send_raw(ours, b"", bytes(2 * LARGE + 1))
+    assert taken(d) == b""
+
+
+def test_a_dead_connection_sends_nothing_more() -> None:
+    d, a, ours, theirs = opened()
+    a.receive_eof()
+    with pytest.raises(LinkLost):
+        a.send_data(theirs, b"")
+    with pytest.raises(LinkLost):
+        a.send_raw(theirs, b"", b"")
+    a.end(theirs)
+    a.abort(theirs, Cancelled("x"))
+    a.consumed(theirs, 100_000)
+    assert taken(a) == b""
+    assert isinstance(ours, Stream)
+    assert FRAME_COST > 0
+    assert d.state is State.OPEN
