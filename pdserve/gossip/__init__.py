@@ -1,0 +1,1 @@
+"""Membership: who is in the cluster, in which life, saying what. Pure: no sockets, no tasks."""
