@@ -1,0 +1,1 @@
+"""What `bench/bus.py` compares: one file per way of talking between two processes."""

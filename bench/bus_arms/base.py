@@ -1,0 +1,73 @@
+"""What every arm of the comparison can do; the harness knows nothing else of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import ClassVar
+
+PAYLOAD_BYTES = 128
+BURST = 64
+"""Messages a publisher hands over before it lets the event loop turn."""
+
+
+class Arm:
+    """One way of talking. The same object serves in one process and asks in another."""
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why it cannot run here; None if it can."""
+        return None
+
+    async def serve(self, port: int) -> None:
+        """Answer on `port`; returns when it listens, and goes on until the process is ended."""
+        raise NotImplementedError
+
+    async def connect(self, port: int) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Give back the connection."""
+
+    async def call(self, payload: bytes) -> bytes:
+        """Ask; the answer is the payload."""
+        raise NotImplementedError
+
+    async def publish(self, count: int, payload: bytes) -> int:
+        """Send `count` numbered messages one way; returns how many arrived in order, none twice."""
+        raise NotImplementedError
+
+    async def bulk(self, total: int) -> None:
+        """Move `total` bytes one way, through reused memory; all have arrived when it returns."""
+        raise NotImplementedError
+
+
+class Tally:
+    """Counts numbered messages; one out of order spoils the count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, number: int) -> None:
+        self.count = self.count + 1 if number == self.count else -1 << 60
+
+    def take(self) -> int:
+        """The count so far; the next message is number 0 again."""
+        count, self.count = self.count, 0
+        return count
+
+
+def end_process(*pids: int) -> None:
+    """Ask processes of ours to end."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 15)
+
+
+async def forever() -> None:
+    """Until the process is ended."""
+    await asyncio.get_running_loop().create_future()

@@ -1,0 +1,176 @@
+"""pdserve's own links: typed bodies, deadlines, credit, authentication, every limit on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bench.bus_arms.base import BURST, Arm, Tally
+from pdserve.ids import NodeId
+from pdserve.net.endpoint import Endpoint
+from pdserve.net.settings import NetSettings
+from pdserve.net.tcp import TcpNetwork
+from pdserve.wire.codec import Method, decoder, encode
+from pdserve.wire.handshake import Identity
+
+if TYPE_CHECKING:
+    from pdserve.net.base import Call, Down, Incoming, Link
+    from pdserve.wire.parser import Buffer
+
+_KEY = (b"a key for measurements, 32 bytes long",)
+_TIMEOUT = 30.0
+_CHUNK = 1 << 20
+_CHUNKS = 8
+
+
+class Payload(msgspec.Struct, frozen=True, array_like=True):
+    payload: bytes
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    payload: bytes
+
+
+class Count(msgspec.Struct, frozen=True, array_like=True):
+    count: int
+
+
+ECHO = Method(1, "echo", Payload, Payload)
+_ITEMS, _BULK = 1, 2
+_decode_item = decoder(Item)
+_decode_count = decoder(Count)
+
+
+class _Reader:
+    """Counts items, receives payloads into a few buffers in turn, and reports at the end."""
+
+    def __init__(self, stream: Incoming) -> None:
+        self.stream = stream
+        self.tally = Tally()
+        self.memory = [memoryview(bytearray(_CHUNK)) for _ in range(_CHUNKS)]
+        self.payloads = 0
+
+    def on_data(self, body: Buffer) -> None:
+        self.tally.add(_decode_item(body).number)
+
+    def on_payload(self, meta: bytes, size: int) -> memoryview:
+        return self.memory[self.payloads % _CHUNKS][:size]
+
+    def on_raw(self, meta: bytes, payload: Buffer) -> None:
+        self.payloads += 1
+
+    def on_end(self, error: BaseException | None) -> None:
+        if error is None:
+            count = self.payloads or self.tally.take()
+            self.stream.try_send(encode(Count(count)), last=True)
+
+    def on_unblocked(self) -> None: ...
+
+
+class _Writer:
+    """Waits for credit, and for the reader's report."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self.count = -1
+
+    def on_data(self, body: Buffer) -> None:
+        self.count = _decode_count(body).count
+        self.changed.set()
+
+    def on_payload(self, meta: bytes, size: int) -> None: ...
+
+    def on_raw(self, meta: bytes, payload: Buffer) -> None: ...
+
+    def on_end(self, error: BaseException | None) -> None: ...
+
+    def on_unblocked(self) -> None:
+        self.changed.set()
+
+    async def wait(self) -> None:
+        """For anything to change."""
+        self.changed.clear()
+        await self.changed.wait()
+
+
+class _Handler:
+    def on_link_up(self, link: Link) -> None: ...
+
+    def on_link_down(self, link: Link, down: Down) -> None: ...
+
+    def on_tell(self, link: Link, method: int, body: Buffer) -> None: ...
+
+    def on_request(self, call: Call) -> None:
+        call.reply(ECHO.decode_request(call.body))
+
+    def on_stream(self, stream: Incoming, method: int, body: Buffer) -> None:
+        stream.accept(_Reader(stream), window=(8 << 20) if method == _ITEMS else (16 << 20))
+
+
+class Ours(Arm):
+    name = "pdserve"
+    about = "pdserve's links: typed, deadlines, credit, authenticated"
+
+    def _endpoint(self, node: str) -> Endpoint:
+        settings = NetSettings()
+        return Endpoint(
+            Identity("bench", NodeId(node), 1),
+            _Handler(),
+            TcpNetwork(settings),
+            keys=lambda: _KEY,
+            entropy=os.urandom,
+            settings=settings,
+        )
+
+    async def serve(self, port: int) -> None:
+        self.endpoint = self._endpoint("server")
+        await self.endpoint.listen(f"127.0.0.1:{port}")
+
+    async def connect(self, port: int) -> None:
+        self.endpoint = self._endpoint("client")
+        self.link = await self.endpoint.dial(f"127.0.0.1:{port}")
+
+    async def close(self) -> None:
+        await self.endpoint.close()
+
+    async def call(self, payload: bytes) -> bytes:
+        return (await self.link.request(ECHO, Payload(payload), timeout=_TIMEOUT)).payload
+
+    async def publish(self, count: int, payload: bytes) -> int:
+        writer = _Writer()
+        stream = self.link.open_stream(_ITEMS, b"", writer, window=4096)
+        for number in range(count):
+            body = encode(Item(number, payload))
+            if not stream.try_send(body):
+                await stream.send(body, timeout=_TIMEOUT)
+            if number % BURST == 0:
+                await asyncio.sleep(0)
+        stream.end()
+        while writer.count < 0:
+            await writer.wait()
+        return writer.count
+
+    async def bulk(self, total: int) -> None:
+        writer = _Writer()
+        stream = await self.link.open_bulk_stream(_BULK, b"", writer, timeout=5.0, window=4096)
+        free = [memoryview(bytearray(_CHUNK)) for _ in range(_CHUNKS)]
+
+        def give_back(memory: memoryview) -> None:
+            free.append(memory)
+            writer.changed.set()
+
+        for _ in range(total // _CHUNK):
+            while not (free and stream.sendable):
+                await writer.wait()
+            memory = free.pop()
+            stream.try_send_raw(b"\xc0", memory, partial(give_back, memory))
+        stream.end()
+        while writer.count < 0:
+            await writer.wait()
+        if writer.count != total // _CHUNK:
+            raise RuntimeError(f"{writer.count} chunks arrived")

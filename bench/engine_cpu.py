@@ -1,0 +1,293 @@
+"""The torch engine on the CPU against `transformers` generate: prefill and decode, tokens/s.
+
+    python bench/engine_cpu.py                          # about 91 M random parameters, both dtypes
+    python bench/engine_cpu.py --rounds 7 --write bench/results/engine_cpu.md
+
+Both compute the same random Llama checkpoint in one process with the same number of threads, turn
+by turn: each round measures a quantity on every arm, one right after the other. Rates are the best
+of all rounds, which is what a machine without neighbours gives; a ratio is the median over rounds
+of that round's ratio, so that a busy neighbour slows both sides. The memory limit is read in the
+same run: a decode step cannot be faster than reading every weight once. Nothing here is a pass or
+fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import os
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from pdserve.engine.executor import Chunk, StepPlan
+from pdserve.engine.sequence import Sequence
+from pdserve.messages.engine import EngineSpec
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve_engines.torch.executor import TorchExecutor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PROMPT = 512
+CONTEXT = 128
+"""Prompt tokens of a decoding sequence."""
+STEPS = 32
+BATCHES = (1, 8, 16)
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Size:
+    """One random Llama model with tied embeddings."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocab: int = 8192
+
+
+SIZES = {
+    "10m": Size(256, 8, 4, 4, 1024),
+    "91m": Size(768, 12, 12, 12, 2048),
+    "91m-gqa": Size(768, 13, 12, 4, 2048),
+}
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(args.threads)
+    lines = [_machine(args.threads)]
+    print(lines[0])
+    for size in args.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            parameters = _write_checkpoint(SIZES[size], Path(folder))
+            for dtype in args.dtypes:
+                title = f"## {size}: {parameters / 1e6:.1f} M parameters, {dtype}"
+                section = ["", title, "", *_compare(Path(folder), dtype, args)]
+                print("\n".join(section), flush=True)
+                lines += section
+    if args.write:
+        args.write.write_text(_header() + "\n".join(lines) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["91m"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--arms", nargs="+", default=["native", "torch"], help="kernels to compare")
+    parser.add_argument("--write", type=Path, help="write the report there as markdown")
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------- the two sides
+
+
+class Peer:
+    """`transformers` generate, greedy, with its own KV cache."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype)
+        )
+        self.model = model.eval()
+        self.threads = threads
+
+    def seconds(self, batch: int, prompt: int, outputs: int) -> float:
+        """Time to generate `outputs` tokens for each of `batch` prompts."""
+        torch.set_num_threads(self.threads)
+        ids = torch.randint(0, self.model.config.vocab_size, (batch, prompt))
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                min_new_tokens=outputs,
+                max_new_tokens=outputs,
+                pad_token_id=0,
+            )
+        return time.perf_counter() - begin
+
+
+class Ours:
+    """The executor, stepped as the scheduler would: one prefill step, then decode steps."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int, kernels: str) -> None:
+        self.executor = TorchExecutor()
+        spec = EngineSpec(
+            engine="torch",
+            model=str(folder),
+            device="cpu",
+            dtype=dtype,
+            threads=threads,
+            block_size=BLOCK,
+            options={"kernels": kernels},
+        )
+        self.info = self.executor.load(spec, lambda stage, fraction: None)
+        self.executor.allocate(max(BATCHES) * (CONTEXT + STEPS + BLOCK) // BLOCK + PROMPT)
+
+    def seconds(self, batch: int, prompt: int, outputs: int) -> float:
+        """The same work as `Peer.seconds`."""
+        self.executor.prepare_thread()
+        prompts = torch.randint(0, self.info.vocab_size, (batch, prompt)).tolist()
+        width = -(-(prompt + outputs) // BLOCK)
+        sequences = [_sequence(row, tokens, width) for row, tokens in enumerate(prompts)]
+        begin = time.perf_counter()
+        for _ in range(outputs):
+            self._step(sequences)
+        return time.perf_counter() - begin
+
+    def _step(self, sequences: list[Sequence]) -> None:
+        chunks = [
+            Chunk(seq, seq.num_computed, seq.num_tokens - seq.num_computed, True)
+            for seq in sequences
+        ]
+        result = self.executor.execute(StepPlan(chunks))
+        for sequence, token in zip(sequences, result.tokens, strict=True):
+            sequence.num_computed = sequence.num_tokens
+            sequence.tokens.append(token)
+
+
+def _sequence(row: int, tokens: list[int], width: int) -> Sequence:
+    sampling = SamplingParams(max_tokens=10**6, temperature=0.0)
+    request = GenerateRequest(request_id=str(row), model="", prompt=tokens, sampling=sampling)
+    blocks = list(range(row * width, (row + 1) * width))
+    return Sequence(row, 0, request, list(tokens), len(tokens), 0.0, blocks=blocks)
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def _compare(folder: Path, dtype: str, args: argparse.Namespace) -> list[str]:
+    arms: dict[str, Peer | Ours] = {"transformers": Peer(folder, dtype, args.threads)}
+    for kernels in args.arms:
+        arms[f"pdserve {kernels}"] = Ours(folder, dtype, args.threads, kernels)
+    weight_bytes = next(arm.info.weight_bytes for arm in arms.values() if isinstance(arm, Ours))
+    rates: dict[str, dict[str, list[float]]] = {name: {} for name in arms}
+    bandwidths = []
+    for round_ in range(args.rounds + 1):
+        bandwidths.append(read_bandwidth(args.threads))
+        for what, measure in _quantities().items():
+            for name, arm in arms.items():
+                rate = measure(arm)
+                if round_:  # the first round warms up
+                    rates[name].setdefault(what, []).append(rate)
+    for arm in arms.values():
+        if isinstance(arm, Ours):
+            arm.executor.close()
+    del arms
+    gc.collect()
+    return _table(rates, weight_bytes, max(bandwidths))
+
+
+def _quantities() -> dict[str, Callable[[Peer | Ours], float]]:
+    """Each in tokens per second."""
+    found: dict[str, Callable[[Peer | Ours], float]] = {
+        f"prefill {PROMPT}": lambda arm: PROMPT / arm.seconds(1, PROMPT, 1)
+    }
+    for batch in BATCHES:
+        found[f"decode batch {batch}"] = functools.partial(_decode_rate, batch)
+    return found
+
+
+def _decode_rate(batch: int, arm: Peer | Ours) -> float:
+    """The time of the first token, prompt included, is subtracted."""
+    first = arm.seconds(batch, CONTEXT, 1)
+    whole = arm.seconds(batch, CONTEXT, STEPS + 1)
+    return batch * STEPS / (whole - first)
+
+
+def read_bandwidth(threads: int, size: int = 1 << 29) -> float:
+    """Bytes per second of reading memory once through, as a sum over floats."""
+    torch.set_num_threads(threads)
+    data = torch.ones(size // 4)
+    best = 0.0
+    for _ in range(3):
+        begin = time.perf_counter()
+        data.sum()
+        best = max(best, size / (time.perf_counter() - begin))
+    return best
+
+
+def _table(
+    rates: dict[str, dict[str, list[float]]], weight_bytes: int, bandwidth: float
+) -> list[str]:
+    names = list(rates)
+    ours = names[1:]
+    rounds = len(next(iter(rates["transformers"].values())))
+    heads = [*names, *(f"ratio {name.removeprefix('pdserve ')}" for name in ours), "memory limit"]
+    lines = [
+        f"| tokens/s, best of {rounds} | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
+    for what, peer in rates["transformers"].items():
+        cells = [f"{max(rates[name][what]):,.0f}" for name in names]
+        for name in ours:
+            pairs = zip(rates[name][what], peer, strict=True)
+            cells.append(f"{statistics.median(own / other for own, other in pairs):.2f}")
+        limit = bandwidth / weight_bytes * int(what.split()[-1])
+        cells.append(f"{limit:,.0f}" if what.startswith("decode") else "")
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Weights {weight_bytes / 1e6:.0f} MB, read bandwidth {bandwidth / 1e9:.1f} GB/s: "
+        f"at best {bandwidth / weight_bytes:.0f} decode steps per second.",
+    ]
+    return lines
+
+
+# ---------------------------------------------------------------- set-up
+
+
+def _write_checkpoint(size: Size, folder: Path) -> int:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _machine(threads: int) -> str:
+    name = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            name = line.partition(":")[2].strip()
+            break
+    return (
+        f"{name}, {os.cpu_count()} CPUs, {threads} threads; Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}; "
+        f"load average {os.getloadavg()[0]:.1f} at the start."
+    )
+
+
+def _header() -> str:
+    return "# The torch engine on the CPU\n\nMade by `python bench/engine_cpu.py --write …`.\n\n"
+
+
+if __name__ == "__main__":
+    quiet: Any = transformers.utils.logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    main()

@@ -1,0 +1,492 @@
+// An HTTP load generator for one core, and a trivial server to measure the generator against.
+//
+//   loadgen load  --port P [--connections N] [--seconds S] [--warmup S] [--rate R] [--quickack]
+//                 --path /v1/... --body FILE
+//   loadgen serve --port P [--chunks N] [--bytes B]
+//
+// `load` keeps N keep-alive connections busy (closed loop) or starts R requests a second (open
+// loop), reads every answer to its end, and prints one JSON object: requests, events (server-sent
+// events), bytes, errors, and quantiles of latency and of the time to the first body byte.
+// `serve` answers everything at once with ready-made bytes: N chunks of B bytes, or one body if N
+// is 0. Neither knows what the bytes mean, beyond HTTP/1.1 framing and blank lines.
+//
+// Single-threaded epoll; no allocation per event once the buffers have grown.
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <deque>
+#include <fstream>
+#include <map>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+[[noreturn]] void die(const std::string& what) {
+  fprintf(stderr, "loadgen: %s: %s\n", what.c_str(), strerror(errno));
+  exit(2);
+}
+
+double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+double cpu_seconds() {
+  rusage u;
+  getrusage(RUSAGE_SELF, &u);
+  return u.ru_utime.tv_sec + u.ru_stime.tv_sec +
+         (u.ru_utime.tv_usec + u.ru_stime.tv_usec) * 1e-6;
+}
+
+// ---------------------------------------------------------------- options
+
+struct Options {
+  std::map<std::string, std::string> values;
+
+  Options(int argc, char** argv) {
+    for (int i = 2; i < argc; ++i) {
+      std::string name = argv[i];
+      if (name.rfind("--", 0) != 0) die("unexpected argument " + name);
+      bool has_value = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0;
+      values[name.substr(2)] = has_value ? argv[++i] : "1";
+    }
+  }
+  std::string text(const std::string& name, const std::string& fallback) const {
+    auto it = values.find(name);
+    return it == values.end() ? fallback : it->second;
+  }
+  double number(const std::string& name, double fallback) const {
+    auto it = values.find(name);
+    return it == values.end() ? fallback : atof(it->second.c_str());
+  }
+};
+
+// ---------------------------------------------------------------- reading answers
+
+// Finds the end of one HTTP response in a stream of bytes and counts its events.
+class ResponseReader {
+ public:
+  long events = 0;
+  int status = 0;
+  bool started_body = false;
+
+  // Consumes bytes of the current response; returns how many. `done()` says whether it is whole.
+  size_t feed(const char* data, size_t size) {
+    size_t used = 0;
+    while (used < size && !done_) {
+      switch (state_) {
+        case State::head: used += feed_head(data + used, size - used); break;
+        case State::body: used += feed_body(data + used, size - used); break;
+        case State::chunk_size: used += feed_chunk_size(data + used, size - used); break;
+        case State::chunk_end: used += feed_chunk_end(data + used, size - used); break;
+      }
+    }
+    return used;
+  }
+  bool done() const { return done_; }
+  void reset() {
+    state_ = State::head;
+    head_.clear();
+    line_.clear();
+    left_ = 0;
+    chunked_ = last_ = done_ = started_body = false;
+    newline_ = false;
+    status = 0;
+  }
+
+ private:
+  enum class State { head, body, chunk_size, chunk_end };
+  State state_ = State::head;
+  std::string head_, line_;
+  size_t left_ = 0;
+  bool chunked_ = false, last_ = false, done_ = false, newline_ = false;
+
+  size_t feed_head(const char* data, size_t size) {
+    size_t before = head_.size();
+    head_.append(data, size);
+    size_t end = head_.find("\r\n\r\n", before > 3 ? before - 3 : 0);
+    if (end == std::string::npos) return size;
+    size_t used = end + 4 - before;
+    head_.resize(end + 4);
+    status = head_.size() > 12 ? atoi(head_.c_str() + 9) : 0;
+    std::string lower = head_;
+    std::transform(lower.begin(), lower.end(), lower.begin(), ::tolower);
+    size_t at = lower.find("\r\ncontent-length:");
+    if (at != std::string::npos) {
+      left_ = strtoul(lower.c_str() + at + 17, nullptr, 10);
+      state_ = State::body;
+      started_body = true;
+      done_ = left_ == 0;
+    } else {
+      chunked_ = true;
+      state_ = State::chunk_size;
+    }
+    return used;
+  }
+  size_t feed_body(const char* data, size_t size) {
+    size_t used = std::min(size, left_);
+    started_body = true;
+    count_events(data, used);
+    left_ -= used;
+    if (left_ == 0) {
+      if (chunked_) state_ = State::chunk_end; else done_ = true;
+    }
+    return used;
+  }
+  size_t feed_chunk_size(const char* data, size_t size) {
+    for (size_t i = 0; i < size; ++i) {
+      if (data[i] != '\n') { line_.push_back(data[i]); continue; }
+      left_ = strtoul(line_.c_str(), nullptr, 16);
+      line_.clear();
+      last_ = left_ == 0;
+      state_ = last_ ? State::chunk_end : State::body;
+      return i + 1;
+    }
+    return size;
+  }
+  size_t feed_chunk_end(const char* data, size_t size) {
+    for (size_t i = 0; i < size; ++i) {
+      if (data[i] != '\n') continue;
+      if (last_) done_ = true; else state_ = State::chunk_size;
+      return i + 1;
+    }
+    return size;
+  }
+  void count_events(const char* data, size_t size) {
+    const char* end = data + size;
+    const char* at = data;
+    while (at < end) {
+      if (newline_ && *at == '\n') ++events;
+      const char* next = static_cast<const char*>(memchr(at, '\n', end - at));
+      if (next == nullptr) { newline_ = false; return; }
+      newline_ = true;
+      at = next + 1;
+      if (at < end && *at != '\n') newline_ = false;
+    }
+  }
+};
+
+struct Connection {
+  int fd = -1;
+  bool busy = false;
+  bool seen_first = false;
+  double started = 0;
+  size_t sent = 0;
+  ResponseReader reader;
+};
+
+double quantile(std::vector<float>& sorted, double q) {
+  return sorted.empty() ? 0 : sorted[std::min(sorted.size() - 1, size_t(q * sorted.size()))];
+}
+
+std::string quantiles(std::vector<float>& values) {
+  std::sort(values.begin(), values.end());
+  char text[128];
+  snprintf(text, sizeof text, "{\"p50\": %.6f, \"p90\": %.6f, \"p99\": %.6f}",
+           quantile(values, .5), quantile(values, .9), quantile(values, .99));
+  return text;
+}
+
+// ---------------------------------------------------------------- load
+
+class Load {
+ public:
+  explicit Load(const Options& options)
+      : host_(options.text("host", "127.0.0.1")),
+        port_(int(options.number("port", 0))),
+        seconds_(options.number("seconds", 3)),
+        warmup_(options.number("warmup", 1)),
+        rate_(options.number("rate", 0)),
+        quickack_(options.number("quickack", 0) != 0),
+        connections_(size_t(options.number("connections", 16))) {
+    std::ifstream file(options.text("body", ""), std::ios::binary);
+    std::stringstream body;
+    body << file.rdbuf();
+    std::string content = body.str();
+    request_ = "POST " + options.text("path", "/") + " HTTP/1.1\r\nHost: " + host_ +
+               "\r\nContent-Type: application/json\r\nContent-Length: " +
+               std::to_string(content.size()) + "\r\n\r\n" + content;
+  }
+
+  int run() {
+    poll_ = epoll_create1(0);
+    for (auto& c : connections_) open(c);
+    begin_ = now();
+    double measure_from = begin_ + warmup_, end = measure_from + seconds_;
+    double next = begin_;
+    if (rate_ == 0) for (auto& c : connections_) start(c);
+    double cpu = 0;
+    std::vector<epoll_event> ready(256);
+    for (;;) {
+      double t = now();
+      if (!measuring_ && t >= measure_from) {
+        measuring_ = true;
+        measure_begin_ = t;
+        cpu = cpu_seconds();
+        events_before_ = total_events();
+        requests_ = errors_ = 0;
+        bytes_ = 0;
+        latency_.clear();
+        first_.clear();
+      }
+      if (t >= end) break;
+      if (rate_ > 0) {
+        while (next <= t) { start_idle(next); next += 1 / rate_; }
+      }
+      double until = std::min(end, measuring_ ? end : measure_from);
+      if (rate_ > 0) until = std::min(until, next);
+      int wait = std::max(0, int((until - t) * 1000));
+      int n = epoll_wait(poll_, ready.data(), int(ready.size()), wait);
+      for (int i = 0; i < n; ++i) on_ready(connections_[ready[i].data.u32]);
+    }
+    report(now() - measure_begin_, cpu_seconds() - cpu);
+    return 0;
+  }
+
+ private:
+  std::string host_;
+  int port_;
+  double seconds_, warmup_, rate_;
+  bool quickack_;
+  std::vector<Connection> connections_;
+  std::string request_;
+  int poll_ = -1;
+  double begin_ = 0, measure_begin_ = 0;
+  bool measuring_ = false;
+  long requests_ = 0, errors_ = 0, events_before_ = 0, missed_ = 0;
+  long long bytes_ = 0;
+  std::vector<float> latency_, first_;
+  char buffer_[1 << 16];
+
+  long total_events() const {
+    long sum = 0;
+    for (auto& c : connections_) sum += c.reader.events;
+    return sum;
+  }
+
+  void open(Connection& c) {
+    c.fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(uint16_t(port_));
+    inet_pton(AF_INET, host_.c_str(), &address.sin_addr);
+    if (connect(c.fd, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) die("connect");
+    int one = 1;
+    setsockopt(c.fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    fcntl(c.fd, F_SETFL, O_NONBLOCK);
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u32 = uint32_t(&c - connections_.data());
+    epoll_ctl(poll_, EPOLL_CTL_ADD, c.fd, &event);
+    c.reader.reset();
+    c.busy = false;
+  }
+
+  // Open loop: a request that finds no idle connection counts as missed, it is not delayed.
+  void start_idle(double due) {
+    for (auto& c : connections_)
+      if (!c.busy) { start(c); c.started = due; return; }
+    ++missed_;
+  }
+
+  void start(Connection& c) {
+    c.busy = true;
+    c.seen_first = false;
+    c.started = now();
+    c.sent = 0;
+    send_rest(c);
+  }
+
+  // A request that does not fit the socket's buffer is waited for: bodies here are small.
+  void send_rest(Connection& c) {
+    while (c.sent < request_.size()) {
+      ssize_t n = send(c.fd, request_.data() + c.sent, request_.size() - c.sent, MSG_NOSIGNAL);
+      if (n > 0) { c.sent += size_t(n); continue; }
+      if (errno != EAGAIN) { fail(c); return; }
+      usleep(50);
+    }
+  }
+
+  void fail(Connection& c) {
+    ++errors_;
+    close(c.fd);
+    open(c);
+    if (rate_ == 0) start(c);
+  }
+
+  void on_ready(Connection& c) {
+    for (;;) {
+      ssize_t n = recv(c.fd, buffer_, sizeof buffer_, 0);
+      if (n < 0 && errno == EAGAIN) return;
+      if (n <= 0) { fail(c); return; }
+      if (quickack_) {
+        int one = 1;
+        setsockopt(c.fd, IPPROTO_TCP, TCP_QUICKACK, &one, sizeof one);
+      }
+      bytes_ += n;
+      consume(c, buffer_, size_t(n));
+      if (size_t(n) < sizeof buffer_) return;
+    }
+  }
+
+  void consume(Connection& c, const char* data, size_t size) {
+    while (size > 0) {
+      size_t used = c.reader.feed(data, size);
+      data += used;
+      size -= used;
+      if (c.reader.started_body && !c.seen_first) {
+        c.seen_first = true;
+        first_.push_back(float(now() - c.started));
+      }
+      if (!c.reader.done()) continue;
+      latency_.push_back(float(now() - c.started));
+      if (c.reader.status == 200) ++requests_; else ++errors_;
+      c.reader.reset();
+      c.busy = false;
+      if (rate_ == 0) start(c);
+    }
+  }
+
+  void report(double elapsed, double cpu) {
+    long events = total_events() - events_before_;
+    printf("{\"seconds\": %.4f, \"requests\": %ld, \"errors\": %ld, \"missed\": %ld, "
+           "\"events\": %ld, \"bytes\": %lld, \"requests_per_second\": %.1f, "
+           "\"events_per_second\": %.1f, \"cpu_share\": %.3f, \"latency\": %s, \"first\": %s}\n",
+           elapsed, requests_, errors_, missed_, events, bytes_, requests_ / elapsed,
+           events / elapsed, cpu / elapsed, quantiles(latency_).c_str(),
+           quantiles(first_).c_str());
+  }
+};
+
+// ---------------------------------------------------------------- serve
+
+// Counts whole requests in a stream of bytes: all it understands is Content-Length.
+struct Client {
+  int fd = -1;
+  std::string in;
+  std::string out;
+  size_t sent = 0;
+};
+
+class Serve {
+ public:
+  explicit Serve(const Options& options) : port_(int(options.number("port", 0))) {
+    int chunks = int(options.number("chunks", 0));
+    std::string data = "data: " + std::string(size_t(options.number("bytes", 200)), 'x') + "\n\n";
+    char line[32];
+    if (chunks == 0) {
+      answer_ = "HTTP/1.1 200 OK\r\nContent-Length: " + std::to_string(data.size()) + "\r\n\r\n" +
+                data;
+      return;
+    }
+    answer_ = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
+    snprintf(line, sizeof line, "%zx\r\n", data.size());
+    for (int i = 0; i < chunks; ++i) answer_ += line + data + "\r\n";
+    answer_ += "0\r\n\r\n";
+  }
+
+  int run() {
+    listener_ = socket(AF_INET, SOCK_STREAM, 0);
+    int one = 1;
+    setsockopt(listener_, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(uint16_t(port_));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (bind(listener_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) die("bind");
+    listen(listener_, 1024);
+    socklen_t length = sizeof address;
+    getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &length);
+    printf("%d\n", ntohs(address.sin_port));
+    fflush(stdout);
+    poll_ = epoll_create1(0);
+    watch(listener_, EPOLLIN, nullptr);
+    std::vector<epoll_event> ready(256);
+    for (;;) {
+      int n = epoll_wait(poll_, ready.data(), int(ready.size()), -1);
+      for (int i = 0; i < n; ++i) {
+        if (ready[i].data.ptr == nullptr) accept_one();
+        else on_ready(static_cast<Client*>(ready[i].data.ptr));
+      }
+    }
+  }
+
+ private:
+  int port_;
+  int listener_ = -1, poll_ = -1;
+  std::string answer_;
+  char buffer_[1 << 16];
+
+  void watch(int fd, uint32_t events, Client* client) {
+    epoll_event event{};
+    event.events = events;
+    event.data.ptr = client;
+    epoll_ctl(poll_, EPOLL_CTL_ADD, fd, &event);
+  }
+
+  void accept_one() {
+    int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK);
+    if (fd < 0) return;
+    int one = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    auto* client = new Client;
+    client->fd = fd;
+    watch(fd, EPOLLIN | EPOLLOUT | EPOLLET, client);
+  }
+
+  void on_ready(Client* c) {
+    for (;;) {
+      ssize_t n = recv(c->fd, buffer_, sizeof buffer_, 0);
+      if (n > 0) { c->in.append(buffer_, size_t(n)); continue; }
+      if (n == 0 || errno != EAGAIN) { close(c->fd); delete c; return; }
+      break;
+    }
+    while (take_request(c->in)) c->out += answer_;
+    while (c->sent < c->out.size()) {
+      ssize_t n = send(c->fd, c->out.data() + c->sent, c->out.size() - c->sent, MSG_NOSIGNAL);
+      if (n < 0) return;  // EAGAIN: the edge comes back
+      c->sent += size_t(n);
+    }
+    c->out.clear();
+    c->sent = 0;
+  }
+
+  static bool take_request(std::string& in) {
+    size_t end = in.find("\r\n\r\n");
+    if (end == std::string::npos) return false;
+    size_t at = in.find("Content-Length: ");
+    size_t body = at < end ? strtoul(in.c_str() + at + 16, nullptr, 10) : 0;
+    if (in.size() < end + 4 + body) return false;
+    in.erase(0, end + 4 + body);
+    return true;
+  }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  signal(SIGPIPE, SIG_IGN);
+  std::string command = argc > 1 ? argv[1] : "";
+  if (command == "load") return Load(Options(argc, argv)).run();
+  if (command == "serve") return Serve(Options(argc, argv)).run();
+  fprintf(stderr, "usage: loadgen load|serve --port P ...\n");
+  return 2;
+}
