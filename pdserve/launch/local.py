@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import importlib
 import io
 import logging
@@ -186,11 +187,10 @@ class AllInOne:
             self._exit.set_result(exit_codes.ENGINE_FAILED)
 
     def _install_signals(self) -> None:
-        loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
-            loop.add_signal_handler(number, self._on_stop_signal, number)
+            _on_signal(number, functools.partial(self._on_stop_signal, number))
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
-            loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+            _on_signal(signal.SIGHUP, self._on_hangup)
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         now = asyncio.get_running_loop().time()
@@ -231,10 +231,15 @@ class AllInOne:
 
 def _ignore_signals() -> None:
     """All is closed and the exit status decided: an echo of the signal must not change it."""
-    loop = asyncio.get_running_loop()
-    for number in _STOP_SIGNALS:
-        loop.remove_signal_handler(number)
+    for number in (*_STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _on_signal(number: signal.Signals, callback: Callable[[], None]) -> None:
+    """Call `callback` on the running loop. Not by the loop's own handlers: taking one of those off
+    restores the deadly default for a moment, in which an echo of the signal would kill us."""
+    loop = asyncio.get_running_loop()
+    signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback))
 
 
 def _loop_factory(degradations: Degradations) -> Callable[[], asyncio.AbstractEventLoop]:
