@@ -49,6 +49,7 @@ ASYNCIO = {
     "pdserve/net/tcp.py": "sockets",
     "pdserve/observe/loop_lag.py": "measures the loop itself",
     "pdserve/observe/probes.py": "a small listener for /live, /health and /metrics",
+    "pdserve/runtime/tasks.py": "owns background tasks",
     "pdserve/testing/engine_conformance.py": "a suite over the asynchronous engine port",
     "pdserve/testing/fake_backend.py": "stands in for the asynchronous backend",
     "pdserve/testing/net_conformance.py": "a suite over asynchronous networks",

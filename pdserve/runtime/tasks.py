@@ -1,0 +1,84 @@
+"""Who owns a background task, so that none is lost, forgotten, or left behind.
+
+A bare task is kept alive by nobody and its failure is heard by nobody. Here both have an owner.
+It knows nothing of what the tasks do, and restarts none: that is `supervisor`'s. Owned by whoever
+closes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from pdserve.errors import Draining
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from pdserve.ids import Seconds
+
+__all__ = ["Tasks"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PATIENCE: Final[Seconds] = 5.0
+"""How long a cancelled task may take before the log names it; it is cancelled once more."""
+
+
+class Tasks:
+    """The background tasks of one owner; none outlives it."""
+
+    def __init__(
+        self, owner: str, on_failure: Callable[[str, BaseException], None] | None = None
+    ) -> None:
+        """`on_failure` hears the name and the error of each task that fails; it must not raise."""
+        self.owner = owner
+        self.closed = False
+        self._on_failure = on_failure
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Run `work` in the background. A failure is logged and told to `on_failure`.
+
+        Raises `Draining` once closed; then `work` never starts. Cancelling the task is no failure.
+        Whoever does not want the task writes `_ = tasks.spawn(...)`, which mypy asks for.
+        """
+        if self.closed:
+            work.close()
+            raise Draining(f"{self.owner} is closed: {name} was not started")
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        _log.error("%s: %s failed", self.owner, task.get_name(), exc_info=error)
+        if self._on_failure is not None:
+            self._on_failure(task.get_name(), error)
+
+    async def close(self) -> None:
+        """Refuse new ones, cancel those that run, and wait until all have ended. Idempotent.
+
+        Called from one of the tasks, that one is left to end by itself. Cancellation: the tasks
+        have been cancelled, but may not have ended.
+        """
+        self.closed = True
+        while waiting := self._running - {asyncio.current_task()}:
+            for task in waiting:
+                task.cancel(f"{self.owner} is closing")
+            _, late = await asyncio.wait(waiting, timeout=_PATIENCE)
+            for task in late:
+                _log.warning("%s: %s does not end when cancelled", self.owner, task.get_name())
+            # The callbacks that forget them run in this turn of the loop, after us.
+            await asyncio.sleep(0)
+
+    def __len__(self) -> int:
+        """How many have not ended."""
+        return len(self._running)
