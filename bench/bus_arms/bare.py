@@ -110,7 +110,7 @@ class Bare(Arm):
     async def connect(self, port: int) -> None:
         loop = asyncio.get_running_loop()
         _, self.client = await loop.create_connection(_Client, "127.0.0.1", port)
-        self.call = self.client.ask  # type: ignore[assignment]  # no call in between
+        self.call = self.client.ask  # type: ignore[method-assign]  # no call in between
 
     async def close(self) -> None:
         self.client.transport.abort()

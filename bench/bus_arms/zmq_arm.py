@@ -63,7 +63,8 @@ class Zmq(Arm):
     async def _ask(self, prefix: bytes, payload: bytes) -> bytes:
         self.last += 1
         head = prefix + self.last.to_bytes(8, "big")
-        future = self.calls[head] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.calls[head] = future
         await self.socket.send_multipart((head, payload))
         return await future
 

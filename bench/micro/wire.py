@@ -1,6 +1,6 @@
 """What the wire's own code costs per frame, without sockets, futures or handlers.
 
-    python -m bench.micro.wire
+    python bench/micro/wire.py
 
 Two connections in one process hand each other bursts of 64 frames of 128 bytes; the parts of the
 work take turns in the same rounds and are reported as their best one. "parse" is cutting the bytes
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from bench.machine import facts
 from pdserve.ids import NodeId
+from pdserve.wire import events as ev
 from pdserve.wire.handshake import Acceptor, Dialler, Identity, Versions
 from pdserve.wire.limits import Limits
 from pdserve.wire.parser import FrameParser
@@ -84,13 +85,14 @@ def main() -> None:
     d, a = connected()
     stream = d.open_stream(1, b"", window=0, context=None)
     (opened,) = a.receive_data(sent(d))
-    a.grant(opened.stream, 1 << 20)  # type: ignore[union-attr]
+    assert isinstance(opened, ev.Opened)
+    a.grant(opened.stream, 1 << 20)
     d.receive_data(sent(a))
     clock, parser = Clock(), FrameParser(Limits().table())
     for _ in range(ROUNDS):
         one_round(clock, d, a, stream, parser)
     lines = ["# The wire's code per frame", "", "Best of 400 bursts of 64 frames of 128 bytes."]
-    lines += ["Repeat with `python -m bench.micro.wire`.", ""]
+    lines += ["Repeat with `python bench/micro/wire.py`.", ""]
     lines += [*(f"- {fact}" for fact in facts()), "", "| part | ns per frame |", "|---|---:|"]
     lines += [f"| {part} | {best / BURST * 1e9:.0f} |" for part, best in clock.best.items()]
     text = "\n".join([*lines, ""])
