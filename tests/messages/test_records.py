@@ -10,12 +10,12 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.messages import card, engine, kv, request
+from pdserve.messages import card, engine, kv, request, routing
 
 if typing.TYPE_CHECKING:
     from types import ModuleType
 
-MODULES: list[ModuleType] = [card, engine, kv, request]
+MODULES: list[ModuleType] = [card, engine, kv, request, routing]
 RECORDS: list[type[msgspec.Struct]] = sorted(
     {
         found
@@ -33,6 +33,8 @@ def example(kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = typing.get_type_hints(kind)
         return kind(**{name: example(hints[name]) for name in kind.__struct_fields__})
+    if isinstance(kind, typing.NewType):
+        return example(kind.__supertype__)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is list:
         return [example(arguments[0])]
@@ -93,3 +95,18 @@ def test_members_of_a_union_are_told_apart(name: str):
 def test_a_delta_of_one_token_is_a_few_bytes():
     delta = request.TokenDelta(1000, 0, [70000])
     assert len(msgspec.msgpack.encode(delta)) <= 15
+
+
+@pytest.mark.parametrize("count", [-1, "1", 1.5])
+def test_a_charge_cannot_be_negative_or_no_number(count: object):
+    body = msgspec.msgpack.encode([7, "w1", 7, count, 10])
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(body, type=routing.Booked)
+
+
+def test_a_booking_of_any_63_bits_travels():
+    for booking in (0, (1 << 63) - 1):
+        released = routing.Release(booking, "finished")
+        encoded = msgspec.msgpack.encode(released)
+        assert msgspec.msgpack.decode(encoded, type=routing.Release) == released
+        assert msgpack.unpackb(encoded) == [booking, "finished"]

@@ -1,0 +1,95 @@
+"""Which worker takes a request: a frontend's question, the router's answer, what it rests on.
+
+`Route` and `Release` go from frontends to routers, `Routed` back. `WorkerLoad` is what a worker
+publishes of itself, `Booked` what a router publishes of its decisions. No prompt travels here:
+tokens go from the frontend to the worker that was named.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.ids import NodeId
+
+BookingId = Annotated[int, Meta(ge=0)]
+"""Names one booking in the whole cluster, in 63 bits, which every language's integers hold: the
+upper 31 are drawn by the router at its start, the lower 32 count."""
+
+Count = Annotated[int, Meta(ge=0)]
+
+Outcome = Literal["finished", "cancelled", "failed", "unreached"]
+"""Of a placed request, as its frontend saw it. `failed`: the worker answered with an error or was
+lost; `unreached`: the request never left the frontend."""
+
+
+class Route(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Who takes this request? Asked again, with another `attempt`, when a worker was lost."""
+
+    request_id: str
+    attempt: Count = 0
+    """0 for the first."""
+    model: str
+    """As the client wrote it: a name or an alias."""
+    prompt_tokens: Count
+    """All that must be in KV before the next token: the output of earlier attempts included."""
+    max_tokens: Count
+    """Output tokens that may still come, per choice."""
+    n: Annotated[int, Meta(ge=1)] = 1
+    """Choices; each becomes a sequence."""
+    priority: int = 0
+    """Higher is sooner."""
+    excluded: tuple[NodeId, ...] = ()
+    """Workers that this request has already failed at."""
+
+
+class Routed(msgspec.Struct, frozen=True, array_like=True):
+    """This worker, and the booking that counts the request there until it ends."""
+
+    worker: NodeId
+    epoch: int
+    """The life of the worker that was meant; in another one the booking does not exist."""
+    booking: BookingId
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True):
+    """The request is over for its frontend, or will be tried elsewhere."""
+
+    booking: BookingId
+    outcome: Outcome
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How busy a worker is, all its work counted, whoever sent it.
+
+    `running + waiting` includes every booking that the worker holds when it writes this: routers
+    stop adding their own bookings to a report that follows their start.
+    """
+
+    ready: bool = False
+    """It takes new requests; False while it loads, restarts or drains."""
+    running: Count = 0
+    """Sequences that steps compute."""
+    waiting: Count = 0
+    """Sequences that have not begun, or lost their blocks and wait for new ones."""
+    max_sequences: Count = 0
+    """As many run at once; 0: unknown."""
+    blocks_total: Count = 0
+    blocks_used: Count = 0
+    """Referenced by sequences."""
+    blocks_cached: Count = 0
+    """Unreferenced but valid: reusable as prefix, evictable at once."""
+
+
+class Booked(msgspec.Struct, frozen=True, array_like=True):
+    """A booking as the other routers see it, until its own router says that it has ended."""
+
+    booking: BookingId
+    worker: NodeId
+    epoch: int
+    sequences: Count
+    """What it charges: one per choice."""
+    prompt_tokens: Count
+    """What it charges besides."""
