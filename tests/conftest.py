@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support.leaks import (
     no_leaked_resources,
@@ -31,7 +31,14 @@ __all__ = [
     "watch_blocks",
 ]
 
-# No per-example deadline: a busy neighbour on the machine is not a bug of ours.
-settings.register_profile("short", deadline=None, print_blob=True)
-settings.register_profile("long", deadline=None, print_blob=True, max_examples=2000)
+# No per-example deadline, and no check of how fast or how large the first examples are: a busy
+# neighbour on the machine, or what a seed draws, is not a bug of ours.
+UNCHECKED = (
+    HealthCheck.too_slow,
+    HealthCheck.data_too_large,
+    HealthCheck.filter_too_much,
+    HealthCheck.large_base_example,
+)
+settings.register_profile("short", deadline=None, print_blob=True, suppress_health_check=UNCHECKED)
+settings.register_profile("long", settings.get_profile("short"), max_examples=2000)
 settings.load_profile("long" if is_long() else "short")

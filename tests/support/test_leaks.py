@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 LEAKY = '''
 import asyncio, os, socket, subprocess, sys, threading, time
 import pytest
+from tests.support import leaks
 
+leaks.GRACE_S = 0.1  # nothing here goes away by itself
 kept = []
 
 class Pool:
@@ -37,8 +39,10 @@ def test_leaks_a_process():
     kept.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"]))
 
 def test_leaks_a_zombie():
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
 
 async def test_leaks_a_task():
     kept.append(asyncio.create_task(asyncio.sleep(20), name="forgotten"))
