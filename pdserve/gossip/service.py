@@ -1,0 +1,266 @@
+"""Drives the membership machine of one node: its timer, its dials, its messages on real links.
+
+Everything that happens to the machine passes `_step`; every effect is carried out here or, if it
+tells of members, handed to the owner's listener. Large parts of cards travel on bulk connections.
+It decides nothing: `core` does. Owned by a node, one per life; `close` leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.errors import DialFailed as DialError
+from pdserve.errors import DialRefused, PdserveError, ProtocolError
+from pdserve.gossip import events as ev
+from pdserve.gossip.core import Gossip
+from pdserve.gossip.messages import TELL, PartReply, decode
+from pdserve.wire.codec import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from random import Random
+
+    from pdserve.gossip.config import GossipConfig
+    from pdserve.gossip.messages import Card, Message, Record
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.net.base import Incoming, Link, Network
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["PARTS", "GossipService"]
+
+_log = logging.getLogger(__name__)
+
+PARTS: Final = 0x0101
+"""The method number of one-shot bulk streams whose opening body is a `PartReply`."""
+
+_TELLABLE: Final = 32 * 1024
+"""Bytes of a part's chunk that may go between pings; larger ones take the bulk connection."""
+_BULK_TIMEOUT: Final[Seconds] = 10.0
+_BULK_TASKS: Final = 64
+"""Chunks on their way at a time; further ones are dropped, and asked for again elsewhere."""
+_IDLE_CHECK: Final[Seconds] = 10.0
+"""Between two looks at whether a link that membership needs no more is idle."""
+
+
+class GossipService:
+    """See above. Make it inside the running loop it is to live on."""
+
+    def __init__(
+        self,
+        me: Record,
+        network: Network,
+        config: GossipConfig,
+        random: Random,
+        *,
+        on_effect: Callable[[ev.Effect], None],
+        on_dial_failed: Callable[[str, DialError], None],
+    ) -> None:
+        """`on_effect` hears of members, cards and this node's own life, in order, on the loop."""
+        self.machine = Gossip(me, config, random)
+        self._network = network
+        self._on_effect = on_effect
+        self._on_dial_failed = on_dial_failed
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due: Seconds = float("inf")
+        self._dialling: set[str] = set()
+        self._unneeded: dict[NodeId, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._encoded: tuple[Message | None, bytes] = (None, b"")
+        self._stepping = False
+        self._waiting: list[ev.Event] = []
+        self._closed = False
+
+    # ------------------------------------------------------------------ what happens
+
+    def start(self, start: ev.Start) -> None:
+        """Begin: dial the seeds, introduce this node."""
+        self._step(start)
+
+    def link_up(self, link: Link) -> None:
+        """The node has a link to this peer."""
+        peer = link.peer
+        self._dialling.discard(peer.address)
+        self._keep(peer.node)
+        self._step(ev.LinkUp(peer.node, peer.epoch, peer.address))
+
+    def link_down(self, node: NodeId, epoch: Epoch) -> None:
+        """The node has no link to this life of the peer any more."""
+        self._keep(node)
+        self._step(ev.LinkDown(node, epoch))
+
+    def told(self, link: Link, body: Buffer) -> None:
+        """A message of a peer. Raises `ProtocolError` for anything else."""
+        self._step(ev.Received(link.peer.node, link.peer.epoch, decode(body)))
+
+    def opened(self, stream: Incoming, body: Buffer) -> None:
+        """A part's chunk on the bulk connection. Raises `ProtocolError`."""
+        message = decode(body)
+        if not isinstance(message, PartReply):
+            raise ProtocolError("only parts of cards travel here")
+        stream.accept(_Mute(), window=0)
+        stream.end()
+        self._step(ev.Received(stream.link.peer.node, stream.link.peer.epoch, message))
+
+    def set_card(self, card: Card, parts: tuple[bytes, ...]) -> None:
+        """This node's card, from now on."""
+        self._step(ev.SetCard(card, parts))
+
+    def want_part(self, owner: NodeId, hash: bytes) -> None:
+        """Fetch a part; ends in `PartReady` or `PartFailed` at the listener."""
+        self._step(ev.WantPart(owner, hash))
+
+    def leave(self) -> None:
+        """Say goodbye; `Stopped` follows."""
+        self._step(ev.Leave())
+
+    async def close(self) -> None:
+        """No timer, no task is left; the listener falls silent."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for node in tuple(self._unneeded):
+            self._keep(node)
+        for task in tuple(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+    # ------------------------------------------------------------------ one step
+
+    def _step(self, event: ev.Event) -> None:
+        """The machine is not re-entrant: what an effect causes at once waits its turn."""
+        self._waiting.append(event)
+        if self._stepping or self._closed:
+            return
+        self._stepping = True
+        try:
+            while self._waiting and not self._closed:
+                for effect in self.machine.step(self._loop.time(), self._waiting.pop(0)):
+                    self._perform(effect)
+        finally:
+            self._stepping = False
+            self._waiting.clear()
+        self._arm()
+
+    def _arm(self) -> None:
+        due = self.machine.due
+        if self._closed or due == self._due:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = float("inf") if due is None else due
+        self._timer = None if due is None else self._loop.call_at(due, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._due = float("inf")
+        self._step(ev.Tick())
+
+    def _perform(self, effect: ev.Effect) -> None:
+        if isinstance(effect, ev.Send):
+            self._send(effect)
+        elif isinstance(effect, ev.Dial):
+            self._dial(effect.address)
+        elif isinstance(effect, ev.Close):
+            self._close_idle(effect.node)
+        else:
+            self._on_effect(effect)
+
+    # ------------------------------------------------------------------ messages
+
+    def _send(self, effect: ev.Send) -> None:
+        link = self._network.link(effect.node)
+        if link is None:
+            return
+        body = self._encode(effect.message)
+        if isinstance(effect.message, PartReply) and len(body) > _TELLABLE:
+            if len(self._tasks) < _BULK_TASKS:
+                self._spawn(self._send_bulk(link, body), f"part for {effect.node}")
+            return
+        try:
+            link.tell(TELL, body)
+        except PdserveError as error:  # the link is ending, or full: comparing tables mends it
+            _log.debug("gossip to %s was not sent: %s", effect.node, error)
+
+    def _encode(self, message: Message) -> bytes:
+        """One `News` goes to several peers."""
+        if self._encoded[0] is not message:
+            self._encoded = (message, encode(message))
+        return self._encoded[1]
+
+    async def _send_bulk(self, link: Link, body: bytes) -> None:
+        try:
+            await link.open_bulk_stream(
+                PARTS, body, _Mute(), timeout=_BULK_TIMEOUT, window=0, last=True
+            )
+        except PdserveError as error:  # whoever asked asks again
+            _log.debug("a part was not sent to %s: %s", link.peer.node, error)
+
+    # ------------------------------------------------------------------ links
+
+    def _dial(self, address: str) -> None:
+        self._dialling.add(address)
+        self._spawn(self._dialled(address), f"gossip dial {address}")
+
+    async def _dialled(self, address: str) -> None:
+        """The machine counts on an answer to every dial."""
+        try:
+            link = await self._network.dial(address)
+        except DialError as error:
+            self._dialling.discard(address)
+            self._on_dial_failed(address, error)
+            self._step(ev.DialFailed(address, refused=isinstance(error, DialRefused)))
+            return
+        if address in self._dialling:  # a link that was there before, or an alias of its address
+            self._dialling.discard(address)
+            self._step(ev.LinkUp(link.peer.node, link.peer.epoch, address))
+
+    def _close_idle(self, node: NodeId) -> None:
+        """Others may use the link: it is closed when nothing is under way on it."""
+        self._keep(node)
+        link = self._network.link(node)
+        if link is None:
+            return
+        now = link.statistics()
+        if now.pending or now.serving or now.streams:
+            later = self._loop.call_later(_IDLE_CHECK, self._close_idle, node)
+            self._unneeded[node] = later
+        else:
+            link.close("membership needs it no longer")
+
+    def _keep(self, node: NodeId) -> None:
+        timer = self._unneeded.pop(node, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._loop.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+
+class _Mute:
+    """A sink of streams that carry nothing back."""
+
+    def on_data(self, body: Buffer) -> None:
+        pass
+
+    def on_payload(self, meta: bytes, size: int) -> memoryview | None:
+        return None
+
+    def on_raw(self, meta: bytes, payload: Buffer) -> None:
+        pass
+
+    def on_end(self, error: BaseException | None) -> None:
+        pass
+
+    def on_unblocked(self) -> None:
+        pass

@@ -1,0 +1,479 @@
+"""One node of the cluster: its links, its membership, and who answers what on it.
+
+    Node      what stays while the process lives: handlers, tasks, the registry, the card
+    _Life     what belongs to one epoch: endpoint and gossip; replaced whole when others have held
+              this node for dead, so that nothing of the old life can act in the new one
+
+The order of an end: `leave` (the others hear it and stop choosing us), then `close`. What the
+messages mean is their owners' business: they register here by method number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from pdserve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DialFailed,
+    LinkLost,
+    NoCommonVersion,
+    NotReady,
+    ProtocolError,
+    WrongCluster,
+    WrongClusterKey,
+    WrongPeer,
+)
+from pdserve.gossip import events as ev
+from pdserve.gossip.config import GossipConfig
+from pdserve.gossip.messages import TELL, Card, Part, Record
+from pdserve.gossip.service import PARTS, GossipService
+from pdserve.net.endpoint import Endpoint
+from pdserve.net.settings import NetSettings
+from pdserve.runtime.registry import Registry
+from pdserve.runtime.tasks import Tasks
+from pdserve.wire.codec import encode
+from pdserve.wire.handshake import Identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from random import Random
+
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.node import NodeCard
+    from pdserve.net.base import ByteNetwork, Call, Down, Incoming, Link
+    from pdserve.runtime.registry import MemberEvent
+    from pdserve.wire.codec import Method
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["Node", "NodeConfig"]
+
+_log = logging.getLogger(__name__)
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+_HOPELESS: Final = (WrongClusterKey, WrongCluster, NoCommonVersion, WrongPeer)
+"""What a seed may answer that no waiting cures."""
+_CARD_LIMIT: Final = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """How a node takes part. Addresses are `host:port`."""
+
+    node: NodeId
+    role: str
+    listen: str = "127.0.0.1:0"
+    """Where peers reach it; port 0: any."""
+    advertise: str = ""
+    """What others dial; empty: where it listens. A port 0 stands for the one in use."""
+    join: tuple[str, ...] = ()
+    """Seeds: any nodes of the cluster. Empty: be the first, others come here."""
+    cluster: str = "pdserve"
+    """Nodes of another cluster are refused by name, whatever their key."""
+    leave_timeout: Seconds = 2.0
+    """A goodbye takes `gossip.leave_linger`; beyond this it is cut short."""
+    gossip: GossipConfig = field(default_factory=GossipConfig)
+    net: NetSettings = field(default_factory=NetSettings)
+
+
+class Node:
+    """See above. Make it inside the running loop it is to live on."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        network: ByteNetwork,
+        *,
+        keys: Callable[[], tuple[bytes, ...]],
+        entropy: Callable[[int], bytes],
+        random: Random,
+        wall: Callable[[], Seconds],
+        on_superseded: Callable[[str], None] | None = None,
+    ) -> None:
+        """`wall` is the wall clock, which numbers the lives; `entropy` and `random` differ: one is
+        for nonces, the other for whatever a simulation must repeat. `on_superseded` hears why this
+        node can take part no more: another process has its name."""
+        self.id = config.node
+        self.config = config
+        self.random = random
+        self.registry = Registry()
+        self.tasks = Tasks(f"node {config.node}", self._task_failed)
+        self.card: NodeCard | None = None
+        self.lives = 0
+        """How often it has begun a life; more than once: others held it for dead."""
+        self._network = network
+        self._keys = keys
+        self._entropy = entropy
+        self._wall = wall
+        self._on_superseded = on_superseded
+        self._loop = asyncio.get_running_loop()
+        self._epoch: Epoch = 0
+        self._listen = config.listen
+        self._parts: dict[bytes, bytes] = {}
+        self._life: _Life | None = None
+        self._answers: dict[int, Callable[[Call], None]] = {}
+        self._tells: dict[int, Callable[[Link, Buffer], None]] = {
+            TELL: lambda link, body: self._living().gossip.told(link, body)
+        }
+        self._streams: dict[int, Callable[[Incoming, Buffer], None]] = {
+            PARTS: lambda stream, body: self._living().gossip.opened(stream, body)
+        }
+        self._fetching: dict[bytes, asyncio.Future[bytes]] = {}
+        self._link_listeners: list[Callable[[Link, Down | None], None]] = []
+        self._closed = False
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def epoch(self) -> Epoch:
+        """The present life; 0 before `start`."""
+        return self._epoch
+
+    @property
+    def address(self) -> str:
+        """Where others dial this node."""
+        return "" if self._life is None else self._life.endpoint.identity.address
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The links of the present life. Raises `NotReady` without one."""
+        return self._living().endpoint
+
+    def now(self) -> Seconds:
+        """The loop's clock."""
+        return self._loop.time()
+
+    # ------------------------------------------------------------------ what it answers
+
+    def serve(self, method: Method[Q, R], answer: Callable[[Q, Call], R | None]) -> None:
+        """Answer requests: by what `answer` returns, by what it raises, or, after None, by the
+        call's `reply` or `fail`."""
+
+        def on_call(call: Call) -> None:
+            reply = answer(method.decode_request(call.body), call)
+            if reply is not None:
+                call.reply(reply)
+
+        self._answers[method.id] = on_call
+
+    def serve_tell(self, number: int, hear: Callable[[Link, Buffer], None]) -> None:
+        """Hear one-way messages. `hear` raises `ProtocolError` for what cannot be decoded."""
+        self._tells[number] = hear
+
+    def serve_stream(self, number: int, opened: Callable[[Incoming, Buffer], None]) -> None:
+        """Take streams that peers open."""
+        self._streams[number] = opened
+
+    def on_member(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]:
+        """See `Registry.listen`."""
+        return self.registry.listen(listener)
+
+    def on_link(self, listener: Callable[[Link, Down | None], None]) -> None:
+        """Hear of every link: up (None) and down."""
+        self._link_listeners.append(listener)
+
+    # ------------------------------------------------------------------ taking part
+
+    async def start(self) -> None:
+        """Listen and join; returns when this node has its seeds' table or knows that it is alone.
+
+        Raises `ConfigError` for an address that cannot be listened on; `WrongClusterKey`,
+        `WrongCluster`, `NoCommonVersion` or `WrongPeer` when a seed says so.
+        """
+        epoch = max(int(self._wall() * 1000), self._epoch + 1)
+        await self._begin(epoch, ev.Start(self.config.join))
+        await self._living().joined
+        _log.debug("%s joined as life %d", self.id, self._epoch)
+
+    async def leave(self) -> None:
+        """Say goodbye and wait until the others can have heard it."""
+        life = self._life
+        if life is None or life.over:
+            return
+        life.gossip.leave()
+        await asyncio.wait({life.stopped}, timeout=self.config.leave_timeout)
+
+    async def close(self, *, grace: Seconds = 0.0) -> None:
+        """End links and tasks; nothing is left. `grace`: what is under way may finish. Idempotent.
+
+        Members are reported as gone, so that whoever waits for one is released.
+        """
+        self._closed = True
+        await self.tasks.close()
+        if self._life is not None:
+            await self._life.close(grace=grace)
+            self._life = None
+        self.registry.clear("closed")
+        for waiting in tuple(self._fetching.values()):
+            waiting.cancel()
+
+    def publish_card(self, card: NodeCard, parts: Mapping[bytes, bytes]) -> None:
+        """Tell everybody; `parts` are the contents of what the card names by hash."""
+        body = encode(card)
+        if len(body) > _CARD_LIMIT:
+            raise ConfigError(
+                f"this node's card has {len(body)} bytes, {_CARD_LIMIT} at most: serve fewer "
+                "models or aliases from one worker"
+            )
+        self.card = card
+        self._parts = dict(parts)
+        if self._life is not None and not self._life.over:
+            self._tell_card(self._life)
+
+    def _tell_card(self, life: _Life) -> None:
+        if self.card is not None:
+            named = tuple(Part("", name, len(data)) for name, data in self._parts.items())
+            life.gossip.set_card(Card(encode(self.card), named), tuple(self._parts.values()))
+
+    # ------------------------------------------------------------------ reaching others
+
+    def link_nowait(self, node: NodeId) -> Link | None:
+        """The link to a member, if there is one."""
+        life = self._life
+        return None if life is None else life.endpoint.link(node)
+
+    async def link(self, node: NodeId, *, timeout: Seconds) -> Link:
+        """The link to a member, dialled if need be.
+
+        Raises `LinkLost` (not sent) for somebody who is no member, `DialFailed`,
+        `DeadlineExceeded`. Cancellation: only the waiting ends.
+        """
+        found = self.link_nowait(node)
+        if found is not None:
+            return found
+        member = self.registry.get(node)
+        if member is None or not member.address:
+            raise LinkLost(f"{node} is not in the cluster", sent=False)
+        try:
+            async with asyncio.timeout(timeout):
+                return await self.endpoint.dial(member.address, expect=node)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no connection to {node} within {timeout:g} s") from None
+
+    async def part(self, owner: NodeId, hash: bytes, *, timeout: Seconds) -> bytes:
+        """A large part of a member's card; one fetch for all that want it at a time.
+
+        Raises `LinkLost` when nobody has it, `DeadlineExceeded`. Cancellation: only this waiting
+        ends.
+        """
+        waiting = self._fetching.get(hash)
+        if waiting is None:
+            waiting = self._fetching[hash] = self._loop.create_future()
+            self._living().gossip.want_part(owner, hash)
+        await asyncio.wait({waiting}, timeout=timeout)
+        if waiting.cancelled():
+            raise LinkLost("this node is going away", sent=False)
+        if not waiting.done():
+            raise DeadlineExceeded(f"a part of {owner}'s card did not come within {timeout:g} s")
+        return waiting.result()
+
+    # ------------------------------------------------------------------ lives
+
+    def _living(self) -> _Life:
+        if self._life is None:
+            raise NotReady("this node is not in the cluster", retry_after=1.0)
+        return self._life
+
+    async def _begin(self, epoch: Epoch, start: ev.Start) -> None:
+        """A new life: listen first, since its address is part of its identity."""
+        self._epoch = epoch
+        life = _Life(self, epoch)
+        try:
+            await life.listen(self._listen)
+        except BaseException:
+            await life.close()
+            raise
+        # The same port for every life: others look for this node there.
+        self._listen = life.listening
+        self._life = life
+        self.lives += 1
+        self._tell_card(life)
+        life.gossip.start(start)
+
+    async def _rejoin(self, effect: ev.Rejoin) -> None:
+        """Others hold this life for dead and have dropped all it held; drop it here too."""
+        old, self._life = self._life, None
+        self.registry.clear("own rejoin")
+        if old is not None:
+            await old.close()
+        epoch = max(int(self._wall() * 1000), effect.above + 1)
+        _log.warning("the cluster held this node for dead: rejoining as life %d", epoch)
+        await self._begin(epoch, effect.start)
+
+    # ------------------------------------------------------------------ from below
+
+    def take(self, life: _Life, effect: ev.Effect) -> None:
+        """An effect of membership that concerns more than links."""
+        if life is not self._life:
+            return
+        if isinstance(effect, ev.Ready):
+            life.ready()
+        elif isinstance(effect, ev.Rejoin):
+            life.over = True
+            _ = self.tasks.spawn(self._rejoin(effect), "rejoin")
+        elif isinstance(effect, ev.Superseded):
+            self._superseded(life)
+        elif isinstance(effect, ev.Stopped):
+            life.stop()
+        elif isinstance(effect, ev.PartReady):
+            self._part_settled(effect.hash, effect.data)
+        elif isinstance(effect, ev.PartFailed):
+            self._part_settled(effect.hash, LinkLost(effect.reason, sent=False))
+        elif isinstance(effect, ev.TableFull):
+            _log.warning("the table of members is full: %s was refused", effect.node)
+        else:
+            self.registry.feed(effect)
+
+    def _superseded(self, life: _Life) -> None:
+        life.over = True
+        reason = f"another process takes part as {self.id}: give each node a name of its own"
+        _log.error("%s", reason)
+        life.fail(WrongPeer(reason))
+        if self._on_superseded is not None:
+            self._on_superseded(reason)
+
+    def _part_settled(self, hash: bytes, result: bytes | LinkLost) -> None:
+        waiting = self._fetching.pop(hash, None)
+        if waiting is None or waiting.done():
+            return
+        if isinstance(result, LinkLost):
+            waiting.set_exception(result)
+            waiting.exception()  # those who wait see it; maybe nobody does any more
+        else:
+            waiting.set_result(result)
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        if name == "rejoin" and self._on_superseded is not None:
+            self._on_superseded(f"this node cannot rejoin: {error}")
+
+    def dial_failed(self, life: _Life, address: str, error: DialFailed) -> None:
+        """While joining, some answers of a seed are final."""
+        _log.debug("dialling %s failed: %s", address, error)
+        if isinstance(error, _HOPELESS) and address in self.config.join:
+            if self.lives <= 1:
+                life.fail(error)
+            else:
+                _log.warning("%s: %s", address, error.message)
+
+    # ------------------------------------------------------------------ net.base.Handler
+
+    def on_link_up(self, link: Link) -> None:
+        """See `net.base.Handler`."""
+        if self._life is not None:
+            self._life.gossip.link_up(link)
+        for listener in tuple(self._link_listeners):
+            listener(link, None)
+
+    def on_link_down(self, link: Link, down: Down) -> None:
+        """See `net.base.Handler`."""
+        life = self._life
+        if life is not None:
+            now = life.endpoint.link(link.peer.node)
+            if now is None or now.peer.epoch != link.peer.epoch:
+                life.gossip.link_down(link.peer.node, link.peer.epoch)
+        for listener in tuple(self._link_listeners):
+            listener(link, down)
+
+    def on_tell(self, link: Link, method: int, body: Buffer) -> None:
+        """See `net.base.Handler`."""
+        hear = self._tells.get(method)
+        if hear is None:
+            _log.debug("%s told us something of method %d, unknown here", link.peer.node, method)
+        else:
+            hear(link, body)
+
+    def on_request(self, call: Call) -> None:
+        """See `net.base.Handler`."""
+        answer = self._answers.get(call.method)
+        if answer is None:
+            raise ProtocolError(f"method {call.method} is not served by {self.config.role} nodes")
+        answer(call)
+
+    def on_stream(self, stream: Incoming, method: int, body: Buffer) -> None:
+        """See `net.base.Handler`."""
+        opened = self._streams.get(method)
+        if opened is None:
+            raise ProtocolError(f"no stream of method {method} at {self.config.role} nodes")
+        opened(stream, body)
+
+    # ------------------------------------------------------------------ for a life
+
+    def make_endpoint(self, epoch: Epoch, address: str) -> Endpoint:
+        """The endpoint of a life."""
+        return Endpoint(
+            Identity(self.config.cluster, self.id, epoch, address),
+            self,
+            self._network,
+            keys=self._keys,
+            entropy=self._entropy,
+            settings=self.config.net,
+        )
+
+
+class _Life:
+    """One epoch of a node."""
+
+    def __init__(self, node: Node, epoch: Epoch) -> None:
+        loop = asyncio.get_running_loop()
+        self.over = False
+        self.joined: asyncio.Future[None] = loop.create_future()
+        self.stopped: asyncio.Future[None] = loop.create_future()
+        self.listening = ""
+        self.endpoint = node.make_endpoint(epoch, "")
+        self.gossip: GossipService
+        self._node = node
+        self._epoch = epoch
+
+    async def listen(self, address: str) -> None:
+        """Begin to accept peers. Raises `ConfigError`."""
+        node = self._node
+        self.listening = await self.endpoint.listen(address)
+        advertised = advertised_address(node.config.advertise, self.listening)
+        self.endpoint.identity = Identity(node.config.cluster, node.id, self._epoch, advertised)
+        me = Record(node.id, self._epoch, address=advertised, role=node.config.role)
+        self.gossip = GossipService(
+            me,
+            self.endpoint,
+            node.config.gossip,
+            node.random,
+            on_effect=lambda effect: node.take(self, effect),
+            on_dial_failed=lambda where, error: node.dial_failed(self, where, error),
+        )
+
+    def ready(self) -> None:
+        if not self.joined.done():
+            self.joined.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self.joined.done():
+            self.joined.set_exception(error)
+            self.joined.exception()  # only `start` looks, and it may be over
+
+    def stop(self) -> None:
+        self.over = True
+        if not self.stopped.done():
+            self.stopped.set_result(None)
+
+    async def close(self, *, grace: Seconds = 0.0) -> None:
+        if hasattr(self, "gossip"):
+            await self.gossip.close()
+        await self.endpoint.close(grace=grace)
+        for future in (self.joined, self.stopped):
+            if not future.done():
+                future.cancel()
+
+
+def advertised_address(wanted: str, listening: str) -> str:
+    """What others dial: as told, with the port in use where the told one is 0 or missing."""
+    port = listening.rpartition(":")[2]
+    if not wanted:
+        return listening
+    host, colon, told = wanted.rpartition(":")
+    if not colon or wanted.endswith("]"):
+        return f"{wanted}:{port}"
+    return f"{host}:{port}" if told == "0" else wanted

@@ -1,0 +1,176 @@
+"""Who is in the cluster, as this node sees it: members, their cards, and what has just changed.
+
+Fed with membership's effects, read by everybody. Plain synchronous code; a reader gets immutable
+records, a listener hears of each change after it has happened. Per life of a member `Gone` comes
+exactly once, after everything else about that life. Owned by `Node`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.gossip import events as ev
+from pdserve.messages.node import NodeCard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.gossip.messages import Record
+    from pdserve.ids import Epoch, NodeId
+
+__all__ = ["Appeared", "Changed", "Gone", "Member", "MemberEvent", "Registry"]
+
+_log = logging.getLogger(__name__)
+
+_decode_card = msgspec.msgpack.Decoder(NodeCard).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One life of another node."""
+
+    node: NodeId
+    epoch: Epoch
+    address: str
+    """Where it is dialled."""
+    role: str
+    card: NodeCard | None = None
+    """None: not known yet."""
+    suspect: bool = False
+    """Some cannot hear it; it is still a member."""
+    reachable: bool = True
+    """False: this node's own link to it was lost and there is no other yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Appeared:
+    """A life begins here; its card may come later, as `Changed`."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Its card, its reachability, or a suspicion."""
+
+    member: Member
+    before: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """That life is over: whatever waits for it can stop waiting."""
+
+    member: Member
+    reason: str
+    """`died`, `left`, or `own rejoin`: this node was held for dead and starts afresh."""
+
+
+MemberEvent = Appeared | Changed | Gone
+
+
+class Registry:
+    """See above."""
+
+    def __init__(self) -> None:
+        self._members: dict[NodeId, Member] = {}
+        self._listeners: dict[Callable[[MemberEvent], None], None] = {}
+
+    # ------------------------------------------------------------------ reading
+
+    def get(self, node: NodeId) -> Member | None:
+        """The present life of `node`."""
+        return self._members.get(node)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(tuple(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def by_role(self, role: str) -> list[Member]:
+        """Members of a role, sorted by id."""
+        found = [member for member in self._members.values() if member.role == role]
+        return sorted(found, key=lambda member: member.node)
+
+    def by_topic(self, topic: str) -> list[Member]:
+        """Members whose cards say that they publish `topic`."""
+        return [m for m in self._members.values() if m.card is not None and topic in m.card.topics]
+
+    def listen(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]:
+        """Call `listener` on every change, beginning with those who are there already; returns
+        what ends it."""
+        self._listeners[listener] = None
+        for member in tuple(self._members.values()):
+            listener(Appeared(member))
+        return lambda: self._listeners.pop(listener, None)
+
+    # ------------------------------------------------------------------ feeding
+
+    def feed(self, effect: ev.Effect) -> None:
+        """Take note of one effect of membership; those of no concern are ignored."""
+        if isinstance(effect, ev.Joined):
+            self._joined(effect.record)
+        elif isinstance(effect, ev.CardReady):
+            self._card_ready(effect)
+        elif isinstance(effect, ev.Suspected):
+            self._change(effect.record.node, effect.record.epoch, suspect=True)
+        elif isinstance(effect, ev.Refuted):
+            self._change(effect.record.node, effect.record.epoch, suspect=False)
+        elif isinstance(effect, ev.Unreachable):
+            self._change(effect.node, None, reachable=False)
+        elif isinstance(effect, ev.Reachable):
+            self._change(effect.node, None, reachable=True)
+        elif isinstance(effect, ev.Died):
+            self._gone(effect.record, "died")
+        elif isinstance(effect, ev.Departed):
+            self._gone(effect.record, "left")
+
+    def clear(self, reason: str) -> None:
+        """This node starts afresh: everybody is gone, until they are found again."""
+        for member in tuple(self._members.values()):
+            del self._members[member.node]
+            self._tell(Gone(member, reason))
+
+    def _joined(self, record: Record) -> None:
+        old = self._members.get(record.node)
+        if old is not None:  # its death was never told: a later life is proof enough
+            del self._members[record.node]
+            self._tell(Gone(old, "died"))
+        member = Member(record.node, record.epoch, record.address, record.role)
+        self._members[record.node] = member
+        self._tell(Appeared(member))
+
+    def _card_ready(self, effect: ev.CardReady) -> None:
+        try:
+            card = _decode_card(effect.card.body)
+        except msgspec.DecodeError as error:
+            _log.warning("the card of %s cannot be read: %s", effect.node, error)
+            return
+        self._change(effect.node, effect.epoch, card=card)
+
+    def _change(self, node: NodeId, epoch: Epoch | None, **fields: object) -> None:
+        before = self._members.get(node)
+        if before is None or (epoch is not None and before.epoch != epoch):
+            return
+        member = replace(before, **fields)  # type: ignore[arg-type]
+        if member != before:
+            self._members[node] = member
+            self._tell(Changed(member, before))
+
+    def _gone(self, record: Record, reason: str) -> None:
+        member = self._members.get(record.node)
+        if member is not None and member.epoch == record.epoch:
+            del self._members[record.node]
+            self._tell(Gone(member, reason))
+
+    def _tell(self, event: MemberEvent) -> None:
+        for listener in tuple(self._listeners):
+            try:
+                listener(event)
+            except Exception:  # one deaf listener must not hide a death from the others
+                _log.exception("a listener failed on %s", type(event).__name__)

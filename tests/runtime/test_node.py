@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.errors import LinkLost, ProtocolError, WrongCluster, WrongClusterKey
+from pdserve.ids import NodeId
+from pdserve.messages.card import ModelCard
+from pdserve.messages.node import NodeCard, model_card, offer
+from pdserve.runtime.node import advertised_address
+from pdserve.runtime.registry import Appeared, Changed, Gone
+from pdserve.testing.net_support import ECHO, HANG, KEY, Echo
+from tests.net.world import virtually
+from tests.runtime.cluster import cluster
+
+if TYPE_CHECKING:
+    from pdserve.runtime.registry import MemberEvent
+
+MODEL = ModelCard(
+    name="tiny",
+    max_model_len=64,
+    vocab_size=100,
+    block_size=32,
+    tokenizer_json=b"x" * 700_000,
+    chat_template="{{ messages }}",
+)
+
+
+@virtually
+async def test_nodes_find_each_other_through_one_seed() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b", "c", "d"):
+            await nodes.add(name, role="router" if name == "a" else "worker")
+        assert await nodes.until(nodes.converged) < 3.0
+        members = nodes.nodes["d"].registry
+        assert [member.node for member in members.by_role("worker")] == ["b", "c"]
+        assert members.get(NodeId("a")) is not None
+
+
+@virtually
+async def test_a_card_and_its_parts_reach_whoever_wants_them() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b", "c"):
+            await nodes.add(name)
+        small, parts = offer(MODEL)
+        nodes.nodes["a"].publish_card(NodeCard(models=(small,), topics=("load",)), parts)
+        reader = nodes.nodes["c"]
+
+        def known() -> bool:
+            member = reader.registry.get(NodeId("a"))
+            return member is not None and member.card is not None
+
+        assert await nodes.until(known) < 3.0
+        assert [m.node for m in reader.registry.by_topic("load")] == ["a"]
+        fetched = await asyncio.gather(
+            *(reader.part(NodeId("a"), name, timeout=5.0) for name in (*small.parts, *small.parts))
+        )
+        whole = dict(zip((*small.parts, *small.parts), fetched, strict=True))
+        assert model_card(small, whole) == MODEL
+
+
+@virtually
+async def test_a_part_that_nobody_has_is_an_error() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        with pytest.raises(LinkLost):
+            await nodes.nodes["a"].part(NodeId("b"), b"0" * 16, timeout=60.0)
+
+
+@virtually
+async def test_a_crash_is_told_once_and_ends_what_waits() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b", "c"):
+            await nodes.add(name)
+        await nodes.until(nodes.converged)
+        nodes.nodes["b"].serve(HANG, lambda question, call: None)
+        events: list[MemberEvent] = []
+        nodes.nodes["a"].on_member(events.append)
+        link = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
+        asking = asyncio.ensure_future(link.request(HANG, Echo(), timeout=60.0))
+        await asyncio.sleep(0.1)
+        await nodes.crash("b")
+        with pytest.raises(LinkLost) as lost:
+            await asking
+        assert lost.value.sent
+        assert await nodes.until(nodes.converged) < 1.5
+        await asyncio.sleep(20.0)
+        gone = [event for event in events if isinstance(event, Gone)]
+        assert [(event.member.node, event.reason) for event in gone] == [("b", "died")]
+        assert sum(isinstance(event, Appeared) for event in events) == 2
+
+
+@virtually
+async def test_who_leaves_is_gone_at_once() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b", "c"):
+            await nodes.add(name)
+        await nodes.until(nodes.converged)
+        events: list[MemberEvent] = []
+        nodes.nodes["a"].on_member(events.append)
+        leaver = nodes.nodes.pop("b")
+        leaving = asyncio.ensure_future(leaver.leave())
+        assert await nodes.until(nodes.converged) < 0.5
+        await leaving
+        await leaver.close()
+        assert [e.reason for e in events if isinstance(e, Gone)] == ["left"]
+
+
+@virtually
+async def test_a_node_held_for_dead_comes_back_as_another_life() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b", "c", "d"):
+            await nodes.add(name)
+        await nodes.until(nodes.converged)
+        first = nodes.nodes["d"].epoch
+        nodes.nodes["d"].publish_card(NodeCard(role="worker"), {})
+        nodes.world.pause("d")
+        await nodes.until(lambda: nodes.nodes["a"].registry.get(NodeId("d")) is None, 20.0)
+        nodes.world.resume("d")
+        await nodes.until(lambda: nodes.nodes["d"].epoch > first and nodes.converged(), 30.0)
+        assert nodes.nodes["d"].lives == 2
+
+        def card_again() -> bool:
+            member = nodes.nodes["a"].registry.get(NodeId("d"))
+            return member is not None and member.card is not None
+
+        await nodes.until(card_again)
+
+
+@virtually
+async def test_a_wrong_key_is_named() -> None:
+    async with cluster() as nodes:
+        await nodes.add("a")
+        for key, name, error in (
+            (b"k" * 32, "test", WrongClusterKey),
+            (KEY, "other", WrongCluster),
+        ):
+            stranger = nodes.make("x", cluster=name, keys=(key,))
+            with pytest.raises(error):
+                await stranger.start()
+            await stranger.close()
+        assert len(nodes.nodes["a"].registry) == 0
+
+
+@virtually
+async def test_requests_are_answered_by_method() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        nodes.nodes["a"].serve(ECHO, lambda question, call: Echo(question.payload + b"!"))
+        link = await nodes.nodes["b"].link(NodeId("a"), timeout=1.0)
+        assert await link.request(ECHO, Echo(b"hi"), timeout=1.0) == Echo(b"hi!")
+        with pytest.raises(ProtocolError, match="not served"):
+            await link.request(HANG, Echo(), timeout=1.0)
+        with pytest.raises(LinkLost, match="not in the cluster"):
+            await nodes.nodes["b"].link(NodeId("z"), timeout=1.0)
+
+
+@virtually
+async def test_links_that_roles_make_are_reported() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        events: list[MemberEvent] = []
+        nodes.nodes["a"].on_member(events.append)
+        nodes.world.reset("a", "b")
+        nodes.world.reset("b", "a")
+        await nodes.until(lambda: any(isinstance(event, Changed) for event in events))
+
+        def reachable() -> bool:
+            member = nodes.nodes["a"].registry.get(NodeId("b"))
+            return member is not None and member.reachable
+
+        await nodes.until(reachable)
+
+
+def test_what_is_advertised() -> None:
+    assert advertised_address("", "10.0.0.1:7000") == "10.0.0.1:7000"
+    assert advertised_address("host", "0.0.0.0:7000") == "host:7000"
+    assert advertised_address("host:0", "0.0.0.0:7001") == "host:7001"
+    assert advertised_address("host:9", "0.0.0.0:7001") == "host:9"
+    assert advertised_address("[::1]", "[::]:7001") == "[::1]:7001"
