@@ -18,7 +18,10 @@
     ├── Unavailable                 nobody can serve this now
     │   ├── NotReady                still loading
     │   ├── Draining                going away
-    │   └── NoWorker                no worker serves the model
+    │   ├── NoWorker                no worker serves the model
+    │   ├── NoActor                 it is not there, or ended before it came to the message
+    │   ├── ActorFailed             it ended while it had the message: it may have acted on it
+    │   └── RestartsExhausted       a supervisor has given up
     ├── DeadlineExceeded            the request's time ran out, at a named stage
     ├── Cancelled                   the client went away
     ├── ProtocolError               the other side of a connection broke its rules
@@ -189,6 +192,24 @@ class NoWorker(Unavailable):
     """No worker serves the model at the moment."""
 
     code = "no_worker"
+
+
+class NoActor(Unavailable):
+    """No actor at the address, or none any more: nothing has acted on the message."""
+
+    code = "no_actor"
+
+
+class ActorFailed(Unavailable):
+    """The actor ended while it had the message, and may have acted on it."""
+
+    code = "actor_failed"
+
+
+class RestartsExhausted(Unavailable):
+    """A supervisor's children failed more often than it may restart them; its owner decides."""
+
+    code = "restarts_exhausted"
 
 
 class DeadlineExceeded(PdserveError):
