@@ -75,8 +75,11 @@ class CoreLife:
         self._heard = 0
         self._asked = False
         """It owes an answer, even if those who waited for its work have given up since."""
-        self._since: Seconds = clock.now()
-        """Launch, or the last time that the core was heard of or owed nothing."""
+        self._launched: Seconds = clock.now()
+        self._looked: Seconds = self._launched
+        """When it was last looked at."""
+        self._silent: Seconds = 0.0
+        """How long, while we were looking, nothing came although something was owed."""
 
     async def run(self, spec: EngineSpec) -> PdserveError:
         """From launch to exit; returns what the core died of.
@@ -124,7 +127,6 @@ class CoreLife:
     def _receive(self, event: Event) -> None:
         if type(event) is Ready:
             self._ready = True
-            self._since = self._clock.now()
         elif type(event) is Failed:
             self._failure = error_of(event)
             loop = asyncio.get_running_loop()
@@ -138,23 +140,26 @@ class CoreLife:
         interval = min(self._options.load_timeout, self._options.hang_timeout) / 4
         while not connection.lost.done():
             await asyncio.wait({connection.lost}, timeout=interval)
-            if not connection.lost.done() and (complaint := self._complaint(connection)):
+            if not connection.lost.done() and (complaint := self._complaint(connection, interval)):
                 _log.error("%s", complaint)
                 self._carrier.kill()
                 return complaint
         error = connection.lost.result()
         return None if error is None else error.message
 
-    def _complaint(self, connection: CoreConnection) -> str | None:
+    def _complaint(self, connection: CoreConnection, interval: Seconds) -> str | None:
         """What the core fails to do, if anything. Asks a silent one to say something."""
         now, options = self._clock.now(), self._options
+        passed, self._looked = now - self._looked, now
         if not self._ready:
-            late = now - self._since > options.load_timeout
+            late = now - self._launched > options.load_timeout
             return f"the engine was not ready within {options.load_timeout:g} s" if late else None
         if connection.received != self._heard or not (self._busy() or self._asked):
-            self._heard, self._since, self._asked = connection.received, now, False
+            self._heard, self._silent, self._asked = connection.received, 0.0, False
             return None
-        if now - self._since > options.hang_timeout:
+        # A look that comes late was delayed by us: what the core has said since is still unread.
+        self._silent += min(passed, interval)
+        if self._silent >= options.hang_timeout:
             return f"the engine hangs: it has not answered for {options.hang_timeout:g} s"
         connection.post(QueryStats())
         self._asked = True

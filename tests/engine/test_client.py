@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import gc
 import os
@@ -90,6 +91,13 @@ class Watched:
         assert pid is not None
         return pid
 
+    def be_patient(self) -> None:
+        """From now on a core may be as slow as this machine makes it."""
+        client = self.client
+        client._options = dataclasses.replace(client._options, hang_timeout=600.0)
+        if client._life is not None:
+            client._life._options = client._options
+
     async def ready_again(self) -> None:
         await until(lambda: self.client.state is EngineState.READY)
 
@@ -112,7 +120,7 @@ async def running(given: EngineSpec | None = None, **options: Any) -> AsyncItera
 
 
 async def test_a_killed_core_ends_every_request_once_and_comes_back():
-    async with running(spec(step_ms="5")) as watched:
+    async with running(spec(step_ms="20")) as watched:
         client, events = watched.client, list[KvEvent]()
         client.subscribe_kv(events.extend)
         await watched.serves()
@@ -186,8 +194,8 @@ async def test_a_core_that_keeps_dying_is_given_up(caplog):
 
 
 async def test_a_failed_step_costs_its_requests_only():
-    async with running(spec(step_ms="5")) as watched:
-        bystander = LedgerSink(watched.client, request(max_tokens=100))
+    async with running(spec(step_ms="20")) as watched:
+        bystander = LedgerSink(watched.client, request(max_tokens=200))
         await bystander.some()
         ledger = await LedgerSink(watched.client, request(RAISE)).wait()
         assert type(ledger.error) is EngineError
@@ -212,6 +220,7 @@ async def test_a_core_that_hangs_is_killed_and_replaced():
         ledger = await LedgerSink(watched.client, request(HANG)).wait()
         assert isinstance(ledger.error, EngineDied)
         assert "has not answered for 0.4 s" in ledger.error.message
+        watched.be_patient()
         await watched.ready_again()
         await watched.serves()
 
@@ -219,12 +228,13 @@ async def test_a_core_that_hangs_is_killed_and_replaced():
 async def test_long_silence_without_work_is_no_hang():
     async with running(hang_timeout=0.05) as watched:
         await asyncio.sleep(0.3)
+        watched.be_patient()
         await watched.serves()
         assert watched.client.restarts == 0
 
 
 async def test_a_long_step_is_no_hang_as_long_as_it_ends():
-    async with running(spec(step_ms="120"), hang_timeout=0.4) as watched:
+    async with running(spec(step_ms="400"), hang_timeout=3.0) as watched:  # ten steps
         sinks = [LedgerSink(watched.client, request(n, max_tokens=8)) for n in range(3)]
         for sink in sinks:
             assert (await sink.wait()).error is None
@@ -295,7 +305,7 @@ async def test_a_core_that_does_not_stop_is_ended_by_force():
 
 
 async def test_an_orderly_stop_accounts_for_every_block():
-    async with running(spec(step_ms="5")) as watched:
+    async with running(spec(step_ms="20")) as watched:
         sinks = [LedgerSink(watched.client, request(n, max_tokens=200)) for n in range(8)]
         await sinks[0].some()
     assert watched.client.leaked_blocks == 0

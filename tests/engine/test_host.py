@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -92,7 +93,8 @@ class Parent:
         self.sock, theirs = socket.socketpair()
         self.sock.settimeout(10)
         make = load_core if core is None else lambda engine, clock: core
-        host = CoreHost(LinkEnd(theirs, high_water=high_water), SystemClock(), make)
+        self.link = LinkEnd(theirs, high_water=high_water)
+        host = CoreHost(self.link, SystemClock(), make)
         self.status: int | None = None
         self.frames = FrameDecoder()
         self.pending: list[Event] = []
@@ -204,7 +206,9 @@ def test_a_slow_reader_stops_the_steps_and_loses_nothing(host):
     parent = host(core, high_water=10_000)
     parent.post(Start(spec=SPEC))
     parent.read_until(Ready)
-    parent.thread.join(0.3)  # nobody reads
+    deadline = time.monotonic() + 10
+    while not parent.link.congested:  # nobody reads
+        assert time.monotonic() < deadline
     stalled = core.steps
     parent.thread.join(0.2)
     assert core.steps == stalled

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from pdserve.clock import SystemClock
+from pdserve.clock import ManualClock, SystemClock
 from pdserve.engine.life import CoreLife, LifeOptions
 from pdserve.errors import ConfigError, EngineDied, PdserveError
 from pdserve.messages.engine import (
@@ -24,11 +24,14 @@ from pdserve.messages.engine import (
     Stats,
 )
 from pdserve.messages.engine import EngineStats as Snapshot
+from pdserve.testing.sinks import until
 from pdserve.wire.frames import FrameDecoder, encode_frame
 from tests.engine.test_host import CAPABILITIES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from pdserve.clock import Clock
 
 SPEC = EngineSpec(engine="played", model="")
 QUICK = LifeOptions(load_timeout=600.0, hang_timeout=600.0, stop_timeout=0.05, kill_timeout=0.05)
@@ -82,7 +85,7 @@ class PlayedCarrier:
 class Stage:
     """A life under way with its played core."""
 
-    def __init__(self, options: LifeOptions) -> None:
+    def __init__(self, options: LifeOptions, clock: Clock | None = None) -> None:
         self.carrier = PlayedCarrier()
         self.events: list[Event] = []
         self.lost = 0
@@ -90,7 +93,7 @@ class Stage:
         self.life = CoreLife(
             self.carrier,
             options,
-            SystemClock(),
+            clock or SystemClock(),
             on_event=self.events.append,
             on_lost=self.note_lost,
             busy=lambda: self.busy,
@@ -221,6 +224,23 @@ async def test_a_silent_core_owes_an_answer_even_when_its_requests_have_given_up
     stage.carrier.say(Ready(capabilities=CAPABILITIES))
     assert await stage.carrier.hear() == QueryStats()
     stage.busy = False
+    assert "has not answered" in (await stage.died()).message
+
+
+async def test_time_in_which_nobody_looked_is_not_the_cores_silence():
+    """Whoever was stopped and goes on again has not read yet what the core has said meanwhile."""
+    clock = ManualClock()
+    options = LifeOptions(load_timeout=5.0, hang_timeout=0.4, stop_timeout=0.05, kill_timeout=0.05)
+    stage = Stage(options, clock)
+    await asyncio.sleep(0)
+    await stage.carrier.hear()
+    stage.carrier.say(Ready(capabilities=CAPABILITIES))
+    assert await stage.carrier.hear() == QueryStats()
+    for _ in range(3):
+        clock.advance(1000.0)
+        await until(lambda: stage.life._looked == clock.now())
+        assert stage.carrier.kills == 0
+    clock.advance(1000.0)
     assert "has not answered" in (await stage.died()).message
 
 
