@@ -237,14 +237,14 @@ class PeerLink:
         return stream
 
     async def drain(self, *, timeout: Seconds) -> None:
-        deadline = self.now() + timeout
-        while self.down is None and (self.shell.full or self.connection.unsent):
-            if self.shell.full:
-                waiting = max(0.0, deadline - self.now())
-                await asyncio.wait({self.shell.wait_drained()}, timeout=waiting)
-            else:
-                self.shell.flush()
-            if self.shell.full and self.now() >= deadline:
+        deadline, shell = self.now() + timeout, self.shell
+        while self.down is None and (shell.full or self.connection.unsent):
+            if not (shell.full or shell.closed):
+                shell.flush()
+                continue
+            waiting = max(0.0, deadline - self.now())
+            await asyncio.wait({shell.wait_drained()}, timeout=waiting)
+            if (shell.full or shell.closed) and self.now() >= deadline:
                 raise DeadlineExceeded("the peer did not read in time")
         if self.down is not None:
             raise LinkLost(f"the link ended: {self.down.message}")

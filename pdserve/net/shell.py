@@ -192,6 +192,7 @@ class Shell(asyncio.BufferedProtocol):
             if wanted is not None:
                 self._in_place = True
                 return wanted
+        self._in_place = False  # it may have been offered before, and nothing came
         return self._reading
 
     def buffer_updated(self, count: int) -> None:

@@ -116,11 +116,9 @@ class Connection:
     """One side of one connection. `queued` and `taken` count the bytes of its whole life."""
 
     def __init__(self, handshake: Dialler | Acceptor, limits: Limits) -> None:
-        self.limits = limits
-        self._pending, self._incoming = limits.pending, limits.incoming
+        self._set_limits(limits)
         self.state = State.GREETING
         self.dialled = isinstance(handshake, Dialler)
-        self.budget = Budget(limits.budget)
         self.leaving = False
         """We said GOAWAY."""
         self.left = False
@@ -163,6 +161,11 @@ class Connection:
         }
         if isinstance(handshake, Dialler):
             self._put(Kind.HELLO, body=handshake.hello)
+
+    def _set_limits(self, limits: Limits) -> None:
+        self.limits = limits
+        self.budget = Budget(limits.budget)
+        self._pending, self._incoming = limits.pending, limits.incoming
 
     # ------------------------------------------------------------------ what goes out
 
@@ -253,8 +256,7 @@ class Connection:
         if self.state is not State.JUDGING or not isinstance(handshake, Acceptor):
             raise RuntimeError(f"accept() in state {self.state.value}")
         if limits is not None:
-            self.limits = limits
-            self.budget = Budget(limits.budget)
+            self._set_limits(limits)
         self._put(Kind.READY, body=handshake.ready(session))
         self._open()
         return True

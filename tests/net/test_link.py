@@ -236,6 +236,15 @@ async def test_drain_waits_for_room() -> None:
 
 
 @virtually
+async def test_drain_of_a_link_that_is_being_closed_waits_for_its_end() -> None:
+    async with two() as t:
+        t.link.tell(1, b"never leaves")
+        t.link.shell.abort()
+        with pytest.raises(LinkLost):
+            await t.link.drain(timeout=1.0)
+
+
+@virtually
 async def test_a_peer_that_does_not_read_is_overload_for_new_work() -> None:
     async with two(NetSettings(limits=Limits(unsent=1 << 20))) as t:
         t.world.set_conditions("a", "b", bandwidth=1.0, capacity=1000)

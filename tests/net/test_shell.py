@@ -324,6 +324,36 @@ async def test_a_large_payload_is_received_in_place_and_the_next_read_is_short()
     assert len(shell.get_buffer(-1)) == SETTINGS.read_size, "a full short read was not the end"
 
 
+async def test_a_read_that_came_to_nothing_leaves_no_trace() -> None:
+    """Readiness may be spurious: a buffer is offered, nothing comes, and then the payload has no
+    reader any more."""
+    shell, d, a = shell_over(FakeTransport())
+    opened: list[ev.Opened] = []
+    memory = bytearray(4 * LARGE)
+    shell.rules = {
+        ev.Opened: opened.append,
+        ev.PayloadBegins: lambda _: shell.dispatch(d.place(memoryview(memory))),
+    }
+    stream = a.open_stream(1, b"", window=0, context=None)
+    shell.dispatch(d.receive_data(b"".join(a.data_to_send())))
+    d.grant(opened[0].stream, 1 << 20)
+    a.receive_data(b"".join(d.data_to_send()))
+    a.send_raw(stream, b"", bytes(len(memory)))
+    a.send_ping(7)
+    data = b"".join(a.data_to_send())
+    _read(shell, data[:1000])
+    assert len(shell.get_buffer(-1)) == len(memory) - (1000 - 16), "straight into the memory"
+    d.abort(opened[0].stream, ValueError("no reader"))
+    _read(shell, data[1000:])
+    assert a.receive_data(b"".join(d.data_to_send()))[-1] == ev.Pong(7), "read to its end"
+
+
+def _read(shell: Shell, data: bytes) -> None:
+    """Bytes that come by one read."""
+    shell.get_buffer(-1)[: len(data)] = data
+    shell.buffer_updated(len(data))
+
+
 def _ping() -> bytes:
     _, a = pair()
     a.send_ping(1)

@@ -156,6 +156,23 @@ def test_too_many_requests_are_refused_on_both_sides() -> None:
     assert isinstance(failed.error, Overloaded)
 
 
+def test_the_limits_given_at_admission_are_the_ones_that_hold() -> None:
+    d, a = dialler(), acceptor()
+    a.receive_data(taken(d))
+    d.receive_data(taken(a))
+    a.receive_data(taken(d))
+    a.accept(limits=Limits(pending=1, incoming=1))
+    d.receive_data(taken(a))
+    a.send_request(1, b"", 9, "first")
+    with pytest.raises(Overloaded):
+        a.send_request(2, b"", 9, "second")
+    move(a, d)
+    for context in ("third", "fourth"):
+        d.send_request(3, b"", 9, context)
+    move(d, a)
+    assert only(move(a, d), ev.Failed).context == "fourth"
+
+
 def test_a_message_too_large_is_refused_before_anything_is_queued() -> None:
     d, a = pair(Limits(body=LARGE, unsent=LARGE))
     move(d, a)
