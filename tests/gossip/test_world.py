@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from random import Random
 
 import pytest
@@ -209,17 +208,16 @@ def thousand(seed, n=1000):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_thousand_nodes_learn_of_a_newcomer_and_of_deaths_in_time_and_at_rest_cost_little(
+def test_a_thousand_nodes_learn_of_a_newcomer_and_of_deaths_in_time_and_at_rest_say_little(
     seed, long
 ):
+    """What it costs is measured by `bench/micro/gossip.py`; a test counts, it does not time."""
     if not long:
         pytest.skip("minutes: PDSERVE_TEST_LONG=1")
     world = thousand(seed)
     assert world.converged()
-    before, spent, sent = world.now, time.process_time(), world.messages
+    sent = world.messages
     world.run(5.0)
-    spent = (time.process_time() - spent) / (world.now - before) / 1000
-    assert spent < 0.01, "of a core for each node, the simulator's own work included"
     assert (world.messages - sent) / 5.0 / 1000 < 40
     world.add("new", ["n5"])
     world.until(world.converged, 3.0, step=0.2)

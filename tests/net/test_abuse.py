@@ -6,7 +6,6 @@ import asyncio
 import gc
 import resource
 import socket
-import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -30,16 +29,19 @@ if TYPE_CHECKING:
     from pdserve.net.tls import Tls
 
 SETTINGS = NetSettings(handshake_timeout=2.0)
+PATIENT = NetSettings(handshake_timeout=3600.0)
 STRANGERS = 1000
+PATIENCE = 30.0
+"""Seconds after which a test has failed; a machine may be slow, so none measures anything less."""
 
 
 class Server:
     """A node under attack, and an honest peer that goes on working."""
 
-    def __init__(self, tls: Tls | None = None) -> None:
+    def __init__(self, tls: Tls | None = None, settings: NetSettings = SETTINGS) -> None:
         self.handler = RecordingHandler()
-        self.b = node("b", TcpNetwork(SETTINGS, tls), self.handler, settings=SETTINGS)
-        self.a = node("a", TcpNetwork(SETTINGS, tls), RecordingHandler(), settings=SETTINGS)
+        self.b = node("b", TcpNetwork(settings, tls), self.handler, settings=settings)
+        self.a = node("a", TcpNetwork(settings, tls), RecordingHandler(), settings=settings)
         self.address = ""
         self.guests = {"a"}
         """Who has the key, and may be there."""
@@ -48,12 +50,10 @@ class Server:
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
-    async def undisturbed(self) -> float:
-        """Ask something; how long it took, in seconds."""
+    async def undisturbed(self) -> None:
+        """Ask something."""
         link = await self.a.dial(self.address, expect=NodeId("b"))
-        started = time.perf_counter()
-        assert (await link.request(ECHO, Echo(b"x"), timeout=5.0)).payload == b"x"
-        return time.perf_counter() - started
+        assert (await link.request(ECHO, Echo(b"x"), timeout=PATIENCE)).payload == b"x"
 
     def nobody_got_in(self) -> None:
         assert set(self.b.links) <= self.guests
@@ -63,8 +63,8 @@ class Server:
 
 
 @asynccontextmanager
-async def server(tls: Tls | None = None) -> AsyncIterator[Server]:
-    under_attack = Server(tls)
+async def server(tls: Tls | None = None, settings: NetSettings = SETTINGS) -> AsyncIterator[Server]:
+    under_attack = Server(tls, settings)
     under_attack.address = await under_attack.b.listen("127.0.0.1:0")
     try:
         await under_attack.undisturbed()
@@ -83,7 +83,7 @@ async def say(port: int, *words: bytes) -> bytes:
         for word in words:
             writer.write(word)
             await asyncio.sleep(0.01)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE):
             return await reader.read()
     except ConnectionResetError:
         return b""
@@ -168,29 +168,31 @@ async def test_a_recorded_handshake_gets_nobody_in() -> None:
         *(frame(Kind.HELLO, b"\x91" * size) for size in (10, 1024)),
     ],
 )
-async def test_nonsense_is_turned_away_quickly_and_tersely(words) -> None:
-    async with server() as s:
-        started = time.perf_counter()
+async def test_nonsense_is_turned_away_at_once_and_tersely(words) -> None:
+    async with server(settings=PATIENT) as s:  # no deadline will end what the words do not
         answer = await say(s.port, words)
-        assert time.perf_counter() - started < 1.5, "at once, not at the handshake's deadline"
         assert len(answer) < 120
 
 
 async def test_a_stranger_that_trickles_is_cut_off_at_the_deadline() -> None:
     async with server() as s:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         _, writer = await asyncio.open_connection("127.0.0.1", s.port)
-        started = time.perf_counter()
         hello = frame(Kind.HELLO, encode(["pdserve", 1, 1, 0, bytes(32)]))
+        sent = 0
         try:
-            for byte in hello:
+            for byte in hello:  # at this pace it would be complete long after the deadline
                 writer.write(bytes([byte]))
+                sent += 1
                 await asyncio.sleep(0.1)
-                if s.b.connections == 1:
+                if sent > 1 and s.b.unauthenticated == 0:
                     break
         except ConnectionError:
             pass
-        assert 1.5 < time.perf_counter() - started < 4.0
-        assert s.b.unauthenticated == 0
+        assert loop.time() - started >= SETTINGS.handshake_timeout, "not before its deadline"
+        assert sent < len(hello), "not after it"
+        await eventually(lambda: s.b.connections == 1)
         writer.close()
 
 
@@ -200,7 +202,6 @@ async def test_a_thousand_idle_strangers_change_nothing(many_files, encrypted) -
         strangers: list[socket.socket] = []
         gc.collect()
         before = resident()
-        slowest = 0.0
         try:
             for number in range(STRANGERS):
                 stranger = socket.socket()
@@ -208,19 +209,16 @@ async def test_a_thousand_idle_strangers_change_nothing(many_files, encrypted) -
                 stranger.connect_ex(("127.0.0.1", s.port))
                 strangers.append(stranger)
                 if number % 50 == 49:
-                    slowest = max(slowest, await s.undisturbed())
+                    await s.undisturbed()
                     assert s.b.unauthenticated <= SETTINGS.pending_handshakes
-            assert s.b.connections <= SETTINGS.pending_handshakes + 2
+            await eventually(lambda: s.b.connections <= SETTINGS.pending_handshakes + 2)
             s.guests.add("c")
             newcomer = node("c", s.a._network, RecordingHandler(), settings=SETTINGS)
             link = await newcomer.dial(s.address)
-            assert (await link.request(ECHO, Echo(b"new"), timeout=5.0)).payload == b"new"
+            assert (await link.request(ECHO, Echo(b"new"), timeout=PATIENCE)).payload == b"new"
             await newcomer.close()
             assert resident() - before < 64 << 20
-            assert slowest < 2.0
-            await asyncio.sleep(SETTINGS.handshake_timeout + 0.5)
-            assert s.b.unauthenticated == 0
-            assert s.b.connections == 1
+            await eventually(lambda: s.b.unauthenticated == 0 and s.b.connections == 1)
         finally:
             for stranger in strangers:
                 stranger.close()
@@ -242,7 +240,7 @@ async def test_strangers_that_come_and_go_leave_nothing() -> None:
 
 async def eventually(met: Callable[[], bool]) -> None:
     """Wait for something that nothing announces."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE):
         while not met():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -273,9 +271,18 @@ class Rogue:
             connection.receive_data(await reader.read(65536))
         return Rogue(reader, writer)
 
+    async def until(self, kind: Kind) -> None:
+        """Read frames up to the first of a kind."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                length, found, *_ = HEADER.unpack(await self.reader.readexactly(HEADER_BYTES))
+                await self.reader.readexactly(length)
+                if found == kind:
+                    return
+
     async def ended(self) -> bytes:
         """Read until the node hangs up."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE):
             try:
                 return await self.reader.read()
             except ConnectionResetError:
@@ -326,8 +333,8 @@ async def test_a_flood_of_requests_is_answered_or_refused_within_bounds() -> Non
     rogue = await Rogue.connect(await flooded.listen("127.0.0.1:0"))
     for number in range(1, 5000):
         rogue.writer.write(HEADER.pack(2, Kind.REQUEST, 0, HANG.id, number, 60_000) + b"\x91\xc4")
-    await rogue.writer.drain()
-    await asyncio.sleep(0.3)
+    rogue.writer.write(HEADER.pack(0, Kind.PING, 0, 0, 0, 1))
+    await rogue.until(Kind.PONG)  # all before it has been looked at
     assert len(handler.calls) == 100
     assert sum(link.statistics().serving for link in flooded.links.values()) <= 100
     rogue.writer.close()
