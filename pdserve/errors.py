@@ -194,6 +194,18 @@ class NoWorker(Unavailable):
     code = "no_worker"
 
 
+class NoRouter(Unavailable):
+    """No router of the cluster answered while the request could wait."""
+
+    code = "no_router"
+
+
+class WorkerLost(Unavailable):
+    """The worker that had the request is gone; what it had produced so far has been delivered."""
+
+    code = "worker_lost"
+
+
 class NoActor(Unavailable):
     """No actor at the address, or none any more: nothing has acted on the message."""
 

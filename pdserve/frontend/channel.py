@@ -1,0 +1,261 @@
+"""The frontend's end of the channel to one worker: one stream, many requests on it.
+
+A request is waited for until the worker has accepted it; from then on its deltas reach its sink.
+When the stream ends, every request on it ends with one error that says so. Owned by `cluster`,
+which makes one per worker and life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final, cast
+
+from pdserve.engine.rejection import error_of
+from pdserve.errors import LinkLost, Overloaded, PdserveError, WorkerLost
+from pdserve.messages.channel import CHANNEL, Abort, Assembler, Batch, Open, Piece, split
+from pdserve.wire.codec import decoder, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from pdserve.engine.api import TokenSink
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.request import GenerateRequest, TokenDelta
+    from pdserve.net.base import Link, Stream
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["RemoteSequence", "WorkerChannel"]
+
+_log = logging.getLogger(__name__)
+
+_WINDOW: Final = 1 << 20
+"""Credit for the worker's batches."""
+_MOST_WAITING: Final[Bytes] = 16 << 20
+"""Requests that wait for the worker to read; one more is `Overloaded`."""
+
+_decode: Callable[[Buffer], Batch | Piece] = decoder(cast("Any", Batch | Piece))
+
+
+class RemoteSequence:
+    """One request at a worker; see `backend.OpenStream`."""
+
+    __slots__ = ("_channel", "accepted", "choices", "handle", "number", "on_over", "sink")
+
+    def __init__(
+        self,
+        channel: WorkerChannel,
+        number: int,
+        request: GenerateRequest,
+        sink: TokenSink,
+        on_over: Callable[[str], None],
+    ) -> None:
+        self._channel = channel
+        self.number = number
+        self.choices = request.n
+        """Those that have not ended."""
+        self.sink = sink
+        self.on_over = on_over
+        """Hears once how it ended: finished, cancelled, failed."""
+        self.handle: int | None = None
+        self.accepted: asyncio.Future[None] | None = None
+
+    def cancel(self) -> None:
+        """See `backend.OpenStream`."""
+        self._channel.cancel(self)
+
+
+class WorkerChannel:
+    """See above. Made on a link that is up."""
+
+    def __init__(self, link: Link, worker: str) -> None:
+        """Raises `LinkLost` (not sent), `Overloaded`."""
+        self.worker = worker
+        self.over: PdserveError | None = None
+        """Why it ended; None while it has not."""
+        self.on_over: Callable[[], None] = lambda: None
+        self._loop = asyncio.get_running_loop()
+        self._by_number: dict[int, RemoteSequence] = {}
+        self._by_handle: dict[int, RemoteSequence] = {}
+        self._numbers = 0
+        self._frames: deque[bytes] = deque()
+        self._waiting: Bytes = 0
+        self._assembler = Assembler()
+        self._stream: Stream = link.open_stream(CHANNEL, b"", self, window=_WINDOW)
+
+    @property
+    def requests(self) -> int:
+        """In progress."""
+        return len(self._by_number)
+
+    async def open(
+        self,
+        request: GenerateRequest,
+        booking: int,
+        sink: TokenSink,
+        on_over: Callable[[str], None],
+        *,
+        timeout: Seconds,
+    ) -> RemoteSequence:
+        """Hand a request on; returns when the worker has taken it.
+
+        Raises what the worker's engine raises; `WorkerLost` if it is gone or does not answer;
+        `LinkLost` with `sent` False if the request never left; `Overloaded` if the worker does not
+        read. Cancellation, a timeout: the worker is told. After an exception neither `sink` nor `on_over` is called.
+        """
+        if self.over is not None:
+            raise LinkLost(self.over.message, sent=False)
+        self._numbers += 1
+        sequence = RemoteSequence(self, self._numbers, request, sink, on_over)
+        self._post(encode(Open(sequence.number, booking, request)))
+        sequence.accepted = accepted = self._loop.create_future()
+        self._by_number[sequence.number] = sequence
+        timer = self._loop.call_later(timeout, self._too_late, accepted)
+        try:
+            await accepted
+        except BaseException:
+            if accepted.done() and not accepted.cancelled():
+                accepted.exception()  # both happened in one turn: this one tells enough
+            self._withdraw(sequence)
+            raise
+        finally:
+            timer.cancel()
+        return sequence
+
+    def cancel(self, sequence: RemoteSequence) -> None:
+        """Want nothing more of it. Idempotent."""
+        if self._withdraw(sequence):
+            sequence.on_over("cancelled")
+
+    def close(self, error: PdserveError) -> None:
+        """End the channel; every request on it ends with `error`."""
+        if self.over is None:
+            self._stream.abort(error)
+            self._end(error)
+
+    def _too_late(self, accepted: asyncio.Future[None]) -> None:
+        if not accepted.done():
+            accepted.set_exception(WorkerLost(f"worker {self.worker} does not answer"))
+
+    def _withdraw(self, sequence: RemoteSequence) -> bool:
+        """Forget it here and tell the worker; False if it was over."""
+        if not self._forget(sequence):
+            return False
+        if self.over is None:
+            try:
+                self._post(encode(Abort(sequence.number)))
+            except PdserveError as error:  # a worker that reads nothing is cut off
+                self.close(error)
+        return True
+
+    def _forget(self, sequence: RemoteSequence) -> bool:
+        if self._by_number.pop(sequence.number, None) is None:
+            return False
+        if sequence.handle is not None:
+            self._by_handle.pop(sequence.handle, None)
+        return True
+
+    # ------------------------------------------------------------------ to the worker
+
+    def _post(self, body: bytes) -> None:
+        """Raises `Overloaded`, `PayloadTooLarge`, `LinkLost`."""
+        if self._waiting + len(body) > _MOST_WAITING and self._frames:
+            raise Overloaded(f"worker {self.worker} does not keep up", retry_after=1.0)
+        self._frames.extend(split(body))
+        self._waiting += len(body)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._frames:
+            if not self._stream.try_send(self._frames[0]):
+                return
+            self._frames.popleft()
+        self._waiting = 0
+
+    def on_unblocked(self) -> None:
+        if self.over is None:
+            self._flush()
+
+    # ------------------------------------------------------------------ from the worker
+
+    def on_data(self, body: Buffer) -> None:
+        try:
+            self._take(body)
+        except PdserveError as error:
+            _log.warning("channel to worker %s: %s", self.worker, error)
+            self.close(error)
+
+    def _take(self, body: Buffer) -> None:
+        message = _decode(body)
+        if type(message) is Piece:
+            whole = self._assembler.take(message)
+            if whole is None:
+                return
+            message = _decode(whole)
+        assert type(message) is Batch
+        for number, handle in message.accepted:
+            self._accept(number, handle)
+        by_handle = self._by_handle
+        for delta in message.deltas:
+            sequence = by_handle.get(delta.handle)
+            if sequence is not None:  # else: cancelled, the worker had not heard
+                self._deliver(sequence, delta)
+        for record in message.rejected:
+            rejected = self._by_number.get(record.handle)
+            if rejected is not None:
+                self._reject(rejected, error_of(record))
+
+    def _accept(self, number: int, handle: int) -> None:
+        sequence = self._by_number.get(number)
+        if sequence is None:
+            return
+        sequence.handle = handle
+        self._by_handle[handle] = sequence
+        if sequence.accepted is not None and not sequence.accepted.done():
+            sequence.accepted.set_result(None)
+
+    def _deliver(self, sequence: RemoteSequence, delta: TokenDelta) -> None:
+        if delta.finish is not None:
+            sequence.choices -= 1
+            if sequence.choices == 0:
+                self._forget(sequence)
+                sequence.on_over("finished")
+        try:
+            sequence.sink.on_delta(delta)
+        except Exception:
+            _log.exception("a token sink raised; its request is dropped")
+            self.cancel(sequence)
+
+    def _reject(self, sequence: RemoteSequence, error: PdserveError) -> None:
+        self._forget(sequence)
+        if sequence.handle is None and sequence.accepted is not None:
+            if not sequence.accepted.done():
+                sequence.accepted.set_exception(error)
+            return
+        sequence.on_over("failed")
+        sequence.sink.on_error(error)
+
+    def on_payload(self, meta: bytes, size: int) -> memoryview | None:
+        return None
+
+    def on_raw(self, meta: bytes, payload: Buffer) -> None:
+        """Nothing travels raw here."""
+
+    def on_end(self, error: BaseException | None) -> None:
+        """The worker ended the stream, or is gone."""
+        if isinstance(error, PdserveError) and not isinstance(error, LinkLost):
+            self._end(error)
+        else:
+            self._end(WorkerLost(f"worker {self.worker} is gone: {error or 'it closed'}"))
+        self._stream.end()
+
+    def _end(self, error: PdserveError) -> None:
+        if self.over is not None:
+            return
+        self.over = error
+        self._frames.clear()
+        for sequence in tuple(self._by_number.values()):
+            self._reject(sequence, error)
+        self.on_over()

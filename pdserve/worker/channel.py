@@ -1,0 +1,269 @@
+"""The worker's end of the channels: one stream per frontend, many requests on each.
+
+A request lives from its `Open` to its last delta, its rejection, its `Abort`, or the end of the
+stream: a frontend that dies frees everything it had here. What a step yields is collected and
+leaves as one frame at the end of the loop's turn. A frontend that does not read is cut off at a
+bound, which ends its requests and nobody else's.
+
+It knows nothing of engines beyond the function it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from pdserve.engine.rejection import rejected
+from pdserve.errors import EngineError, Overloaded, PdserveError
+from pdserve.messages.channel import Abort, Assembler, Batch, Open, Piece, split
+from pdserve.wire.codec import decoder, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from pdserve.engine.api import Handle, TokenSink
+    from pdserve.messages.engine import Rejected
+    from pdserve.messages.request import GenerateRequest, TokenDelta
+    from pdserve.net.base import Incoming
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["Channels", "Engine"]
+
+_log = logging.getLogger(__name__)
+
+_WINDOW: Final = 4 << 20
+"""Credit for the frontend's requests; one larger than this still passes."""
+_MOST_DELTAS: Final = 65_536
+"""Waiting for a frontend that does not read; one more cuts it off."""
+_BATCH_DELTAS: Final = 4096
+"""In one frame."""
+
+_decode: Callable[[Buffer], Open | Abort | Piece] = decoder(cast("Any", Open | Abort | Piece))
+
+
+class Engine(Protocol):
+    """What runs the requests; see `engine.api.Engine`."""
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle: ...
+
+    def abort(self, handle: Handle) -> None: ...
+
+
+class Channels:
+    """All channels of one worker."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_begin: Callable[[int], None] = lambda booking: None,
+        on_end: Callable[[int], None] = lambda booking: None,
+    ) -> None:
+        """`on_begin` and `on_end` hear of each booking that is held here, once each."""
+        self._engine = engine
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._open: dict[_Channel, None] = {}
+
+    def opened(self, stream: Incoming, body: Buffer) -> None:
+        """A frontend's stream: see `Node.serve_stream`."""
+        channel = _Channel(self, stream)
+        self._open[channel] = None
+        try:
+            stream.accept(channel, window=_WINDOW)
+        except Overloaded:
+            del self._open[channel]
+            raise
+
+    @property
+    def requests(self) -> int:
+        """In progress, over all channels."""
+        return sum(len(channel.requests) for channel in self._open)
+
+    def close(self, error: PdserveError) -> None:
+        """End every channel; frontends hear `error`."""
+        for channel in tuple(self._open):
+            channel.cut(error)
+
+    # ------------------------------------------------------------------ for channels
+
+    def submit(self, request: _Request, wanted: GenerateRequest) -> Handle:
+        """Raises what the engine raises."""
+        handle = self._engine.submit(wanted, request)
+        if request.booking:
+            self._on_begin(request.booking)
+        return handle
+
+    def abort(self, handle: Handle) -> None:
+        self._engine.abort(handle)
+
+    def ended(self, request: _Request) -> None:
+        if request.booking:
+            self._on_end(request.booking)
+
+    def gone(self, channel: _Channel) -> None:
+        self._open.pop(channel, None)
+
+
+class _Request:
+    """One request of a frontend; the engine's sink for it."""
+
+    __slots__ = ("booking", "channel", "choices", "handle", "number")
+
+    def __init__(self, channel: _Channel, opening: Open) -> None:
+        self.channel = channel
+        self.number = opening.number
+        self.booking = opening.booking
+        self.choices = opening.request.n
+        """Those that have not ended."""
+        self.handle: Handle = 0
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        channel = self.channel
+        channel.deltas.append(delta)
+        if not channel.due:
+            channel.wake()
+        if delta.finish is not None:
+            self.choices -= 1
+            if self.choices == 0:
+                channel.end(self)
+
+    def on_error(self, error: PdserveError) -> None:
+        self.channel.reject(self.number, error)
+        self.channel.end(self)
+
+
+class _Channel:
+    """One frontend's stream: see `net.base.Sink`."""
+
+    def __init__(self, owner: Channels, stream: Incoming) -> None:
+        self.requests: dict[int, _Request] = {}
+        self.deltas: list[TokenDelta] = []
+        self.due = False
+        self._owner = owner
+        self._stream = stream
+        self._accepted: list[tuple[int, int]] = []
+        self._rejected: list[Rejected] = []
+        self._frames: deque[bytes] = deque()
+        self._assembler = Assembler()
+        self._over = False
+        self._loop = asyncio.get_running_loop()
+
+    # ------------------------------------------------------------------ from the frontend
+
+    def on_data(self, body: Buffer) -> None:
+        try:
+            self._take(body)
+        except PdserveError as error:  # one of the two does not keep to the protocol
+            _log.warning("channel of %s: %s", self._stream.link.peer.node, error)
+            self.cut(error)
+
+    def _take(self, body: Buffer) -> None:
+        message = _decode(body)
+        if type(message) is Piece:
+            whole = self._assembler.take(message)
+            if whole is None:
+                return
+            message = _decode(whole)
+        if type(message) is Open:
+            self._begin(message)
+        elif type(message) is Abort:
+            self._abort(message.number)
+
+    def _begin(self, opening: Open) -> None:
+        request = _Request(self, opening)
+        try:
+            request.handle = self._owner.submit(request, opening.request)
+        except PdserveError as error:
+            self.reject(opening.number, error)
+            return
+        except Exception as error:
+            _log.exception("a request could not be submitted")
+            self.reject(opening.number, EngineError(f"{type(error).__name__} in the worker"))
+            return
+        self.requests[opening.number] = request
+        self._accepted.append((opening.number, request.handle))
+        self.wake()
+
+    def _abort(self, number: int) -> None:
+        request = self.requests.get(number)
+        if request is not None:
+            self._owner.abort(request.handle)
+            self.end(request)
+
+    def on_end(self, error: BaseException | None) -> None:
+        """The frontend has ended its half, or is gone: nobody reads any more."""
+        self._finish()
+        self._stream.end()
+
+    def cut(self, error: PdserveError) -> None:
+        """End the channel; the frontend hears why."""
+        if not self._over:
+            self._finish()
+            self._stream.abort(error)
+
+    def _finish(self) -> None:
+        self._over = True
+        for request in tuple(self.requests.values()):
+            self._owner.abort(request.handle)
+            self.end(request)
+        self.deltas.clear()
+        self._accepted.clear()
+        self._rejected.clear()
+        self._frames.clear()
+        self._owner.gone(self)
+
+    # ------------------------------------------------------------------ to the frontend
+
+    def end(self, request: _Request) -> None:
+        """Nothing more comes of it."""
+        if self.requests.pop(request.number, None) is not None:
+            self._owner.ended(request)
+
+    def reject(self, number: int, error: PdserveError) -> None:
+        """The frontend's request ended in `error`."""
+        self._rejected.append(rejected(number, error))
+        self.wake()
+
+    def wake(self) -> None:
+        """Send at the end of this turn of the loop, with whatever else comes until then."""
+        if not self.due and not self._over:
+            self.due = True
+            self._loop.call_soon(self._flush)
+
+    def on_unblocked(self) -> None:
+        self._flush()
+
+    def on_payload(self, meta: bytes, size: int) -> memoryview | None:
+        return None
+
+    def on_raw(self, meta: bytes, payload: Buffer) -> None:
+        """Nothing travels raw here."""
+
+    def _flush(self) -> None:
+        self.due = False
+        while not self._over and self._stream.sendable:
+            if not self._frames and not self._encode():
+                return
+            try:
+                self._stream.try_send(self._frames.popleft())
+            except PdserveError:  # the stream has ended: `on_end` is on its way
+                return
+        if len(self.deltas) > _MOST_DELTAS:
+            self.cut(Overloaded("the frontend does not read its tokens", retry_after=1.0))
+
+    def _encode(self) -> bool:
+        """The next frames; False if there is nothing to say."""
+        deltas, self.deltas = self.deltas[:_BATCH_DELTAS], self.deltas[_BATCH_DELTAS:]
+        accepted, self._accepted = self._accepted, []
+        # An error must not overtake the deltas before it.
+        refused: list[Rejected] = []
+        if not self.deltas:
+            refused, self._rejected = self._rejected, []
+        if not (deltas or accepted or refused):
+            return False
+        self._frames.extend(split(encode(Batch(deltas, accepted, refused))))
+        return True
