@@ -1,0 +1,1 @@
+"""The router role: answers one question per request, which worker takes it."""

@@ -1,0 +1,56 @@
+"""What a router is told: how it chooses, and how long it believes what it knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdserve.ids import Seconds
+
+__all__ = ["RouterConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """One router. Routers of a cluster may differ; each stands by its own decisions."""
+
+    policy: str = "least_loaded"
+    """Entry-point name in the group `pdserve.policies`, or `module:attribute`. The default keeps
+    all workers equally busy relative to their size, and needs no tuning."""
+    booking_ttl: Seconds = 10.0
+    """A booking that its worker never reported ends this long after the decision. Well above the
+    time from an answer to the worker's report, a dial and a retry included; short, because until
+    then a request that never came looks like load. What a worker has reported never ages."""
+    max_bookings: int = 262_144
+    """Own bookings open at once; one more request is refused with 429. A guard of memory (about
+    100 MiB), far above what frontends keep open."""
+    sweep_interval: Seconds = 1.0
+    """Between two looks for bookings and memories that ran out: both may last this much longer. A
+    tenth of `booking_ttl`, so that the sweep does not blur it."""
+    gone_model_memory: Seconds = 300.0
+    """So long after its last worker left, a model is "no worker now" (503, try again) and not
+    "unknown" (404). A worker that is started anew loads within it."""
+    gone_models: int = 1024
+    """Models remembered so; the one that left first is forgotten first."""
+    retry_after: Seconds = 2.0
+    """What a refused client is told to wait: a restarted engine or a new worker is known about this
+    soon, and clients that obey do not crowd in meanwhile."""
+    assumed_max_sequences: int = 256
+    """The size of a worker that has not said its own: the default of `--max-sequences`."""
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for what can never work, naming key and remedy. Whether the policy
+        exists shows when it is loaded."""
+        for name in ("booking_ttl", "sweep_interval", "gone_model_memory", "retry_after"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{_key(name)} must be more than 0 seconds")
+        for name in ("max_bookings", "gone_models", "assumed_max_sequences"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_key(name)} must be at least 1")
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
