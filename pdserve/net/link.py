@@ -505,12 +505,12 @@ class PeerLink:
         self.shell.close()
 
     def _end(self, down: Down, code: Leaving) -> None:
-        """End now, but let the transport say why if it can."""
+        """End now, but let the transport say why if it can at once: what is reported as not sent
+        must not leave later."""
         if self._farewell is None or code is not Leaving.SHUTDOWN:
             self._farewell = down
         self.connection.send_goaway(code, down.message)
-        self.shell.flush()
-        self.shell.close()
+        self.shell.end()
         self.lost(None)
 
     def lost(self, error: BaseException | None) -> None:

@@ -236,6 +236,14 @@ class Shell(asyncio.BufferedProtocol):
         self._timers.call_later(self._settings.close_timeout, self.abort)
         self.wake()
 
+    def end(self) -> None:
+        """Close with what the transport takes now: nothing of the rest leaves this process."""
+        self.flush()
+        if not self.closed:
+            self.closed = True
+            self.transport.close()
+            self._timers.call_later(self._settings.close_timeout, self.abort)
+
     def abort(self) -> None:
         """Close now; what is queued is lost."""
         self.closed = True

@@ -212,6 +212,25 @@ async def test_a_payload_on_a_lost_link_is_no_success() -> None:
             await sending
 
 
+@virtually
+async def test_what_was_reported_as_not_sent_does_not_leave_afterwards() -> None:
+    async with two() as t:
+        t.world.partition("a", "b")
+        t.link.tell(1, bytes(3 << 20))
+        await asyncio.sleep(0.1)
+        assert t.link.shell.full
+        waiting = asyncio.ensure_future(t.link.request(HANG, Echo(), timeout=9.0))
+        await asyncio.sleep(0.1)
+        t.link.abort("enough")
+        t.world.heal()  # the transport takes more now, while the link's last words may still leave
+        with pytest.raises(LinkLost) as lost:
+            await waiting
+        assert lost.value.sent is False
+        await t.at_b.until(lambda handler: bool(handler.downs))
+        assert len(t.at_b.tells) == 1, "what the transport had is not taken back"
+        assert not t.at_b.calls
+
+
 # ---------------------------------------------------------------------- drain
 
 
