@@ -152,13 +152,17 @@ async def test_a_job_cancelled_while_the_pool_closes_is_cancelled():
 async def test_the_loop_goes_on_while_a_long_text_is_encoded():
     pool = TextPool()
     tokenizer = Tokenizer.from_bytes(builders.byte_level().to_str().encode())
-    encoding = asyncio.ensure_future(pool.encode(tokenizer, "The quick brown fox. " * 20_000))
     turns = 0
-    while not encoding.done():
-        await asyncio.sleep(0)
-        turns += 1
-    assert len(await encoding) > 20_000
-    assert turns > 100
+    async with asyncio.timeout(50):
+        while turns < 100:  # in one encoding: a loop that stood still would have a turn or two
+            encoding = asyncio.ensure_future(
+                pool.encode(tokenizer, "The quick brown fox. " * 20_000)
+            )
+            turns = 0
+            while not encoding.done():
+                await asyncio.sleep(0)
+                turns += 1
+            assert len(await encoding) > 20_000
     assert await pool.close()
 
 
@@ -166,10 +170,11 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 async def test_foreign_templates_have_a_lane_of_their_own():
-    foreign = TemplateProcess(TemplateLimits(seconds=0.5))
+    foreign = TemplateProcess(TemplateLimits(seconds=60))
     pool = TextPool(threads=1, inline_chars=0, max_foreign=1, foreign=foreign)
     assert await pool.render_foreign("{{ messages[0].content }}!", {}, MESSAGES, {}) == "hi!"
     endless = "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    foreign._limits = TemplateLimits(seconds=2.0)
     bad = asyncio.ensure_future(pool.render_foreign(endless, {}, MESSAGES, {}))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 
 import pytest
 
@@ -15,7 +14,9 @@ from pdserve.text import template_process
 from pdserve.text.sandbox import TemplateLimits
 from pdserve.text.template_process import TemplateProcess
 
-LIMITS = TemplateLimits(seconds=0.3)
+LIMITS = TemplateLimits(seconds=30.0)
+"""More than anything here takes on the busiest machine."""
+IMPATIENT = TemplateLimits(seconds=0.3)
 MESSAGES = [{"role": "user", "content": "hé"}]
 COPIES_OF_COPIES = (
     "{% set n = namespace(x=[1]) %}{% for i in range(64) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
@@ -64,17 +65,17 @@ def test_errors_are_those_of_a_template_rendered_here(process):
 @pytest.mark.parametrize("source", HOSTILE)
 def test_a_hostile_template_is_ended_and_the_next_one_served(process, source):
     render(process, "started")
-    began = time.monotonic()
+    process._limits = IMPATIENT
     with pytest.raises(InvalidRequest, match=r"takes over 0\.3 s|memory"):
         render(process, source)
-    assert time.monotonic() - began < 5
+    process._limits = LIMITS
     assert render(process, "next") == "next"
 
 
 def test_memory_is_bounded(process):
-    greedy = "{% set n = namespace(x=range(99999)|list) %}{% for i in range(64) %}"
-    greedy += "{% set n.x = n.x|map('string')|list|map('list')|list|sum(start=n.x) %}{% endfor %}"
-    with pytest.raises(InvalidRequest, match="chat template"):
+    greedy = "{% set n = namespace(x=[]) %}{% for i in range(9999) %}"
+    greedy += "{% set n.x = [n.x, range(99999)|list] %}{% endfor %}"
+    with pytest.raises(InvalidRequest, match=r"MemoryError|memory"):
         render(process, greedy)
     assert render(process, "next") == "next"
 
@@ -129,7 +130,7 @@ def test_threads_take_turns(process):
 
 
 def test_closing_ends_a_rendering_in_progress():
-    process = TemplateProcess(TemplateLimits(seconds=30))
+    process = TemplateProcess(LIMITS)
     render(process, "x")
     failures: list[Exception] = []
 
@@ -144,7 +145,7 @@ def test_closing_ends_a_rendering_in_progress():
     while process._turn.acquire(blocking=False):
         process._turn.release()
     process.close()
-    thread.join(timeout=5)
+    thread.join(timeout=20)
     assert [type(error) for error in failures] == [Draining]
     with pytest.raises(Draining):
         render(process, "x")
