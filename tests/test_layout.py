@@ -35,6 +35,8 @@ ASYNCIO = {
     "pdserve/frontend/answer.py": "writes to a client as tokens come",
     "pdserve/frontend/api.py": "aiohttp handlers",
     "pdserve/frontend/bodies.py": "reads bodies under a deadline",
+    "pdserve/frontend/channel.py": "waits until a worker has taken a request",
+    "pdserve/frontend/cluster.py": "waits for routers and for channels to workers",
     "pdserve/frontend/generation.py": "one request's life, cancelled with its connection",
     "pdserve/frontend/models.py": "loads tokenizers off the loop, once per card",
     "pdserve/frontend/small.py": "ends text work at its deadline",
@@ -59,6 +61,7 @@ ASYNCIO = {
     "pdserve/testing/sinks.py": "lets a test wait for a sequence's end",
     "pdserve/testing/virtual_time.py": "a loop whose clock jumps",
     "pdserve/text/pool.py": "hands long text work to threads and processes",
+    "pdserve/worker/channel.py": "sends what a turn of the loop brought at its end",
     "pdserve/worker/model.py": "waits for downloads off the loop",
     "pdserve/worker/service.py": "owns the worker's tasks",
 }

@@ -1,7 +1,7 @@
 """What the frontend needs from whoever computes: cards to serve by, and a stream per request.
 
-In one process a worker stands behind this port directly; in a cluster a router is asked first.
-The frontend knows neither: it owns the request and its text, nothing else.
+`cluster` stands behind it, in one process as among many machines. The rest of the frontend owns the
+request and its text, nothing else.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.engine.api import TokenSink
+    from pdserve.errors import PdserveError
     from pdserve.messages.card import ModelCard
     from pdserve.messages.engine import EngineStats
     from pdserve.messages.request import GenerateRequest
@@ -36,10 +37,16 @@ class Backend(Protocol):
         """None when requests can be served, else why not, in words for `/health`."""
         ...
 
+    def refusal(self, card: ModelCard) -> PdserveError | None:
+        """Why a request for this model is refused before any work is done for it; None: it is
+        not."""
+        ...
+
     async def open(self, request: GenerateRequest, sink: TokenSink) -> OpenStream:
         """Hand the request on; tokens arrive at `sink`.
 
-        Errors: `NotReady`, `Draining`, `NoWorker`, `Overloaded`. Cancellation: nothing was opened.
+        Errors: `NotReady`, `Draining`, `NoWorker`, `NoRouter`, `WorkerLost`, `Overloaded`.
+        Cancellation: nothing was opened.
         """
         ...
 

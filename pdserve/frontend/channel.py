@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pdserve.engine.api import TokenSink
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.request import GenerateRequest, TokenDelta
+    from pdserve.messages.routing import Outcome
     from pdserve.net.base import Link, Stream
     from pdserve.wire.parser import Buffer
 
@@ -50,7 +51,7 @@ class RemoteSequence:
         number: int,
         request: GenerateRequest,
         sink: TokenSink,
-        on_over: Callable[[str], None],
+        on_over: Callable[[Outcome], None],
     ) -> None:
         self._channel = channel
         self.number = number
@@ -95,7 +96,7 @@ class WorkerChannel:
         request: GenerateRequest,
         booking: int,
         sink: TokenSink,
-        on_over: Callable[[str], None],
+        on_over: Callable[[Outcome], None],
         *,
         timeout: Seconds,
     ) -> RemoteSequence:
@@ -103,7 +104,8 @@ class WorkerChannel:
 
         Raises what the worker's engine raises; `WorkerLost` if it is gone or does not answer;
         `LinkLost` with `sent` False if the request never left; `Overloaded` if the worker does not
-        read. Cancellation, a timeout: the worker is told. After an exception neither `sink` nor `on_over` is called.
+        read. Cancellation, a timeout: the worker is told. After an exception neither `sink` nor
+        `on_over` is called.
         """
         if self.over is not None:
             raise LinkLost(self.over.message, sent=False)

@@ -56,6 +56,12 @@ class FrontendConfig:
     request_timeout: Seconds = 600.0
     """From a request's last byte to its last token (504, naming the stage). OpenAI's SDK gives up
     after 600 s."""
+    router_wait: Seconds = 5.0
+    """A request waits this long for a router when there is none (503): a router that restarts is
+    back sooner."""
+    remember_models: Seconds = 300.0
+    """A model whose last worker is gone answers 503, not 404, for this long: a worker that restarts
+    has loaded by then, or somebody should look."""
     drain_timeout: Seconds = 30.0
     """At shutdown, running requests may finish for this long; the rest get an error. Kubernetes
     kills after 30 s by default."""
@@ -98,5 +104,5 @@ _POSITIVE = (
     *("backlog", "max_connections", "max_in_flight", "max_body", "max_buffered"),
     *("max_header_line", "max_headers", "max_prompts", "max_choices", "header_timeout"),
     *("body_timeout", "keepalive_timeout", "request_timeout", "drain_timeout", "write_buffer"),
-    *("write_stall_timeout", "retry_after"),
+    *("write_stall_timeout", "retry_after", "router_wait", "remember_models"),
 )

@@ -19,7 +19,6 @@ from pdserve.errors import (
     DeadlineExceeded,
     Draining,
     EngineError,
-    NotReady,
     PdserveError,
 )
 from pdserve.frontend.answer import Answer
@@ -191,9 +190,9 @@ class Generations:
 
     async def _model(self, name: str | None, exchange: Exchange) -> ServedModel:
         card = self._models.card(name, exchange.call.key)
-        reason = self._backend.unready_reason()
-        if reason is not None:
-            raise NotReady(f"the server is not ready: {reason}")
+        refusal = self._backend.refusal(card)
+        if refusal is not None:
+            raise refusal
         model = self._models.get_nowait(card)
         if model is None:
             exchange.stage = "waiting for the model's tokenizer"

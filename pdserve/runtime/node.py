@@ -33,6 +33,7 @@ from pdserve.gossip.messages import TELL, Card, Part, Record
 from pdserve.gossip.service import PARTS, GossipService
 from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
+from pdserve.net.timers import Timers
 from pdserve.runtime.registry import Registry
 from pdserve.runtime.tasks import Tasks
 from pdserve.wire.codec import encode
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.node import NodeCard
     from pdserve.net.base import ByteNetwork, Call, Down, Incoming, Link
+    from pdserve.net.timers import Timer
     from pdserve.runtime.registry import MemberEvent
     from pdserve.wire.codec import Method
     from pdserve.wire.parser import Buffer
@@ -125,7 +127,7 @@ class Node:
         }
         self._fetching: dict[bytes, asyncio.Future[bytes]] = {}
         self._link_listeners: list[Callable[[Link, Down | None], None]] = []
-        self._closed = False
+        self._timers = Timers(self._loop)
 
     # ------------------------------------------------------------------ looking
 
@@ -147,6 +149,10 @@ class Node:
     def now(self) -> Seconds:
         """The loop's clock."""
         return self._loop.time()
+
+    def call_later(self, delay: Seconds, callback: Callable[[], None]) -> Timer:
+        """A timer of this node's; it ends with the node."""
+        return self._timers.call_later(delay, callback)
 
     # ------------------------------------------------------------------ what it answers
 
@@ -203,7 +209,7 @@ class Node:
 
         Members are reported as gone, so that whoever waits for one is released.
         """
-        self._closed = True
+        self._timers.close()
         await self.tasks.close()
         if self._life is not None:
             await self._life.close(grace=grace)

@@ -203,6 +203,9 @@ class FakeBackend:
     def unready_reason(self) -> str | None:
         return self.unready
 
+    def refusal(self, card: ModelCard) -> PdserveError | None:
+        return None if self.unready is None else NotReady(self.unready, retry_after=1.0)
+
     async def open(self, request: GenerateRequest, sink: TokenSink) -> OpenStream:
         if self.unready is not None:
             raise NotReady(self.unready, retry_after=1.0)

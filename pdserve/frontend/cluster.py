@@ -1,0 +1,320 @@
+"""The cluster as a frontend's backend: models from workers' cards, a worker from a router, tokens
+from the worker itself.
+
+A request asks one router, takes its place on the channel to the worker that was named, and is out
+of this file's hands until it ends, when the router is told. A worker that cannot be reached or does
+not take the request is excluded and the router asked again. Without a router requests wait for one,
+up to `router_wait`; without a worker they are refused at once.
+
+It owns the channels. What is offered is `offers`' business, which worker is best the router's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    LinkError,
+    NoRouter,
+    NoWorker,
+    Overloaded,
+    PdserveError,
+    Unavailable,
+    WorkerLost,
+)
+from pdserve.frontend.channel import WorkerChannel
+from pdserve.frontend.offers import Offers
+from pdserve.messages.engine import EngineStats
+from pdserve.messages.routing import Release, Route
+from pdserve.runtime.methods import RELEASE, ROUTE
+from pdserve.runtime.registry import Gone
+from pdserve.wire.codec import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.engine.api import TokenSink
+    from pdserve.frontend.channel import RemoteSequence
+    from pdserve.frontend.config import FrontendConfig
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.card import ModelCard
+    from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.routing import Outcome, Routed
+    from pdserve.net.base import Link
+    from pdserve.observe.degraded import Degradations
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import Member, MemberEvent
+
+__all__ = ["ClusterBackend"]
+
+_log = logging.getLogger(__name__)
+
+_ATTEMPTS: Final = 4
+"""Workers that one request may fail to reach before its client hears of it."""
+_ASK_TIMEOUT: Final[Seconds] = 2.0
+"""A router decides within a turn of its loop; one that takes longer is stuck."""
+_LINK_TIMEOUT: Final[Seconds] = 3.0
+_ACCEPT_TIMEOUT: Final[Seconds] = 5.0
+"""A worker's node takes a request within a turn of its loop."""
+_SWEEP: Final[Seconds] = 5.0
+_ELSEWHERE: Final = (LinkError, Unavailable, Overloaded, EngineDied, DeadlineExceeded)
+"""What one worker may answer that another need not."""
+
+
+class ClusterBackend:
+    """See `backend.Backend`. Needs a node that has started."""
+
+    def __init__(self, node: Node, config: FrontendConfig, degradations: Degradations) -> None:
+        self._node = node
+        self._config = config
+        self._degradations = degradations
+        self._offers = Offers(node, config.remember_models, self._note_conflicts)
+        self._channels: dict[NodeId, tuple[Epoch, WorkerChannel]] = {}
+        self._connecting: dict[NodeId, asyncio.Task[WorkerChannel]] = {}
+        self._router_news: asyncio.Future[None] | None = None
+        self._stuck: dict[NodeId, Seconds] = {}
+        """Routers that did not answer, until when they are asked last."""
+        self._refreshing = False
+        self._conflicts = ""
+        self.rerouted = 0
+        """Requests that a worker did not take and another was asked for."""
+        node.on_member(self._on_member)
+        self._sweep()
+
+    # ------------------------------------------------------------------ the port
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        """See `backend.Backend`."""
+        return self._offers.cards()
+
+    def unready_reason(self) -> str | None:
+        """See `backend.Backend`."""
+        if not self._offers.any_worker:
+            return self._why_no_worker()
+        return None if self._routers() else "there is no router in the cluster"
+
+    def refusal(self, card: ModelCard) -> PdserveError | None:
+        """See `backend.Backend`. Without a router there is still hope: see `open`."""
+        if self._offers.workers(card.name):
+            return None
+        return NoWorker(f"no worker serves {card.name!r} at the moment", retry_after=1.0)
+
+    async def open(self, request: GenerateRequest, sink: TokenSink) -> RemoteSequence:
+        """See `backend.Backend`. Besides: `NoRouter`, `WorkerLost`, `LinkError`."""
+        last: PdserveError | None = None
+        excluded: list[NodeId] = []
+        for attempt in range(_ATTEMPTS):
+            try:
+                router, routed = await self._route(request, attempt, excluded)
+            except NoWorker:
+                raise last or _no_worker(request.model) from None
+            try:
+                return await self._place(request, sink, router, routed)
+            except _ELSEWHERE as error:
+                _log.info("worker %s did not take a request: %s", routed.worker, error)
+                self.rerouted += 1
+                last = error
+                excluded.append(routed.worker)
+        assert last is not None
+        raise last
+
+    def statistics(self) -> EngineStats:
+        """Nothing: engines are the workers', who answer for them on their own ports."""
+        return _NOTHING
+
+    def close(self, error: PdserveError) -> None:
+        """End every channel; requests on them end with `error`."""
+        for _, channel in tuple(self._channels.values()):
+            channel.close(error)
+
+    # ------------------------------------------------------------------ which worker
+
+    async def _route(
+        self, request: GenerateRequest, attempt: int, excluded: list[NodeId]
+    ) -> tuple[NodeId, Routed]:
+        """A router's answer. Raises `NoRouter`, and what the router decides: `NoWorker`, ..."""
+        question = Route(
+            request_id=request.request_id,
+            attempt=attempt,
+            model=request.model,
+            prompt_tokens=len(request.prompt) + max(map(len, request.output), default=0),
+            max_tokens=request.sampling.max_tokens,
+            n=request.n,
+            priority=request.priority,
+            excluded=tuple(excluded),
+        )
+        until = self._node.now() + self._config.router_wait
+        while True:
+            router = await self._next_router(until)
+            try:
+                link = await self._node.link(router, timeout=_LINK_TIMEOUT)
+                return router, await link.request(ROUTE, question, timeout=_ASK_TIMEOUT)
+            except (LinkError, DeadlineExceeded) as error:
+                _log.info("router %s did not answer: %s", router, error)
+                self._stuck[router] = self._node.now() + 1.0
+
+    async def _next_router(self, until: Seconds) -> NodeId:
+        """The router to ask; waits for one. Raises `NoRouter`."""
+        while True:
+            now = self._node.now()
+            usable = [m.node for m in self._routers() if self._stuck.get(m.node, 0.0) <= now]
+            if usable:
+                # Each frontend has its own favourite, so that routers share the work and one
+                # router sees all of a frontend's requests.
+                return max(usable, key=lambda node: _affinity(self._node.id, node))
+            if now >= until:
+                raise NoRouter(
+                    f"no router answered within {self._config.router_wait:g} s", retry_after=1.0
+                )
+            if self._router_news is None or self._router_news.done():
+                self._router_news = asyncio.get_running_loop().create_future()
+            again = min([until, *(at for at in self._stuck.values() if at > now)])
+            await asyncio.wait({self._router_news}, timeout=again - now)
+
+    def _routers(self) -> list[Member]:
+        members = self._node.registry.by_role("router")
+        return [m for m in members if m.card is None or not m.card.draining]
+
+    # ------------------------------------------------------------------ to the worker
+
+    async def _place(
+        self, request: GenerateRequest, sink: TokenSink, router: NodeId, routed: Routed
+    ) -> RemoteSequence:
+        """Hand the request to the worker; however it ends, the router hears of it once."""
+        release = _Releaser(self._node, router, routed.booking)
+        try:
+            channel = await self._channel(routed.worker, routed.epoch)
+        except BaseException:
+            release("unreached")
+            raise
+        try:
+            return await channel.open(
+                request, routed.booking, sink, release, timeout=_ACCEPT_TIMEOUT
+            )
+        except BaseException:
+            release("failed")
+            raise
+
+    async def _channel(self, worker: NodeId, epoch: Epoch) -> WorkerChannel:
+        """The channel to that life of a worker, opened if need be; one opening at a time."""
+        known = self._channels.get(worker)
+        if known is not None and known[1].over is None and known[0] == epoch:
+            return known[1]
+        task = self._connecting.get(worker)
+        if task is None:
+            task = self._node.tasks.spawn(self._connect(worker), f"channel to {worker}")
+            self._connecting[worker] = task
+            task.add_done_callback(lambda _: self._connecting.pop(worker, None))
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise WorkerLost("this node is going away")
+        channel = task.result()
+        if self._channels[worker][0] != epoch:
+            raise WorkerLost(f"worker {worker} has begun another life")
+        return channel
+
+    async def _connect(self, worker: NodeId) -> WorkerChannel:
+        try:
+            link = await self._node.link(worker, timeout=_LINK_TIMEOUT)
+            return self._make_channel(link)
+        except PdserveError:
+            raise
+        except Exception as error:  # the waiters' error, not a task's
+            raise WorkerLost(f"no channel to {worker}: {error}") from error
+
+    def _make_channel(self, link: Link) -> WorkerChannel:
+        worker = link.peer.node
+        channel = WorkerChannel(link, worker)
+        self._channels[worker] = (link.peer.epoch, channel)
+
+        def forget() -> None:
+            known = self._channels.get(worker)
+            if known is not None and known[1] is channel:
+                del self._channels[worker]
+
+        channel.on_over = forget
+        return channel
+
+    # ------------------------------------------------------------------ what changes
+
+    def _on_member(self, event: MemberEvent) -> None:
+        member = event.member
+        if isinstance(event, Gone):
+            self._stuck.pop(member.node, None)
+            known = self._channels.get(member.node)
+            if known is not None and known[0] == member.epoch:
+                known[1].close(WorkerLost(f"worker {member.node} is gone: it {event.reason}"))
+        elif member.role == "router":
+            self._wake_waiting()
+        if member.role == "worker" and not self._refreshing:
+            self._refreshing = True
+            self._node.call_later(0.0, self._refresh)
+
+    def _wake_waiting(self) -> None:
+        if self._router_news is not None and not self._router_news.done():
+            self._router_news.set_result(None)
+
+    def _refresh(self) -> None:
+        self._refreshing = False
+        self._offers.refresh()
+
+    def _sweep(self) -> None:
+        self._offers.refresh()
+        self._node.call_later(_SWEEP, self._sweep)
+
+    def _note_conflicts(self, conflicts: Mapping[NodeId, str]) -> None:
+        words = "; ".join(f"worker {node}: {why}" for node, why in sorted(conflicts.items()))
+        if words == self._conflicts:
+            return
+        self._conflicts = words
+        self._degradations.clear("model_conflict")
+        if words:
+            self._degradations.add("model_conflict", words)
+
+    def _why_no_worker(self) -> str:
+        workers = self._node.registry.by_role("worker")
+        if not workers:
+            return "there is no worker in the cluster"
+        words = [m.card.reason for m in workers if m.card is not None and m.card.reason]
+        return words[0] if words else "workers are loading"
+
+
+class _Releaser:
+    """Tells the router how a booking ended, once."""
+
+    __slots__ = ("_booking", "_node", "_router", "_told")
+
+    def __init__(self, node: Node, router: NodeId, booking: int) -> None:
+        self._node = node
+        self._router = router
+        self._booking = booking
+        self._told = False
+
+    def __call__(self, outcome: Outcome) -> None:
+        if self._told:
+            return
+        self._told = True
+        link = self._node.link_nowait(self._router)
+        if link is None:
+            return  # the router is gone with its bookings, or learns from the worker
+        try:
+            link.tell(RELEASE, encode(Release(self._booking, outcome)))
+        except PdserveError as error:
+            _log.debug("a release was not sent to %s: %s", self._router, error)
+
+
+def _affinity(frontend: NodeId, router: NodeId) -> bytes:
+    """Rendezvous hashing."""
+    return blake2b(f"{frontend}\0{router}".encode(), digest_size=8).digest()
+
+
+def _no_worker(model: str) -> NoWorker:
+    return NoWorker(f"no worker takes requests for {model!r} at the moment", retry_after=1.0)
+
+
+_NOTHING: Final = EngineStats()

@@ -1,0 +1,23 @@
+"""Every number that names a question, a one-way message or a stream between nodes.
+
+Numbers are 16 bits, chosen once and never reused. Those of actors and topics stand with them.
+
+    0x0100-0x010f  membership      gossip/messages.py, gossip/service.py
+    0x0200-0x020f  actors          runtime
+    0x0210-0x021f  topics          runtime/topics
+    0x0300-0x030f  routers         here
+    0x0310-0x031f  workers         messages/channel.py
+    0x0320-0x032f  any node        here
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.messages.routing import Route, Routed
+from pdserve.wire.codec import Method
+
+ROUTE: Final = Method(0x0300, "route", Route, Routed)
+"""A frontend asks a router for a worker."""
+RELEASE: Final = 0x0301
+"""A frontend tells the router that a booking is over: `Release`."""
