@@ -1,0 +1,319 @@
+"""A log at its publisher: numbered events, a ring of the latest, and where each reader is in it.
+
+Readers have no queues of their own: a `LogFeed` is a place in the one ring, so a hundred slow
+readers cost no more than one. Who falls out of the ring is told so (`Lagged`) and resumes, with a
+snapshot. While a snapshot is under way the ring keeps what came after it, up to a harder bound;
+beyond that the snapshot begins anew, later each time.
+
+Events are opaque bytes. Plain synchronous code: whoever owns a feed calls `poll` whenever there is
+credit, and again at `due`. Owned by the node that publishes (see `service`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Final, Protocol
+
+from pdserve.errors import Overloaded, PayloadTooLarge
+from pdserve.runtime.topics.messages import (
+    CHUNK_BYTES,
+    Batch,
+    Begin,
+    Chunk,
+    Lagged,
+    Mode,
+    SnapshotEnd,
+    Watermark,
+    decode_resume,
+)
+from pdserve.wire.codec import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.runtime.topics.config import LogConfig
+    from pdserve.runtime.topics.messages import LogEpoch, Resume
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["LogFeed", "LogPublisher", "LogSource"]
+
+_OVERHEAD: Final[Bytes] = 64
+"""What keeping an event costs beyond its bytes."""
+_SLOT_WAIT: Final[Seconds] = 0.1
+"""How often a reader asks again for a snapshot while too many others take one."""
+
+
+class LogSource(Protocol):
+    """The state that the events add up to. Both methods speak of it after the last event that was
+    appended, and before any that was not."""
+
+    def snapshot(self) -> Iterator[bytes]:
+        """The state in pieces of at most `CHUNK_BYTES`, as of this call: what changes
+        while the pieces are taken does not show in them."""
+        ...
+
+    def digest(self) -> int:
+        """64 bits that the same state always gives, and another one hardly ever. Cheap."""
+        ...
+
+
+class LogPublisher:
+    """One life of one log."""
+
+    def __init__(self, epoch: LogEpoch, source: LogSource, config: LogConfig) -> None:
+        self.epoch = epoch
+        self.source = source
+        self.config = config
+        self.head = 0
+        """Number of the next event."""
+        self.oldest = 0
+        """Number of the oldest event in the ring."""
+        self.bytes: Bytes = 0
+        """What the ring holds."""
+        self.pins: dict[LogFeed, None] = {}
+        """Readers with a snapshot under way, or not yet past what came after it."""
+        self.replays = self.snapshots = self.restarts = self.lagged = self.watermarks = 0
+        self._ring: dict[int, bytes] = {}
+        self._encoded: tuple[int, int, bytes] = (-1, -1, b"")  # the last batch: first, end, bytes
+
+    def append(self, event: bytes) -> None:
+        """The source's state has changed by `event`. Raises `PayloadTooLarge` (not appended)."""
+        size = len(event)
+        if size > self.config.event_bytes:
+            raise PayloadTooLarge(f"an event of {size} bytes is too long for a log")
+        self._ring[self.head] = event
+        self.head += 1
+        self.bytes += size + _OVERHEAD
+        if self.bytes > self.config.ring_bytes or self.head - self.oldest > self.config.ring_events:
+            self._trim()
+
+    def _trim(self) -> None:
+        """Drop the oldest down to the bounds; what is pinned, down to the harder ones."""
+        config, ring = self.config, self._ring
+        floor = min((feed.next for feed in self.pins), default=self.head)
+        most_bytes, most_events = config.ring_bytes, config.ring_events
+        while self.bytes > most_bytes or self.head - self.oldest > most_events:
+            if self.oldest >= floor:
+                floor = self.head
+                most_bytes, most_events = most_bytes * config.pinned, most_events * config.pinned
+                continue
+            self.bytes -= len(ring.pop(self.oldest)) + _OVERHEAD
+            self.oldest += 1
+
+    def feed(self, resume: Resume, now: Seconds) -> LogFeed:
+        """A new reader. Close the feed when it is gone."""
+        feed = LogFeed(self)
+        feed.resume(resume, now)
+        return feed
+
+    def batch(self, first: int) -> tuple[int, bytes]:
+        """The events from `first` on, as many as one message takes: their end, the message.
+
+        Encoded once for all readers that are at the same place."""
+        if self._encoded[0] != first:
+            end, size, ring = first, 0, self._ring
+            last = min(self.head, first + self.config.batch_events)
+            while end < last and (size := size + len(ring[end])) <= self.config.batch_bytes:
+                end += 1
+            end = max(end, first + 1)
+            events = [ring[number] for number in range(first, end)]
+            self._encoded = (first, end, encode(Batch(self.epoch, first, events)))
+        return self._encoded[1:]
+
+    def statistics(self) -> dict[str, int]:
+        """Counters since the start, and what the ring holds."""
+        return {
+            "events": self.head,
+            "ring_events": self.head - self.oldest,
+            "ring_bytes": self.bytes,
+            "replays": self.replays,
+            "snapshots": self.snapshots,
+            "snapshot_restarts": self.restarts,
+            "snapshots_under_way": len(self.pins),
+            "lagged": self.lagged,
+            "watermarks": self.watermarks,
+        }
+
+
+class _Stage(Enum):
+    """What a reader is sent next."""
+
+    BEGIN = 0
+    """That its events follow."""
+    WAITING = 1
+    """Nothing until `due`; then a snapshot begins."""
+    SNAPSHOT = 2
+    """The snapshot's next piece."""
+    EVENTS = 3
+    """Events, and watermarks when there are none."""
+    LAGGED = 4
+    """That it lags, until it resumes."""
+
+
+class LogFeed:
+    """One reader's place in a log."""
+
+    def __init__(self, log: LogPublisher) -> None:
+        self.due: Seconds | None = None
+        """When `poll` may have something although nothing was appended."""
+        self.next = 0
+        """Number of the first event that the reader was not sent."""
+        self._log = log
+        self._stage = _Stage.WAITING
+        self._attempt = 0  # the reader's, to be repeated in `Begin`
+        self._chunks: Iterator[bytes] = iter(())
+        self._chunk = 0  # pieces sent
+        self._digest = 0  # of the state in the snapshot
+        self._tries = 0  # snapshots in a row
+        self._tried: Seconds = 0.0
+        self._not_before: Seconds = 0.0  # the next snapshot
+        self._batches = 0  # since the last watermark
+        self._say_again: Seconds = 0.0  # a watermark, or that it lags
+
+    # ------------------------------------------------------------------ from the reader
+
+    def hear(self, body: Buffer, now: Seconds) -> None:
+        """Something came from the reader. Raises `ProtocolError`."""
+        self.resume(decode_resume(body), now)
+
+    def resume(self, resume: Resume, now: Seconds) -> None:
+        """Start over from where the reader says it is."""
+        self._drop_snapshot()
+        self._attempt = resume.attempt
+        position, log = resume.position, self._log
+        if (
+            position is not None
+            and position.epoch == log.epoch
+            and log.oldest <= position.next <= log.head
+        ):
+            self.next = position.next
+            self._stage = _Stage.BEGIN
+        else:
+            self._want_snapshot(now)
+
+    def close(self) -> None:
+        """The reader is gone."""
+        self._drop_snapshot()
+        self._stage = _Stage.LAGGED
+
+    # ------------------------------------------------------------------ to the reader
+
+    def poll(self, now: Seconds) -> bytes | None:
+        """The next message for the reader, to be sent at once; None: nothing until `due` or until
+        something is appended.
+
+        Raises `Overloaded` when snapshot after snapshot did not help: the reader has to go;
+        whatever the source raises.
+        """
+        self.due = None
+        if self._stage is _Stage.EVENTS:
+            return self._poll_events(now)
+        if self._stage is _Stage.SNAPSHOT:
+            return self._poll_snapshot(now)
+        if self._stage is _Stage.WAITING:
+            return self._poll_waiting(now)
+        if self._stage is _Stage.LAGGED:
+            return self._poll_lagged(now)
+        return self._begin(now)
+
+    def _begin(self, now: Seconds) -> bytes | None:
+        log = self._log
+        if self.next < log.oldest:  # it fell out of the ring before it heard the answer
+            return self._lag(now)
+        mode = Mode.LIVE if self.next == log.head else Mode.REPLAY
+        log.replays += mode is Mode.REPLAY
+        self._stage = _Stage.EVENTS
+        self._batches = log.config.watermark_batches  # so that one comes as soon as possible
+        return encode(Begin(self._attempt, log.epoch, mode, self.next))
+
+    def _poll_events(self, now: Seconds) -> bytes | None:
+        log = self._log
+        if self.next < log.oldest:
+            return self._restart(now) if self in log.pins else self._lag(now)
+        if self.next < log.head:
+            self.next, message = log.batch(self.next)
+            self._batches += 1
+            return message
+        log.pins.pop(self, None)
+        if self._batches >= log.config.watermark_batches:
+            self._say_again = now
+        if not self._is_time(now):
+            return None
+        self._batches = 0
+        log.watermarks += 1
+        return encode(Watermark(log.epoch, log.head, log.source.digest()))
+
+    def _is_time(self, now: Seconds) -> bool:
+        """What is repeated is said once per interval."""
+        if now < self._say_again:
+            self.due = self._say_again
+            return False
+        self._say_again = now + self._log.config.watermark_interval
+        return True
+
+    def _lag(self, now: Seconds) -> bytes | None:
+        """All that waited for the reader is dropped, and it is told, until it resumes."""
+        self._log.lagged += 1
+        self._stage = _Stage.LAGGED
+        self._say_again = now
+        return self._poll_lagged(now)
+
+    def _poll_lagged(self, now: Seconds) -> bytes | None:
+        return encode(Lagged(self._log.oldest)) if self._is_time(now) else None
+
+    # ------------------------------------------------------------------ snapshots
+
+    def _want_snapshot(self, now: Seconds) -> None:
+        """At once the first time, later and later as long as they do not help."""
+        config = self._log.config
+        if now - self._tried >= config.healthy:
+            self._tries = 0
+        delay = min(config.retry_most, config.retry_first * 2.0 ** (self._tries - 1))
+        self._not_before = now + (delay if self._tries else 0.0)
+        self._stage = _Stage.WAITING
+
+    def _poll_waiting(self, now: Seconds) -> bytes | None:
+        log = self._log
+        if now < self._not_before:
+            self.due = self._not_before
+            return None
+        if len(log.pins) >= log.config.snapshots:
+            self.due = now + _SLOT_WAIT
+            return None
+        if self._tries >= log.config.attempts:
+            raise Overloaded(f"{self._tries} snapshots in a row did not help", retry_after=1.0)
+        self._tries += 1
+        self._tried = now
+        self._stage = _Stage.SNAPSHOT
+        self.next = log.head
+        log.pins[self] = None
+        log.snapshots += 1
+        self._chunks, self._chunk = log.source.snapshot(), 0
+        self._digest = log.source.digest()
+        return encode(Begin(self._attempt, log.epoch, Mode.SNAPSHOT, self.next))
+
+    def _poll_snapshot(self, now: Seconds) -> bytes | None:
+        if self.next < self._log.oldest:
+            return self._restart(now)
+        data = next(self._chunks, None)
+        if data is not None:
+            if len(data) > CHUNK_BYTES:
+                raise PayloadTooLarge(f"a piece of {len(data)} bytes; the limit is {CHUNK_BYTES}")
+            self._chunk += 1
+            return encode(Chunk(self._chunk - 1, data))
+        self._chunks = iter(())
+        self._stage = _Stage.EVENTS
+        self._batches = self._log.config.watermark_batches
+        return encode(SnapshotEnd(self._chunk, self._digest))
+
+    def _restart(self, now: Seconds) -> bytes | None:
+        """More has happened since the snapshot began than can be kept: begin another."""
+        self._log.restarts += 1
+        self._drop_snapshot()
+        self._want_snapshot(now)
+        return self._poll_waiting(now)
+
+    def _drop_snapshot(self) -> None:
+        self._log.pins.pop(self, None)
+        self._chunks = iter(())

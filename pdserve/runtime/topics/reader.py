@@ -1,0 +1,255 @@
+"""A log at its reader: applies each event once, in order, and finds out whenever that fails.
+
+    WAITING   it has asked to resume; nothing counts but the answer to that request
+    LOADING   a snapshot comes in, beside the state that is in use
+    LIVE      events are applied as they come
+
+A number that is too high is a gap: it asks to resume. A watermark with a higher number finds what
+was lost at the end, one with another digest finds that the states differ, for whatever reason; then
+nothing here is trusted and a snapshot is asked for. A log in another life begins with an empty
+state.
+
+No clock: the publisher paces snapshots. Plain synchronous code, owned by `service`; it knows no
+streams, and of the events only that `LogTarget` applies them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Final, Protocol
+
+from pdserve.errors import ProtocolError
+from pdserve.runtime.topics.messages import (
+    Batch,
+    Begin,
+    Chunk,
+    Lagged,
+    Mode,
+    Position,
+    Resume,
+    SnapshotEnd,
+    Watermark,
+    decode_said,
+)
+from pdserve.wire.codec import encode
+
+if TYPE_CHECKING:
+    from pdserve.runtime.topics.messages import LogEpoch
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["LogReader", "LogTarget", "Stage"]
+
+_PATIENCE: Final = 2
+"""Watermarks without an answer to `Resume` before it is repeated; doubles up to `_MOST`: one or two
+may have been under way."""
+_MOST: Final = 16
+
+
+class LogTarget(Protocol):
+    """What the events are applied to. An exception means: start over with a snapshot."""
+
+    def reset(self) -> None:
+        """Begin a new state beside the present one, in place of any begun before."""
+        ...
+
+    def load(self, chunk: bytes) -> None:
+        """A piece of a snapshot belongs to the new state."""
+        ...
+
+    def commit(self) -> None:
+        """The new state is complete: it becomes the present one, at once."""
+        ...
+
+    def apply(self, event: bytes) -> None:
+        """Change the present state."""
+        ...
+
+    def digest(self) -> int:
+        """As `LogSource.digest`, of the present state."""
+        ...
+
+
+class Stage(Enum):
+    """See the module."""
+
+    WAITING = 0
+    LOADING = 1
+    LIVE = 2
+
+
+class LogReader:
+    """One reader of one publisher's log, across streams."""
+
+    def __init__(self, target: LogTarget) -> None:
+        self.target = target
+        self.stage = Stage.WAITING
+        self.epoch: LogEpoch | None = None
+        self.next = 0
+        """Number of the first event that was not applied."""
+        self.applied = self.duplicates = self.gaps = self.lagged = 0
+        self.replays = self.snapshots = self.divergences = self.epochs = self.repeats = 0
+        self._trusted = False  # the target's state is the log's before `next`
+        self._attempt = 0
+        self._coming = 0  # `next` of the snapshot that comes in
+        self._chunks = 0
+        self._unanswered = 0
+        self._patience = _PATIENCE
+
+    @property
+    def live(self) -> bool:
+        """The state is the publisher's as of a moment ago."""
+        return self.stage is Stage.LIVE
+
+    # ------------------------------------------------------------------ asking
+
+    def resume(self) -> Resume:
+        """What to open a stream with; nothing that was under way before counts any more."""
+        self._attempt += 1
+        self._unanswered = 0
+        self.stage = Stage.WAITING
+        position = None
+        if self._trusted and self.epoch is not None:
+            position = Position(self.epoch, self.next)
+        return Resume(self._attempt, position)
+
+    def lost(self) -> None:
+        """There is no stream for now."""
+        self.stage = Stage.WAITING
+
+    def forget(self) -> None:
+        """The publisher is gone, and all it said with it."""
+        self.target.reset()
+        self.target.commit()
+        self.epoch = None
+        self.next = 0
+        self._trusted = False
+        self.stage = Stage.WAITING
+
+    # ------------------------------------------------------------------ hearing
+
+    def hear(self, body: Buffer) -> bytes | None:
+        """Take one message; returns what to tell the publisher, if anything.
+
+        Raises `ProtocolError`, and whatever the target raises: then start over, with `resume` on
+        another stream."""
+        said = decode_said(body)
+        if isinstance(said, Begin):
+            return self._begin(said)
+        if self.stage is Stage.WAITING:
+            return self._lose_patience() if isinstance(said, Watermark | Lagged) else None
+        if isinstance(said, Batch):
+            return self._batch(said)
+        if isinstance(said, Chunk):
+            return self._chunk(said)
+        if isinstance(said, SnapshotEnd):
+            return self._snapshot_end(said)
+        if isinstance(said, Watermark):
+            return self._watermark(said)
+        self.lagged += 1
+        return encode(self.resume())
+
+    def _begin(self, said: Begin) -> bytes | None:
+        if said.attempt != self._attempt:
+            return None  # it answers what was asked before
+        if said.epoch != self.epoch:
+            self._new_epoch(said.epoch)
+        self._patience = _PATIENCE
+        if said.mode is Mode.SNAPSHOT:
+            self.target.reset()
+            self._coming, self._chunks = said.next, 0
+            self.stage = Stage.LOADING
+        elif self._trusted and said.next == self.next:
+            self.replays += said.mode is Mode.REPLAY
+            self.stage = Stage.LIVE
+        elif said.next > self.next or not self._trusted:
+            raise ProtocolError("the publisher goes on from where the reader is not")
+        return None  # else: the same answer once more, after events
+
+    def _new_epoch(self, epoch: LogEpoch) -> None:
+        if self.epoch is not None:
+            self.epochs += 1
+            self.forget()
+        self.epoch = epoch
+
+    def _batch(self, said: Batch) -> bytes | None:
+        known = self.next - said.first
+        if self.stage is Stage.LOADING or known < 0 or said.epoch != self.epoch:
+            return self._gap()
+        events = said.events
+        if known:
+            self.duplicates += min(known, len(events))
+            events = events[known:]
+        apply = self.target.apply
+        self._trusted = False  # unless all of it could be applied
+        for event in events:
+            apply(event)
+        self._trusted = True
+        self.next += len(events)
+        self.applied += len(events)
+        return None
+
+    def _chunk(self, said: Chunk) -> bytes | None:
+        if self.stage is Stage.LIVE or said.index < self._chunks:
+            self.duplicates += 1
+            return None
+        if said.index > self._chunks:
+            return self._gap()
+        self.target.load(said.data)
+        self._chunks += 1
+        return None
+
+    def _snapshot_end(self, said: SnapshotEnd) -> bytes | None:
+        if self.stage is Stage.LIVE:
+            self.duplicates += 1
+            return None
+        if said.chunks != self._chunks:
+            return self._gap()
+        self._trusted = False
+        self.target.commit()
+        self._trusted = True
+        self.next = self._coming
+        self.snapshots += 1
+        self.stage = Stage.LIVE
+        return None if self.target.digest() == said.digest else self._diverged()
+
+    def _watermark(self, said: Watermark) -> bytes | None:
+        if self.stage is Stage.LOADING or said.epoch != self.epoch or said.head > self.next:
+            return self._gap()
+        if said.head == self.next and said.digest != self.target.digest():
+            return self._diverged()
+        return None
+
+    # ------------------------------------------------------------------ starting over
+
+    def _gap(self) -> bytes:
+        self.gaps += 1
+        return encode(self.resume())
+
+    def _diverged(self) -> bytes:
+        self.divergences += 1
+        self._trusted = False
+        return encode(self.resume())
+
+    def _lose_patience(self) -> bytes | None:
+        """The publisher has nothing more to say, yet did not answer: the request or the answer was
+        lost."""
+        self._unanswered += 1
+        if self._unanswered < self._patience:
+            return None
+        self._patience = min(_MOST, 2 * self._patience)
+        self.repeats += 1
+        return encode(self.resume())
+
+    def statistics(self) -> dict[str, int]:
+        """Counters since the start."""
+        return {
+            "events": self.applied,
+            "duplicates": self.duplicates,
+            "gaps": self.gaps,
+            "replays": self.replays,
+            "snapshots": self.snapshots,
+            "lagged": self.lagged,
+            "divergences": self.divergences,
+            "epochs": self.epochs,
+            "repeats": self.repeats,
+        }

@@ -1,0 +1,342 @@
+"""Topics of one node: what it publishes, to whom, and what it follows of others.
+
+The publisher's side is here: one `_Subscriber` per stream that a peer opened moves messages from a
+feed into the stream's credit. Who follows others is `subscription`. What is sent is decided by the
+machines (`state`, `publisher`); this file owns streams and timers. Owned by whoever owns the node;
+close it before the node.
+
+The names that a node publishes are in its card: `Topics.names` says which, whoever makes the card
+puts them there."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+
+from pdserve.errors import Overloaded, PdserveError, ProtocolError, Unavailable
+from pdserve.runtime.topics.config import TopicsConfig
+from pdserve.runtime.topics.messages import LOG, STATE, decode_subscribe
+from pdserve.runtime.topics.publisher import LogPublisher
+from pdserve.runtime.topics.sets import SetLog
+from pdserve.runtime.topics.state import StatePublisher
+from pdserve.runtime.topics.subscription import LogFollower, StateFollower, Subscription
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.net.base import Incoming
+    from pdserve.net.timers import Timer, Timers
+    from pdserve.runtime.registry import Member
+    from pdserve.runtime.topics.messages import Subscribe
+    from pdserve.runtime.topics.publisher import LogSource
+    from pdserve.runtime.topics.reader import LogTarget
+    from pdserve.runtime.topics.subscription import Following, Node
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["LogTopic", "StateTopic", "Topics"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CLOSED: Final = "the topic is no longer published here"
+
+
+class Topics:
+    """See above."""
+
+    def __init__(self, node: Node, timers: Timers, config: TopicsConfig | None = None) -> None:
+        self.node = node
+        self.timers = timers
+        self.config = config or TopicsConfig()
+        self._published: dict[tuple[int, str], Publication] = {}
+        self._subscriptions: dict[Subscription[Any], None] = {}
+        self._logs = 0  # ever published
+        node.serve_stream(STATE, lambda stream, body: self._open(STATE, stream, body))
+        node.serve_stream(LOG, lambda stream, body: self._open(LOG, stream, body))
+
+    # ------------------------------------------------------------------ publishing
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is published, for the node's card."""
+        return tuple(name for _, name in self._published)
+
+    def publish_state(
+        self, name: str, encode: Callable[[T], bytes], *, interval: Seconds = 0.0
+    ) -> StateTopic[T]:
+        """Publish a value; each subscriber gets the latest, at least `interval` apart.
+
+        Raises `ValueError` if the name is taken."""
+        topic = StateTopic(self, name, StatePublisher(encode, interval=interval))
+        return self._publish(STATE, topic)
+
+    def publish_log(self, name: str, source: LogSource) -> LogTopic:
+        """Publish a log of what happens to `source`. Raises `ValueError` if the name is taken."""
+        self._logs += 1
+        epoch = (self.node.epoch, self._logs)
+        return self._publish(
+            LOG, LogTopic(self, name, LogPublisher(epoch, source, self.config.log))
+        )
+
+    def publish_set(self, name: str) -> SetLog:
+        """Publish a set; see `SetLog`. What its owner does not flush follows within `linger`.
+
+        Raises `ValueError` if the name is taken."""
+        source = SetLog()
+        topic = self.publish_log(name, source)
+        timers, linger = self.timers, self.config.linger
+        source.connect(topic.append, lambda: timers.call_later(linger, source.flush))
+        return source
+
+    def _publish(self, method: int, topic: P) -> P:
+        if any(name == topic.name for _, name in self._published):
+            raise ValueError(f"the topic {topic.name!r} is published already")
+        self._published[method, topic.name] = topic
+        return topic
+
+    def withdraw(self, name: str) -> None:
+        """Publish it no more: its subscribers are told. Nothing happens if it is not published."""
+        for method in (STATE, LOG):
+            topic = self._published.pop((method, name), None)
+            if topic is not None:
+                topic.close()
+
+    def _open(self, method: int, stream: Incoming, body: Buffer) -> None:
+        """A peer wants a topic. What is raised is its answer."""
+        subscribe = decode_subscribe(body)
+        topic = self._published.get((method, subscribe.topic))
+        if topic is None:
+            raise Unavailable(f"the topic {subscribe.topic!r} is not published here")
+        topic.open(stream, subscribe)
+
+    # ------------------------------------------------------------------ subscribing
+
+    def subscribe_state(
+        self,
+        name: str,
+        decode: Callable[[Buffer], T],
+        on_value: Callable[[Member, T], None],
+        on_gone: Callable[[Member], None] | None = None,
+    ) -> Subscription[StateFollower[T]]:
+        """Follow the value of every member whose card names the topic.
+
+        `on_gone` is called once per life of a member that was followed: when it is gone, or no
+        longer publishes, or the subscription is closed; no value comes after it."""
+        return self._subscribe(name, lambda m: StateFollower(name, m, decode, on_value, on_gone))
+
+    def subscribe_log(
+        self,
+        name: str,
+        make_target: Callable[[Member], LogTarget],
+        on_gone: Callable[[Member], None] | None = None,
+    ) -> Subscription[LogFollower]:
+        """Follow the log of every member whose card names the topic, each into a target of its own.
+
+        When a member is gone, or no longer publishes, or the subscription is closed, its target is
+        emptied, then `on_gone` is called: once per life."""
+        return self._subscribe(name, lambda m: LogFollower(name, m, make_target(m), on_gone))
+
+    def _subscribe(self, name: str, make: Callable[[Member], F]) -> Subscription[F]:
+        subscription = Subscription(name, self.node, self.timers, self.config, make)
+        self._subscriptions[subscription] = None
+        subscription.on_close = lambda: self._subscriptions.pop(subscription, None)
+        subscription.start()
+        return subscription
+
+    # ------------------------------------------------------------------ looking, ending
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Counters by `published/NAME` and `followed/NAME`."""
+        found = {
+            f"published/{topic.name}": topic.statistics() for topic in self._published.values()
+        }
+        for subscription in self._subscriptions:
+            found[f"followed/{subscription.name}"] = subscription.statistics()
+        return found
+
+    def close(self) -> None:
+        """Subscriptions end as if all members were gone; subscribers are told. Idempotent."""
+        for subscription in tuple(self._subscriptions):
+            subscription.close()
+        for name in self.names:
+            self.withdraw(name)
+
+
+class _Feed(Protocol):
+    """What `StateFeed` and `LogFeed` have in common."""
+
+    due: Seconds | None
+
+    def poll(self, now: Seconds) -> bytes | None: ...
+
+    def hear(self, body: Buffer, now: Seconds) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Publication:
+    """One topic and its subscribers."""
+
+    def __init__(self, topics: Topics, name: str) -> None:
+        self.name = name
+        self.subscribers: dict[_Subscriber, None] = {}
+        self._topics = topics
+
+    def feed(self, subscribe: Subscribe) -> _Feed:
+        raise NotImplementedError
+
+    def statistics(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    def open(self, stream: Incoming, subscribe: Subscribe) -> None:
+        """Serve a peer. Raises `Overloaded`, `ProtocolError`."""
+        limit = self._topics.config.subscribers
+        if len(self.subscribers) >= limit:
+            raise Overloaded(f"{self.name!r} has {limit} subscribers", retry_after=1.0)
+        subscriber = _Subscriber(self, self._topics, stream, self.feed(subscribe))
+        self.subscribers[subscriber] = None
+        subscriber.start()
+
+    def pump(self) -> None:
+        """There is something new."""
+        for subscriber in tuple(self.subscribers):
+            subscriber.pump()
+
+    def close(self) -> None:
+        """Tell the subscribers that there is no more."""
+        for subscriber in tuple(self.subscribers):
+            subscriber.drop(Unavailable(_CLOSED))
+
+
+P = TypeVar("P", bound=Publication)
+F = TypeVar("F", bound="Following")
+
+
+class StateTopic(Publication, Generic[T]):
+    """A value that this node publishes."""
+
+    def __init__(self, topics: Topics, name: str, machine: StatePublisher[T]) -> None:
+        super().__init__(topics, name)
+        self._machine = machine
+
+    def set(self, value: T) -> None:
+        """Publish `value` in place of the one before. Nothing happens if it is the same."""
+        if self._machine.set(value):
+            self.pump()
+
+    def feed(self, subscribe: Subscribe) -> _Feed:
+        return self._machine.feed()
+
+    def statistics(self) -> dict[str, int]:
+        return {"subscribers": len(self.subscribers), "values": self._machine.sent}
+
+
+class LogTopic(Publication):
+    """A log that this node publishes."""
+
+    def __init__(self, topics: Topics, name: str, machine: LogPublisher) -> None:
+        super().__init__(topics, name)
+        self._machine = machine
+
+    def append(self, event: bytes) -> None:
+        """The source has changed by `event`. Raises `PayloadTooLarge`: then the change is seen only
+        by those who take a snapshot, and found by the others' next watermark."""
+        self._machine.append(event)
+        self.pump()
+
+    def feed(self, subscribe: Subscribe) -> _Feed:
+        if subscribe.resume is None:
+            raise ProtocolError("a subscriber of a log does not say where it is")
+        return self._machine.feed(subscribe.resume, self._topics.node.now())
+
+    def statistics(self) -> dict[str, int]:
+        return {"subscribers": len(self.subscribers), **self._machine.statistics()}
+
+
+class _Subscriber:
+    """One peer's stream (a `Sink`), and its place in the topic."""
+
+    def __init__(self, topic: Publication, topics: Topics, stream: Incoming, feed: _Feed) -> None:
+        self._topic = topic
+        self._topics = topics
+        self._stream = stream
+        self._feed = feed
+        self._timer: Timer | None = None
+        self._armed: Seconds = 0.0
+        self._over = False
+
+    def start(self) -> None:
+        """Raises `Overloaded`."""
+        try:
+            self._stream.accept(self, window=self._topics.config.resume_window)
+        except Overloaded as error:
+            self.drop(error)
+            raise
+        self.pump()
+
+    def pump(self) -> None:
+        """Send as much as there is, and credit for it."""
+        stream, feed = self._stream, self._feed
+        if self._over:
+            return
+        now = self._topics.node.now()
+        try:
+            while stream.sendable:
+                message = feed.poll(now)
+                if message is None:
+                    self._arm(feed.due)
+                    return
+                stream.try_send(message)
+        except PdserveError as error:
+            self.drop(error)
+        except Exception as error:  # of the source: its owner, who may have called us, lives on
+            _log.exception("%s cannot be published to %s", self._topic.name, stream.link)
+            self.drop(error)
+
+    def _arm(self, due: Seconds | None) -> None:
+        """Pump again then; a timer that comes earlier will find out by itself."""
+        if due is None or (self._timer is not None and self._armed <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed = due
+        self._timer = self._topics.timers.call_at(due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.pump()
+
+    def drop(self, error: BaseException) -> None:
+        """Serve this peer no more, and say why. Idempotent."""
+        if self._over:
+            return
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._topic.subscribers.pop(self, None)
+        self._feed.close()
+        self._stream.abort(error)
+
+    # ------------------------------------------------------------------ net.base.Sink
+
+    def on_data(self, body: Buffer) -> None:
+        try:
+            self._feed.hear(body, self._topics.node.now())
+        except ProtocolError as error:
+            self.drop(error)
+            raise
+        self.pump()
+
+    def on_payload(self, meta: bytes, size: Bytes) -> memoryview | None:
+        return None
+
+    def on_raw(self, meta: bytes, payload: Buffer) -> None:
+        raise ProtocolError("a subscriber sent a raw payload")
+
+    def on_end(self, error: BaseException | None) -> None:
+        self.drop(error or Unavailable("the subscriber has gone"))
+
+    def on_unblocked(self) -> None:
+        self.pump()

@@ -1,0 +1,354 @@
+"""Following a topic: one stream to each member that publishes it, again and again while it lives.
+
+Members come and go by the registry's events. A stream that ends is opened anew after a jittered
+back-off; a log then goes on from where it was. What arrives goes to the member's `Following`. When
+the member is gone, or its card names the topic no more, that is told once, and nothing follows.
+Owned by `service`."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from pdserve.errors import Cancelled, DialFailed, Draining, LinkLost, ProtocolError
+from pdserve.net.redial import Redial
+from pdserve.runtime.registry import Gone
+from pdserve.runtime.topics.messages import LOG, STATE, Subscribe
+from pdserve.runtime.topics.reader import LogReader
+from pdserve.wire.codec import encode
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+    from random import Random
+
+    from pdserve.ids import Bytes, Epoch, NodeId, Seconds
+    from pdserve.net.base import Incoming, Link, Stream
+    from pdserve.net.timers import Timer, Timers
+    from pdserve.runtime.registry import Member, MemberEvent
+    from pdserve.runtime.tasks import Tasks
+    from pdserve.runtime.topics.config import TopicsConfig
+    from pdserve.runtime.topics.reader import LogTarget
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["Following", "LogFollower", "Node", "StateFollower", "Subscription"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Node(Protocol):
+    """What topics need of `runtime.node.Node`."""
+
+    tasks: Tasks
+    random: Random
+
+    @property
+    def epoch(self) -> Epoch: ...
+
+    def now(self) -> Seconds: ...
+
+    def serve_stream(self, number: int, opened: Callable[[Incoming, Buffer], None]) -> None: ...
+
+    async def link(self, node: NodeId, *, timeout: Seconds) -> Link: ...
+
+    def on_member(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]: ...
+
+
+class Following(Protocol):
+    """What is done with one life of a publisher."""
+
+    member: Member
+    method: int
+
+    def opening(self) -> Subscribe:
+        """What to open a stream with."""
+        ...
+
+    def window(self, config: TopicsConfig) -> int:
+        """Credit for the publisher."""
+        ...
+
+    def hear(self, body: Buffer) -> bytes | None:
+        """Take a message; returns what to answer."""
+        ...
+
+    def lost(self) -> None:
+        """There is no stream for now."""
+        ...
+
+    def gone(self) -> None:
+        """It is over; called once."""
+        ...
+
+    def statistics(self) -> dict[str, int]: ...
+
+
+F = TypeVar("F", bound=Following)
+
+
+class StateFollower(Generic[T]):
+    """See `Following`: the latest value."""
+
+    method = STATE
+
+    def __init__(
+        self,
+        name: str,
+        member: Member,
+        decode: Callable[[Buffer], T],
+        on_value: Callable[[Member, T], None],
+        on_gone: Callable[[Member], None] | None,
+    ) -> None:
+        self.member = member
+        self._name = name
+        self._decode = decode
+        self._on_value = on_value
+        self._on_gone = on_gone
+        self._last: bytes | None = None
+        self._values = 0
+
+    def opening(self) -> Subscribe:
+        return Subscribe(self._name)
+
+    def window(self, config: TopicsConfig) -> int:
+        return config.state_window
+
+    def hear(self, body: Buffer) -> None:
+        value = self._decode(body)
+        if body == self._last:
+            return  # another stream begins with the value that the last one ended with
+        self._last = bytes(body)
+        self._values += 1
+        self._on_value(self.member, value)
+
+    def lost(self) -> None:
+        """The last value stays."""
+
+    def gone(self) -> None:
+        if self._on_gone is not None:
+            self._on_gone(self.member)
+
+    def statistics(self) -> dict[str, int]:
+        return {"values": self._values}
+
+
+class LogFollower:
+    """See `Following`: a log, into a target."""
+
+    method = LOG
+
+    def __init__(
+        self,
+        name: str,
+        member: Member,
+        target: LogTarget,
+        on_gone: Callable[[Member], None] | None,
+    ) -> None:
+        self.member = member
+        self.reader = LogReader(target)
+        self._name = name
+        self._on_gone = on_gone
+
+    def opening(self) -> Subscribe:
+        return Subscribe(self._name, self.reader.resume())
+
+    def window(self, config: TopicsConfig) -> int:
+        return config.log_window
+
+    def hear(self, body: Buffer) -> bytes | None:
+        return self.reader.hear(body)
+
+    def lost(self) -> None:
+        self.reader.lost()
+
+    def gone(self) -> None:
+        self.reader.forget()
+        if self._on_gone is not None:
+            self._on_gone(self.member)
+
+    def statistics(self) -> dict[str, int]:
+        return self.reader.statistics()
+
+
+class Subscription(Generic[F]):
+    """A topic, and whom this node follows in it."""
+
+    def __init__(
+        self,
+        name: str,
+        node: Node,
+        timers: Timers,
+        config: TopicsConfig,
+        make: Callable[[Member], F],
+    ) -> None:
+        self.name = name
+        self.node = node
+        self.timers = timers
+        self.config = config
+        self.on_close: Callable[[], None] | None = None
+        self.streams = 0
+        """Ever opened."""
+        self._make = make
+        self._cords: dict[NodeId, _Cord[F]] = {}
+        self._past: Counter[str] = Counter()  # counters of those that are gone
+        self._stop: Callable[[], None] | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Follow those who publish, now and later."""
+        self._stop = self.node.on_member(self._on_member)
+
+    def get(self, node: NodeId) -> F | None:
+        """How `node` is followed, if it is."""
+        cord = self._cords.get(node)
+        return None if cord is None else cord.following
+
+    def _on_member(self, event: MemberEvent) -> None:
+        member = event.member
+        cord = self._cords.get(member.node)
+        if cord is not None and cord.following.member.epoch != member.epoch:
+            return  # the registry ends one life before it begins the next
+        publishes = member.card is not None and self.name in member.card.topics
+        if cord is not None:
+            cord.following.member = member
+            if isinstance(event, Gone) or not publishes:
+                self._end(cord)
+        elif publishes and not isinstance(event, Gone) and not self._closed:
+            cord = self._cords[member.node] = _Cord(self, self._make(member))
+            cord.connect()
+
+    def _end(self, cord: _Cord[F]) -> None:
+        following = cord.following
+        del self._cords[following.member.node]
+        cord.cut()
+        self._past.update(following.statistics())
+        following.gone()
+
+    def statistics(self) -> dict[str, int]:
+        """Counters, summed over all members, those that are gone included."""
+        total = Counter(self._past)
+        for cord in self._cords.values():
+            total.update(cord.following.statistics())
+        open_now = sum(cord.open for cord in self._cords.values())
+        now = {"members": len(self._cords), "open": open_now, "streams": self.streams}
+        return {**total, **now}
+
+    def close(self) -> None:
+        """Follow nobody any more. Idempotent."""
+        self._closed = True
+        if self._stop is not None:
+            self._stop()
+        for cord in tuple(self._cords.values()):
+            self._end(cord)
+        if self.on_close is not None:
+            self.on_close()
+
+
+class _Cord(Generic[F]):
+    """The stream to one member (its `Sink`), and the way to the next one: at any time there is a
+    stream, a task that opens one, or a timer before that; none after `cut`."""
+
+    def __init__(self, subscription: Subscription[F], following: F) -> None:
+        self.following = following
+        self._subscription = subscription
+        self._redial = Redial(subscription.node.random)
+        self._stream: Stream | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: Timer | None = None
+        self._heard = False
+        self._over = False
+
+    @property
+    def open(self) -> bool:
+        return self._stream is not None
+
+    def connect(self) -> None:
+        """Begin to open a stream."""
+        name, member = self._subscription.name, self.following.member
+        try:
+            self._task = self._subscription.node.tasks.spawn(
+                self._connect(), f"follow {name} of {member.node}"
+            )
+        except Draining:
+            _log.debug("the node is closing: %s of %s is not followed", name, member.node)
+
+    async def _connect(self) -> None:
+        subscription, following = self._subscription, self.following
+        node, member = subscription.node, following.member
+        try:
+            link = await node.link(member.node, timeout=subscription.config.link_timeout)
+            if link.peer.epoch != member.epoch:
+                raise LinkLost(f"{member.node} is linked in another life", sent=False)
+            self._heard = False
+            self._stream = link.open_stream(
+                following.method,
+                encode(following.opening()),
+                self,
+                window=following.window(subscription.config),
+            )
+            subscription.streams += 1
+        except Exception as error:
+            _log.debug("cannot follow %s of %s: %s", subscription.name, member.node, error)
+            self._later(error)
+
+    def _later(self, error: BaseException | None) -> None:
+        """Try again, in a while."""
+        self._stream = None
+        self.following.lost()
+        if self._over:
+            return
+        now = self._subscription.node.now()
+        if isinstance(error, DialFailed):
+            delay = self._redial.failed(error)
+        else:
+            delay = self._redial.lost(now)
+        self._timer = self._subscription.timers.call_later(delay, self.connect)
+
+    def cut(self) -> None:
+        """End what there is."""
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        if self._stream is not None:
+            self._stream.abort(Cancelled("the subscriber has gone"))
+            self._stream = None
+
+    # ------------------------------------------------------------------ net.base.Sink
+
+    def on_data(self, body: Buffer) -> None:
+        if not self._heard:
+            self._heard = True
+            self._redial.connected(self._subscription.node.now())
+        stream = self._stream
+        try:
+            answer = self.following.hear(body)
+            if answer is None or stream is None or self._stream is not stream:
+                return
+            if not stream.try_send(answer):
+                raise ProtocolError("the publisher grants no credit for an answer")
+        except LinkLost:
+            return  # `on_end` follows
+        except Exception as error:
+            self._later(error)
+            raise  # the link says it to the log and to the peer, and ends the stream
+
+    def on_payload(self, meta: bytes, size: Bytes) -> memoryview | None:
+        return None
+
+    def on_raw(self, meta: bytes, payload: Buffer) -> None:
+        self._later(None)
+        raise ProtocolError("a publisher sent a raw payload")
+
+    def on_end(self, error: BaseException | None) -> None:
+        stream = self._stream
+        self._later(error)
+        if stream is not None:
+            stream.end()
+
+    def on_unblocked(self) -> None:
+        """Answers are not queued."""
