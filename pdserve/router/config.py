@@ -25,7 +25,7 @@ class RouterConfig:
     time from an answer to the worker's report, a dial and a retry included; short, because until
     then a request that never came looks like load. What a worker has reported never ages."""
     max_bookings: int = 262_144
-    """Own bookings open at once; one more request is refused with 429. A guard of memory (about
+    """Own bookings open at once; one more request is refused with 429. A guard of memory (under
     100 MiB), far above what frontends keep open."""
     sweep_interval: Seconds = 1.0
     """Between two looks for bookings and memories that ran out: both may last this much longer. A

@@ -1,0 +1,431 @@
+"""The ledger: what was placed where and has not ended, so that a decision counts at once.
+
+    placed ──held──▶ seen ──report──▶ counted        at its worker
+       └───────────────┴─────────────────┴─▶ ended   exactly once, for one reason (`End`)
+
+A worker's load is what it reports plus what its report cannot contain yet: bookings that it was not
+seen to hold, and those that it took after its last report. Without a report, all bookings count.
+Nothing counts twice and nothing is forgotten, whichever message comes first: what a worker says it
+holds is kept apart from the bookings (`_Account.fresh`, `.reported`), and only `place` and a peer's
+word make a booking. So a worker's late word revives nothing that has ended, for any length of time
+and without a memory of the dead.
+
+Only a booking that its worker never reported runs out (`RouterConfig.booking_ttl`). Bookings of
+other routers are charged like own ones, but end when their router says so, or dies.
+
+Pure: time and randomness come in. The router's service owns it and brings it the news of members,
+of the topics `load`, `sequences` and `bookings`, and of frontends; per life, news comes between its
+`…_up` and its `…_gone`, and what comes outside is ignored. Ends of own bookings leave by `on_end`.
+Own bookings are bounded here, the others and the ids held by those who publish them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdserve.messages.routing import Booked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from random import Random
+
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.router.config import RouterConfig
+
+__all__ = ["Booking", "Bookings", "Charge", "End", "Life"]
+
+_COUNTER_BITS = 32
+_PART_BITS = 31
+
+
+class Life(NamedTuple):
+    """One life of a node."""
+
+    node: NodeId
+    epoch: Epoch
+
+
+class End(Enum):
+    """Why a booking ended."""
+
+    LET_GO = "let_go"
+    """Its worker, which held it, no longer does."""
+    RELEASED = "released"
+    """Its frontend said so."""
+    WORKER_GONE = "worker_gone"
+    ASKER_GONE = "asker_gone"
+    NEVER_SEEN = "never_seen"
+    """Its worker did not report it in time."""
+
+
+class Charge(NamedTuple):
+    """What bookings weigh."""
+
+    sequences: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """One request's place at one worker."""
+
+    id: int
+    worker: Life
+    sequences: int
+    prompt_tokens: int
+    owner: Life | None = None
+    """The router that placed it; None: this one."""
+    asker: Life | None = None
+    """The frontend that asked; only of own bookings."""
+
+    @property
+    def record(self) -> Booked:
+        """As other routers hear of it."""
+        node, epoch = self.worker
+        return Booked(self.id, node, epoch, self.sequences, self.prompt_tokens)
+
+
+@dataclass(slots=True)
+class _Account:
+    """One worker's life: what is charged to it, and what it says that it holds."""
+
+    epoch: Epoch
+    open: dict[int, Booking] = field(default_factory=dict)
+    sequences: int = 0
+    prompt_tokens: int = 0
+    """Of all in `open`."""
+
+    fresh: set[int] = field(default_factory=set)
+    """Ids it holds since its last report, bookings known here or not."""
+    reported: set[int] = field(default_factory=set)
+    """Ids it holds and its last report contains."""
+    reported_sequences: int = 0
+    reported_tokens: int = 0
+    """Of those in `open` that are in `reported`."""
+
+    def charge(self, booking: Booking) -> None:
+        if booking.id not in self.open:
+            self.open[booking.id] = booking
+            self._add(booking, 1)
+
+    def discharge(self, booking: Booking) -> bool:
+        """False if it was not charged (any more)."""
+        if self.open.get(booking.id) is not booking:
+            return False
+        self._add(booking, -1)
+        del self.open[booking.id]
+        return True
+
+    def _add(self, booking: Booking, sign: int) -> None:
+        self.sequences += sign * booking.sequences
+        self.prompt_tokens += sign * booking.prompt_tokens
+        if booking.id in self.reported:
+            self._add_reported(booking, sign)
+
+    def _add_reported(self, booking: Booking, sign: int) -> None:
+        self.reported_sequences += sign * booking.sequences
+        self.reported_tokens += sign * booking.prompt_tokens
+
+    def report(self) -> None:
+        """A report came: it contains all that the worker holds."""
+        for id in self.fresh:
+            if id in self.open:
+                self._add_reported(self.open[id], 1)
+        self.reported |= self.fresh
+        self.fresh.clear()
+
+    def report_lost(self) -> None:
+        """There is no report (any more)."""
+        self.fresh |= self.reported
+        self.reported.clear()
+        self.reported_sequences = self.reported_tokens = 0
+
+    def let_go(self, id: int) -> None:
+        """It no longer holds this one. To be called when nothing is charged for it."""
+        self.fresh.discard(id)
+        self.reported.discard(id)
+
+    @property
+    def unreported(self) -> Charge:
+        return Charge(
+            self.sequences - self.reported_sequences, self.prompt_tokens - self.reported_tokens
+        )
+
+
+class Bookings:
+    """Those of one router, and its picture of the other routers'."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        random: Random,
+        on_end: Callable[[Booking, End], None] = lambda booking, why: None,
+    ) -> None:
+        """`on_end` hears of each own booking exactly once; it must not call back."""
+        self._config = config
+        self._on_end = on_end
+        self._part = random.randrange(1, 1 << _PART_BITS) << _COUNTER_BITS  # 0 means "none"
+        self._count = 0
+        self._accounts: dict[NodeId, _Account] = {}
+        self._own: dict[int, Booking] = {}
+        self._unseen: dict[int, Seconds] = {}
+        """Own bookings that their worker has not reported: when they run out, earliest first."""
+        self._by_asker: dict[Life, dict[int, Booking]] = {}
+        self._peers: dict[Life, dict[int, Booking]] = {}
+        """What each router has open, whether or not its worker is known here."""
+        self.placed = 0
+        """Ever."""
+        self.ended: Counter[End] = Counter()
+        """Ever, by reason; `placed` is the sum of these and `len()`."""
+        self.touched: set[NodeId] = set()
+        """Workers whose load may have changed; whoever caches it empties this."""
+
+    def __len__(self) -> int:
+        """Own bookings that have not ended."""
+        return len(self._own)
+
+    # ------------------------------------------------------------------ decisions
+
+    @property
+    def full(self) -> bool:
+        """No further one may be placed."""
+        return len(self._own) >= self._config.max_bookings
+
+    def place(
+        self, now: Seconds, worker: Life, asker: Life, sequences: int, prompt_tokens: int
+    ) -> Booking:
+        """Charge a worker. Raises `ValueError` if it is not up, or if the ledger is full."""
+        account = self._account(worker)
+        if account is None or self.full:
+            raise ValueError(f"{worker.node} cannot be booked")
+        booking = Booking(self._next_id(account), worker, sequences, prompt_tokens, asker=asker)
+        self._own[booking.id] = booking
+        self._unseen[booking.id] = now + self._config.booking_ttl
+        self._by_asker.setdefault(asker, {})[booking.id] = booking
+        account.charge(booking)
+        self.touched.add(worker.node)
+        self.placed += 1
+        return booking
+
+    def release(self, id: int) -> bool:
+        """Its frontend is done with it; False if it had ended before, or is not ours."""
+        booking = self._own.get(id)
+        if booking is None:
+            return False
+        self._end(booking, End.RELEASED)
+        return True
+
+    def expire(self, now: Seconds) -> int:
+        """End what was never seen and ran out; how many that was."""
+        passed = []
+        for id, deadline in self._unseen.items():
+            if deadline > now:
+                break
+            passed.append(id)
+        for id in passed:
+            self._end(self._own[id], End.NEVER_SEEN)
+        return len(passed)
+
+    @property
+    def next_expiry(self) -> Seconds | None:
+        """When `expire` has something to do next."""
+        return next(iter(self._unseen.values()), None)
+
+    def load(self, worker: NodeId) -> Charge:
+        """What comes on top of the worker's report; all that is charged if there is none. Zero for
+        a worker that is not up."""
+        account = self._accounts.get(worker)
+        return account.unreported if account else Charge(0, 0)
+
+    # ------------------------------------------------------------------ members
+
+    def worker_up(self, worker: Life) -> None:
+        """A life begins; an earlier one of the node ends. Idempotent."""
+        account = self._accounts.get(worker.node)
+        if account and account.epoch >= worker.epoch:
+            return
+        if account:
+            self.worker_gone(Life(worker.node, account.epoch))
+        self._accounts[worker.node] = account = _Account(worker.epoch)
+        for bookings in self._peers.values():
+            for booking in bookings.values():
+                if booking.worker == worker:
+                    account.charge(booking)
+        self.touched.add(worker.node)
+
+    def worker_gone(self, worker: Life) -> None:
+        """Everything there has ended."""
+        account = self._account(worker)
+        if account is None:
+            return
+        for booking in tuple(account.open.values()):
+            if booking.owner is None:
+                self._end(booking, End.WORKER_GONE)
+        del self._accounts[worker.node]
+        self.touched.discard(worker.node)
+
+    def asker_gone(self, asker: Life) -> None:
+        """A frontend died, and with it all that it asked for."""
+        for booking in tuple(self._by_asker.get(asker, {}).values()):
+            self._end(booking, End.ASKER_GONE)
+
+    # ------------------------------------------------------------------ what workers say
+
+    def reported(self, worker: Life) -> None:
+        """A load report came, written when the worker held all that it has said it holds."""
+        if account := self._account(worker):
+            account.report()
+            self.touched.add(worker.node)
+
+    def report_lost(self, worker: Life) -> None:
+        """Its load is no longer known; from here on, all bookings count."""
+        if account := self._account(worker):
+            account.report_lost()
+            self.touched.add(worker.node)
+
+    def held(self, worker: Life, id: int) -> None:
+        """The worker has this booking's request."""
+        account = self._account(worker)
+        if account is None or id in account.reported:
+            return
+        account.fresh.add(id)
+        if id in account.open:
+            self._unseen.pop(id, None)
+
+    def let_go(self, worker: Life, id: int) -> None:
+        """The worker no longer has it, so it had it."""
+        account = self._account(worker)
+        if account is None:
+            return
+        booking = account.open.get(id)
+        if booking is None:
+            account.let_go(id)
+        elif booking.owner is None:
+            self._end(booking, End.LET_GO)
+            account.let_go(id)
+        else:
+            # Its owner will say so too; until then it stays in `_peers`, without a charge.
+            account.discharge(booking)
+            account.let_go(id)
+            self.touched.add(worker.node)
+
+    def holds(self, worker: Life, ids: Iterable[int]) -> None:
+        """The worker has these and no others. What it has not seen yet stays placed."""
+        account = self._account(worker)
+        if account is None:
+            return
+        now_held = set(ids)
+        for id in (account.fresh | account.reported) - now_held:
+            self.let_go(worker, id)
+        for id in now_held:
+            self.held(worker, id)
+
+    # ------------------------------------------------------------------ other routers
+
+    def peer_up(self, router: Life) -> None:
+        """Its bookings are heard from here on. Idempotent."""
+        self._peers.setdefault(router, {})
+
+    def peer_gone(self, router: Life) -> None:
+        """What it had placed no longer counts: frontends ask again, workers report what runs."""
+        for booking in self._peers.pop(router, {}).values():
+            self._discharge(booking)
+
+    def peer_placed(self, router: Life, booked: Booked) -> None:
+        """Idempotent."""
+        bookings = self._peers.get(router)
+        if bookings is None or booked.booking in bookings or booked.booking in self._own:
+            return
+        worker = Life(booked.worker, booked.epoch)
+        booking = Booking(
+            booked.booking, worker, booked.sequences, booked.prompt_tokens, owner=router
+        )
+        bookings[booking.id] = booking
+        account = self._account(worker)
+        if account:
+            account.charge(booking)
+            self.touched.add(worker.node)
+
+    def peer_ended(self, router: Life, id: int) -> None:
+        """Idempotent."""
+        booking = self._peers.get(router, {}).pop(id, None)
+        if booking:
+            self._discharge(booking)
+
+    def peer_has(self, router: Life, booked: Iterable[Booked]) -> None:
+        """The other router has these open and no others."""
+        records = {record.booking: record for record in booked}
+        for id in self._peers.get(router, {}).keys() - records.keys():
+            self.peer_ended(router, id)
+        for record in records.values():
+            self.peer_placed(router, record)
+
+    # ------------------------------------------------------------------ inside
+
+    def _account(self, worker: Life) -> _Account | None:
+        account = self._accounts.get(worker.node)
+        return account if account and account.epoch == worker.epoch else None
+
+    def _next_id(self, account: _Account) -> int:
+        while True:
+            self._count = (self._count + 1) % (1 << _COUNTER_BITS)
+            id = self._part | self._count
+            if id not in self._own and id not in account.open:
+                return id
+
+    def _end(self, booking: Booking, why: End) -> None:
+        """The one way out of an own booking."""
+        del self._own[booking.id]
+        self._unseen.pop(booking.id, None)
+        asker = booking.asker
+        if asker is not None:
+            asked = self._by_asker[asker]
+            del asked[booking.id]
+            if not asked:
+                del self._by_asker[asker]
+        self._discharge(booking)
+        self.ended[why] += 1
+        self._on_end(booking, why)
+
+    def _discharge(self, booking: Booking) -> None:
+        account = self._account(booking.worker)
+        if account and account.discharge(booking):
+            self.touched.add(booking.worker.node)
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless every sum is the sum of its parts and every entry has its
+        owner. O(all), for tests."""
+        assert self.placed == len(self._own) + self.ended.total()
+        for node, account in self._accounts.items():
+            self._check_account(node, account)
+        for booking in self._own.values():
+            account_or_none = self._account(booking.worker)
+            assert account_or_none is not None
+            held = account_or_none.fresh | account_or_none.reported
+            assert account_or_none.open[booking.id] is booking
+            assert (booking.id in self._unseen) == (booking.id not in held)
+            assert booking.asker is not None
+            assert self._by_asker[booking.asker][booking.id] is booking
+        assert self._unseen.keys() <= self._own.keys()
+        assert list(self._unseen.values()) == sorted(self._unseen.values())
+        assert sum(map(len, self._by_asker.values())) == len(self._own)
+        assert all(self._by_asker.values())
+
+    def _check_account(self, node: NodeId, account: _Account) -> None:
+        assert not account.fresh & account.reported
+        in_report = [account.open[id] for id in account.open.keys() & account.reported]
+        everything, counted = _sum(account.open.values()), _sum(in_report)
+        assert everything == (account.sequences, account.prompt_tokens)
+        assert counted == (account.reported_sequences, account.reported_tokens)
+        for booking in account.open.values():
+            assert booking.worker == (node, account.epoch)
+            owned = self._own if booking.owner is None else self._peers[booking.owner]
+            assert owned[booking.id] is booking
+
+
+def _sum(bookings: Iterable[Booking]) -> Charge:
+    listed = list(bookings)
+    return Charge(sum(b.sequences for b in listed), sum(b.prompt_tokens for b in listed))
