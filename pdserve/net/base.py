@@ -341,8 +341,9 @@ class Network(Protocol):
     async def dial(self, address: str, *, expect: NodeId | None = None) -> Link:
         """The link to the node at `address`; one dial per address at a time.
 
-        With `expect`, a link to that node that exists is returned as it is. Without, a new
-        connection is made, and if it leads to a node that is linked, the two are resolved.
+        With `expect`, a link to that node on which something can be started is returned as it is.
+        Otherwise a new connection is made, and if it leads to a node that is linked, the two are
+        resolved.
 
         Raises `DialFailed` or one of its kinds; `WrongPeer` if another node than `expect` answers.
         Cancellation: only the waiting ends.

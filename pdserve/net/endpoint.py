@@ -130,7 +130,7 @@ class Endpoint:
 
     async def dial(self, address: str, *, expect: NodeId | None = None) -> PeerLink:
         known = self._links.get(expect) if expect is not None else None
-        if known is not None:
+        if known is not None and not known.retiring:
             return known
         if self._closing:
             raise DialFailed("this node is going away")
@@ -292,7 +292,7 @@ class Endpoint:
     def _resolve(self, claim: Claim, *, dialled: bool) -> Verdict:
         node = NodeId(claim.node)
         old = self._links.get(node)
-        known = None if old is None else Contender(old.peer.epoch, old.dialled)
+        known = None if old is None else Contender(old.peer.epoch, old.dialled, old.retiring)
         return resolve(self.identity.node, node, known, Contender(claim.epoch, dialled))
 
     def _make_link(self, guest: _Guest, claim: Claim, spoken: Spoken, session: bytes) -> PeerLink:

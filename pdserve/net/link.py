@@ -117,6 +117,11 @@ class PeerLink:
     def __repr__(self) -> str:
         return f"<link to {self.peer.node}{'' if self.down is None else ', ' + self.down.cause}>"
 
+    @property
+    def retiring(self) -> bool:
+        """Nothing more can be started on it."""
+        return self.connection.leaving or self.connection.left
+
     # ------------------------------------------------------------------ tells and requests
 
     def tell(self, method: int, body: Buffer) -> None:
@@ -211,7 +216,7 @@ class PeerLink:
         hold: bool = False,
     ) -> LinkStream:
         shell = self.bulk
-        if self.connection.leaving or self.connection.left:
+        if self.retiring:
             raise LinkLost("the link is closed or closing", sent=False)
         if shell is None or shell.closed:
             shell = await self._wait_bulk(self.now() + timeout)

@@ -3,6 +3,7 @@
     the new connection is of ...            then
     an earlier life than the old one        it is refused: that life is over
     a later life                            the old one ends at once: its node no longer exists
+    the same life, the old one retiring     the new one takes over: nothing starts on the old one
     the same life, dialled by the same one  the new one takes over: the dialler gave up the old
     the same life, dialled by the other     the one that the smaller node id dialled takes over
 
@@ -39,6 +40,8 @@ class Contender:
     """Of the peer."""
     dialled: bool
     """By us."""
+    retiring: bool = False
+    """One side has said that it starts nothing more."""
 
 
 def resolve(us: NodeId, peer: NodeId, old: Contender | None, new: Contender) -> Verdict:
@@ -47,7 +50,7 @@ def resolve(us: NodeId, peer: NodeId, old: Contender | None, new: Contender) -> 
         return Verdict.TAKE_OVER
     if new.epoch != old.epoch:
         return Verdict.REPLACE if new.epoch > old.epoch else Verdict.REFUSE
-    if new.dialled == old.dialled:
+    if old.retiring or new.dialled == old.dialled:
         return Verdict.TAKE_OVER
     dialled_by_smaller = new.dialled == (us < peer)
     return Verdict.TAKE_OVER if dialled_by_smaller else Verdict.YIELD

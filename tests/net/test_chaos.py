@@ -278,6 +278,7 @@ class Chaos:
             self.mend()
             if self.net.faults[FAULTS[kind]] > before:
                 return
+            await asyncio.sleep(0.1)
         raise AssertionError(f"{kind} never had an effect")
 
     async def dial_in_vain(self) -> None:

@@ -19,11 +19,14 @@ from pdserve.errors import (
     WrongPeer,
 )
 from pdserve.ids import NodeId
+from pdserve.net.base import Down
 from pdserve.net.endpoint import Endpoint
 from pdserve.net.memory import MemoryWorld
 from pdserve.net.settings import NetSettings
+from pdserve.testing import virtual_time
 from pdserve.testing.net_support import ECHO, HANG, KEY, Echo, RecordingHandler, RecordingSink, node
 from pdserve.wire.handshake import Identity, Versions
+from pdserve.wire.protocol import Leaving
 from tests.net.world import Two, two, virtually
 
 NEW_KEY = b"the key that replaces the other, 32 bytes"
@@ -244,6 +247,31 @@ async def test_a_wrong_peer_is_linked_but_not_returned() -> None:
 
 
 # ---------------------------------------------------------------------- closing
+
+
+@pytest.mark.parametrize("us", ["a", "b"])
+def test_a_link_that_retires_is_no_link_to_start_something_on(us) -> None:
+    """A second connection that was lost too early leaves both sides with the one it replaced."""
+    virtual_time.run(dialling_beside_a_retiring_link(us))
+
+
+async def dialling_beside_a_retiring_link(us: str) -> None:
+    async with two() as t:
+        waiting = asyncio.ensure_future(t.link.request(HANG, Echo(), timeout=9.0))
+        await t.at_b.until(lambda handler: bool(handler.calls))
+        t.back.retire(Down("duplicate", "another took over"), Leaving.DUPLICATE)
+        await asyncio.sleep(0.1)
+        assert t.link.retiring
+        dialling, there, peer = (t.a, t.address, "b") if us == "a" else (t.b, "a:7000", "a")
+        if us == "b":
+            await t.a.listen(there)
+        link = await dialling.dial(there, expect=NodeId(peer))
+        assert (await link.request(ECHO, Echo(b"x"), timeout=1.0)).payload == b"x"
+        t.at_b.calls[0].reply(Echo(b"late"))
+        assert (await waiting).payload == b"late"
+        await t.at_a.until(lambda handler: bool(handler.downs))
+        assert t.at_a.downs[0][0] is t.link
+        assert dialling.link(NodeId(peer)) is link
 
 
 @virtually

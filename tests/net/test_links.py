@@ -32,6 +32,14 @@ def test_a_dialler_that_dials_again_has_given_up_the_old_one(us, dialled) -> Non
     assert verdict is Verdict.TAKE_OVER
 
 
+@pytest.mark.parametrize("directions", list(itertools.product((True, False), repeat=2)))
+@pytest.mark.parametrize(("us", "peer"), [(SMALL, LARGE), (LARGE, SMALL)])
+def test_one_that_retires_stands_in_nobodys_way(directions, us, peer) -> None:
+    old, new = directions
+    assert resolve(us, peer, Contender(1, old, True), Contender(1, new)) is Verdict.TAKE_OVER
+    assert resolve(us, peer, Contender(2, old, True), Contender(1, new)) is Verdict.REFUSE
+
+
 @pytest.mark.parametrize("small_sees", list(itertools.permutations(("by small", "by large"))))
 @pytest.mark.parametrize("large_sees", list(itertools.permutations(("by small", "by large"))))
 def test_simultaneous_dials_end_alike_in_every_order(small_sees, large_sees) -> None:
