@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
 from typing import ClassVar
 
 PAYLOAD_BYTES = 128
@@ -24,7 +21,7 @@ class Arm:
         return None
 
     async def serve(self, port: int) -> None:
-        """Answer on `port`; returns when it listens, and goes on until the process is ended."""
+        """Answer on `port`; returns when it listens, and goes on until `stop`."""
         raise NotImplementedError
 
     async def connect(self, port: int) -> None:
@@ -32,6 +29,9 @@ class Arm:
 
     async def close(self) -> None:
         """Give back the connection."""
+
+    async def stop(self) -> None:
+        """End whatever `serve` started outside this process."""
 
     async def call(self, payload: bytes) -> bytes:
         """Ask; the answer is the payload."""
@@ -59,15 +59,3 @@ class Tally:
         """The count so far; the next message is number 0 again."""
         count, self.count = self.count, 0
         return count
-
-
-def end_process(*pids: int) -> None:
-    """Ask processes of ours to end."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 15)
-
-
-async def forever() -> None:
-    """Until the process is ended."""
-    await asyncio.get_running_loop().create_future()

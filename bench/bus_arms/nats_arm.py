@@ -1,4 +1,7 @@
-"""nats-py through a nats-server of its own, on uvloop: the broker that many buses are built on."""
+"""nats-py through a nats-server of its own, on uvloop: the broker that many buses are built on.
+
+The count is asked for on the subject of the items: what comes on two subjects has no order.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Nats(Arm):
     def missing(cls) -> str | None:
         if importlib.util.find_spec("nats") is None:
             return "nats-py is not installed"
-        return None if shutil.which("nats-server") else "nats-server is not installed"
+        return None if shutil.which("nats-server") else "nats-server is not on the path"
 
     async def serve(self, port: int) -> None:
         self.broker = await asyncio.create_subprocess_exec(
@@ -31,9 +34,15 @@ class Nats(Arm):
         self.client = await self._connected(port)
         self.tally = Tally()
         await self.client.subscribe("echo", cb=self._on_echo)
-        await self.client.subscribe("item", cb=self._on_item)
-        await self.client.subscribe("count", cb=self._on_count)
+        await self.client.subscribe(
+            "item", cb=self._on_item, pending_msgs_limit=1 << 30, pending_bytes_limit=1 << 40
+        )  # it would drop what is over a bound
         await self.client.flush()
+
+    async def stop(self) -> None:
+        await self.client.close()
+        self.broker.terminate()
+        await self.broker.wait()
 
     async def _connected(self, port: int) -> Any:
         nats = importlib.import_module("nats")
@@ -50,10 +59,10 @@ class Nats(Arm):
         await message.respond(message.data)
 
     async def _on_item(self, message: Any) -> None:
-        self.tally.add(int.from_bytes(message.data[:4], "big"))
-
-    async def _on_count(self, message: Any) -> None:
-        await message.respond(str(self.tally.take()).encode())
+        if message.data:
+            self.tally.add(int.from_bytes(message.data[:4], "big"))
+        else:
+            await message.respond(str(self.tally.take()).encode())
 
     async def connect(self, port: int) -> None:
         self.client = await self._connected(port)
@@ -70,4 +79,4 @@ class Nats(Arm):
             if number % BURST == 0:
                 await asyncio.sleep(0)
         await self.client.flush(timeout=60)
-        return int((await self.client.request("count", b"", timeout=60)).data)
+        return int((await self.client.request("item", b"", timeout=60)).data)

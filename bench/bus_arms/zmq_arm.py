@@ -1,4 +1,7 @@
-"""pyzmq's asyncio sockets, DEALER to ROUTER: the usual choice without a broker."""
+"""pyzmq's asyncio sockets: the usual choice without a broker.
+
+Calls go from DEALER to ROUTER, one-way items from PUSH to PULL, whose messages have one part.
+"""
 
 from __future__ import annotations
 
@@ -9,46 +12,67 @@ from typing import Any
 
 from bench.bus_arms.base import BURST, Arm, Tally
 
-_ITEM, _COUNT = b"i", b"c"
+_WHERE = b"where"
+"""Asks for the address of the PULL socket."""
 
 
 class Zmq(Arm):
     name = "pyzmq"
-    about = "pyzmq's asyncio sockets, DEALER to ROUTER"
+    about = "pyzmq's asyncio sockets on uvloop: DEALER to ROUTER, one-way PUSH to PULL"
 
     @classmethod
     def missing(cls) -> str | None:
         return None if importlib.util.find_spec("zmq") else "pyzmq is not installed"
 
-    def _socket(self, kind: str) -> Any:
-        zmq = importlib.import_module("zmq")
-        self.context = importlib.import_module("zmq.asyncio").Context()
-        socket = self.context.socket(getattr(zmq, kind))
+    def __init__(self) -> None:
+        self.zmq: Any = importlib.import_module("zmq")
+        self.context: Any = importlib.import_module("zmq.asyncio").Context()
+        self.tasks: list[asyncio.Future[None]] = []
+
+    def _socket(self, kind: int) -> Any:
+        socket = self.context.socket(kind)
         socket.set_hwm(0)  # a bound would drop messages or stall the ROUTER
         return socket
 
-    async def serve(self, port: int) -> None:
-        self.socket = self._socket("ROUTER")
-        self.socket.bind(f"tcp://127.0.0.1:{port}")
-        self.task = asyncio.ensure_future(self._serve())
+    # ------------------------------------------------------------------ the server
 
-    async def _serve(self) -> None:
-        tally = Tally()
+    async def serve(self, port: int) -> None:
+        self.socket = self._socket(self.zmq.ROUTER)
+        self.socket.bind(f"tcp://127.0.0.1:{port}")
+        self.items = self._socket(self.zmq.PULL)
+        self.items.bind("tcp://127.0.0.1:*")
+        self.counts: asyncio.Queue[int] = asyncio.Queue()
+        self.tasks += map(asyncio.ensure_future, (self._answer(), self._count()))
+
+    async def _answer(self) -> None:
         while True:
             peer, head, body = await self.socket.recv_multipart()
-            if head == _ITEM:
-                tally.add(int.from_bytes(body[:4], "big"))
-                continue
-            if head[:1] == _COUNT:
-                body = str(tally.take()).encode()
+            if body == _WHERE:
+                body = self.items.getsockopt(self.zmq.LAST_ENDPOINT)
+            elif not body:
+                body = str(await self.counts.get()).encode()
             await self.socket.send_multipart((peer, head, body))
 
+    async def _count(self) -> None:
+        """An empty item is the last one."""
+        tally = Tally()
+        while True:
+            item = await self.items.recv()
+            if item:
+                tally.add(int.from_bytes(item[:4], "big"))
+            else:
+                self.counts.put_nowait(tally.take())
+
+    # ------------------------------------------------------------------ the client
+
     async def connect(self, port: int) -> None:
-        self.socket = self._socket("DEALER")
+        self.socket = self._socket(self.zmq.DEALER)
         self.socket.connect(f"tcp://127.0.0.1:{port}")
         self.calls: dict[bytes, asyncio.Future[bytes]] = {}
         self.last = 0
-        self.task = asyncio.ensure_future(self._receive())
+        self.tasks.append(asyncio.ensure_future(self._receive()))
+        self.items = self._socket(self.zmq.PUSH)
+        self.items.connect((await self.call(_WHERE)).rstrip(b"\0").decode())
 
     async def _receive(self) -> None:
         while True:
@@ -56,24 +80,22 @@ class Zmq(Arm):
             self.calls.pop(head).set_result(body)
 
     async def close(self) -> None:
-        self.task.cancel()
-        self.socket.close(0)
-        self.context.term()
+        for task in self.tasks:
+            task.cancel()
+        self.context.destroy(linger=0)
 
-    async def _ask(self, prefix: bytes, payload: bytes) -> bytes:
+    async def call(self, payload: bytes) -> bytes:
         self.last += 1
-        head = prefix + self.last.to_bytes(8, "big")
+        head = self.last.to_bytes(8, "big")
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.calls[head] = future
         await self.socket.send_multipart((head, payload))
         return await future
 
-    async def call(self, payload: bytes) -> bytes:
-        return await self._ask(b"", payload)
-
     async def publish(self, count: int, payload: bytes) -> int:
         for number in range(count):
-            await self.socket.send_multipart((_ITEM, number.to_bytes(4, "big") + payload))
+            await self.items.send(number.to_bytes(4, "big") + payload)
             if number % BURST == 0:
                 await asyncio.sleep(0)
-        return int(await self._ask(_COUNT, b""))
+        await self.items.send(b"")
+        return int(await self.call(b""))
