@@ -172,7 +172,7 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
     return int(head.split()[1]), head, await reader.readexactly(length)
 
 
-async def until(condition: Callable[[], object], timeout: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
     """Return when `condition` holds; fail after `timeout` seconds."""
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110 - any condition, not one event

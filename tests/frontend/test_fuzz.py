@@ -96,7 +96,7 @@ class Harness:
                 await asyncio.sleep(0)
                 writer.transport.abort()
                 return b""
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 return await reader.read()
         except ConnectionError:
             return b""
@@ -109,7 +109,7 @@ class Harness:
         """Nothing in flight, nothing at the backend."""
 
         async def settle() -> None:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while self.service.active_requests or not self.backend.idle:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
 

@@ -63,7 +63,7 @@ async def test_a_client_that_hangs_up_in_mid_body_frees_its_place():
     ],
 )
 async def test_a_request_out_of_time_says_where_it_was(script, stage):
-    async with frontend(script, request_timeout=0.25) as client:
+    async with frontend(script, request_timeout=1.0) as client:
         status, _, answer = await client.post(CHAT, HELLO)
         assert status == 504
         assert stage in answer["error"]["message"]
@@ -73,7 +73,7 @@ async def test_a_request_out_of_time_says_where_it_was(script, stage):
 
 
 async def test_a_stream_out_of_time_ends_with_an_error_event():
-    async with frontend(ENDLESS, request_timeout=0.25) as client:
+    async with frontend(ENDLESS, request_timeout=1.0) as client:
         events = await client.events(CHAT, HELLO | {"max_tokens": 4000})
         assert "it was generating" in json.loads(events[-1].data)["error"]["message"]
         assert outcome(client, "deadline") == 1
@@ -88,7 +88,7 @@ async def test_a_batch_out_of_time_while_part_of_it_waits_for_a_worker():
     def script(request):
         return HELD if request.prompt_index else ENDLESS
 
-    async with frontend(script, request_timeout=0.25) as client:
+    async with frontend(script, request_timeout=1.0) as client:
         body = {"prompt": ["a", "b"], "max_tokens": 4000}
         events = await client.events("/v1/completions", body)
         assert "waiting for a worker" in json.loads(events[-1].data)["error"]["message"]
@@ -110,7 +110,7 @@ async def test_a_long_answer_is_put_together_off_the_event_loop():
 async def test_a_request_out_of_time_while_its_answer_waits_to_be_put_together():
     script = Script(tokens=tokens("hello world "), burst=100)
     release = threading.Event()
-    async with frontend(script, request_timeout=0.25) as client:
+    async with frontend(script, request_timeout=1.0) as client:
         pool = client.service._pool
         busy = [asyncio.ensure_future(pool.run(1 << 30, release.wait, 10)) for _ in range(2)]
         try:
@@ -192,7 +192,7 @@ async def test_a_fault_in_a_stream_that_has_begun_ends_its_connection(monkeypatc
             body = json.dumps(HELLO | {"stream": True, "max_tokens": 2}).encode()
             writer.write(http("POST", CHAT, body))
             raw = b""
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 with contextlib.suppress(ConnectionError):
                     while part := await reader.read(1 << 16):
                         raw += part
