@@ -102,7 +102,8 @@ class ClusterBackend:
         """See `backend.Backend`. Without a router there is still hope: see `open`."""
         if self._offers.workers(card.name):
             return None
-        return NoWorker(f"no worker serves {card.name!r} at the moment", retry_after=1.0)
+        why = self._why_no_worker()
+        return NoWorker(f"no worker serves {card.name!r} at the moment: {why}", retry_after=1.0)
 
     async def open(self, request: GenerateRequest, sink: TokenSink) -> RemoteSequence:
         """See `backend.Backend`. Besides: `NoRouter`, `WorkerLost`, `LinkError`."""
@@ -253,7 +254,7 @@ class ClusterBackend:
             self._wake_waiting()
         if member.role == "worker" and not self._refreshing:
             self._refreshing = True
-            self._node.call_later(0.0, self._refresh)
+            self._node.timers.call_later(0.0, self._refresh)
 
     def _wake_waiting(self) -> None:
         if self._router_news is not None and not self._router_news.done():
@@ -265,7 +266,7 @@ class ClusterBackend:
 
     def _sweep(self) -> None:
         self._offers.refresh()
-        self._node.call_later(_SWEEP, self._sweep)
+        self._node.timers.call_later(_SWEEP, self._sweep)
 
     def _note_conflicts(self, conflicts: Mapping[NodeId, str]) -> None:
         words = "; ".join(f"worker {node}: {why}" for node, why in sorted(conflicts.items()))

@@ -114,7 +114,7 @@ class Offers:
             _log.info("model %s is offered by %d workers", offer.name, len(workers))
         except PdserveError as error:
             _log.warning("the card of %s is not complete: %s", offer.name, error)
-            self._node.call_later(_RETRY, self.refresh)
+            self._node.timers.call_later(_RETRY, self.refresh)
             return
         finally:
             self._fetching.discard(offer.name)

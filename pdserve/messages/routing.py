@@ -14,6 +14,13 @@ from msgspec import Meta
 
 from pdserve.ids import NodeId
 
+LOAD = "load"
+"""Topic of a worker, a value: `WorkerLoad`."""
+SEQUENCES = "sequences"
+"""Topic of a worker, a set: the keys of the bookings that it holds."""
+BOOKINGS = "bookings"
+"""Topic of a router, a set: its own bookings, `Booked` by key."""
+
 BookingId = Annotated[int, Meta(ge=0)]
 """Names one booking in the whole cluster, in 63 bits, which every language's integers hold: the
 upper 31 are drawn by the router at its start, the lower 32 count."""
@@ -93,3 +100,13 @@ class Booked(msgspec.Struct, frozen=True, array_like=True):
     """What it charges: one per choice."""
     prompt_tokens: Count
     """What it charges besides."""
+
+
+def booking_key(booking: int) -> bytes:
+    """A booking's id as a topic's key."""
+    return booking.to_bytes(8, "big")
+
+
+def booking_of(key: bytes) -> int:
+    """The booking that a key stands for."""
+    return int.from_bytes(key, "big")

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.node import NodeCard
     from pdserve.net.base import ByteNetwork, Call, Down, Incoming, Link
-    from pdserve.net.timers import Timer
     from pdserve.runtime.registry import MemberEvent
     from pdserve.wire.codec import Method
     from pdserve.wire.parser import Buffer
@@ -127,7 +126,8 @@ class Node:
         }
         self._fetching: dict[bytes, asyncio.Future[bytes]] = {}
         self._link_listeners: list[Callable[[Link, Down | None], None]] = []
-        self._timers = Timers(self._loop)
+        self.timers = Timers(self._loop)
+        """Deadlines and intervals of whatever lives on this node; they end with it."""
 
     # ------------------------------------------------------------------ looking
 
@@ -150,9 +150,9 @@ class Node:
         """The loop's clock."""
         return self._loop.time()
 
-    def call_later(self, delay: Seconds, callback: Callable[[], None]) -> Timer:
-        """A timer of this node's; it ends with the node."""
-        return self._timers.call_later(delay, callback)
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """At the end of this turn of the loop."""
+        self._loop.call_soon(callback)
 
     # ------------------------------------------------------------------ what it answers
 
@@ -209,7 +209,7 @@ class Node:
 
         Members are reported as gone, so that whoever waits for one is released.
         """
-        self._timers.close()
+        self.timers.close()
         await self.tasks.close()
         if self._life is not None:
             await self._life.close(grace=grace)

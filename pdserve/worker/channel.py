@@ -83,6 +83,11 @@ class Channels:
         """In progress, over all channels."""
         return sum(len(channel.requests) for channel in self._open)
 
+    @property
+    def choices(self) -> int:
+        """Sequences of those that have not ended."""
+        return sum(r.choices for channel in self._open for r in channel.requests.values())
+
     def close(self, error: PdserveError) -> None:
         """End every channel; frontends hear `error`."""
         for channel in tuple(self._open):

@@ -1,8 +1,8 @@
 """The worker role: finds the model, owns the engine, answers for it.
 
-What stands behind a frontend's `Backend` port in one process, by structure: roles never import each
-other. It knows neither HTTP nor text. Its owner starts, drains and stops it, in this order; a
-started engine restarts itself, and what that looks like from outside is decided here.
+It knows neither HTTP nor text nor clusters (`member` does). Its owner starts, drains and stops it,
+in this order; a started engine restarts itself, and what that looks like from outside is decided
+here.
 """
 
 from __future__ import annotations
@@ -49,20 +49,6 @@ class SupervisedEngine(Engine, Protocol):
     def restarts(self) -> int:
         """How often it has been started again."""
         ...
-
-
-class OpenSequence:
-    """One request at the engine: what a frontend holds to end it."""
-
-    __slots__ = ("_engine", "_handle")
-
-    def __init__(self, engine: Engine, handle: Handle) -> None:
-        self._engine = engine
-        self._handle = handle
-
-    def cancel(self) -> None:
-        """Free everything within one step; the sink falls silent at once. Idempotent."""
-        self._engine.abort(self._handle)
 
 
 class WorkerService:
@@ -167,7 +153,7 @@ class WorkerService:
             await asyncio.sleep(_WATCH_INTERVAL)
             self._totals.note(self.statistics())
 
-    # ------------------------------------------------------------------ the backend port
+    # ------------------------------------------------------------------ requests
 
     def cards(self) -> Mapping[str, ModelCard]:
         """The served model under its name and each alias; empty until it has loaded once."""
@@ -184,16 +170,26 @@ class WorkerService:
             return f"the engine is {engine.state.value}: {engine.state_reason}"
         return None if self._cards else f"starting: {self._stage}"
 
-    async def open(self, request: GenerateRequest, sink: TokenSink) -> OpenSequence:
-        """Submit to the engine.
+    @property
+    def draining(self) -> bool:
+        """It takes nothing new any more."""
+        return self._draining
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
+        """Submit to the engine; what comes of it goes to `sink`.
 
         Errors: `NotReady`, `Draining`, `Overloaded`, `EngineDied`.
         """
         if self._draining:
-            raise Draining("this server is shutting down and takes no new requests")
+            raise Draining("this worker is going away and takes no new requests")
         if self._engine is None:
             raise NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER)
-        return OpenSequence(self._engine, self._engine.submit(request, sink))
+        return self._engine.submit(request, sink)
+
+    def abort(self, handle: Handle) -> None:
+        """Free everything within one step; the sink falls silent at once. Idempotent."""
+        if self._engine is not None:
+            self._engine.abort(handle)
 
     def statistics(self) -> EngineStats:
         """The engine's newest snapshot; zeros while there is none."""

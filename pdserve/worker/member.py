@@ -1,0 +1,131 @@
+"""A worker as a member of the cluster: what it tells of itself, and the requests it takes.
+
+    card        the model, once the engine can serve it; the reason while it cannot
+    load        topic, latest value: how busy the engine is
+    sequences   topic, log: the bookings that are held here
+    channels    one stream per frontend, see `channel`
+
+The service below it knows nothing of clusters; this file only puts the two together. Owned by
+whoever starts the role.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from pdserve.errors import Draining
+from pdserve.messages.channel import CHANNEL
+from pdserve.messages.node import NodeCard, offer
+from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key
+from pdserve.wire.codec import encode
+from pdserve.worker.channel import Channels
+
+if TYPE_CHECKING:
+    from pdserve.engine.api import Handle, TokenSink
+    from pdserve.ids import Seconds
+    from pdserve.messages.node import ModelOffer
+    from pdserve.messages.request import GenerateRequest
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.topics.service import Topics
+    from pdserve.worker.service import WorkerService
+
+__all__ = ["WorkerMember"]
+
+_log = logging.getLogger(__name__)
+
+_LOAD_INTERVAL: Final[Seconds] = 0.1
+"""Between two looks at the load while requests are held; an unchanged one is not sent."""
+
+
+class WorkerMember:
+    """See above. `card` is what every node says of itself; the model is added here."""
+
+    def __init__(self, service: WorkerService, node: Node, topics: Topics, card: NodeCard) -> None:
+        self._service = service
+        self._node = node
+        self._sequences = topics.publish_set(SEQUENCES)
+        self._load = topics.publish_state(LOAD, encode)
+        self._card = replace(card, topics=topics.names)
+        self._channels = Channels(self, on_begin=self._begin, on_end=self._end)
+        self._told: NodeCard | None = None
+        node.serve_stream(CHANNEL, self._channels.opened)
+        self._watch()
+
+    async def drain(self, timeout: Seconds) -> bool:
+        """Take nothing new, say so, and wait for what runs; False if `timeout` came first."""
+        draining = self._service.drain(timeout)
+        self._node.call_soon(self._tell_card)
+        return await draining
+
+    @property
+    def requests(self) -> int:
+        """In progress."""
+        return self._channels.requests
+
+    def close(self) -> None:
+        """Every request ends; frontends hear that this worker is going away."""
+        self._channels.close(Draining("the worker is going away", retry_after=1.0))
+
+    # ------------------------------------------------------------------ what the channels need
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
+        """See `channel.Engine`."""
+        return self._service.submit(request, sink)
+
+    def abort(self, handle: Handle) -> None:
+        """See `channel.Engine`."""
+        self._service.abort(handle)
+
+    def _begin(self, booking: int) -> None:
+        self._sequences.put(booking_key(booking))
+
+    def _end(self, booking: int) -> None:
+        self._sequences.drop(booking_key(booking))
+
+    # ------------------------------------------------------------------ what it tells
+
+    def _watch(self) -> None:
+        """The engine's state and numbers have no events of their own worth waiting for."""
+        self._tell_card()
+        self._tell_load()
+        self._node.timers.call_later(_LOAD_INTERVAL, self._watch)
+
+    def _tell_load(self) -> None:
+        """Routers add their own bookings to a report until one follows that contains them: what is
+        held here is told first, and counted whatever the engine's last numbers say."""
+        self._sequences.flush()
+        stats, capabilities = self._service.statistics(), self._service.capabilities
+        load = WorkerLoad(
+            ready=self._service.unready_reason() is None,
+            running=stats.running,
+            waiting=max(stats.waiting, self._channels.choices - stats.running),
+            max_sequences=0 if capabilities is None else capabilities.max_sequences,
+            blocks_total=stats.blocks_total,
+            blocks_used=stats.blocks_used,
+            blocks_cached=stats.blocks_cached,
+        )
+        self._load.set(load)
+
+    def _tell_card(self) -> None:
+        reason = self._service.unready_reason() or ""
+        capabilities = self._service.capabilities
+        models: list[ModelOffer] = []
+        parts: dict[bytes, bytes] = {}
+        if not reason or self._service.draining:
+            for model in {id(card): card for card in self._service.cards().values()}.values():
+                small, large = offer(model)
+                models.append(small)
+                parts |= large
+        card = replace(
+            self._card,
+            models=tuple(models),
+            draining=self._service.draining,
+            reason=reason.partition(":")[0] if reason.startswith("starting") else reason,
+            max_sequences=0 if capabilities is None else capabilities.max_sequences,
+        )
+        if card != self._told:
+            self._told = card
+            self._node.publish_card(card, parts)
