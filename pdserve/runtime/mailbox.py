@@ -65,6 +65,10 @@ class Mailbox(Generic[E]):
     def __len__(self) -> int:
         return len(self._system) + len(self._user)
 
+    def __contains__(self, envelope: E) -> bool:
+        """It waits."""
+        return envelope.place is not None or envelope in self._system
+
     def put(self, envelope: E) -> E | None:
         """Queue in the user lane; returns the envelope that had to give way.
 

@@ -82,3 +82,7 @@ class Tasks:
     def __len__(self) -> int:
         """How many have not ended."""
         return len(self._running)
+
+    def names(self) -> list[str]:
+        """Of those that have not ended."""
+        return sorted(task.get_name() for task in self._running)
