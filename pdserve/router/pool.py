@@ -92,6 +92,8 @@ class _Worker:
     facts: Facts
     load: WorkerLoad | None = None
     """Its newest report; None: there is none."""
+    reported_size: int = 0
+    """What it last reported as `max_sequences`; outlives the report."""
     standing: Standing = Standing.SOUND
     """The list that it is in, for each of its models."""
 
@@ -159,6 +161,7 @@ class Pool:
         found = self._workers.get(worker.node)
         if found and found.facts.worker == worker:
             found.load = load
+            found.reported_size = (load and load.max_sequences) or found.reported_size
             self._refresh(found)
 
     def chosen(self, model: str, node: NodeId) -> None:
@@ -263,8 +266,8 @@ class Pool:
         node, epoch = worker.facts.worker
         load = worker.load or _NO_REPORT
         placed, tokens = self._bookings.load(node)
-        size = load.max_sequences or worker.facts.max_sequences
-        size = size or self._config.assumed_max_sequences
+        said = worker.reported_size or worker.facts.max_sequences
+        size = said or self._config.assumed_max_sequences
         sequences = load.running + load.waiting + placed
         return WorkerView(
             node,
