@@ -472,7 +472,10 @@ class Gossip:
 
     def _on_dial_failed(self, event: ev.DialFailed) -> None:
         delay = self._dialler.failed(event.address, event.refused)
-        if self.phase is Phase.JOINING and event.address in self._seeds:
+        # Whoever started before its seeds, and took itself for alone, looks for them like one that
+        # joins: reunions are for clusters that have fallen apart.
+        lonely = self.phase is Phase.JOINING or self.members.present == 1
+        if lonely and event.address in self._seeds:
             self.context.after("seed", event.address, delay)
         for node in self._prober.targets:
             record = self.members.get(node)

@@ -94,11 +94,9 @@ class Node:
         entropy: Callable[[int], bytes],
         random: Random,
         wall: Callable[[], Seconds],
-        on_superseded: Callable[[str], None] | None = None,
     ) -> None:
         """`wall` is the wall clock, which numbers the lives; `entropy` and `random` differ: one is
-        for nonces, the other for whatever a simulation must repeat. `on_superseded` hears why this
-        node can take part no more: another process has its name."""
+        for nonces, the other for whatever a simulation must repeat."""
         self.id = config.node
         self.config = config
         self.random = random
@@ -111,7 +109,8 @@ class Node:
         self._keys = keys
         self._entropy = entropy
         self._wall = wall
-        self._on_superseded = on_superseded
+        self.on_superseded: Callable[[str], None] = lambda reason: None
+        """Hears why this node can take part no more: another process has its name."""
         self._loop = asyncio.get_running_loop()
         self._epoch: Epoch = 0
         self._listen = config.listen
@@ -199,7 +198,7 @@ class Node:
     async def leave(self) -> None:
         """Say goodbye and wait until the others can have heard it."""
         life = self._life
-        if life is None or life.over:
+        if life is None or life.over or not len(self.registry):
             return
         life.gossip.leave()
         await asyncio.wait({life.stopped}, timeout=self.config.leave_timeout)
@@ -340,8 +339,7 @@ class Node:
         reason = f"another process takes part as {self.id}: give each node a name of its own"
         _log.error("%s", reason)
         life.fail(WrongPeer(reason))
-        if self._on_superseded is not None:
-            self._on_superseded(reason)
+        self.on_superseded(reason)
 
     def _part_settled(self, hash: bytes, result: bytes | LinkLost) -> None:
         waiting = self._fetching.pop(hash, None)
@@ -354,17 +352,17 @@ class Node:
             waiting.set_result(result)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
-        if name == "rejoin" and self._on_superseded is not None:
-            self._on_superseded(f"this node cannot rejoin: {error}")
+        if name == "rejoin":
+            self.on_superseded(f"this node cannot rejoin: {error}")
 
     def dial_failed(self, life: _Life, address: str, error: DialFailed) -> None:
         """While joining, some answers of a seed are final."""
         _log.debug("dialling %s failed: %s", address, error)
         if isinstance(error, _HOPELESS) and address in self.config.join:
-            if self.lives <= 1:
-                life.fail(error)
-            else:
-                _log.warning("%s: %s", address, error.message)
+            named = type(error)(f"cannot join through {address}: {error.message}")
+            if not life.fail(named) and address not in life.complained:
+                life.complained.add(address)  # it lives on without that seed
+                _log.warning("%s", named.message)
 
     # ------------------------------------------------------------------ net.base.Handler
 
@@ -427,6 +425,8 @@ class _Life:
     def __init__(self, node: Node, epoch: Epoch) -> None:
         loop = asyncio.get_running_loop()
         self.over = False
+        self.complained: set[str] = set()
+        """Seeds that will not have us, once each in the log."""
         self.joined: asyncio.Future[None] = loop.create_future()
         self.stopped: asyncio.Future[None] = loop.create_future()
         self.listening = ""
@@ -455,10 +455,13 @@ class _Life:
         if not self.joined.done():
             self.joined.set_result(None)
 
-    def fail(self, error: Exception) -> None:
-        if not self.joined.done():
-            self.joined.set_exception(error)
-            self.joined.exception()  # only `start` looks, and it may be over
+    def fail(self, error: Exception) -> bool:
+        """End a `start` that still waits with `error`; False if none does."""
+        if self.joined.done():
+            return False
+        self.joined.set_exception(error)
+        self.joined.exception()  # only `start` looks, and it may be over
+        return True
 
     def stop(self) -> None:
         self.over = True

@@ -226,3 +226,13 @@ def test_a_thousand_nodes_learn_of_a_newcomer_and_of_deaths_in_time_and_at_rest_
     world.run(3.0)
     world.die("n8")
     assert world.until(world.converged, 7.0, step=0.2) > 5.0
+
+
+def test_who_starts_before_its_seed_finds_it_soon_after(seed):
+    world = World(seed)
+    world.add("n1", ["n0"])
+    world.add("n2", ["n0"])
+    world.run(60.0)
+    assert not world.converged() or len(world.live()) == 2
+    world.add("n0")
+    world.until(world.converged, 8.0)
