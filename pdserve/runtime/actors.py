@@ -54,6 +54,10 @@ class Actors:
         """How many have not ended."""
         return len(self._cells)
 
+    def names(self) -> list[str]:
+        """Of those that have not ended, in the order of their start."""
+        return list(self._cells)
+
     def spawn(self, actor: Actor[M, R], name: str) -> Cell[M, R]:
         """Begin a life of an actor; its `started` runs later.
 

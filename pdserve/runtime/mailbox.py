@@ -78,7 +78,8 @@ class Mailbox(Generic[E]):
         gone = self._user.get(place)
         if gone is None and len(self._user) >= self.policy.bound:
             if self.policy.at_bound == "reject":
-                raise Overloaded(f"{self.policy.bound} messages wait already", retry_after=1.0)
+                full = f"the mailbox is full: {self.policy.bound} messages wait"
+                raise Overloaded(full, retry_after=1.0)
             _, gone = self._user.popitem(last=False)
         if gone is not None:
             gone.place = None

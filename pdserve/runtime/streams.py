@@ -32,7 +32,7 @@ class _Signal:
     __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: dict[asyncio.Future[None], None] = {}  # in order, so that runs repeat
 
     def give(self) -> None:
         for waiter in self._waiting:
@@ -43,12 +43,12 @@ class _Signal:
         """False: it has become `until` on the loop's clock."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
-        self._waiting.add(waiter)
+        self._waiting[waiter] = None
         left = None if until is None else max(0.0, until - loop.time())
         try:
             done, _ = await asyncio.wait({waiter}, timeout=left)
         finally:
-            self._waiting.discard(waiter)
+            del self._waiting[waiter]
         return bool(done)
 
 
@@ -86,6 +86,10 @@ class Inlet(Generic[R]):
         """The reader has left: return the credit of what it did not take."""
         while self._items:
             self.taken(self._items.popleft()[1])
+
+    def __len__(self) -> int:
+        """How many items have come and were not taken."""
+        return len(self._items)
 
     def __aiter__(self) -> Inlet[R]:
         return self

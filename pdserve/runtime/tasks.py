@@ -38,7 +38,7 @@ class Tasks:
         self.owner = owner
         self.closed = False
         self._on_failure = on_failure
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: dict[asyncio.Task[Any], None] = {}  # in order, so that runs repeat
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Run `work` in the background. A failure is logged and told to `on_failure`.
@@ -50,12 +50,12 @@ class Tasks:
             work.close()
             raise Draining(f"{self.owner} is closed: {name} was not started")
         task = asyncio.get_running_loop().create_task(work, name=name)
-        self._running.add(task)
+        self._running[task] = None
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._running.discard(task)
+        self._running.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
@@ -70,7 +70,7 @@ class Tasks:
         have been cancelled, but may not have ended.
         """
         self.closed = True
-        while waiting := self._running - {asyncio.current_task()}:
+        while waiting := [t for t in self._running if t is not asyncio.current_task()]:
             for task in waiting:
                 task.cancel(f"{self.owner} is closing")
             _, late = await asyncio.wait(waiting, timeout=_PATIENCE)
