@@ -42,7 +42,7 @@ from pdserve.gossip.probing import Prober
 from pdserve.gossip.suspicion import Suspicion, floor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from random import Random
     from typing import Any
 
@@ -533,11 +533,15 @@ class Gossip:
         self.context.send(node, m.Records() if answer is None else answer)
 
     def _on_buckets(self, node: NodeId, buckets: m.Buckets) -> None:
-        for message in self._ledger.answer_buckets(buckets):
-            self.context.send(node, message)
+        self._answer(node, self._ledger.answer_buckets(buckets))
 
     def _on_digests(self, node: NodeId, digests: m.Digests) -> None:
-        for message in self._ledger.answer_digests(digests):
+        self._answer(node, self._ledger.answer_digests(digests))
+
+    def _answer(self, node: NodeId, messages: Iterable[m.Message]) -> None:
+        """Whatever made the tables equal since the question was sent, one who joins waits for
+        the word that they are."""
+        for message in tuple(messages) or (m.Records(),):
             self.context.send(node, message)
 
     def _on_records(self, node: NodeId, message: m.Records) -> None:

@@ -236,3 +236,12 @@ def test_who_starts_before_its_seed_finds_it_soon_after(seed):
     assert not world.converged() or len(world.live()) == 2
     world.add("n0")
     world.until(world.converged, 8.0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 12])
+def test_a_newcomer_is_ready_as_soon_as_it_has_the_table(seed, n):
+    world = World(seed)
+    world.grow(n)
+    start = world.now
+    world.add("late", ["n0"])
+    world.until(lambda: bool(world.seen(ev.Ready, since=start)), 0.5)
