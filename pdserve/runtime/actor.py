@@ -104,6 +104,11 @@ class Cell(Generic[M, R]):
 
     # ------------------------------------------------------------------ from outside
 
+    @property
+    def watchers(self) -> int:
+        """How many wait for its end."""
+        return len(self._watches)
+
     def post(self, envelope: Envelope[M]) -> None:
         """Queue a message. Raises `NoActor`, `Overloaded`."""
         if self._closing:

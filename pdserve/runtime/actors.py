@@ -78,7 +78,7 @@ class Actors:
         """`spawn`, and wait until the actor has started.
 
         Raises `ActorFailed` if it fails to, `DeadlineExceeded`, and what `spawn` raises. Then, and
-        when cancelled, the actor is gone or going.
+        when cancelled, the actor is gone.
         """
         cell = self.spawn(actor, name)
         started = False
@@ -86,9 +86,8 @@ class Actors:
             started = await cell.wait_started(timeout=timeout)
         finally:
             if not started:
-                cell.task.cancel()
+                await cell.stop(timeout=0.0)
         if not started:
-            await cell.stop(timeout=0.0)
             raise DeadlineExceeded(f"{name} did not start within {timeout:g} s")
         return cell
 

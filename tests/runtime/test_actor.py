@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,7 @@ from pdserve.errors import (
     PdserveError,
 )
 from pdserve.runtime.mailbox import Policy
+from pdserve.testing.virtual_time import VirtualTimeLoop
 from tests.net.world import virtually
 from tests.runtime.actors import BOOK, Add, Book, Crash, Get, Refuse, Sleep, Total, at_home
 
@@ -89,6 +91,11 @@ async def test_an_actor_that_cannot_start_never_was() -> None:
         assert isinstance(failed.value.__cause__, ZeroDivisionError)
         with pytest.raises(DeadlineExceeded):
             await actors.start(Book(fail_at="hang"), "book", timeout=T)
+        starting = asyncio.ensure_future(actors.start(Book(fail_at="hang"), "book", timeout=T))
+        await asyncio.sleep(1.0)
+        starting.cancel()
+        await asyncio.wait({starting})
+        assert len(actors) == 0
         await actors.start(Book(), "book", timeout=T)  # the name is free
 
 
@@ -115,6 +122,21 @@ async def test_a_cancelled_ask_leaves_nothing_behind() -> None:
         assert len(cell.mailbox) == 2
         await asyncio.wait(asks)
         assert book.total == 2
+
+
+@virtually
+async def test_an_ask_cancelled_as_its_error_comes_is_quiet() -> None:
+    async with at_home() as actors:
+        cell = actors.spawn(Book(), "book")
+        cell.ref.tell(Sleep(5.0))
+        await asyncio.sleep(0.1)
+        behind = asyncio.ensure_future(cell.ref.ask(Get(), timeout=T))
+        await asyncio.sleep(0.1)
+        cell.close()  # fails `behind`, which is cancelled before it can see that
+        behind.cancel()
+        await asyncio.wait({behind})
+        assert behind.cancelled()
+        gc.collect()  # the loop would hear of an error that nobody looked at
 
 
 @virtually
@@ -245,6 +267,19 @@ async def test_watchers_hear_of_an_end_exactly_once() -> None:
 
 
 @virtually
+async def test_a_supervisor_that_comes_late_hears_too() -> None:
+    async with at_home() as actors:
+        cell = actors.spawn(Book(), "book")
+        ends: list[BaseException | None] = []
+        cell.ref.tell(Crash())
+        await asyncio.wait({cell.task})
+        cell.when_ended(ends.append)
+        assert ends == [], "never before `when_ended` has returned"
+        await asyncio.sleep(0)
+        assert ends == [cell.failure]
+
+
+@virtually
 async def test_a_watcher_that_fails_does_not_deafen_the_others() -> None:
     async with at_home() as actors:
         cell = actors.spawn(Book(), "book")
@@ -311,6 +346,22 @@ async def test_a_timer_taken_back_does_not_come_though_its_message_waits() -> No
         assert book.total == 10 + 10, "the tick that waited, and the one at 6 s"
         with pytest.raises(ValueError, match="every"):
             book.context.set_timer("c", 1.0, Add(1), every=0.0)
+
+
+@virtually
+async def test_ticks_that_the_loop_was_too_late_for_are_left_out() -> None:
+    async with at_home() as actors:
+        book = Book()
+        await actors.start(book, "book", timeout=T)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        start = loop.time()
+        book.context.set_timer("often", 1.0, Add(1), every=1.0)
+        loop._advance(5.5)  # as if something had blocked it
+        await asyncio.sleep(0.1)
+        assert book.total == 1
+        await asyncio.sleep(start + 6.1 - loop.time())
+        assert book.total == 2, "and the next is on time"
 
 
 @virtually

@@ -256,6 +256,18 @@ async def test_a_lost_link_says_that_the_message_may_have_been_handled() -> None
 
 
 @virtually
+async def test_no_link_in_time_is_known_not_to_have_been_sent() -> None:
+    async with two() as t:
+        ref = await t.book()
+        t.nodes.world.partition("a", "b")
+        t.nodes.world.reset("a", "b")
+        await t.nodes.until(lambda: t.a.link_nowait(t.b.id) is None)
+        with pytest.raises(LinkError) as late:
+            await ref.ask(Get(), timeout=0.2)
+        assert not late.value.sent
+
+
+@virtually
 async def test_death_ends_what_waits_for_the_node() -> None:
     async with two() as t:
         ref = await t.book()
@@ -312,8 +324,15 @@ async def test_a_watch_outlives_its_links() -> None:
         for _ in range(5):
             await asyncio.sleep(1.0)
             t.nodes.world.reset("a", "b")
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(6.0)
         assert heard == []
+        assert t.at_b.find("book").watchers == 1, "the ones over lost links are forgotten"
+        ref.watch(heard.append).cancel()
+        other = ref.watch(heard.append)
+        await asyncio.sleep(1.0)
+        assert t.at_b.find("book").watchers == 2
+        other.cancel()
+        await t.nodes.until(lambda: t.at_b.find("book").watchers == 1)
         t.nodes.world.reset("a", "b")
         await t.at_b.find("book").stop(timeout=T)  # ended while there was no link
         await t.nodes.until(lambda: bool(heard))
