@@ -17,6 +17,10 @@ KEYS = st.integers(0, 9).map(lambda number: b"key%d" % number)
 VALUES = st.sampled_from((b"", b"a", b"b", b"long" * 60))
 
 
+CHANGES = st.tuples(KEYS, st.one_of(st.none(), VALUES))
+FATES = st.sampled_from(("taken", "taken", "lost", "twice", "answer lost"))
+
+
 class Machine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
@@ -28,30 +32,30 @@ class Machine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ the publisher
 
-    @rule(key=KEYS, value=VALUES)
-    def put(self, key: bytes, value: bytes) -> None:
-        self.publishing.set.put(key, value)
-
-    @rule(key=KEYS)
-    def drop(self, key: bytes) -> None:
-        self.publishing.set.drop(key)
+    @rule(changes=st.lists(CHANGES, min_size=1, max_size=6), flush=st.booleans())
+    def change(self, changes: list[tuple[bytes, bytes | None]], flush: bool) -> None:
+        for key, value in changes:
+            if value is None:
+                self.publishing.set.drop(key)
+            else:
+                self.publishing.set.put(key, value)
+        if flush:
+            self.publishing.set.flush()
 
     @rule()
     def clear(self) -> None:
         self.publishing.set.clear()
 
-    @rule()
-    def flush(self) -> None:
-        self.publishing.set.flush()
-
-    @rule(count=st.integers(1, 40), key=KEYS)
+    @rule(count=st.sampled_from((2, 3, 5, 9, 40)), key=KEYS)
     def burst(self, count: int, key: bytes) -> None:
         for number in range(count):
             self.publishing.set.put(key, b"%d" % number)
             self.publishing.set.flush()
 
-    @rule()
-    def restart(self) -> None:
+    @rule(really=st.sampled_from((False, False, True)))
+    def restart(self, really: bool) -> None:
+        if not really:
+            return
         self.epochs += 1
         self.publishing = Publishing(self.epochs)
         for reading in self.readers:
@@ -60,32 +64,34 @@ class Machine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ the streams
 
+    @rule(first=READERS)
+    def flow(self, first: int) -> None:
+        """All is well for a while, for some."""
+        for reading in self.readers[first:]:
+            reading.pump(self.now, 20)
+            reading.deliver(20, self.now)
+
+    @rule(which=READERS, fates=st.lists(FATES, min_size=1, max_size=10))
+    def flow_badly(self, which: int, fates: list[str]) -> None:
+        reading = self.readers[which]
+        reading.pump(self.now, len(fates))
+        for fate in fates:
+            if not reading.down:
+                return
+            if fate == "lost":
+                reading.down.popleft()
+            elif fate == "answer lost":
+                reading.reader.hear(reading.down.popleft())
+            else:
+                if fate == "twice":
+                    reading.down.appendleft(reading.down[0])
+                    reading.deliver(1, self.now)
+                reading.deliver(1, self.now)
+            self.states_are_the_publishers()
+
     @rule(which=READERS, credit=st.integers(1, 12))
     def pump(self, which: int, credit: int) -> None:
         self.readers[which].pump(self.now, credit)
-
-    @rule(which=READERS, count=st.integers(1, 12))
-    def deliver(self, which: int, count: int) -> None:
-        self.readers[which].deliver(count, self.now)
-
-    @rule(which=READERS, place=st.integers(0, 30))
-    def lose(self, which: int, place: int) -> None:
-        down = self.readers[which].down
-        if down:
-            del down[place % len(down)]
-
-    @rule(which=READERS, place=st.integers(0, 30))
-    def repeat(self, which: int, place: int) -> None:
-        down = self.readers[which].down
-        if down:
-            down.insert(place % len(down), down[place % len(down)])
-
-    @rule(which=READERS)
-    def lose_answer(self, which: int) -> None:
-        """The reader takes one message, and what it says to it is lost."""
-        reading = self.readers[which]
-        if reading.down:
-            reading.reader.hear(reading.down.popleft())
 
     @rule(which=READERS)
     def reset(self, which: int) -> None:
@@ -138,4 +144,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachines = Machine.TestCase
-TestMachines.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=60)
+TestMachines.settings = settings(stateful_step_count=80)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SMALL = LogConfig(
     ring_bytes=2000,
-    ring_events=12,
+    ring_events=20,
     pinned=2,
     batch_bytes=300,
     batch_events=3,
