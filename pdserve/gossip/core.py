@@ -539,10 +539,13 @@ class Gossip:
         self._answer(node, self._ledger.answer_digests(digests))
 
     def _answer(self, node: NodeId, messages: Iterable[m.Message]) -> None:
-        """Whatever made the tables equal since the question was sent, one who joins waits for
-        the word that they are."""
-        for message in tuple(messages) or (m.Records(),):
+        """Whatever made the tables equal since the comparison began, one of the two may be joining
+        and wait for the word that they are."""
+        answers = tuple(messages)
+        for message in answers or (m.Records(),):
             self.context.send(node, message)
+        if not answers:
+            self._ready(alone=False)
 
     def _on_records(self, node: NodeId, message: m.Records) -> None:
         for record in message.records:
