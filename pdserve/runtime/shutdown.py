@@ -88,4 +88,4 @@ async def _perform(phase: Phase, tasks: Tasks, report: Report) -> None:
         done, _ = await asyncio.wait({task}, timeout=_GRACE)
     if done and not task.cancelled() and (error := task.exception()) is not None:
         report.failed[phase.name] = error
-    await asyncio.sleep(0)  # the task's owner forgets it in this turn of the loop
+    await asyncio.sleep(0)  # if it ended between the two waits, its owner has yet to forget it

@@ -76,7 +76,7 @@ class Tasks:
             _, late = await asyncio.wait(waiting, timeout=_PATIENCE)
             for task in late:
                 _log.warning("%s: %s does not end when cancelled", self.owner, task.get_name())
-            # The callbacks that forget them run in this turn of the loop, after us.
+            # Of tasks that had ended already, nobody has forgotten the last yet.
             await asyncio.sleep(0)
 
     def __len__(self) -> int:

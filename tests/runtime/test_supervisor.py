@@ -213,7 +213,6 @@ async def test_a_stop_in_the_middle_of_a_start_leaves_nothing() -> None:
         assert len(actors) == 1
         assert supervisor.child("slow") is None, "it is being started"
         await supervisor.stop(timeout=T)
-        await asyncio.sleep(0.1)
         assert len(actors) == 0
 
 
