@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgpack
 
 from bench.bus_arms.base import BURST, Arm, Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
 
 _LENGTH = struct.Struct(">I")
 
@@ -110,7 +113,9 @@ class Bare(Arm):
     async def connect(self, port: int) -> None:
         loop = asyncio.get_running_loop()
         _, self.client = await loop.create_connection(_Client, "127.0.0.1", port)
-        self.call = self.client.ask  # type: ignore[method-assign]  # no call in between
+
+    def call(self, payload: bytes) -> Awaitable[Any]:
+        return self.client.ask(payload)
 
     async def close(self) -> None:
         self.client.transport.abort()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
 
 PAYLOAD_BYTES = 128
 BURST = 64
@@ -33,9 +36,13 @@ class Arm:
     async def stop(self) -> None:
         """End whatever `serve` started outside this process."""
 
-    async def call(self, payload: bytes) -> bytes:
-        """Ask; the answer is the payload."""
+    def call(self, payload: bytes) -> Awaitable[Any]:
+        """Ask, in the words of the arm's own interface: nothing that the comparison would add."""
         raise NotImplementedError
+
+    def payload_of(self, answer: Any) -> bytes:
+        """What the answer to `call` carries: the payload that was given."""
+        return bytes(answer)
 
     async def publish(self, count: int, payload: bytes) -> int:
         """Send `count` numbered messages one way; returns how many arrived in order, none twice."""

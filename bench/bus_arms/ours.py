@@ -18,6 +18,8 @@ from pdserve.wire.codec import Method, decoder, encode
 from pdserve.wire.handshake import Identity
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from pdserve.net.base import Call, Down, Incoming, Link
     from pdserve.wire.parser import Buffer
 
@@ -138,8 +140,11 @@ class Ours(Arm):
     async def close(self) -> None:
         await self.endpoint.close()
 
-    async def call(self, payload: bytes) -> bytes:
-        return (await self.link.request(ECHO, Payload(payload), timeout=_TIMEOUT)).payload
+    def call(self, payload: bytes) -> Awaitable[Payload]:
+        return self.link.request(ECHO, Payload(payload), timeout=_TIMEOUT)
+
+    def payload_of(self, answer: Payload) -> bytes:
+        return answer.payload
 
     async def publish(self, count: int, payload: bytes) -> int:
         writer = _Writer()

@@ -36,6 +36,11 @@ _IGNORABLE: Final = int(Flag.IGNORABLE)
 _unpack_from = HEADER.unpack_from
 
 
+def _is_announced(kind: int, flags: int, length: Bytes, value: int) -> bool:
+    """The frame's meta comes first, alone: its payload is large, or the two lengths disagree."""
+    return kind == _DATA and bool(flags & _RAW) and (length - value >= LARGE or value > length)
+
+
 class FrameParser:
     """Bytes in, `(header, body)` out."""
 
@@ -81,16 +86,17 @@ class FrameParser:
 
     def _cut(self, data: bytes, frames: list[Frame]) -> None:
         """Slice whole frames off `data`; keep or begin what is incomplete."""
-        table = self.table
+        table, single, append = self.table, self.single, frames.append
         position, end = 0, len(data)
-        while end - position >= HEADER_BYTES:
+        last = end - HEADER_BYTES
+        while position <= last:
             header = _unpack_from(data, position)
             length, kind, flags, _, _, value = header
             if length > table[kind]:
                 self._check_unknown(header)
             start = position + HEADER_BYTES
             stop = start + length
-            if flags & _RAW and kind == _DATA and (length - value >= LARGE or value > length):
+            if flags and _is_announced(kind, flags, length, value):
                 position = self._begin_raw(header, data, start, frames)
                 break
             if stop > end:
@@ -99,9 +105,9 @@ class FrameParser:
                     self._fill(data[start:], frames)
                     position = end
                 break
-            frames.append((header, data[start:stop]))
+            append((header, data[start:stop]))
             position = stop
-            if self.single:
+            if single:
                 break
         self._tail = data[position:]
 

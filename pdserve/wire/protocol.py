@@ -403,7 +403,9 @@ class Connection:
         streams = self._streams
         answers: list[tuple[object, Buffer]] | None = None  # runs that the next frame may join
         requests: list[tuple[int, int, int, Buffer]] | None = None
-        data: ev.Data | None = None
+        current: Stream | None = None  # whose items `data` has
+        data: ev.Data
+        items: list[Buffer]
         for (length, kind, flags, tag, stream_id, value), body in frames:
             if kind == _RESPONSE:
                 context = calls.pop(stream_id, _MISSING)
@@ -412,7 +414,7 @@ class Connection:
                 free.append((stream_id + GENERATION) & NAME | side)
                 if context is not None:
                     if answers is None:
-                        answers, requests, data = [], None, None
+                        answers, requests, current = [], None, None
                         events.append(ev.Answered(answers))
                     answers.append((context, body))
             elif kind == _REQUEST:
@@ -425,7 +427,7 @@ class Connection:
                     continue
                 asked.add(stream_id)
                 if requests is None:
-                    answers, requests, data = None, [], None
+                    answers, requests, current = None, [], None
                     events.append(ev.Asked(requests))
                 requests.append((stream_id, tag, value, body))
             elif kind == _DATA and not flags:
@@ -436,13 +438,14 @@ class Connection:
                 stream.allowance -= cost
                 if not stream.listening:
                     continue
-                if data is None or data.stream is not stream:
-                    data, answers, requests = ev.Data(stream, [], 0, False), None, None
+                if stream is not current:
+                    current, items, answers, requests = stream, [], None, None
+                    data = ev.Data(stream, items, 0, False)
                     events.append(data)
-                data.items.append(body)
+                items.append(body)
                 data.cost += cost
             else:
-                answers = requests = data = None
+                answers = requests = current = None
                 rule = self._rules.get(kind)
                 if rule is not None:  # else: it may be ignored, or the parser had refused it
                     rule((length, kind, flags, tag, stream_id, value), body, events)
@@ -529,7 +532,9 @@ class Connection:
             self._check_pending()
         stream_id = self._free.pop() if self._free else self._slots.take()
         self.calls[stream_id] = context
-        self._out += (_pack(length, _REQUEST, 0, method, stream_id, milliseconds), body)
+        out = self._out
+        out.append(_pack(length, _REQUEST, 0, method, stream_id, milliseconds))
+        out.append(body)
         self.queued += HEADER_BYTES + length
         return stream_id
 
@@ -551,7 +556,9 @@ class Connection:
         if stream_id not in self._asked or self.state is not _OPEN:
             return False
         self._asked.remove(stream_id)
-        self._out += (_pack(length, _RESPONSE, 0, 0, stream_id, 0), body)
+        out = self._out
+        out.append(_pack(length, _RESPONSE, 0, 0, stream_id, 0))
+        out.append(body)
         self.queued += HEADER_BYTES + length
         return True
 
@@ -663,7 +670,9 @@ class Connection:
         if stream.credit <= 0:
             return False
         stream.credit -= length + FRAME_COST
-        self._out += (_pack(length, _DATA, _LAST if last else 0, 0, stream.id, 0), body)
+        out = self._out
+        out.append(_pack(length, _DATA, _LAST if last else 0, 0, stream.id, 0))
+        out.append(body)
         self.queued += HEADER_BYTES + length
         if last:
             self._sent_last(stream)
