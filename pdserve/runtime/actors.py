@@ -134,11 +134,6 @@ class FutureAnswer:
         if not self.future.done():
             self.future.set_exception(error)
 
-    def forget(self) -> None:
-        """Nobody waits any more: an error that came at the same moment is not to be missed."""
-        if self.future.done() and not self.future.cancelled():
-            self.future.exception()
-
 
 class LocalRef(ActorRef[M, R], Generic[M, R]):
     """An actor on this node; messages pass by reference, so they must be frozen."""
@@ -183,7 +178,6 @@ class LocalRef(ActorRef[M, R], Generic[M, R]):
         finally:
             timer.cancel()
             cell.withdraw(envelope)
-            answer.forget()
         return result
 
     @asynccontextmanager
