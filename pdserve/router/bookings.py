@@ -337,7 +337,7 @@ class Bookings:
     def peer_placed(self, router: Life, booked: Booked) -> None:
         """Idempotent."""
         bookings = self._peers.get(router)
-        if bookings is None or booked.booking in bookings or booked.booking in self._own:
+        if bookings is None or booked.booking in bookings:
             return
         worker = Life(booked.worker, booked.epoch)
         booking = Booking(

@@ -118,6 +118,13 @@ def test_an_id_in_use_is_not_given_again_when_the_counter_comes_round(ledger):
     assert len({first, *ids}) == 4
 
 
+def test_an_id_that_another_router_uses_is_not_given(ledger):
+    taken = ledger.book() + 1
+    ledger.peer_placed(R, booked(taken, W))
+    assert ledger.book() != taken
+    assert ledger.load(W.node) == (3, 300)
+
+
 def test_touched_names_the_workers_whose_load_may_have_changed(ledger):
     ledger.worker_up(V)
     ledger.touched.clear()

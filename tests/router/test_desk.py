@@ -58,6 +58,15 @@ def test_a_burst_between_two_reports_is_spread_although_workers_take_at_once():
     assert set(placed.values()) == {20}
 
 
+def test_idle_workers_take_turns_even_if_each_request_ends_before_the_next():
+    world, chosen = World("w1", "w2", "w3"), Counter[str]()
+    for _ in range(9):
+        booking = world.ask()
+        world.desk.bookings.release(booking.id)
+        chosen[booking.worker.node] += 1
+    assert set(chosen.values()) == {3}
+
+
 def test_work_of_others_and_size_count():
     world = World("w1", "w2")
     world.desk.load(W1, load(4))
