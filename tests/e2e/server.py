@@ -134,7 +134,7 @@ class Server:
 
     def left_behind(self) -> list[str]:
         """Children that outlived the server."""
-        _, alive = psutil.wait_procs(self._children, timeout=5)
+        _, alive = psutil.wait_procs(self._children, timeout=PATIENCE)
         return [f"{child.pid} {child.name()}" for child in alive]
 
     # ------------------------------------------------------------------ inside

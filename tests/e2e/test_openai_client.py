@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import openai
+import psutil
 import pytest
 
 from tests.e2e.server import Server, serving
@@ -254,4 +255,12 @@ def test_when_all_is_answered_no_block_is_held(server, client):
 def test_health_is_good_and_the_loop_was_never_blocked(server):
     status, health = server.get("/health")
     assert (status, health["status"]) == (200, "ok")
-    assert server.metric("pdserve_event_loop_lag_max_seconds") < 0.5
+    # A machine that is busy elsewhere delays every loop now and then, so the lag says little here:
+    # what would block this one for long is not even in its process.
+    assert server.metric("pdserve_event_loop_lag_max_seconds") < 5.0
+    assert not uses_torch(psutil.Process(server.process.pid))
+    assert uses_torch(server.core())
+
+
+def uses_torch(process: psutil.Process) -> bool:
+    return any("libtorch" in mapped.path for mapped in process.memory_maps())
