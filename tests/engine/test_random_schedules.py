@@ -11,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -268,17 +268,18 @@ class CoreMachine(RuleBasedStateMachine):
                 raise AssertionError(f"unexpected: {ledger.error!r}")
 
 
+CORNERS = {"preempted", "cached", "copied", "completed", "aborted", "continued"}
+CORNERS |= {Overloaded.__name__, DeadlineExceeded.__name__, EngineError.__name__}
+
+
 def test_random_lives_keep_every_rule_and_visit_every_corner():
     CoreMachine.visited = Counter()
-    run_state_machine_as_test(
-        CoreMachine,
-        settings=settings(
-            max_examples=1500 if is_long() else 100,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow],
-        ),
-    )
-    corners = {"preempted", "cached", "copied", "completed", "aborted", "continued"}
-    corners |= {Overloaded.__name__, DeadlineExceeded.__name__, EngineError.__name__}
-    assert corners <= {corner for corner, count in CoreMachine.visited.items() if count}
+    lives = settings(max_examples=1500 if is_long() else 100, stateful_step_count=30)
+    run_state_machine_as_test(CoreMachine, settings=lives)
+    if missed():  # by this seed's lives; those that no seed changes are known to come everywhere
+        run_state_machine_as_test(CoreMachine, settings=settings(lives, derandomize=True))
+    assert not missed()
+
+
+def missed() -> set[str]:
+    return {corner for corner in CORNERS if not CoreMachine.visited[corner]}

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.testing.fake_backend import Script
@@ -145,8 +145,6 @@ def counted(answer):
 
 SETTINGS = settings(
     max_examples=1000 if is_long() else 40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

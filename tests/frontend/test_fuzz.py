@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.frontend.config import FrontendConfig
@@ -20,8 +20,6 @@ from tests.support.seeds import is_long
 PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models"]
 SPECS = settings(
     max_examples=2000 if is_long() else 60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 TEXT = st.text(max_size=20)
