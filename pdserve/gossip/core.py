@@ -235,7 +235,8 @@ class Gossip:
             self._out(self._rejoin(record.epoch) if gone else ev.Superseded(record.epoch))
         elif record.epoch < self.me.epoch or self.phase is Phase.LEAVING:
             return
-        elif record.state.final:
+        elif record.state.final or record.incarnation >= m.HIGHEST:
+            # The latter cannot be answered: this life has no incarnation left.
             self._out(self._rejoin(self.me.epoch))
         elif record.state is State.SUSPECT and record.incarnation >= self.me.incarnation:
             self.context.health.worse()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUCKETS",
+    "HIGHEST",
     "TELL",
     "Ack",
     "Answer",
@@ -72,10 +73,13 @@ class State(IntEnum):
         return self >= State.DEAD
 
 
+HIGHEST: Final = (1 << 63) - 1
+"""Epochs, incarnations, versions and nonces go no further."""
+
 Node = Annotated[NodeId, Meta(min_length=1, max_length=128)]
-Life = Annotated[Epoch, Meta(ge=0, le=(1 << 63) - 1)]
-Counter = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Nonce = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Life = Annotated[Epoch, Meta(ge=0, le=HIGHEST)]
+Counter = Annotated[int, Meta(ge=0, le=HIGHEST)]
+Nonce = Annotated[int, Meta(ge=0, le=HIGHEST)]
 Hash8 = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Hash16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 

@@ -1,23 +1,41 @@
-"""Runs a fuzz target coverage-guided; the only file here that needs `atheris` (and says so)."""
+"""Runs a fuzz target coverage-guided; the only file here that needs `atheris` (and says so).
+
+    python -m tests.fuzz frames -max_total_time=300 [corpus/]
+
+Targets are the files `fuzz_*.py`: each has a function `fuzz` of one input and a list of `seeds`,
+which are the corpus if none is given. Flags are libFuzzer's; it prints what it executed, and leaves
+an input that fails in the current folder. `make test` runs the same functions without it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING
+import tempfile
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["run"]
+__all__ = ["main"]
 
 
-def run(target: Callable[[bytes], None]) -> None:
-    """Fuzz `target` with libFuzzer's flags from the command line; does not return."""
+def main() -> None:
+    """Fuzz the target that the command line names; does not return."""
+    name, *flags = sys.argv[1:] or sys.exit(__doc__)
     try:
-        atheris = importlib.import_module("atheris")
+        atheris: Any = importlib.import_module("atheris")
     except ModuleNotFoundError:
-        sys.exit("atheris is not installed; tests/wire/test_fuzz.py runs the targets without it")
-    atheris.instrument_all()
-    atheris.Setup(sys.argv, target)
+        sys.exit("atheris is not installed; the tests named test_fuzz.py run the targets without")
+    with atheris.instrument_imports(include=["pdserve", "tests.fuzz"]):
+        target = importlib.import_module(f"tests.fuzz.fuzz_{name}")
+    if all(flag.startswith("-") for flag in flags):
+        flags.append(_folder_of(target.seeds()))
+    atheris.Setup([sys.argv[0], *flags], target.fuzz)
     atheris.Fuzz()
+
+
+def _folder_of(seeds: list[bytes]) -> str:
+    """A new corpus. It stays, so that a second run may go on from it."""
+    folder = Path(tempfile.mkdtemp(prefix="corpus-"))
+    for number, seed in enumerate(seeds):
+        (folder / f"seed-{number}").write_bytes(seed)
+    return str(folder)

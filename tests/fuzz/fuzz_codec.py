@@ -1,8 +1,8 @@
 """Fuzz target: every typed decoder of the wire.
 
-    python -m tests.fuzz.fuzz_codec -max_total_time=60 corpus/
+    python -m tests.fuzz codec -max_total_time=60
 
-See `fuzz_frames.py`. A body decodes or is a `ProtocolError`; what decodes encodes to something that
+A body decodes or is a `ProtocolError`; what decodes encodes to something that
 decodes to the same, also with the plain `msgpack` package.
 """
 
@@ -14,8 +14,9 @@ from pdserve.errors import ProtocolError
 from pdserve.wire.codec import decoder, encode
 from pdserve.wire.failure import Failure
 from pdserve.wire.handshake import Auth, Challenge, Claim, Hello, Refuse
+from pdserve.wire.header import HEADER_BYTES
 from pdserve.wire.protocol import Goodbye
-from tests.fuzz.engine import run
+from tests.wire.test_golden import golden
 
 DECODERS = [decoder(kind) for kind in (Failure, Hello, Challenge, Auth, Claim, Refuse, Goodbye)]
 
@@ -34,5 +35,7 @@ def fuzz(data: bytes) -> None:
     assert isinstance(msgpack.unpackb(again), list)
 
 
-if __name__ == "__main__":
-    run(fuzz)
+def seeds() -> list[bytes]:
+    """The body of every recorded frame, for every decoder."""
+    bodies = sorted({data[HEADER_BYTES:] for _, _, data in golden()})
+    return [bytes([number]) + body for number in range(len(DECODERS)) for body in bodies]

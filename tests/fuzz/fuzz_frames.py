@@ -1,73 +1,135 @@
-"""Fuzz target: everything an authenticated peer can send.
+"""Fuzz target: everything an authenticated peer can send, to either side.
 
-    python -m tests.fuzz.fuzz_frames -max_total_time=60 corpus/
+    python -m tests.fuzz frames -max_total_time=60
 
-runs coverage-guided if `atheris` is installed; `tests/wire/test_fuzz.py` runs the same function on
-random and mutated input in every test run. The input is cut into reads by its own first bytes. Only
-events come out, never an exception; a violation ends the connection for good; memory is bounded by
-the largest frame.
+Only events come out, never an exception; a violation ends the connection for good; memory is
+bounded by the largest frame. An input is either plain bytes or a list of frames whose lengths are
+right and whose ids are few, so that mutations meet what is under way.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pdserve.wire import events as ev
+from pdserve.wire.header import HEADER, HEADER_BYTES, Flag, Kind
 from pdserve.wire.limits import Limits
 from pdserve.wire.protocol import State
-from tests.fuzz.engine import run
+from pdserve.wire.slots import ACCEPTORS, GENERATION
+from tests.fuzz.input import Input
 from tests.wire.support import pair
+from tests.wire.test_golden import golden
+
+if TYPE_CHECKING:
+    from pdserve.wire.protocol import Connection
 
 LIMITS = Limits(body=1 << 16, incoming=64, pending=8, streams=4, budget=1 << 16, unsent=1 << 16)
+KINDS = (*sorted(Kind), 99)
+HANDSHAKE_FRAMES = 4
 
 
 def fuzz(data: bytes) -> None:
-    """One input: bytes from the dialler, to an acceptor that has things under way itself."""
-    if not data:
-        return
-    read, data = 1 + data[0] * 17, data[1:]
-    _, a = pair(LIMITS)
+    """One input: its first byte says to whom, of what kind it is, and how it is cut into reads."""
+    source = Input(data)
+    how = source.number()
+    victim = pair(LIMITS)[how & 1]
+    words = frames(source) if how & 2 else source.bytes(len(data))
+    read = 1 + (how >> 2) * 67
     for number in range(4):
-        a.send_request(number, b"", 1000, number)
-    stream = a.open_stream(1, b"", window=8000, context="ours")
+        victim.send_request(number, b"", 1000, number)
+    stream = victim.open_stream(1, b"", window=8000, context="ours")
     ended = False
-    for position in range(0, len(data), read):
-        wanted = a.receive_buffer()
-        piece = data[position : position + read]
-        events: list[ev.Event] = []
-        if wanted is not None:
-            count = min(len(wanted), len(piece))
-            wanted[:count] = piece[:count]
-            events += a.received(count)
-            piece = piece[count:]
-        queue = [*events, *(() if _places(events) or not piece else a.receive_data(piece))]
-        while queue:
-            event = queue.pop(0)
+    for position in range(0, len(words), read):
+        for event in received(victim, words[position : position + read]):
             assert not ended, "an event after the end"
-            if isinstance(event, ev.PayloadBegins):
-                assert event.size <= LIMITS.body
-                queue += a.place(memoryview(bytearray(event.size)))
-            elif isinstance(event, ev.Violated):
-                ended = True
-                assert a.state is State.ENDED
-            elif isinstance(event, ev.Asked):
-                for call, _, _, body in event.requests[::2]:
-                    a.respond(call, body)
-            elif isinstance(event, ev.Opened):
-                a.grant(event.stream, 4096)
-            elif isinstance(event, ev.Data):
-                a.consumed(event.stream, event.cost)
-        assert a._parser.pending <= LIMITS.body + 16 + read
-        assert a.busy <= 3 * LIMITS.incoming
-        a.data_to_send()
-    assert ended == (a.state is State.ENDED)
+            ended = react(victim, event)
+        assert victim._parser.pending <= LIMITS.body + 16 + read
+        assert victim.busy <= 3 * LIMITS.incoming
+        assert 0 <= victim.budget.granted <= victim.budget.total
+        victim.data_to_send()
+    assert ended == (victim.state is State.ENDED)
     if not ended:
-        a.abort(stream, ValueError("the end of the input"))
-        a.receive_eof()
+        victim.abort(stream, ValueError("the end of the input"))
+        victim.receive_eof()
 
 
-def _places(events: list[ev.Event]) -> bool:
-    """A payload waits for its place, so nothing else may be received before."""
-    return bool(events) and isinstance(events[-1], ev.PayloadBegins)
+def received(victim: Connection, piece: bytes) -> list[ev.Event]:
+    """Give it one read, in place as far as it wants that, and every payload its place."""
+    events: list[ev.Event] = []
+    wanted = victim.receive_buffer()
+    if wanted is not None:
+        count = min(len(wanted), len(piece))
+        wanted[:count] = piece[:count]
+        events += victim.received(count)
+        piece = piece[count:]
+        placed(victim, events)
+    if piece:
+        events += victim.receive_data(piece)
+        placed(victim, events)
+    return events
 
 
-if __name__ == "__main__":
-    run(fuzz)
+def placed(victim: Connection, events: list[ev.Event]) -> None:
+    """No payload waits for its place any more."""
+    while events and isinstance(last := events[-1], ev.PayloadBegins):
+        events.pop()
+        assert 0 < last.size <= LIMITS.body
+        drop = last.size % 7 == 0
+        events += victim.place(None if drop else memoryview(bytearray(last.size)))
+
+
+def react(victim: Connection, event: ev.Event) -> bool:
+    """Do with an event what an owner would; True for the last one."""
+    if isinstance(event, ev.Asked):
+        for call, _, _, body in event.requests[::2]:
+            victim.respond(call, body)
+    elif isinstance(event, ev.Opened):
+        victim.grant(event.stream, 4096)
+        if event.stream.sending and victim.state is State.OPEN:
+            victim.send_data(event.stream, b"item")
+        if event.method % 3 == 0:
+            victim.abort(event.stream, ValueError("not wanted"))
+    elif isinstance(event, ev.Data):
+        victim.consumed(event.stream, event.cost)
+    elif isinstance(event, ev.Violated):
+        assert victim.state is State.ENDED
+        return True
+    return False
+
+
+def frames(source: Input) -> bytes:
+    """Each: kind, flags, tag, id, value, length of its body, the body."""
+    words = b""
+    while source:
+        kind, flags = KINDS[source.number() % len(KINDS)], source.number()
+        flags &= Flag.RAW | Flag.LAST | Flag.IGNORABLE
+        tag, stream = source.number(), source.number()
+        value, body = source.number(2), source.bytes(source.number(2))
+        words += HEADER.pack(len(body), kind, flags, tag, _id(stream), value) + body
+    return words
+
+
+def _id(number: int) -> int:
+    """Who started it, its slot, and now and then a later generation."""
+    later = GENERATION if number & 0x40 else 0
+    return (ACCEPTORS if number & 0x80 else 0) | later | (1 + (number & 0x3F))
+
+
+def seeds() -> list[bytes]:
+    """The recorded session after its handshake: frame by frame, and as each side heard it."""
+    recorded = [(side, data) for side, _, data in golden()[HANDSHAKE_FRAMES:]]
+    found = []
+    for to, side in ((1, "dialler"), (0, "acceptor")):
+        heard = [data for speaker, data in recorded if speaker == side]
+        for said in (*([data] for data in heard), heard):
+            found.append(bytes([0xFC | to]) + b"".join(said))
+            found.append(bytes([0xFE | to]) + b"".join(map(_structured, said)))
+    return found
+
+
+def _structured(frame: bytes) -> bytes:
+    length, kind, flags, tag, stream, value = HEADER.unpack_from(frame)
+    side = (stream >> 31) << 7
+    numbers = bytes([KINDS.index(kind), flags, tag & 0xFF, side | (stream - 1) & 0x3F])
+    body = frame[HEADER_BYTES:]
+    return numbers + (value & 0xFFFF).to_bytes(2, "big") + length.to_bytes(2, "big") + body

@@ -5,29 +5,21 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.fuzz.fuzz_codec import fuzz as fuzz_codec
-from tests.fuzz.fuzz_frames import fuzz as fuzz_frames
-from tests.fuzz.fuzz_handshake import fuzz as fuzz_handshake
-from tests.wire.test_golden import golden
+from tests.fuzz import fuzz_codec, fuzz_frames, fuzz_handshake
+from tests.support.seeds import is_long
 
 ROUNDS = 1500
-HANDSHAKE_FRAMES = 4
+TARGETS = [fuzz_frames, fuzz_handshake, fuzz_codec]
 
 
-def recorded(target: str) -> list[bytes]:
-    """Frames that make good beginnings."""
-    frames = [data for _, _, data in golden()]
-    if target == "codec":
-        return [frame[16:] for frame in frames]
-    return frames[:HANDSHAKE_FRAMES] if target == "handshake" else frames[HANDSHAKE_FRAMES:]
-
-
-def mutated(frames: list[bytes], numbers: random.Random) -> bytes:
-    """A few frames in any order, with bits flipped, pieces cut, repeated or made up."""
-    data = bytearray(numbers.choices(range(256))[0].to_bytes(1, "big"))
-    for frame in numbers.choices(frames, k=numbers.randint(1, 6)):
-        data += frame
+def mutated(seeds: list[bytes], numbers: random.Random) -> bytes:
+    """A few recorded inputs, one behind the other, with bits flipped, pieces cut or repeated."""
+    data = bytearray(numbers.randbytes(1))
+    for seed in numbers.choices(seeds, k=numbers.randint(1, 6)):
+        data += seed[1:]
     for _ in range(numbers.choice((0, 1, 1, 3, 10))):
         position = numbers.randrange(len(data))
         match numbers.randrange(5):
@@ -46,26 +38,30 @@ def mutated(frames: list[bytes], numbers: random.Random) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [("frames", fuzz_frames), ("handshake", fuzz_handshake), ("codec", fuzz_codec)],
-)
-def test_targets_survive_whatever_comes(name, target, seed, long) -> None:
-    numbers = random.Random(seed)
-    frames = recorded(name)
+@pytest.mark.parametrize("target", TARGETS)
+def test_targets_survive_mutated_sessions(target, seed, long) -> None:
+    numbers, seeds = random.Random(seed), target.seeds()
     for _ in range(ROUNDS * (100 if long else 1)):
-        data = mutated(frames, numbers)
+        data = mutated(seeds, numbers)
         try:
-            target(data)
+            target.fuzz(data)
         except Exception as error:
             error.add_note(f"input: {data.hex()}")
             raise
     for size in (0, 1, 15, 16, 17, 5000):
-        target(numbers.randbytes(size))
+        target.fuzz(numbers.randbytes(size))
 
 
-def test_recorded_input_reaches_beyond_the_first_check() -> None:
-    """The mutations are no good if everything fails at once: most inputs pass some frames."""
-    target = recorded("frames")
-    assert len(target) > 15
-    fuzz_frames(b"\xff" + b"".join(frame for frame in target if frame[4] in (16, 32, 33, 36)))
+@pytest.mark.parametrize("target", TARGETS)
+@settings(max_examples=2000 if is_long() else 150)
+@given(data=st.binary(max_size=300))
+def test_targets_survive_whatever_comes(target, data) -> None:
+    target.fuzz(data)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_recorded_input_is_there_to_begin_with(target) -> None:
+    seeds = target.seeds()
+    assert len(seeds) == len(set(seeds)) > 10
+    for seed in seeds:
+        target.fuzz(seed)

@@ -1,0 +1,7 @@
+"""See `engine`."""
+
+from __future__ import annotations
+
+from tests.fuzz.engine import main
+
+main()
