@@ -17,7 +17,7 @@ from pdserve.wire.limits import Limits
 from pdserve.wire.protocol import State
 from pdserve.wire.slots import ACCEPTORS, GENERATION
 from tests.fuzz.input import Input
-from tests.wire.support import pair
+from tests.wire.support import acceptor, dialler
 from tests.wire.test_golden import golden
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def fuzz(data: bytes) -> None:
     """One input: its first byte says to whom, of what kind it is, and how it is cut into reads."""
     source = Input(data)
     how = source.number()
-    victim = pair(LIMITS)[how & 1]
+    victim = (dialler if how & 1 else acceptor)(limits=LIMITS)
+    victim._open()  # the handshake has a target of its own
     words = frames(source) if how & 2 else source.bytes(len(data))
     read = 1 + (how >> 2) * 67
     for number in range(4):

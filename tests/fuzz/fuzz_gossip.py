@@ -84,9 +84,10 @@ class Watched:
 
 
 def fuzz(data: bytes) -> None:
-    """One input: its first byte says how the node starts."""
+    """One input: its first byte says how the node starts, and whether all that follows is seen."""
     source = Input(data)
-    node = Watched(joins=bool(source.number() & 1))
+    how = source.number()
+    node = Watched(joins=bool(how & 1))
     while source:
         what = source.number()
         peer = PEERS[(what >> 3) % len(PEERS)]
@@ -107,7 +108,7 @@ def fuzz(data: bytes) -> None:
                 node.step(ev.WantPart(peer, bytes(16)))
             case _:  # LEAVE
                 node.step(ev.Leave())
-    node.wait(30.0)
+    node.wait(30.0 if how & 2 else 1.0)
 
 
 def hear(node: Watched, peer: NodeId, body: bytes) -> None:
@@ -146,7 +147,7 @@ def seeds() -> list[bytes]:
     """Each message alone, in a row, and a suspicion from its beginning to its end."""
 
     def of(pieces: Iterable[bytes]) -> bytes:
-        return b"\0" + b"".join(pieces)
+        return b"\2" + b"".join(pieces)
 
     everything = [said(cast("m.Message", example)) for example in EXAMPLES]
     alive = introductions()

@@ -39,7 +39,7 @@ examples = settings(max_examples=2000 if is_long() else 150)
 
 
 @examples
-@given(st.integers(0, 1), st.lists(pieces, max_size=25))
+@given(st.integers(0, 3), st.lists(pieces, max_size=25))
 def test_the_machine_survives_whatever_is_said(start, happened) -> None:
     fuzz(bytes([start]) + b"".join(happened))
 
