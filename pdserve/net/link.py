@@ -95,6 +95,8 @@ class PeerLink:
         # The control connection.
         self.shell = shell
         self.connection = shell.connection
+        self._timeout: Seconds = 0.0
+        self._milliseconds = 0  # the same, as it travels
         self._asking = Deadlines(timers, self._expire_asking)
         self._serving: dict[int, Serving] = {}
         self._served = Deadlines(timers, self._expire_serving)
@@ -133,11 +135,11 @@ class PeerLink:
         connection, shell = self.connection, self.shell
         future: asyncio.Future[Buffer] = self._create_future()
         deadline = self.now() + timeout
-        milliseconds = int(timeout * 1000)
-        if not 0 <= milliseconds <= _LONGEST:
-            milliseconds = 0 if milliseconds < 0 else _LONGEST
+        if timeout != self._timeout:  # most requests have that of the one before
+            self._milliseconds = min(max(0, int(timeout * 1000)), _LONGEST)
+            self._timeout = timeout
         asking = (future, connection.queued, deadline)
-        call = connection.send_request(method.id, encode(message), milliseconds, asking)
+        call = connection.send_request(method.id, encode(message), self._milliseconds, asking)
         if not shell.due:
             shell.wake()
         if deadline < self._asking.due:

@@ -54,7 +54,7 @@ from pdserve.wire.limits import (
     Limits,
 )
 from pdserve.wire.parser import FrameParser
-from pdserve.wire.slots import ACCEPTORS, GENERATION, NAME, Slots
+from pdserve.wire.slots import ACCEPTORS, GENERATION, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -399,8 +399,8 @@ class Connection:
         if self.queued - self.taken > self.limits.unsent_hard:
             raise ProtocolError(f"the peer leaves {self.unsent} bytes unread")
         announced = frames.pop() if self._parser.placing else None
-        calls, asked, free, side = self.calls, self._asked, self._free, self._slots.side
-        streams = self._streams
+        calls, asked, free, ids_end = self.calls, self._asked, self._free, self._slots.end
+        streams, dialled = self._streams, self.dialled
         answers: list[tuple[object, Buffer]] | None = None  # runs that the next frame may join
         requests: list[tuple[int, int, int, Buffer]] | None = None
         current: Stream | None = None  # whose items `data` has
@@ -411,7 +411,8 @@ class Connection:
                 context = calls.pop(stream_id, _MISSING)
                 if context is _MISSING:
                     raise ProtocolError("an answer to nothing that was asked")
-                free.append((stream_id + GENERATION) & NAME | side)
+                following = stream_id + GENERATION
+                free.append(following if following < ids_end else following - ACCEPTORS)
                 if context is not None:
                     if answers is None:
                         answers, requests, current = [], None, None
@@ -420,7 +421,7 @@ class Connection:
             elif kind == _REQUEST:
                 if (
                     stream_id in asked
-                    or stream_id & ACCEPTORS == side
+                    or (stream_id < ACCEPTORS) is dialled  # ours to give out
                     or len(asked) + len(streams) >= self._incoming
                     or stream_id in streams
                 ) and not self._admit(stream_id, Kind.ERROR):

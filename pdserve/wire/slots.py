@@ -13,23 +13,25 @@ from typing import Final
 
 from pdserve.wire.limits import MAX_STREAMS
 
-__all__ = ["ACCEPTORS", "GENERATION", "NAME", "Slots"]
+__all__ = ["ACCEPTORS", "GENERATION", "Slots"]
 
 ACCEPTORS: Final = 1 << 31
 """Set in the ids that the accepting side gives out."""
 
 GENERATION: Final = 1 << 16
-"""Added to an id for the next use of its slot; `NAME` is what it wraps in."""
-NAME: Final = ACCEPTORS - 1
+"""Added to an id for the next use of its slot. What then reaches `Slots.end` wraps, by `ACCEPTORS`:
+below the generation's bits nothing changes."""
 
 
 class Slots:
     """The ids of one side. `take` the most recently returned first: its table entries are warm."""
 
-    __slots__ = ("_fresh", "free", "side")
+    __slots__ = ("_fresh", "end", "free", "side")
 
     def __init__(self, *, dialled: bool) -> None:
         self.side = 0 if dialled else ACCEPTORS
+        self.end = self.side + ACCEPTORS
+        """All ids of this side are less."""
         self.free: list[int] = []
         """Ids to give out next. The hottest paths do `take` and `give` on it themselves."""
         self._fresh = 1
@@ -45,7 +47,8 @@ class Slots:
 
     def give(self, stream_id: int) -> None:
         """Both sides are done with `stream_id`; its slot returns under the next generation."""
-        self.free.append((stream_id + GENERATION) & NAME | self.side)
+        following = stream_id + GENERATION
+        self.free.append(following if following < self.end else following - ACCEPTORS)
 
     def ours(self, stream_id: int) -> bool:
         """Whether this side gives out ids like it."""

@@ -38,11 +38,16 @@ def test_ids_under_way_are_distinct_and_a_returned_one_changes(takes, dialled) -
             recent.add(returned)
 
 
-def test_a_slot_passes_through_all_its_generations() -> None:
-    slots = Slots(dialled=False)
+@pytest.mark.parametrize("dialled", [True, False])
+def test_a_slot_passes_through_all_its_generations(dialled) -> None:
+    slots = Slots(dialled=dialled)
     seen = set()
+    first = slots.take()
+    slots.give(first)
     for _ in range(1 << 15):
         taken = slots.take()
+        assert slots.ours(taken)
+        assert taken & 0xFFFF == first & 0xFFFF
         seen.add(taken)
         slots.give(taken)
     assert len(seen) == 1 << 15
