@@ -51,6 +51,9 @@ def test_what_came_and_went_is_no_event() -> None:
     source.flush()
     source.put(b"a", b"1")
     source.flush()
+    source.drop(b"a")
+    source.put(b"a", b"1")
+    source.flush()
     assert len(events) == 1
 
 

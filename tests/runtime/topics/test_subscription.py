@@ -8,7 +8,9 @@ from itertools import pairwise
 
 from pdserve.errors import DialRefused
 from pdserve.ids import NodeId
+from pdserve.runtime.topics.messages import STATE
 from pdserve.runtime.topics.sets import SetView
+from pdserve.testing.net_support import RecordingSink
 from tests.net.world import virtually
 from tests.runtime.topics.world import world
 
@@ -209,6 +211,93 @@ async def test_a_reader_that_fails_is_tried_again() -> None:
         await asyncio.sleep(10)
         topic.set(b"2")
         await w.until(lambda: heard[-1] == b"2")
+
+
+@virtually
+async def test_gone_while_waiting_to_try_again() -> None:
+    async with world() as w:
+        a, b = await w.add("a"), await w.add("b")
+        values = Values()
+        b.topics.publish_state("load", bytes).set(b"1")
+        w.introduce()
+        b.topics.withdraw("load")  # the card still names it
+        followed = a.topics.subscribe_state("load", bytes, values.on_value, values.on_gone)
+        await asyncio.sleep(5)
+        a.lose(B)
+        tried = followed.statistics()["streams"]
+        assert tried > 1
+        await asyncio.sleep(20)
+        assert followed.statistics()["streams"] == tried
+        assert (values.heard, values.gone) == ([], [1])
+
+
+@virtually
+async def test_a_subscription_may_close_itself() -> None:
+    async with world() as w:
+        a, b = await w.add("a"), await w.add("b")
+        b.topics.publish_state("load", bytes).set(b"1")
+        gone: list[NodeId] = []
+
+        def on_value(member, value) -> None:
+            followed.close()
+            raise RuntimeError("a bug")
+
+        followed = a.topics.subscribe_state("load", bytes, on_value, lambda m: gone.append(m.node))
+        w.introduce()
+        await w.until(lambda: gone == [B])
+        await asyncio.sleep(10)
+        assert w.streams() == 0
+        assert followed.statistics()["streams"] == 1
+
+
+@virtually
+async def test_a_publisher_that_ends_is_asked_again() -> None:
+    async with world() as w:
+        a, b = await w.add("a"), await w.add("b")
+
+        def opened(stream, body) -> None:
+            stream.accept(RecordingSink())
+            stream.end()
+
+        b.topics.publish_state("load", bytes)
+        b.serve_stream(STATE, opened)
+        followed = a.topics.subscribe_state("load", bytes, lambda member, value: None)
+        w.introduce()
+        await w.until(lambda: followed.statistics()["streams"] >= 3)
+
+
+@virtually
+async def test_a_reader_is_live_only_with_a_stream() -> None:
+    async with world() as w:
+        a, b = await w.add("a"), await w.add("b")
+        b.topics.publish_log("log", _Nothing())
+        followed = a.topics.subscribe_log("log", lambda member: SetView())
+        w.introduce()
+        following = followed.get(B)
+        assert following is not None
+        await w.until(lambda: following.reader.live)
+        w.net.partition("a", "b")
+        await w.until(lambda: not following.reader.live)
+        w.net.heal()
+        await w.until(lambda: following.reader.live)
+        b.topics.close()
+        assert b.topics.statistics() == {}
+        await w.until(lambda: not following.reader.live)
+        assert a.topics.statistics()["followed/log"]["members"] == 1
+
+
+@virtually
+async def test_news_of_a_member_reach_its_follower() -> None:
+    async with world() as w:
+        a, b = await w.add("a"), await w.add("b")
+        b.topics.publish_state("load", bytes)
+        followed = a.topics.subscribe_state("load", bytes, lambda member, value: None)
+        w.introduce()
+        b.topics.publish_state("more", bytes)
+        a.meet(b)
+        following = followed.get(B)
+        assert following is not None
+        assert following.member == a.members[B]
 
 
 class _Nothing:
