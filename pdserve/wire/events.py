@@ -39,7 +39,8 @@ __all__ = [
 
 
 class _Event(msgspec.Struct, gc=False):
-    """No cycles run through an event, so the collector need not look at it."""
+    """No cycles run through an event, so the collector need not look at it: except where it has an
+    error, whose traceback leads to the frame that holds the event."""
 
 
 class Authenticated(_Event):
@@ -80,7 +81,7 @@ class Answered(_Event):
     """(context, body)."""
 
 
-class Failed(_Event):
+class Failed(_Event, gc=True):
     """A request of ours failed at the peer."""
 
     context: object
@@ -141,7 +142,7 @@ class Ended(_Event):
     stream: Stream
 
 
-class Reset(_Event):
+class Reset(_Event, gc=True):
     """The stream is over in both directions."""
 
     stream: Stream
@@ -169,7 +170,7 @@ class BulkWanted(_Event):
     """The peer asks us, who dialled, for the bulk connection."""
 
 
-class Violated(_Event):
+class Violated(_Event, gc=True):
     """The last event: the connection cannot go on. Send what is left, then close the transport."""
 
     error: PdserveError

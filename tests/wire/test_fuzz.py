@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.wire.protocol import Connection
 from tests.fuzz import fuzz_codec, fuzz_frames, fuzz_handshake
 from tests.support.seeds import is_long
 
@@ -57,6 +59,22 @@ def test_targets_survive_mutated_sessions(target, seed, long) -> None:
 @given(data=st.binary(max_size=300))
 def test_targets_survive_whatever_comes(target, data) -> None:
     target.fuzz(data)
+
+
+@pytest.mark.parametrize("target", [fuzz_frames, fuzz_handshake])
+def test_nothing_is_left_of_a_connection_whatever_ended_it(target, seed) -> None:
+    numbers, seeds = random.Random(seed), target.seeds()
+    before = connections()
+    for _ in range(100):
+        target.fuzz(mutated(seeds, numbers))
+    target.fuzz(b"\0nonsense, which is a violation in any state")
+    assert len(connections() - before) == 0
+
+
+def connections() -> set[Connection]:
+    """Those that something still holds."""
+    gc.collect()
+    return {each for each in gc.get_objects() if isinstance(each, Connection)}
 
 
 @pytest.mark.parametrize("target", TARGETS)
