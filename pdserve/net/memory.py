@@ -18,6 +18,7 @@ It knows nothing of frames. A world belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ class MemoryWorld:
 
     def __init__(self, random: Random) -> None:
         self.random = random
+        self.context = contextvars.copy_context()
+        """What belongs to no host runs in the context that made the world."""
         self.faults: Counter[str] = Counter()
         """How often each kind of fault had an effect."""
         self._default = Conditions()
@@ -117,13 +120,19 @@ class MemoryWorld:
 
     def crash(self, host: str) -> None:
         """The process on `host` is gone, the kernel is not: connections are reset, dials
-        refused."""
+        refused. A peer that `host` cannot reach sees the reset when the partition ends."""
         self.fired("crash")
         for address in [address for address in self._listeners if address[0] == host]:
             del self._listeners[address]
         for transport in tuple(self._transports):
-            if host in (pipe.source for pipe in transport.pipes()):
-                transport.pipes()[0].break_off()
+            outgoing = transport.pipes()[0]
+            if outgoing.source != host:
+                continue
+            if outgoing.conditions.silent:
+                outgoing.drop(reset=True)
+                transport.was_reset()
+            else:
+                outgoing.break_off()
 
     # ------------------------------------------------------------------ for pipes
 
@@ -144,9 +153,10 @@ class MemoryWorld:
         for transport in tuple(self._transports):
             for pipe in transport.pipes():
                 pipe.look()
-        for waiting in tuple(self._waiting):
-            if not waiting.done():
-                waiting.set_result(None)
+        waiting, self._waiting = self._waiting, {}
+        for trip in waiting:
+            if not trip.done():
+                trip.set_result(None)
 
     def _between(self, a: str, b: str) -> Iterator[MemoryTransport]:
         """One transport of each connection between two hosts."""
@@ -187,13 +197,15 @@ class MemoryWorld:
         if listener is None or self._listeners.get((target, port)) is not listener:
             raise DialRefused(f"nobody listens at {address}")
         loop = asyncio.get_running_loop()
-        names = (source, self._take_port()), (target, port)
-        ours, theirs = join_ends(self, loop, (names[0], factory()), (names[1], listener.factory()))
+        dialler = (source, self._take_port()), factory(), contextvars.copy_context()
+        context = listener.context.copy()
+        acceptor = (target, port), context.run(listener.factory), context
+        ours, theirs = join_ends(self, loop, dialler, acceptor)
         self._transports[ours] = self._transports[theirs] = None
         if self.held(target):
             self._unaccepted.append((target, theirs.made))
         else:
-            loop.call_soon(theirs.made)
+            loop.call_soon(theirs.made, context=self.context)
         ours.made()
 
     async def _trip(self, source: str, target: str) -> None:
@@ -205,7 +217,7 @@ class MemoryWorld:
             try:
                 await asyncio.wait({waiting})
             finally:
-                del self._waiting[waiting]
+                self._waiting.pop(waiting, None)
         if now.delay_max:
             await asyncio.sleep(self.random.uniform(now.delay_min, now.delay_max))
 
@@ -253,6 +265,7 @@ class _Listener:
         self.host = host
         self.port = port
         self.factory = factory
+        self.context = contextvars.copy_context()
         self.address = join(host, port)
         self._world = world
 

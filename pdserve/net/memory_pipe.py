@@ -8,25 +8,32 @@ copied, exactly as with a socket, so that a test of pinned memory means the same
     writer's transport       pipe: at most `capacity`         reader's protocol
     buffered (references) -> segments on their way (copies) -> data_received, eof_received
 
-Everything happens by the event loop's clock: `call_soon` without delay, `call_at` with. Owned by a
-`MemoryWorld`, which says how a direction behaves at present (`Conditions`) and counts what it did.
+Everything happens by the event loop's clock: `call_soon` without delay, `call_at` with. A protocol
+is called in the context that made it, whoever wrote; pipes run in their world's, so that a loop can
+tell what belongs to which process. Owned by a `MemoryWorld`, which says how a direction behaves at
+present (`Conditions`) and counts what it did.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+    from contextvars import Context
     from random import Random
 
     from pdserve.ids import Bytes, Seconds
 
 __all__ = ["Conditions", "MemoryTransport", "Pipe", "World", "connect"]
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 _HIGH_WATER: Final[Bytes] = 64 * 1024
 _PIECES: Final = (2, 50, 4000)
@@ -56,6 +63,8 @@ class World(Protocol):
     """What pipes need of their world."""
 
     random: Random
+    context: Context
+    """What the pipes run in."""
 
     def conditions(self, source: str, target: str) -> Conditions: ...
 
@@ -172,9 +181,9 @@ class Pipe:
             return
         due = self._segments[0][0]
         if due <= self._loop.time():
-            self._timer = self._loop.call_soon(self._arrive)
+            self._timer = self._loop.call_soon(self._arrive, context=self._world.context)
         else:
-            self._timer = self._loop.call_at(due, self._arrive)
+            self._timer = self._loop.call_at(due, self._arrive, context=self._world.context)
 
     def look(self) -> None:
         """Something that may have stood in the way has changed."""
@@ -248,9 +257,12 @@ class MemoryTransport(asyncio.Transport):
         outgoing: Pipe,
         incoming: Pipe,
         names: tuple[tuple[str, int], tuple[str, int]],
+        context: Context,
     ) -> None:
         super().__init__({"sockname": names[0], "peername": names[1]})
         self._world = world
+        self._context = context
+        self._inside = False
         self._loop = loop
         self._protocol = protocol
         self._outgoing = outgoing
@@ -268,8 +280,18 @@ class MemoryTransport(asyncio.Transport):
         """The connection is established; nothing happens if it is over already."""
         if not self._lost:
             self._made = True
-            self._protocol.connection_made(self)
+            self._call(self._protocol.connection_made, self)
             self._incoming.look()
+
+    def _call(self, method: Callable[[A], R], argument: A) -> R:
+        """Call the protocol as whoever made it; it may be the caller."""
+        if self._inside:
+            return method(argument)
+        self._inside = True
+        try:
+            return self._context.run(method, argument)
+        finally:
+            self._inside = False
 
     # ------------------------------------------------------------------ writing
 
@@ -310,13 +332,13 @@ class MemoryTransport(asyncio.Transport):
     def _pause_if_full(self) -> None:
         if not self._paused and self._outgoing.waiting > self._high:
             self._paused = True
-            self._protocol.pause_writing()
+            self._call(lambda _: self._protocol.pause_writing(), None)
 
     def drained(self) -> None:
         """The pipe took something."""
         if self._paused and self._outgoing.waiting <= self._low:
             self._paused = False
-            self._protocol.resume_writing()
+            self._call(lambda _: self._protocol.resume_writing(), None)
         if self._closing and not self._lost and not self._outgoing.waiting:
             self._lose(None)
 
@@ -337,7 +359,7 @@ class MemoryTransport(asyncio.Transport):
         """How much of `available` the next read takes."""
         if self._closing or not isinstance(self._protocol, asyncio.BufferedProtocol):
             return available
-        self._buffer = memoryview(self._protocol.get_buffer(available)).cast("B")
+        self._buffer = memoryview(self._call(self._protocol.get_buffer, available)).cast("B")
         return min(available, self._buffer.nbytes)
 
     def was_sent(self, data: bytes) -> None:
@@ -348,13 +370,16 @@ class MemoryTransport(asyncio.Transport):
             assert self._buffer is not None
             self._buffer[: len(data)] = data
             self._buffer = None
-            self._protocol.buffer_updated(len(data))
+            self._call(self._protocol.buffer_updated, len(data))
         else:
-            cast("asyncio.Protocol", self._protocol).data_received(data)
+            self._call(cast("asyncio.Protocol", self._protocol).data_received, data)
 
     def was_ended(self) -> None:
         """The peer has finished writing."""
-        if not self._closing and not cast("asyncio.Protocol", self._protocol).eof_received():
+        if self._closing:
+            return
+        protocol = cast("asyncio.Protocol", self._protocol)
+        if not self._call(lambda _: protocol.eof_received(), None):
             self.close()
 
     def was_reset(self) -> None:
@@ -389,7 +414,7 @@ class MemoryTransport(asyncio.Transport):
         self._lost = True
         self._world.over(self)
         if self._made:
-            self._loop.call_soon(self._protocol.connection_lost, error)
+            self._loop.call_soon(self._protocol.connection_lost, error, context=self._context)
 
     def get_protocol(self) -> asyncio.BaseProtocol:
         return self._protocol
@@ -402,18 +427,19 @@ class MemoryTransport(asyncio.Transport):
         return self._outgoing, self._incoming
 
 
+End = tuple[tuple[str, int], asyncio.BaseProtocol, contextvars.Context]
+"""The address of one end, its protocol, and the context that the protocol is called in."""
+
+
 def connect(
-    world: World,
-    loop: asyncio.AbstractEventLoop,
-    dialler: tuple[tuple[str, int], asyncio.BaseProtocol],
-    acceptor: tuple[tuple[str, int], asyncio.BaseProtocol],
+    world: World, loop: asyncio.AbstractEventLoop, dialler: End, acceptor: End
 ) -> tuple[MemoryTransport, MemoryTransport]:
     """Two transports that lead to each other; `made` is the caller's to call."""
-    (ours, our_protocol), (theirs, their_protocol) = dialler, acceptor
+    (ours, our_protocol, our_context), (theirs, their_protocol, their_context) = dialler, acceptor
     there = Pipe(world, loop, ours[0], theirs[0])
     back = Pipe(world, loop, theirs[0], ours[0])
-    a = MemoryTransport(world, loop, our_protocol, there, back, (ours, theirs))
-    b = MemoryTransport(world, loop, their_protocol, back, there, (theirs, ours))
+    a = MemoryTransport(world, loop, our_protocol, there, back, (ours, theirs), our_context)
+    b = MemoryTransport(world, loop, their_protocol, back, there, (theirs, ours), their_context)
     there.writer = back.reader = a
     there.reader = back.writer = b
     return a, b

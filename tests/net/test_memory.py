@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
 from typing import TYPE_CHECKING, cast
 
@@ -182,6 +183,57 @@ async def test_a_crash_resets_connections_and_refuses_dials(world) -> None:
     assert ours.last == theirs.last == "ConnectionResetError"
     with pytest.raises(DialRefused):
         await world.network("a").connect("b:7000", Peer, timeout=1.0)
+
+
+@in_world
+async def test_a_crash_behind_a_partition_is_seen_when_that_ends(world) -> None:
+    ours, theirs = await connected(world)
+    theirs.transport.write(b"sent before")
+    world.partition("a", "b")
+    world.crash("b")
+    await asyncio.sleep(10.0)
+    assert theirs.last == "ConnectionResetError", "the dead end is gone at once"
+    assert ours.last == "made"
+    world.heal()
+    await asyncio.sleep(0.01)
+    assert [what for _, what in ours.events[1:]] == [b"sent before", "ConnectionResetError"]
+    assert world.connections == 0
+
+
+@in_world
+async def test_each_protocol_is_called_in_the_context_that_made_it(world) -> None:
+    whose = contextvars.ContextVar("whose", default="nobody")
+    heard: list[tuple[str, str, str]] = []
+
+    class Owned(Peer):
+        def __init__(self, owner: str) -> None:
+            super().__init__()
+            self.owner = owner
+
+        def note(self, what: object) -> None:
+            heard.append((self.owner, whose.get(), str(what)))
+            super().note(what)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if data == b"ping":
+                self.transport.write(b"pong")
+
+    async def as_(owner, work):
+        context = contextvars.copy_context()
+        context.run(whose.set, owner)
+        return await asyncio.create_task(work, context=context)
+
+    listener = await as_("b", world.network("b").listen("b:0", lambda: Owned("b")))
+    ours = Owned("a")
+    await as_("a", world.network("a").connect(listener.address, lambda: ours, timeout=5.0))
+    ours.transport.write(b"ping")
+    await asyncio.sleep(0.1)
+    ours.transport.abort()
+    await asyncio.sleep(0.1)
+    assert {(owner, whose) for owner, whose, _ in heard} == {("a", "a"), ("b", "b")}
+    assert [what for _, _, what in heard].count("b'pong'") == 1
+    await listener.close()
 
 
 @in_world
