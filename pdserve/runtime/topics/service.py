@@ -75,6 +75,8 @@ class Topics:
     def publish_log(self, name: str, source: LogSource) -> LogTopic:
         """Publish a log of what happens to `source`. Raises `ValueError` if the name is taken."""
         self._logs += 1
+        # Readers keep a position for one life of this node at most, so a count would do; the life
+        # is there for whoever reads a trace. It is 0 for what is published before the node starts.
         epoch = (self.node.epoch, self._logs)
         return self._publish(
             LOG, LogTopic(self, name, LogPublisher(epoch, source, self.config.log))

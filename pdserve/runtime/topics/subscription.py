@@ -225,7 +225,10 @@ class Subscription(Generic[F]):
         del self._cords[following.member.node]
         cord.cut()
         self._past.update(following.statistics())
-        following.gone()
+        try:
+            following.gone()
+        except Exception:  # of its owner: the others have to end all the same
+            _log.exception("%s: the end of %s", self.name, following.member.node)
 
     def statistics(self) -> dict[str, int]:
         """Counters, summed over all members, those that are gone included."""

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.ids import NodeId
+from pdserve.messages.node import NodeCard
+from pdserve.net.timers import Timers
 from pdserve.runtime.topics.config import LogConfig, TopicsConfig
 from pdserve.runtime.topics.messages import LOG, STATE, Resume, Subscribe
+from pdserve.runtime.topics.service import Topics
 from pdserve.runtime.topics.sets import Delta, SetView
 from pdserve.testing import virtual_time
 from pdserve.testing.net_support import RecordingSink
 from pdserve.wire.codec import encode
 from tests.net.world import virtually
+from tests.runtime.cluster import cluster
 from tests.runtime.topics.wires import digest_of
 from tests.runtime.topics.world import CONFIG, world
 
@@ -365,6 +369,32 @@ async def test_a_subscriber_that_talks_nonsense_is_dropped() -> None:
             await stream.send(b"nonsense", timeout=5.0)
             assert await sink.end() is not None
         assert b.topics.statistics()["published/set"]["subscribers"] == 0
+
+
+@virtually
+async def test_on_real_nodes() -> None:
+    async with cluster() as c:
+        a, b = await c.add("a"), await c.add("b")
+        timers = Timers(c.loop)
+        topics = {node.id: Topics(node, timers) for node in (a, b)}
+        views: list[SetView] = []
+        gone: list[NodeId] = []
+
+        def make(member) -> SetView:
+            views.append(SetView())
+            return views[-1]
+
+        topics[a.id].subscribe_log("set", make, lambda member: gone.append(member.node))
+        source = topics[b.id].publish_set("set")
+        b.publish_card(NodeCard(topics=topics[b.id].names), {})
+        source.put(b"key", b"value")
+        await c.until(lambda: bool(views) and views[0].items == {b"key": b"value"})
+        await c.crash("b")
+        await c.until(lambda: gone == [B])
+        assert not views[0].items
+        for one in topics.values():
+            one.close()
+        timers.close()
 
 
 # ---------------------------------------------------------------------- everything at once

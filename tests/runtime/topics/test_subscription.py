@@ -300,6 +300,25 @@ async def test_news_of_a_member_reach_its_follower() -> None:
         assert following.member == a.members[B]
 
 
+@virtually
+async def test_one_failing_owner_does_not_keep_the_other_members() -> None:
+    async with world() as w:
+        a, b, c = await w.add("a"), await w.add("b"), await w.add("c")
+        gone: list[NodeId] = []
+
+        def on_gone(member) -> None:
+            gone.append(member.node)
+            raise RuntimeError("a bug")
+
+        for party in (b, c):
+            party.topics.publish_state("load", bytes)
+        followed = a.topics.subscribe_state("load", bytes, lambda member, value: None, on_gone)
+        w.introduce()
+        await w.until(lambda: followed.statistics()["open"] == 2)
+        followed.close()
+        assert sorted(gone) == [B, c.id]
+
+
 class _Nothing:
     def snapshot(self):
         return iter(())
