@@ -34,6 +34,6 @@ def make_parser() -> Parser:
 def run(arguments: list[str]) -> int:
     """Serve until told to stop."""
     config = resolve(given_flags(make_parser().parse(arguments)))
-    from pdserve.launch.local import serve
+    from pdserve.launch.process import serve
 
     return serve(config)

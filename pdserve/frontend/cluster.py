@@ -73,10 +73,10 @@ class ClusterBackend:
         self._node = node
         self._config = config
         self._degradations = degradations
-        self._offers = Offers(node, config.remember_models, self._note_conflicts)
+        self._news: asyncio.Future[None] | None = None
+        self._offers = Offers(node, config.remember_models, self._note_conflicts, self._tell_news)
         self._channels: dict[NodeId, tuple[Epoch, WorkerChannel]] = {}
         self._connecting: dict[NodeId, asyncio.Task[WorkerChannel]] = {}
-        self._router_news: asyncio.Future[None] | None = None
         self._stuck: dict[NodeId, Seconds] = {}
         """Routers that did not answer, until when they are asked last."""
         self._refreshing = False
@@ -128,6 +128,12 @@ class ClusterBackend:
         """Nothing: engines are the workers', who answer for them on their own ports."""
         return _NOTHING
 
+    async def wait_news(self, *, timeout: Seconds = 1.0) -> None:
+        """Until a member or a model has come, changed or gone, or `timeout` has passed."""
+        if self._news is None or self._news.done():
+            self._news = asyncio.get_running_loop().create_future()
+        await asyncio.wait({self._news}, timeout=timeout)
+
     def close(self, error: PdserveError) -> None:
         """End every channel; requests on them end with `error`."""
         for _, channel in tuple(self._channels.values()):
@@ -172,14 +178,13 @@ class ClusterBackend:
                 raise NoRouter(
                     f"no router answered within {self._config.router_wait:g} s", retry_after=1.0
                 )
-            if self._router_news is None or self._router_news.done():
-                self._router_news = asyncio.get_running_loop().create_future()
             again = min([until, *(at for at in self._stuck.values() if at > now)])
-            await asyncio.wait({self._router_news}, timeout=again - now)
+            await self.wait_news(timeout=again - now)
 
     def _routers(self) -> list[Member]:
+        """Those that answer; one without a card has not settled yet."""
         members = self._node.registry.by_role("router")
-        return [m for m in members if m.card is None or not m.card.draining]
+        return [m for m in members if m.card is not None and not m.card.draining]
 
     # ------------------------------------------------------------------ to the worker
 
@@ -250,15 +255,14 @@ class ClusterBackend:
             known = self._channels.get(member.node)
             if known is not None and known[0] == member.epoch:
                 known[1].close(WorkerLost(f"worker {member.node} is gone: it {event.reason}"))
-        elif member.role == "router":
-            self._wake_waiting()
         if member.role == "worker" and not self._refreshing:
             self._refreshing = True
             self._node.timers.call_later(0.0, self._refresh)
+        self._tell_news()
 
-    def _wake_waiting(self) -> None:
-        if self._router_news is not None and not self._router_news.done():
-            self._router_news.set_result(None)
+    def _tell_news(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     def _refresh(self) -> None:
         self._refreshing = False

@@ -47,13 +47,19 @@ class Offers:
     """See above. Everything happens on the loop's thread."""
 
     def __init__(
-        self, node: Node, remember: Seconds, on_conflicts: Callable[[Mapping[NodeId, str]], None]
+        self,
+        node: Node,
+        remember: Seconds,
+        on_conflicts: Callable[[Mapping[NodeId, str]], None],
+        on_change: Callable[[], None],
     ) -> None:
         """`remember`: how long a model without workers stays known. `on_conflicts` hears which
-        workers offer another model under a name that is taken."""
+        workers offer another model under a name that is taken, `on_change` that a model's card is
+        complete."""
         self._node = node
         self._remember = remember
         self._on_conflicts = on_conflicts
+        self._on_change = on_change
         self._catalogue: Catalogue = catalogue(())
         self._known: dict[str, _Known] = {}
         """By the model's own name."""
@@ -119,6 +125,7 @@ class Offers:
         finally:
             self._fetching.discard(offer.name)
         self.refresh()
+        self._on_change()
 
     async def _part(self, hash: bytes, workers: tuple[NodeId, ...]) -> bytes:
         """From the first worker that has it; gossip asks others by itself."""

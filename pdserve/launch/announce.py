@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,13 @@ def ready_line(
     return f"ready: {card.name} on {engine}, {limits}; try: {curl(config, port, card)}"
 
 
+def served_line(config: FrontendConfig, port: int, card: ModelCard) -> str:
+    """The same of a frontend, which knows a worker's engine by its card only."""
+    engine = ", ".join(x for x in (card.engine, card.dtype) if x)
+    limits = f"{card.max_model_len} tokens per sequence"
+    return f"ready: {card.name} on {engine}, {limits}; try: {curl(config, port, card)}"
+
+
 def curl(config: FrontendConfig, port: int, card: ModelCard) -> str:
     """A request that works as it stands, but for the key."""
     url = f"http://{_reachable(config.host)}:{port}"
@@ -40,14 +46,6 @@ def curl(config: FrontendConfig, port: int, card: ModelCard) -> str:
         body["messages"] = [{"role": "user", "content": "Hello!"}]
     data = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     return f"curl -N {url}{path} -H 'Content-Type: application/json'{key} -d '{data}'"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _reachable(host: str) -> str:

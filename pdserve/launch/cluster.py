@@ -1,26 +1,23 @@
 """How this process takes part in a cluster: its addresses, its key, its name, and nodes made so.
 
-Whatever a person leaves open is decided here, in plain functions: where to listen, what to
-advertise on a host with several addresses, which key. Nothing here knows what a role does.
+Where to listen and what to advertise is `addresses`' to decide. Nothing here knows what a role
+does.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import logging
 import os
 import random
 import secrets
 import socket
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from pdserve import __version__
-from pdserve.errors import ConfigError
 from pdserve.ids import NodeId
+from pdserve.launch.addresses import advertise, listen_address, route_from
 from pdserve.messages.node import NodeCard
-from pdserve.net.address import is_loopback, join, split
+from pdserve.net.address import join, split, without_port
 from pdserve.net.memory import MemoryWorld
 from pdserve.net.security import cluster_key_file
 from pdserve.net.settings import NetSettings
@@ -30,111 +27,12 @@ from pdserve.runtime.node import Node, NodeConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
+    from pdserve.launch.addresses import ClusterConfig
     from pdserve.net.base import ByteNetwork
     from pdserve.net.security import KeyFile
 
-__all__ = ["DEFAULT_ROUTER_PORT", "ClusterConfig", "Membership", "advertise", "listen_address"]
-
-_log = logging.getLogger(__name__)
-
-DEFAULT_ROUTER_PORT: Final = 7700
-"""Where a router listens if nobody says, so that one machine needs no `--listen` at all."""
-
-_WILDCARDS: Final = ("0.0.0.0", "::")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
-    """What a process is told of the cluster. Addresses are `host:port`."""
-
-    listen: str = ""
-    """Where other nodes reach this one; empty: see `listen_address`."""
-    advertise: str = ""
-    """What others dial, if it differs; empty: see `advertise`."""
-    join: tuple[str, ...] = ()
-    """Nodes to join through, any of them will do; empty: others come here."""
-    cluster: str = "pdserve"
-    """Nodes of clusters with other names are refused."""
-    node_name: str = ""
-    """Unique in the cluster; empty: the role, the host and a random word."""
-    cluster_key_file: Path | None = None
-    """One key per line in hexadecimal, two while one is replaced; None: the user's own, which is
-    made at first use and good for this machine only."""
-    tls_cert: Path | None = None
-    """With `tls_key`: encrypt what nodes say to each other. All nodes or none."""
-    tls_key: Path | None = None
-    tls_ca: Path | None = None
-    """Demand a certificate of this authority from every node."""
-
-    def validate(self) -> None:
-        """Errors: `ConfigError` names the field and the remedy."""
-        for name in ("listen", "advertise"):
-            if getattr(self, name):
-                _check(name, getattr(self, name))
-        for address in self.join:
-            _check("join", address)
-            if split(address)[1] == 0:
-                raise ConfigError(f"join: {address} has no port that can be dialled")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls-cert and tls-key belong together: give both")
-        if self.tls_ca is not None and self.tls_cert is None:
-            raise ConfigError("tls-ca needs tls-cert and tls-key: nodes show them to each other")
-
-    @property
-    def alone(self) -> bool:
-        """Nothing was said about other nodes."""
-        return not (self.listen or self.join or self.advertise)
-
-
-def _check(name: str, address: str) -> None:
-    try:
-        split(address)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error.message}") from None
-
-
-def listen_address(config: ClusterConfig, role: str) -> str:
-    """Where to listen: as told; else on this machine only, unless a seed is elsewhere."""
-    if config.listen:
-        return config.listen
-    port = DEFAULT_ROUTER_PORT if role == "router" else 0
-    near = all(is_loopback(split(address)[0]) for address in config.join)
-    return join("127.0.0.1" if near else "0.0.0.0", port)
-
-
-def advertise(config: ClusterConfig, listen: str, route: Callable[[str], str | None]) -> str:
-    """The host (and port, if told) that others dial: as told; else where we listen; on all
-    addresses, the one that leads to the first seed, which others can most likely reach too.
-
-    `route` says which of our addresses a packet to a host leaves from. Errors: `ConfigError`.
-    """
-    if config.advertise:
-        return config.advertise
-    host, _ = split(listen)
-    if host not in _WILDCARDS:
-        return ""
-    towards = [split(address)[0] for address in config.join] or ["192.0.2.1", "2001:db8::1"]
-    for target in towards:
-        found = route(target)
-        if found is not None and not ipaddress.ip_address(found).is_loopback:
-            return f"[{found}]" if ":" in found else found
-    raise ConfigError(
-        f"none of this host's addresses leads to {towards[0]}: say which one others can dial, "
-        "with --advertise HOST:PORT"
-    )
-
-
-def route_from(host: str) -> str | None:
-    """The local address that packets to `host` leave from; nothing is sent."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
+__all__ = ["Membership"]
 
 
 class Membership:
@@ -154,32 +52,34 @@ class Membership:
         self._environ = environ
         self._tls: Tls | None = None
         self.keys: KeyFile | None = None
+        if not private:
+            config.check_tls()
         if private:
             self._private_key = secrets.token_bytes(32)
         elif config.tls_cert is not None and config.tls_key is not None:
             self._tls = Tls.load(config.tls_cert, config.tls_key, config.tls_ca)
 
-    def node(self, role: str, *, join: tuple[str, ...] = (), first: bool = True) -> Node:
-        """A node that has not started. `first` takes the configured address, others any.
+    def node(self, role: str, *, first: bool = True) -> Node:
+        """A node that has not started. The first takes the configured name and address, others of
+        this process a name of their own and any port.
 
         Errors: `ConfigError`. Call it inside the running loop.
         """
         name = self._name(role) if first else self._default_name(role)
-        seeds = join or self._config.join
         if self._world is not None:
             config = NodeConfig(
-                node=name, role=role, listen=f"{name}:7700", join=seeds, cluster="private"
+                node=name, role=role, listen=f"{name}:7700", cluster="private", leave_timeout=0.0
             )
             return self._make(config, self._world.network(name), lambda: (self._private_key,))
-        listen = listen_address(self._config, role) if first else "127.0.0.1:0"
-        told = advertise(self._config, listen, route_from) if first else ""
+        listen = listen_address(self._config, role)
+        told = advertise(self._config, listen, route_from)
         keys = self._key_file(listen, told)
         config = NodeConfig(
             node=name,
             role=role,
-            listen=listen,
-            advertise=told,
-            join=seeds,
+            listen=listen if first else join(split(listen)[0], 0),
+            advertise=told if first else without_port(told),
+            join=self._config.join,
             cluster=self._config.cluster,
             net=self._settings,
         )
@@ -187,7 +87,7 @@ class Membership:
 
     def _key_file(self, listen: str, told: str) -> KeyFile:
         if self.keys is None:
-            host = told.rpartition(":")[0] if told.rpartition(":")[2].isdigit() else told
+            host = without_port(told)
             addresses = [listen, *self._config.join, *([f"{host}:0"] if host else [])]
             self.keys = cluster_key_file(self._config.cluster_key_file, addresses, self._environ)
         return self.keys

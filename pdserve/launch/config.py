@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
 from pdserve.frontend.config import FrontendConfig
+from pdserve.launch.addresses import ClusterConfig
 from pdserve.launch.options import BY_NAME, OPTIONS, UNBUILT, Option
+from pdserve.router.config import RouterConfig
 from pdserve.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class ProcessConfig:
     """What belongs to the process rather than to a component in it."""
 
     role: str = "all-in-one"
-    """One process that is frontend and worker."""
+    """`frontend`, `router` or `worker`; `all-in-one` is one process with one of each."""
     config: Path | None = None
     """The configuration file that was read, if one was."""
     metrics_port: int | None = None
@@ -53,6 +55,8 @@ class Config:
     process: ProcessConfig
     frontend: FrontendConfig
     worker: WorkerConfig
+    router: RouterConfig
+    cluster: ClusterConfig
     sources: Mapping[str, str] = field(default_factory=dict)
     """Option name to the place its value came from; absent: the default."""
 
@@ -93,10 +97,14 @@ def resolve(
         ProcessConfig(**_fields("process", values)),
         FrontendConfig(**_fields("frontend", values)),
         WorkerConfig(**_fields("worker", values)),
+        RouterConfig(**_fields("router", values)),
+        ClusterConfig(**_fields("cluster", values)),
         {name: one.source for name, one in given.items()},
     )
     config.frontend.validate()
     config.worker.validate()
+    config.router.validate()
+    config.cluster.validate()
     return config
 
 
@@ -112,7 +120,7 @@ def unknown_option(name: str, shown: str, spell: Callable[[Option], str]) -> Con
     Args: `shown` is what was written, `spell` writes an option the same way.
     """
     if name in UNBUILT:
-        return ConfigError(f"{shown} is not built yet: this version serves as all-in-one")
+        return ConfigError(f"{shown} is not built yet")
     close = nearest(name, BY_NAME)
     hint = f", did you mean {spell(BY_NAME[close])}?" if close else ""
     return ConfigError(f"{shown} is unknown{hint}")

@@ -12,5 +12,7 @@ CANNOT_LISTEN = 3
 """The address is in use or not ours."""
 ENGINE_FAILED = 4
 """The engine could not start, or died too often to be started again."""
+CANNOT_JOIN = 5
+"""The cluster will not have this node: another key or cluster, or its name is taken."""
 INTERRUPTED = 130
 """Ended at once by a second Ctrl-C or SIGTERM."""

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pdserve.errors import ConfigError
 from pdserve.launch import units
+from pdserve.net import address
 from pdserve.observe.logs import LEVELS
 
 if TYPE_CHECKING:
@@ -27,16 +29,17 @@ GROUPS = {
     "limits": "what one client or all together may use",
     "security": "who may do what",
     "logging": "what to tell the operator",
+    "cluster": "who else there is, and how to reach them",
     "process": "role, configuration, shutdown",
 }
 
-UNBUILT_ROLES = ("frontend", "router", "worker", "planner")
+ROLES = ("all-in-one", "frontend", "router", "worker")
+UNBUILT_ROLES = ("planner",)
 UNBUILT = (
-    *("listen", "advertise", "join", "cluster-key-file", "tls-cert", "tls-key", "tls-ca", "mode"),
-    *("policy", "frontends", "disagg", "disagg-min-tokens", "disagg-max-queue", "aggregated"),
+    *("mode", "frontends", "disagg", "disagg-min-tokens", "disagg-max-queue", "aggregated"),
     *("transfer", "verify-kv"),
 )
-"""Options of the cluster: named in the plans, not in this version."""
+"""Options that are named in the plans, not in this version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,8 @@ def _choice(*allowed: str) -> Callable[[str], str]:
 
 def _role(text: str) -> str:
     if text in UNBUILT_ROLES:
-        raise ValueError(f"role {text!r} is not built yet: this version serves as all-in-one")
-    return _choice("all-in-one")(text)
+        raise ValueError(f"role {text!r} is not built yet: use one of {', '.join(ROLES)}")
+    return _choice(*ROLES)(text)
 
 
 def _auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -184,6 +187,19 @@ def _pairs(text: str) -> dict[str, str]:
     """One `name=value` per line, or, in one line, separated by commas."""
     parts = text.split("\n") if "\n" in text else text.split(",")
     return units.parse_pairs(part for part in parts if part.strip())
+
+
+def _address(text: str) -> str:
+    """`host:port`, as it was written."""
+    try:
+        address.split(text.strip())
+    except ConfigError as error:
+        raise ValueError(error.message) from None
+    return text.strip()
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    return tuple(map(_address, units.parse_list(text)))
 
 
 def _path(text: str) -> Path:
@@ -417,6 +433,103 @@ OPTIONS: tuple[Option, ...] = (
         "none",
     ),
     Option(
+        "listen",
+        "cluster.listen",
+        "cluster",
+        "Where other nodes reach this one; on all addresses, see --advertise.",
+        "HOST:PORT",
+        _address,
+        unset="127.0.0.1, a router on port 7700",
+    ),
+    _text(
+        "advertise",
+        "cluster.advertise",
+        "cluster",
+        "What other nodes dial, if it is not where this one listens.",
+        "HOST[:PORT]",
+        "the address that leads to the first seed",
+    ),
+    Option(
+        "join",
+        "cluster.join",
+        "cluster",
+        "Nodes to join through, separated by commas; any one that answers will do.",
+        "HOST:PORT[,…]",
+        _filled(_addresses),
+        ",".join,
+        "none",
+    ),
+    _text(
+        "cluster",
+        "cluster.cluster",
+        "cluster",
+        "Name of the cluster; nodes of others are refused.",
+        "NAME",
+    ),
+    _text(
+        "node-name",
+        "cluster.node_name",
+        "cluster",
+        "Name of this node, unique in the cluster.",
+        "NAME",
+        "role, host and a random word",
+    ),
+    _text(
+        "policy",
+        "router.policy",
+        "cluster",
+        "How a router chooses: least_loaded, round_robin, power_of_two, or module:attribute.",
+        "NAME",
+    ),
+    _duration(
+        "remember-models",
+        "frontend.remember_models",
+        "cluster",
+        "A model whose last worker is gone answers 503 for this long, then 404.",
+    ),
+    _duration(
+        "router-wait",
+        "frontend.router_wait",
+        "cluster",
+        "A request waits this long for a router when none answers; then 503.",
+    ),
+    Option(
+        "cluster-key-file",
+        "cluster.cluster_key_file",
+        "security",
+        "Key that the nodes of a cluster share; needed beyond this machine.",
+        "FILE",
+        _optional(_path),
+        unset="your own, made at first use",
+    ),
+    Option(
+        "tls-cert",
+        "cluster.tls_cert",
+        "security",
+        "Certificate (PEM) of this node: encrypts what nodes say to each other.",
+        "FILE",
+        _optional(_path),
+        unset="none",
+    ),
+    Option(
+        "tls-key",
+        "cluster.tls_key",
+        "security",
+        "Its private key.",
+        "FILE",
+        _optional(_path),
+        unset="none",
+    ),
+    Option(
+        "tls-ca",
+        "cluster.tls_ca",
+        "security",
+        "Demand a certificate of this authority from every node.",
+        "FILE",
+        _optional(_path),
+        unset="none",
+    ),
+    Option(
         "log-format",
         "process.log_format",
         "logging",
@@ -436,7 +549,7 @@ OPTIONS: tuple[Option, ...] = (
         "role",
         "process.role",
         "process",
-        "What this process does; all-in-one is the only role so far.",
+        "What this process does: all-in-one, frontend, router or worker.",
         "ROLE",
         _role,
     ),

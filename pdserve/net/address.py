@@ -6,7 +6,7 @@ import ipaddress
 
 from pdserve.errors import ConfigError
 
-__all__ = ["is_loopback", "join", "split"]
+__all__ = ["advertised", "is_loopback", "join", "split", "without_port"]
 
 
 def split(address: str) -> tuple[str, int]:
@@ -34,3 +34,18 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def without_port(address: str) -> str:
+    """The host of `host:port` or of `host`, with its brackets if it has any."""
+    host, _, port = address.rpartition(":")
+    return host if host and port.isdigit() and not host.endswith(":") else address
+
+
+def advertised(wanted: str, listening: str) -> str:
+    """What others dial: as told, with the port in use where the told one is 0 or missing."""
+    if not wanted:
+        return listening
+    host = without_port(wanted)
+    told = wanted[len(host) + 1 :]
+    return wanted if told not in ("", "0") else f"{host}:{listening.rpartition(':')[2]}"

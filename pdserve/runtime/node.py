@@ -31,6 +31,7 @@ from pdserve.gossip import events as ev
 from pdserve.gossip.config import GossipConfig
 from pdserve.gossip.messages import TELL, Card, Part, Record
 from pdserve.gossip.service import PARTS, GossipService
+from pdserve.net import address as addresses
 from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
 from pdserve.net.timers import Timers
@@ -77,7 +78,8 @@ class NodeConfig:
     cluster: str = "pdserve"
     """Nodes of another cluster are refused by name, whatever their key."""
     leave_timeout: Seconds = 2.0
-    """A goodbye takes `gossip.leave_linger`; beyond this it is cut short."""
+    """A goodbye takes `gossip.leave_linger`; beyond this it is cut short. 0: no goodbye, for nodes
+    that end together."""
     gossip: GossipConfig = field(default_factory=GossipConfig)
     net: NetSettings = field(default_factory=NetSettings)
 
@@ -184,24 +186,26 @@ class Node:
 
     # ------------------------------------------------------------------ taking part
 
-    async def start(self) -> None:
+    async def start(self, *, beside: tuple[str, ...] = ()) -> None:
         """Listen and join; returns when this node has its seeds' table or knows that it is alone.
+        `beside`: seeds that the configuration could not know yet.
 
         Raises `ConfigError` for an address that cannot be listened on; `WrongClusterKey`,
         `WrongCluster`, `NoCommonVersion` or `WrongPeer` when a seed says so.
         """
         epoch = max(int(self._wall() * 1000), self._epoch + 1)
-        await self._begin(epoch, ev.Start(self.config.join))
+        await self._begin(epoch, ev.Start((*self.config.join, *beside)))
         await self._living().joined
         _log.debug("%s joined as life %d", self.id, self._epoch)
 
     async def leave(self) -> None:
         """Say goodbye and wait until the others can have heard it."""
         life = self._life
-        if life is None or life.over or not len(self.registry):
+        timeout = self.config.leave_timeout
+        if life is None or life.over or not len(self.registry) or not timeout:
             return
         life.gossip.leave()
-        await asyncio.wait({life.stopped}, timeout=self.config.leave_timeout)
+        await asyncio.wait({life.stopped}, timeout=timeout)
 
     async def close(self, *, grace: Seconds = 0.0) -> None:
         """End links and tasks; nothing is left. `grace`: what is under way may finish. Idempotent.
@@ -368,7 +372,8 @@ class Node:
 
     def on_link_up(self, link: Link) -> None:
         """See `net.base.Handler`."""
-        if self._life is not None:
+        # Whom nobody can dial is a visitor: it asks, and is no member.
+        if self._life is not None and link.peer.address:
             self._life.gossip.link_up(link)
         for listener in tuple(self._link_listeners):
             listener(link, None)
@@ -439,7 +444,7 @@ class _Life:
         """Begin to accept peers. Raises `ConfigError`."""
         node = self._node
         self.listening = await self.endpoint.listen(address)
-        advertised = advertised_address(node.config.advertise, self.listening)
+        advertised = addresses.advertised(node.config.advertise, self.listening)
         self.endpoint.identity = Identity(node.config.cluster, node.id, self._epoch, advertised)
         me = Record(node.id, self._epoch, address=advertised, role=node.config.role)
         self.gossip = GossipService(
@@ -475,14 +480,3 @@ class _Life:
         for future in (self.joined, self.stopped):
             if not future.done():
                 future.cancel()
-
-
-def advertised_address(wanted: str, listening: str) -> str:
-    """What others dial: as told, with the port in use where the told one is 0 or missing."""
-    port = listening.rpartition(":")[2]
-    if not wanted:
-        return listening
-    host, colon, told = wanted.rpartition(":")
-    if not colon or wanted.endswith("]"):
-        return f"{wanted}:{port}"
-    return f"{host}:{port}" if told == "0" else wanted

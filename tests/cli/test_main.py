@@ -59,9 +59,9 @@ def test_what_is_not_built_is_absent_from_help():
     [
         (["--prot", "1"], "--prot is unknown, did you mean --port?"),
         (["--kv-memry=1GiB"], "--kv-memry is unknown, did you mean --kv-memory?"),
-        (["--join", "x:1"], "--join is not built yet"),
+        (["--join", "x"], "--join: 'x' is not of the form HOST:PORT"),
         (["--frontends", "2"], "--frontends is not built yet"),
-        (["--role", "router"], "role 'router' is not built yet"),
+        (["--role", "planner"], "role 'planner' is not built yet"),
         (["--role", "rooter"], "--role: 'rooter' is unknown: use one of all-in-one"),
         (["--port"], "--port: expected one argument"),
         (["--port", "x"], "--port: 'x' is not a whole number"),

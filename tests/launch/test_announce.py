@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pdserve.frontend.config import FrontendConfig
-from pdserve.launch.announce import curl, is_loopback, ready_line
+from pdserve.launch.announce import curl, ready_line, served_line
 from pdserve.messages.card import ModelCard
 from pdserve.messages.engine import EngineCapabilities
 
@@ -81,9 +81,7 @@ def test_the_address_can_be_dialled(host, reachable):
     assert f"http://{reachable}:80/" in curl(FrontendConfig(host=host), 80, card())
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("gpu7", False)],
-)
-def test_loopback_is_known(host, expected):
-    assert is_loopback(host) is expected
+def test_a_frontend_says_what_it_serves_without_an_engine():
+    line = served_line(FrontendConfig(), 80, card(engine="torch", dtype="float32"))
+    assert line.startswith("ready: it's-a-model on torch, float32, 2048 tokens per sequence; try:")
+    assert line.endswith(curl(FrontendConfig(), 80, card()))

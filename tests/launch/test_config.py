@@ -10,6 +10,9 @@ from pdserve.launch.options import BY_NAME, GROUPS, OPTIONS, UNBUILT
 INTERNAL = {
     "frontend.reuse_port",  # for several frontends on one port
     "frontend.retry_after",  # a measured constant
+    *("router.booking_ttl", "router.max_bookings", "router.sweep_interval"),  # guards
+    *("router.gone_model_memory", "router.gone_models", "router.retry_after"),
+    "router.assumed_max_sequences",
 }
 
 
@@ -74,6 +77,13 @@ def sample(option):
         "block-size": 64,
         "max-batch-tokens": 512,
         "model": "org/name",
+        "listen": "10.0.0.1:7",
+        "advertise": "10.0.0.2:8",
+        "join": ("10.0.0.3:9", "10.0.0.4:9"),
+        "cluster-key-file": Path("/cluster.key"),
+        "tls-cert": Path("/cert.pem"),
+        "tls-key": Path("/key.pem"),
+        "tls-ca": Path("/ca.pem"),
     }
     if option.name in named:
         return named[option.name]
@@ -126,8 +136,8 @@ def test_a_file_is_utf_8_whatever_the_locale_says(compose, monkeypatch):
         ("prot = 1", {}, {}, r"key 'prot' is unknown, did you mean 'port'\?"),
         (None, {"PDSERVE_PROT": "1"}, {}, r"PDSERVE_PROT is unknown, did you mean PDSERVE_PORT\?"),
         (None, {"PDSERVE_ZZZZZZ": "1"}, {}, r"PDSERVE_ZZZZZZ is unknown$"),
-        (None, {"PDSERVE_JOIN": "x"}, {}, "PDSERVE_JOIN is not built yet"),
-        ("join = 'x'", {}, {}, "key 'join' is not built yet"),
+        (None, {"PDSERVE_MODE": "x"}, {}, "PDSERVE_MODE is not built yet"),
+        ("mode = 'x'", {}, {}, "key 'mode' is not built yet"),
         (None, {}, {"port": "70000"}, "--port: 70000 is out of range: must be between 0 and 65535"),
         (None, {"PDSERVE_KV_MEMORY": "4G"}, {}, "PDSERVE_KV_MEMORY: '4G' is ambiguous"),
         (
@@ -139,7 +149,7 @@ def test_a_file_is_utf_8_whatever_the_locale_says(compose, monkeypatch):
         ("port = [1]", {}, {}, "a list is not possible here"),
         ("port = ", {}, {}, "not valid TOML"),
         (None, {}, {"config": "/nowhere.toml"}, "there is no file '/nowhere.toml'"),
-        (None, {}, {"role": "router"}, "role 'router' is not built yet"),
+        (None, {}, {"role": "planner"}, "role 'planner' is not built yet"),
         (None, {}, {"dtype": "fp8"}, "'fp8' is unknown: use one of auto, float32, bfloat16"),
         (None, {}, {"block-size": "33"}, "use a power of two"),
         (None, {}, {"request-timeout": "0"}, "must be greater than 0"),
@@ -175,7 +185,7 @@ def test_every_field_is_an_option_or_deliberately_not(compose):
     config = compose()
     fields = {
         f"{component}.{field.name}"
-        for component in ("process", "frontend", "worker")
+        for component in ("process", "frontend", "worker", "router", "cluster")
         for field in dataclasses.fields(getattr(config, component))
     }
     bound = {option.target for option in OPTIONS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.net.address import is_loopback, join, split
+from pdserve.net.address import advertised, is_loopback, join, split, without_port
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,18 @@ def test_anything_else_is_refused_by_name(address) -> None:
 )
 def test_loopback_is_what_nobody_else_reaches(host, local) -> None:
     assert is_loopback(host) is local
+
+
+def test_what_is_advertised():
+    assert advertised("", "10.0.0.1:7000") == "10.0.0.1:7000"
+    assert advertised("host", "0.0.0.0:7000") == "host:7000"
+    assert advertised("host:0", "0.0.0.0:7001") == "host:7001"
+    assert advertised("host:9", "0.0.0.0:7001") == "host:9"
+    assert advertised("[::1]", "[::]:7001") == "[::1]:7001"
+    assert advertised("[::1]:8", "[::]:7001") == "[::1]:8"
+    assert [without_port(a) for a in ("a:1", "a", "[::1]", "[::1]:5")] == [
+        "a",
+        "a",
+        "[::1]",
+        "[::1]",
+    ]

@@ -9,7 +9,6 @@ from pdserve.errors import LinkLost, ProtocolError, WrongCluster, WrongClusterKe
 from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
 from pdserve.messages.node import NodeCard, model_card, offer
-from pdserve.runtime.node import advertised_address
 from pdserve.runtime.registry import Appeared, Changed, Gone
 from pdserve.testing.net_support import ECHO, HANG, KEY, Echo
 from tests.net.world import virtually
@@ -175,11 +174,3 @@ async def test_links_that_roles_make_are_reported() -> None:
             return member is not None and member.reachable
 
         await nodes.until(reachable)
-
-
-def test_what_is_advertised() -> None:
-    assert advertised_address("", "10.0.0.1:7000") == "10.0.0.1:7000"
-    assert advertised_address("host", "0.0.0.0:7000") == "host:7000"
-    assert advertised_address("host:0", "0.0.0.0:7001") == "host:7001"
-    assert advertised_address("host:9", "0.0.0.0:7001") == "host:9"
-    assert advertised_address("[::1]", "[::]:7001") == "[::1]:7001"

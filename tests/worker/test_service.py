@@ -146,7 +146,7 @@ async def test_the_models_folder_names_it_unless_told_otherwise(model):
 async def test_while_loading_it_says_what_it_does_and_refuses(model):
     world = World(model)
     with pytest.raises(NotReady, match="starting: not started"):
-        await world.service.open(REQUEST, Sink())
+        world.service.submit(REQUEST, Sink())
     world.prepare = lambda engine: engine.may_become_ready.clear()
     start = asyncio.create_task(world.start())
     await asyncio.sleep(0)
@@ -160,11 +160,10 @@ async def test_while_loading_it_says_what_it_does_and_refuses(model):
 async def test_a_request_is_handed_on_and_can_be_cancelled(model):
     world = World(model)
     await world.start()
-    opened = await world.service.open(REQUEST, Sink())
+    handle = world.service.submit(REQUEST, Sink())
     assert world.engine.submitted == [REQUEST]
-    opened.cancel()
-    opened.cancel()
-    assert world.engine.aborted == [1, 1]
+    world.service.abort(handle)
+    assert world.engine.aborted == [handle]
     await world.service.stop()
 
 
@@ -221,7 +220,7 @@ async def test_a_draining_worker_refuses_and_reports_what_the_engine_says(model)
     assert await world.service.drain(0.5) is False
     assert world.service.unready_reason() == "draining: no new requests are taken"
     with pytest.raises(Draining):
-        await world.service.open(REQUEST, Sink())
+        world.service.submit(REQUEST, Sink())
     await world.service.stop()
 
 

@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from pdserve.errors import ConfigError, EngineDied
-from pdserve.launch import exit_codes, local
+from pdserve.launch import exit_codes, process
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 
@@ -20,7 +20,7 @@ from pdserve.observe.metrics import Metrics
     ],
 )
 def test_a_failed_start_has_an_exit_status_of_its_own(error, status):
-    assert local._status_of(error) == status
+    assert process._status_of(error) == status
 
 
 def test_without_uvloop_plain_asyncio_serves_and_says_so(monkeypatch):
@@ -29,7 +29,7 @@ def test_without_uvloop_plain_asyncio_serves_and_says_so(monkeypatch):
 
     monkeypatch.setattr(importlib, "import_module", missing)
     degradations = Degradations(Metrics())
-    assert local._loop_factory(degradations) is asyncio.new_event_loop
+    assert process._loop_factory(degradations) is asyncio.new_event_loop
     assert "No module named 'uvloop'" in degradations.reasons()["no_uvloop"]
 
 
@@ -43,18 +43,18 @@ def limits(monkeypatch):
 
 
 def test_the_limit_on_open_files_is_raised_as_far_as_connections_need(limits):
-    local._raise_file_limit(1000)
+    process._raise_file_limit(1000)
     assert limits["now"] == (1256, 4096)
 
 
 def test_a_hard_limit_that_is_too_low_is_said(limits, caplog):
-    local._raise_file_limit(100_000)
+    process._raise_file_limit(100_000)
     assert limits["now"] == (4096, 4096)
     assert "4096 files may be open" in caplog.text
 
 
 def test_a_limit_that_suffices_is_left_alone(limits):
-    local._raise_file_limit(100)
+    process._raise_file_limit(100)
     assert limits["now"] == (1024, 4096)
 
 

@@ -1,21 +1,20 @@
-"""All in one: engine core, worker and frontend started from one process, and ended in order.
+"""One process: its roles started in order, and ended in order.
 
 The order of life: listen (so that a taken port is known before a model is loaded, and `/health` can
-tell how far loading is), load, announce, serve, drain, close. One signal drains, a second one ends
-the process at once. What the parts decide is theirs; this file only puts them in order.
+tell how far loading is), join, load, announce, serve, drain, leave, close. One signal drains, a
+second one ends the process at once. What the parts decide is theirs; this file only puts them in
+order.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import importlib
 import io
 import logging
 import os
 import resource
-import secrets
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -23,27 +22,26 @@ from typing import TYPE_CHECKING, Any
 from pdserve import __version__, accel
 from pdserve.clock import SystemClock
 from pdserve.engine.api import EngineState
-from pdserve.engine.carrier import ProcessCarrier
-from pdserve.engine.client import ClientOptions, CoreClient
-from pdserve.errors import ConfigError, PdserveError
-from pdserve.frontend.service import FrontendService
+from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
-from pdserve.launch.announce import is_loopback, ready_line
-from pdserve.launch.cpus import read_limits
+from pdserve.launch.cluster import Membership
+from pdserve.launch.parts import Context, FrontendPart, RouterPart, WorkerPart
 from pdserve.launch.screen import Screen
+from pdserve.net.address import is_loopback
 from pdserve.observe import logs
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.loop_lag import LoopLagMonitor
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.probes import ProbeServer
-from pdserve.worker.service import WorkerService
+from pdserve.runtime.tasks import Tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from pdserve.ids import Seconds
     from pdserve.launch.config import Config
-    from pdserve.messages.engine import EngineSpec
+    from pdserve.launch.parts import Part
+    from pdserve.runtime.node import Node
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ def serve(config: Config) -> int:
     _raise_file_limit(config.frontend.max_connections)
     try:
         with asyncio.Runner(loop_factory=_loop_factory(degradations)) as runner:
-            return runner.run(AllInOne(config, screen, metrics, degradations).run())
+            return runner.run(Process(config, screen, metrics, degradations).run())
     except PdserveError as error:
         screen.finish()
         _log.error("%s", error.message)
@@ -73,51 +71,55 @@ def serve(config: Config) -> int:
 
 
 def _status_of(error: PdserveError) -> int:
+    if isinstance(error, HandshakeRefused):
+        return exit_codes.CANNOT_JOIN
     if isinstance(error, ConfigError):
         listening = error.param in ("port", "metrics_port")
         return exit_codes.CANNOT_LISTEN if listening else exit_codes.USAGE
     return exit_codes.ENGINE_FAILED
 
 
-class AllInOne:
-    """One process that is frontend and worker. `run` once, on the loop that it is made for."""
+class Process:
+    """One process and its roles. `run` once, on the loop that it is made for."""
 
     def __init__(
         self, config: Config, screen: Screen, metrics: Metrics, degradations: Degradations
     ) -> None:
-        threads = config.worker.threads or read_limits().threads
         self._config = config
         self._screen = screen
-        self._metrics = metrics
-        self._worker = WorkerService(
-            dataclasses.replace(config.worker, threads=threads),
-            self._make_engine,
-            metrics,
-            hash_secret=secrets.token_bytes(16),
+        role = config.process.role
+        self._all_in_one = role == "all-in-one"
+        self._membership = Membership(
+            config.cluster, private=self._all_in_one and config.cluster.alone
         )
-        self._frontend = FrontendService(
-            config.frontend, self._worker, metrics, degradations.reasons()
-        )
-        self._probes = self._make_probes(degradations)
+        self._context = Context(config, self._membership, screen, metrics, degradations)
+        self._parts: list[Part] = []
+        """In the order in which they join; they end the other way round."""
+        self._frontend: FrontendPart | None = None
+        self._worker: WorkerPart | None = None
+        self._tasks = Tasks("process")
+        self._probes = self._make_probes()
         self._lag = LoopLagMonitor(metrics)
         self._asked_at: Seconds = 0.0
-        metrics.build_info.labels(__version__, config.process.role).value = 1
+        metrics.build_info.labels(__version__, role).value = 1
 
     async def run(self) -> int:
         """From listening to closed; returns the exit status.
 
-        Errors: `ConfigError`, `EngineDied` when it cannot start.
+        Errors: `ConfigError`, `EngineDied`, `HandshakeRefused` when it cannot start.
         """
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._install_signals()
         self._lag.start()
         drain_timeout = 0.0
         try:
-            await self._frontend.start()
+            self._make_parts()
+            for part in self._parts:
+                await part.begin()
             if self._probes is not None:
                 await self._probes.start()
                 _log.info("probes on port %d", self._probes.port)
-            await self._load()
+            await self._unless_stopped(self._start())
             status = await self._exit
             drain_timeout = self._config.frontend.drain_timeout
             return status
@@ -127,64 +129,86 @@ class AllInOne:
 
     # ------------------------------------------------------------------ beginning
 
-    async def _load(self) -> None:
-        """Load unless a signal comes first; announce."""
-        frontend = self._config.frontend
-        _log.info("listening on %s, port %d; loading", frontend.host, self._frontend.port)
-        if frontend.api_keys_file is None and not is_loopback(frontend.host):
-            _log.warning("whoever reaches this address may use it: there is no --api-keys-file")
-        loop = asyncio.get_running_loop()
-        starting = loop.create_task(self._start(), name="start")
+    def _make_parts(self) -> None:
+        """A router first, as the seed of the others in this process."""
+        role, membership = self._config.process.role, self._membership
+        roles = ("router", "worker", "frontend") if self._all_in_one else (role,)
+        for number, name in enumerate(roles):
+            node = membership.node(name, first=number == 0)
+            node.on_superseded = self._on_superseded
+            self._parts.append(self._make_part(name, node))
+
+    def _make_part(self, role: str, node: Node) -> Part:
+        if role == "router":
+            return RouterPart(self._context, node)
+        if role == "worker":
+            self._worker = WorkerPart(self._context, node, self._on_engine_state)
+            return self._worker
+        self._frontend = FrontendPart(self._context, node)
+        return self._frontend
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` unless a signal comes first."""
+        starting = asyncio.get_running_loop().create_task(work, name="start")
         try:
             either: set[asyncio.Future[Any]] = {starting, self._exit}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not self._exit.done():
                 await starting
-                self._screen.finish()
-                self._announce()
         finally:
             starting.cancel()
             await asyncio.wait({starting})
             self._screen.finish()
 
     async def _start(self) -> None:
-        """A model that cannot turn text into tokens is not ready, whatever the engine says."""
-        await self._worker.start(self._screen.progress)
-        await self._frontend.make_models()
+        """Join, load, announce. A model that cannot turn text into tokens is not ready, whatever
+        the engine says."""
+        if self._frontend is not None:
+            self._note_listening(self._frontend)
+        for part in self._parts:
+            await part.join(tuple(p.node.address for p in self._parts if p.node.lives))
+            if not self._all_in_one or not self._config.cluster.alone:
+                _log.info("%s %s at %s", part.node.config.role, part.node.id, part.node.address)
+        if self._worker is not None:
+            await self._worker.load()
+        if self._frontend is None:
+            return
+        if self._worker is None:
+            _ = self._tasks.spawn(self._frontend.announce(), "announce")
+            return
+        await self._frontend.wait_model()
+        self._screen.finish()
+        self._frontend.announce_engine(self._worker.service)
 
-    def _announce(self) -> None:
-        capabilities, cards = self._worker.capabilities, self._worker.cards()
-        if capabilities is not None:  # else it died this moment, and restarts
-            card = next(iter(cards.values()))
-            frontend = self._config.frontend
-            _log.info("%s", ready_line(frontend, self._frontend.port, card, capabilities))
+    def _note_listening(self, frontend: FrontendPart) -> None:
+        config = self._config.frontend
+        doing = "loading" if self._all_in_one else "looking for workers"
+        _log.info("listening on %s, port %d; %s", config.host, frontend.service.port, doing)
+        if config.api_keys_file is None and not is_loopback(config.host):
+            _log.warning("whoever reaches this address may use it: there is no --api-keys-file")
 
-    def _make_engine(self, spec: EngineSpec) -> CoreClient:
-        process = self._config.process
-        options = ClientOptions(load_timeout=self._config.worker.start_timeout)
-
-        def carrier() -> ProcessCarrier:
-            return ProcessCarrier(
-                log_format=process.log_format,
-                log_level=process.log_level,
-                on_line=self._screen.write_line,
-            )
-
-        return CoreClient(spec, options, on_state=self._on_engine_state, make_carrier=carrier)
-
-    def _make_probes(self, degradations: Degradations) -> ProbeServer | None:
+    def _make_probes(self) -> ProbeServer | None:
         port = self._config.process.metrics_port
         if port is None:
             return None
-        host = self._config.frontend.host
-        return ProbeServer(host, port, self._metrics, degradations, self._worker.unready_reason)
+        host, context = self._config.frontend.host, self._context
+        return ProbeServer(host, port, context.metrics, context.degradations, self._unready_reason)
+
+    def _unready_reason(self) -> str | None:
+        reasons = (part.unready_reason() for part in self._parts)
+        return next((reason for reason in reasons if reason is not None), None)
 
     # ------------------------------------------------------------------ end
 
     def _on_engine_state(self, state: EngineState, reason: str) -> None:
         """An engine that served and is given up leaves nothing to serve with."""
-        if state is EngineState.FAILED and self._worker.cards() and not self._exit.done():
+        served = self._worker is not None and self._worker.service.cards()
+        if state is EngineState.FAILED and served and not self._exit.done():
             self._exit.set_result(exit_codes.ENGINE_FAILED)
+
+    def _on_superseded(self, reason: str) -> None:
+        if not self._exit.done():
+            self._exit.set_result(exit_codes.CANNOT_JOIN)
 
     def _install_signals(self) -> None:
         for number in _STOP_SIGNALS:
@@ -201,28 +225,52 @@ class AllInOne:
             _log.warning("%s again: ending at once", number.name)
             os._exit(exit_codes.INTERRUPTED)  # the engine core ends with its socket
         self._asked_at = now
-        running = self._frontend.active_requests
-        _log.info("%s: finishing %d requests; again to end at once", number.name, running)
+        _log.info("%s: finishing %d requests; again to end at once", number.name, self._running())
         self._exit.set_result(exit_codes.OK)
 
+    def _running(self) -> int:
+        """Requests in progress, wherever this process sees them best."""
+        if self._frontend is not None:
+            return self._frontend.service.active_requests
+        return 0 if self._worker is None else self._worker.member.requests
+
     def _on_hangup(self) -> None:
-        """The terminal is gone, or, where there is none, the key file is to be read again."""
+        """The terminal is gone, or, where there is none, the key files are to be read again."""
         if sys.stdin is not None and sys.stdin.isatty():
             self._on_stop_signal(signal.SIGHUP)
             return
+        self._reload("API keys", self._reload_api_keys)
+        self._reload("cluster keys", self._reload_cluster_keys)
+
+    def _reload(self, what: str, reload: Callable[[], bool]) -> None:
+        try:
+            if reload():
+                _log.info("SIGHUP: %s read again", what)
+        except ConfigError as error:
+            _log.error("SIGHUP: the old %s stay in force: %s", what, error.message)
+
+    def _reload_api_keys(self) -> bool:
+        if self._frontend is None:
+            return False
         if self._config.frontend.api_keys_file is None:
             _log.info("SIGHUP: there is no --api-keys-file to read again")
-            return
-        try:
-            self._frontend.reload_api_keys()
-            _log.info("SIGHUP: API keys read again")
-        except ConfigError as error:
-            _log.error("SIGHUP: the old API keys stay in force: %s", error.message)
+            return False
+        self._frontend.service.reload_api_keys()
+        return True
+
+    def _reload_cluster_keys(self) -> bool:
+        keys = self._membership.keys
+        return keys is not None and keys.reload()
 
     async def _close(self, drain_timeout: float) -> None:
-        """Gate, drain, close; the frontend first, since it owns the requests."""
-        await self._frontend.stop(drain_timeout)
-        await self._worker.stop()
+        """Gate, drain, close; a frontend first, since it owns the requests."""
+        await self._tasks.close()
+        ending = tuple(reversed(self._parts))
+        deadline = asyncio.get_running_loop().time() + drain_timeout
+        for part in ending:
+            await part.drain(max(0.0, deadline - asyncio.get_running_loop().time()))
+        for part in ending:
+            await part.close()
         if self._probes is not None:
             await self._probes.stop()
         self._lag.stop()

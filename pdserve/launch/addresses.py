@@ -1,0 +1,121 @@
+"""What a process is told of its cluster, and what it decides where nothing was said: where to
+listen, and what to advertise on a host with several addresses. Plain functions."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import ConfigError
+from pdserve.net.address import advertised, is_loopback, join, split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["DEFAULT_ROUTER_PORT", "ClusterConfig", "advertise", "listen_address", "route_from"]
+
+DEFAULT_ROUTER_PORT: Final = 7700
+"""Where a router listens if nobody says, so that one machine needs no `--listen` at all."""
+
+_WILDCARDS: Final = ("0.0.0.0", "::")
+_ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
+"""Addresses kept for documentation: nobody is there, but the way to them is the default route."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """What a process is told of the cluster. Addresses are `host:port`."""
+
+    listen: str = ""
+    """Where other nodes reach this one; empty: see `listen_address`."""
+    advertise: str = ""
+    """What others dial, if it differs; empty: see `advertise`."""
+    join: tuple[str, ...] = ()
+    """Nodes to join through, any of them will do; empty: others come here."""
+    cluster: str = "pdserve"
+    """Nodes of clusters with other names are refused."""
+    node_name: str = ""
+    """Unique in the cluster; empty: the role, the host and a random word."""
+    cluster_key_file: Path | None = None
+    """One key per line in hexadecimal, two while one is replaced; None: the user's own, which is
+    made at first use and good for this machine only."""
+    tls_cert: Path | None = None
+    """With `tls_key`: encrypt what nodes say to each other. All nodes or none."""
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
+    """Demand a certificate of this authority from every node."""
+
+    def validate(self) -> None:
+        """Errors: `ConfigError` names the field and the remedy."""
+        if self.listen:
+            _check("listen", self.listen)
+        if self.advertise:
+            _check("advertise", advertised(self.advertise, "127.0.0.1:0"))
+        for address in self.join:
+            _check("join", address)
+            if split(address)[1] == 0:
+                raise ConfigError(f"join: {address} has no port that can be dialled")
+
+    def check_tls(self) -> None:
+        """The same for certificates, which a process without other nodes need not have whole."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls-cert and tls-key belong together: give both")
+        if self.tls_ca is not None and self.tls_cert is None:
+            raise ConfigError("tls-ca needs tls-cert and tls-key: nodes show them to each other")
+
+    @property
+    def alone(self) -> bool:
+        """Nothing was said about other nodes."""
+        return not (self.listen or self.join or self.advertise)
+
+
+def _check(name: str, address: str) -> None:
+    try:
+        split(address)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error.message}") from None
+
+
+def listen_address(config: ClusterConfig, role: str) -> str:
+    """Where to listen: as told; else on this machine only, unless a seed is elsewhere."""
+    if config.listen:
+        return config.listen
+    port = DEFAULT_ROUTER_PORT if role == "router" else 0
+    near = all(is_loopback(split(address)[0]) for address in config.join)
+    return join("127.0.0.1" if near else "0.0.0.0", port)
+
+
+def advertise(config: ClusterConfig, listen: str, route: Callable[[str], str | None]) -> str:
+    """The host (and port, if told) that others dial: as told; else where we listen; on all
+    addresses, the one that leads to the first seed, which others can most likely reach too.
+
+    `route` says which of our addresses a packet to a host leaves from. Errors: `ConfigError`.
+    """
+    if config.advertise:
+        return config.advertise
+    host, _ = split(listen)
+    if host not in _WILDCARDS:
+        return ""
+    towards = [split(address)[0] for address in config.join]
+    for target in towards or _ANYWHERE:
+        found = route(target)
+        if found is not None and not ipaddress.ip_address(found).is_loopback:
+            return f"[{found}]" if ":" in found else found
+    raise ConfigError(
+        f"none of this host's addresses leads to {towards[0] if towards else 'other machines'}: "
+        "say which one others can dial, with --advertise HOST:PORT"
+    )
+
+
+def route_from(host: str) -> str | None:
+    """The local address that packets to `host` leave from; nothing is sent."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None

@@ -1,0 +1,255 @@
+"""The roles as parts of one process, all with the same life: `begin`, `join`, `drain`, `close`.
+
+    begin   whatever can fail at once: addresses, settings; nothing is promised yet
+    join    take part in the cluster
+    drain   take nothing new, finish what is under way
+    close   leave, and let go of everything
+
+Each part has a node of its own, so that one process with three roles and three processes with one
+look the same to each other. What a role does is its package's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+from typing import TYPE_CHECKING, Final, Protocol
+
+from msgspec.structs import replace
+
+from pdserve.engine.carrier import ProcessCarrier
+from pdserve.engine.client import ClientOptions, CoreClient
+from pdserve.errors import Draining
+from pdserve.frontend.cluster import ClusterBackend
+from pdserve.frontend.service import FrontendService
+from pdserve.launch.announce import ready_line, served_line
+from pdserve.launch.cpus import read_limits
+from pdserve.net.address import join as join_address
+from pdserve.router.policies.load import load_policy
+from pdserve.router.service import RouterService
+from pdserve.runtime.topics.service import Topics
+from pdserve.worker.member import WorkerMember
+from pdserve.worker.service import WorkerService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pdserve.engine.api import EngineState
+    from pdserve.ids import Seconds
+    from pdserve.launch.cluster import Membership
+    from pdserve.launch.config import Config
+    from pdserve.launch.screen import Screen
+    from pdserve.messages.card import ModelCard
+    from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.node import NodeCard
+    from pdserve.observe.degraded import Degradations
+    from pdserve.observe.metrics import Metrics
+    from pdserve.runtime.node import Node
+
+__all__ = ["Context", "FrontendPart", "Part", "RouterPart", "WorkerPart"]
+
+_log = logging.getLogger(__name__)
+
+_MODEL_WAIT: Final[Seconds] = 10.0
+"""In one process a loaded model is in the frontend's hands after some messages."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """What the parts of one process share."""
+
+    config: Config
+    membership: Membership
+    screen: Screen
+    metrics: Metrics
+    degradations: Degradations
+
+
+class Part(Protocol):
+    """See above."""
+
+    node: Node
+
+    async def begin(self) -> None: ...
+
+    async def join(self, seeds: tuple[str, ...] = ()) -> None:
+        """`seeds`: nodes of this process that have joined."""
+        ...
+
+    async def drain(self, timeout: Seconds) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def unready_reason(self) -> str | None:
+        """None when the role can do its work, else why not."""
+        ...
+
+
+def _card(context: Context, role: str) -> NodeCard:
+    degraded = tuple(sorted(context.degradations.reasons()))
+    return replace(context.membership.card(role), degraded=degraded)
+
+
+class RouterPart:
+    """The router role."""
+
+    def __init__(self, context: Context, node: Node) -> None:
+        self.node = node
+        self.topics = Topics(node, node.timers)
+        config = context.config.router
+        self.service = RouterService(
+            config,
+            load_policy(config.policy),
+            node,
+            self.topics,
+            _card(context, "router"),
+            context.degradations,
+        )
+
+    async def begin(self) -> None:
+        """Nothing can fail before joining."""
+
+    async def join(self, seeds: tuple[str, ...] = ()) -> None:
+        await self.node.start(beside=seeds)
+        self.service.open()
+
+    async def drain(self, timeout: Seconds) -> None:
+        """Frontends turn to other routers; what was decided is decided."""
+        self.service.drain()
+
+    async def close(self) -> None:
+        await self.node.leave()
+        self.topics.close()
+        await self.node.close()
+
+    def unready_reason(self) -> str | None:
+        return self.service.unready_reason()
+
+
+class WorkerPart:
+    """The worker role: a node, and an engine in a process of its own."""
+
+    def __init__(
+        self,
+        context: Context,
+        node: Node,
+        on_state: Callable[[EngineState, str], None],
+    ) -> None:
+        config = context.config.worker
+        threads = config.threads or read_limits().threads
+        self.node = node
+        self.topics = Topics(node, node.timers)
+        self.service = WorkerService(
+            dataclasses.replace(config, threads=threads),
+            self._make_engine,
+            context.metrics,
+            hash_secret=secrets.token_bytes(16),
+        )
+        self.member = WorkerMember(self.service, node, self.topics, _card(context, "worker"))
+        self._context = context
+        self._on_state = on_state
+
+    def _make_engine(self, spec: EngineSpec) -> CoreClient:
+        process = self._context.config.process
+        options = ClientOptions(load_timeout=self._context.config.worker.start_timeout)
+
+        def carrier() -> ProcessCarrier:
+            return ProcessCarrier(
+                log_format=process.log_format,
+                log_level=process.log_level,
+                on_line=self._context.screen.write_line,
+            )
+
+        return CoreClient(spec, options, on_state=self._on_state, make_carrier=carrier)
+
+    async def begin(self) -> None:
+        """The engine comes after joining, so that others see it load."""
+
+    async def join(self, seeds: tuple[str, ...] = ()) -> None:
+        await self.node.start(beside=seeds)
+
+    async def load(self) -> None:
+        """Find the model and start the engine. Errors: see `WorkerService.start`."""
+        await self.service.start(self._context.screen.progress)
+        self._context.screen.finish()
+
+    async def drain(self, timeout: Seconds) -> None:
+        if not await self.member.drain(timeout):
+            _log.warning("%d requests did not finish within %g s", self.member.requests, timeout)
+
+    async def close(self) -> None:
+        self.member.close()
+        await self.node.leave()
+        self.topics.close()
+        await self.service.stop()
+        await self.node.close()
+
+    def unready_reason(self) -> str | None:
+        return self.service.unready_reason()
+
+
+class FrontendPart:
+    """The frontend role: HTTP on one side, the cluster on the other."""
+
+    def __init__(self, context: Context, node: Node) -> None:
+        self.node = node
+        self.backend = ClusterBackend(node, context.config.frontend, context.degradations)
+        self.service = FrontendService(
+            context.config.frontend,
+            self.backend,
+            context.metrics,
+            context.degradations.reasons(),
+        )
+        self._context = context
+
+    async def begin(self) -> None:
+        """Listen, so that a taken port is known before anything else happens."""
+        await self.service.start()
+
+    async def join(self, seeds: tuple[str, ...] = ()) -> None:
+        await self.node.start(beside=seeds)
+        card = _card(self._context, "frontend")
+        http = join_address(self._context.config.frontend.host, self.service.port)
+        self.node.publish_card(replace(card, http=http), {})
+
+    async def wait_model(self) -> Mapping[str, ModelCard]:
+        """The models, once they are here and their text can be dealt with. Errors: `ConfigError`
+        names a model whose tokenizer or template will not do."""
+        async with asyncio.timeout(_MODEL_WAIT):
+            while self.backend.unready_reason() is not None:
+                await self.backend.wait_news()
+        await self.service.make_models()
+        return self.backend.cards()
+
+    async def announce(self) -> None:
+        """Say once that requests are served, whenever that comes."""
+        while self.backend.unready_reason() is not None:
+            await self.backend.wait_news()
+        await self.service.make_models()
+        config = self._context.config.frontend
+        card = next(iter(self.backend.cards().values()))
+        _log.info("%s", served_line(config, self.service.port, card))
+
+    def announce_engine(self, worker: WorkerService) -> None:
+        """The same where the engine is in this process, with what it is."""
+        cards, capabilities = self.backend.cards(), worker.capabilities
+        if capabilities is not None and cards:  # else it died this moment, and restarts
+            card = next(iter(cards.values()))
+            config = self._context.config.frontend
+            _log.info("%s", ready_line(config, self.service.port, card, capabilities))
+
+    async def drain(self, timeout: Seconds) -> None:
+        if self.node.card is not None:
+            self.node.publish_card(replace(self.node.card, draining=True), {})
+        await self.service.stop(timeout)
+
+    async def close(self) -> None:
+        await self.service.stop(0.0)
+        self.backend.close(Draining("the server is shutting down"))
+        await self.node.leave()
+        await self.node.close()
+
+    def unready_reason(self) -> str | None:
+        return self.backend.unready_reason()
