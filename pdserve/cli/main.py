@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _command(arguments)(arguments)
+        return _run(arguments)
     except PdserveError as error:
         print(f"pdserve: {error.message}", file=sys.stderr)
         return exit_codes.USAGE if isinstance(error, ConfigError) else exit_codes.FAILED
@@ -48,6 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.FAILED
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        return _command(arguments)(arguments)
+    finally:  # what is still buffered fails here, where somebody can tell, not at interpreter exit
+        if sys.stdout is not None:  # as it is when the shell closed it: `>&-`
+            sys.stdout.flush()
 
 
 def _silence() -> None:

@@ -97,8 +97,9 @@ def test_input_that_is_no_text_is_a_mistake(server):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")
+@pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("command", ["chat", "config"])
-def test_an_output_that_takes_no_more_is_one_clear_line(server, command):
+def test_an_output_that_takes_no_more_is_one_clear_line(server, command, buffered):
     flags = ("--url", server.url) if command == "chat" else ("--config", "none")
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -108,6 +109,7 @@ def test_an_output_that_takes_no_more_is_one_clear_line(server, command):
             stderr=subprocess.PIPE,
             text=True,
             timeout=PATIENCE,
+            env=os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"},
         )
     assert done.returncode == exit_codes.FAILED
     assert done.stderr == "pdserve: the output cannot be written: No space left on device\n"
