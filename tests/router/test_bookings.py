@@ -7,6 +7,7 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -14,6 +15,7 @@ from pdserve.messages.routing import Booked
 from pdserve.router.bookings import Booking, Bookings, Charge, End, Life
 from pdserve.router.config import RouterConfig
 from tests.router.support import booked, life
+from tests.support.seeds import is_long
 
 W, V, F, G, R = life("w"), life("v"), life("f"), life("g"), life("r")
 TTL = 10.0
@@ -333,11 +335,11 @@ class Entry(NamedTuple):
     runs_out: float
 
 
-NODES = ("w1", "w2", "w3")
+NODES = ("w1", "w2")
 PEERS = (life("r1"), life("r2"))
 ASKERS = (life("f1"), life("f1", 2), life("f2"))
 indexes = st.integers(0, 1 << 16)
-workers = st.builds(life, st.sampled_from(NODES), st.integers(1, 3))
+workers = st.builds(life, st.sampled_from(NODES), st.integers(1, 2))
 charges = st.builds(Charge, st.integers(0, 5), st.integers(0, 1000))
 
 
@@ -359,6 +361,18 @@ class LedgerMachine(RuleBasedStateMachine):
         self.in_report: dict[Life, set[int]] = {}
         self.foreign = 0
         self.every: list[int] = [1]
+        for node in NODES:
+            self.worker_up(life(node))
+        for router in PEERS:
+            self.peer_up(router)
+
+    def pick(self, at: int, stale: bool) -> tuple[Life, int]:
+        """Where and what news is about: mostly something that is open, as in life."""
+        if stale or not self.open:
+            worker = sorted(self.up)[at % len(self.up)] if self.up else life("w1")
+            return worker, self.every[at % len(self.every)]
+        entry = sorted(self.open.values())[at % len(self.open)]
+        return entry.worker, entry.id
 
     def heard(self, booking: Booking, why: End) -> None:
         self.ends.append((booking.id, why))
@@ -410,7 +424,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ---- members
 
-    @rule(worker=workers)
     def worker_up(self, worker):
         self.ledger.worker_up(worker)
         lives = [one for one in self.up if one.node == worker.node]
@@ -422,28 +435,36 @@ class LedgerMachine(RuleBasedStateMachine):
         self.holding[worker], self.in_report[worker] = set(), set()
         self.dropped -= {e.id for e in self.open.values() if e.worker == worker}
 
-    @rule(worker=workers)
     def worker_gone(self, worker):
         self.ledger.worker_gone(worker)
         if worker in self.up:
             self.model_gone(worker)
 
-    @rule(asker=st.sampled_from(ASKERS))
     def asker_gone(self, asker):
         self.ledger.asker_gone(asker)
         self.finish(self.own(asker=asker), End.ASKER_GONE)
 
-    @rule(router=st.sampled_from(PEERS))
     def peer_up(self, router):
         self.ledger.peer_up(router)
         self.peers.add(router)
 
-    @rule(router=st.sampled_from(PEERS))
     def peer_gone(self, router):
         self.ledger.peer_gone(router)
         self.peers.discard(router)
         for id in [e.id for e in self.open.values() if e.owner == router]:
             self.model_forget(id)
+
+    @rule(worker=workers, up=st.booleans())
+    def worker_comes_or_goes(self, worker, up):
+        (self.worker_up if up else self.worker_gone)(worker)
+
+    @rule(router=st.sampled_from(PEERS), up=st.booleans())
+    def router_comes_or_goes(self, router, up):
+        (self.peer_up if up else self.peer_gone)(router)
+
+    @rule(asker=st.sampled_from(ASKERS))
+    def frontend_goes(self, asker):
+        self.asker_gone(asker)
 
     # ---- decisions
 
@@ -458,15 +479,15 @@ class LedgerMachine(RuleBasedStateMachine):
         entry = Entry(booking.id, worker, asker, None, charge, self.now + TTL)
         self.open[booking.id] = entry
 
-    @rule(at=indexes)
-    def release(self, at):
-        id = self.every[at % len(self.every)]
+    @rule(at=indexes, stale=st.booleans())
+    def release(self, at, stale):
+        _, id = self.pick(at, stale)
         ours = id in self.own()
         assert self.ledger.release(id) == ours
         if ours:
             self.finish([id], End.RELEASED)
 
-    @rule(seconds=st.floats(0, 2 * TTL))
+    @rule(seconds=st.sampled_from((0.0, 1.0, TTL / 2, TTL)))
     def pass_time(self, seconds):
         self.now += seconds
         ids = [
@@ -479,31 +500,24 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ---- what workers say
 
-    @rule(worker=workers, at=indexes)
-    def held(self, worker, at):
-        id = self.every[at % len(self.every)]
+    @rule(at=indexes, stale=st.booleans())
+    def held(self, at, stale):
+        worker, id = self.pick(at, stale)
         self.ledger.held(worker, id)
         if worker in self.up:
             self.holding[worker].add(id)
 
-    @rule(at=indexes)
-    def held_where_it_was_placed(self, at):
-        if self.open:
-            entry = sorted(self.open.values())[at % len(self.open)]
-            self.ledger.held(entry.worker, entry.id)
-            if entry.worker in self.up:
-                self.holding[entry.worker].add(entry.id)
-
-    @rule(worker=workers, at=indexes)
-    def let_go(self, worker, at):
-        id = self.every[at % len(self.every)]
+    @rule(at=indexes, stale=st.booleans())
+    def let_go(self, at, stale):
+        worker, id = self.pick(at, stale)
         self.ledger.let_go(worker, id)
         if worker in self.up:
             self.model_let_go(worker, id)
 
-    @rule(worker=workers, chosen=st.sets(indexes, max_size=4), keep=st.booleans())
-    def holds(self, worker, chosen, keep):
-        ids = {self.every[at % len(self.every)] for at in chosen}
+    @rule(at=indexes, chosen=st.sets(indexes, max_size=3), keep=st.booleans())
+    def holds(self, at, chosen, keep):
+        worker, _ = self.pick(at, False)
+        ids = {self.pick(one, True)[1] for one in chosen}
         if keep:
             ids |= self.holding.get(worker, set())
         self.ledger.holds(worker, ids)
@@ -529,18 +543,21 @@ class LedgerMachine(RuleBasedStateMachine):
             charge = Charge(record.sequences, record.prompt_tokens)
             self.open[record.booking] = Entry(record.booking, worker, None, router, charge, 0.0)
 
-    @rule(router=st.sampled_from(PEERS), worker=workers, charge=charges)
-    def peer_placed(self, router, worker, charge):
+    @rule(router=st.sampled_from(PEERS), worker=workers, charge=charges, early=st.booleans())
+    def peer_placed(self, router, worker, charge, early):
         self.foreign += 1  # the lower bits of a router of its own
+        if early and worker in self.up:  # the worker's word came first
+            self.ledger.held(worker, self.foreign)
+            self.holding[worker].add(self.foreign)
         record = booked(self.foreign, worker, *charge)
         self.ledger.peer_placed(router, record)
         self.ledger.peer_placed(router, record)
         self.model_peer_placed(router, record)
         self.every.append(record.booking)
 
-    @rule(router=st.sampled_from(PEERS), at=indexes)
-    def peer_ended(self, router, at):
-        id = self.every[at % len(self.every)]
+    @rule(router=st.sampled_from(PEERS), at=indexes, stale=st.booleans())
+    def peer_ended(self, router, at, stale):
+        _, id = self.pick(at, stale)
         self.ledger.peer_ended(router, id)
         if id in self.open and self.open[id].owner == router:
             self.model_forget(id)
@@ -589,4 +606,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.check()
 
 
-TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine = pytest.mark.timeout(900)(LedgerMachine.TestCase)
+TestLedgerMachine.settings = settings(
+    max_examples=1500 if is_long() else 100, stateful_step_count=40, deadline=None
+)
