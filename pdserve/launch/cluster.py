@@ -45,6 +45,7 @@ class Membership:
 
         Errors: `ConfigError`.
         """
+        self.private = private
         self._config = config
         self._host = socket.gethostname().partition(".")[0] or "localhost"
         self._world = MemoryWorld(random.Random()) if private else None

@@ -27,6 +27,7 @@ from pdserve.launch import exit_codes
 from pdserve.launch.cluster import Membership
 from pdserve.launch.parts import Context, FrontendPart, RouterPart, WorkerPart
 from pdserve.launch.screen import Screen
+from pdserve.launch.witness import note_member
 from pdserve.net.address import is_loopback
 from pdserve.observe import logs
 from pdserve.observe.degraded import Degradations
@@ -136,6 +137,8 @@ class Process:
         for number, name in enumerate(roles):
             node = membership.node(name, first=number == 0)
             node.on_superseded = self._on_superseded
+            if not membership.private:
+                node.on_member(note_member)
             self._parts.append(self._make_part(name, node))
 
     def _make_part(self, role: str, node: Node) -> Part:
