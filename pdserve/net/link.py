@@ -105,6 +105,7 @@ class PeerLink:
         self._pings = 0
         self._farewell: Down | None = None  # why, as far as known before the transport is gone
         self._last_call: Timer | None = None
+        self._next_look: Timer | None = None  # of the keepalive
 
         # The bulk connection.
         self.bulk: Shell | None = None
@@ -530,8 +531,9 @@ class PeerLink:
             self.down = Down("reset", f"{type(error).__name__}: {error}")
         else:
             self.down = Down("eof", "the connection was closed")
-        if self._last_call is not None:
-            self._last_call.cancel()
+        for timer in (self._last_call, self._next_look):
+            if timer is not None:
+                timer.cancel()
         self.shell.rules = DEAF
         self._fail_requests(self.down)
         for serving in tuple(self._serving.values()):
@@ -580,7 +582,7 @@ class PeerLink:
             self.connection.send_ping(self._pings & _LONGEST)
             self.wake()
         self.shell.heard = False
-        self._timers.call_later(interval, self._keepalive)
+        self._next_look = self._timers.call_later(interval, self._keepalive)
 
     # ------------------------------------------------------------------ looking
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import resource
 import socket
 from contextlib import asynccontextmanager
@@ -12,7 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.ids import NodeId
+from pdserve.net.link import PeerLink
 from pdserve.net.settings import NetSettings
+from pdserve.net.shell import Shell
+from pdserve.net.streams import LinkStream
 from pdserve.net.tcp import TcpNetwork
 from pdserve.testing.net_support import ECHO, HANG, KEY, Echo, RecordingHandler, node
 from pdserve.wire.codec import encode
@@ -236,6 +240,33 @@ async def test_strangers_that_come_and_go_leave_nothing() -> None:
         await eventually(lambda: s.b.connections == 1)
         gc.collect()
         assert resident() - before < 8 << 20
+
+
+def alive(*kinds: type) -> set[int]:
+    """What is still held of these kinds."""
+    gc.collect()
+    return {id(each) for each in gc.get_objects() if isinstance(each, kinds)}
+
+
+async def test_of_peers_that_broke_the_rules_nothing_is_left(caplog) -> None:
+    """Neither of strangers that talk nonsense nor of authenticated ones."""
+    caplog.set_level(logging.CRITICAL, "pdserve")  # records are kept to be shown, links in them
+    async with server() as s:
+        s.guests.add("rogue")
+        before = alive(Connection, Shell, PeerLink, LinkStream)
+        for words in (b"\xff" * 16, frame(Kind.HELLO, b"\x91"), frame(Kind.PING, b"")):
+            await say(s.port, words)
+        for words in (HEADER.pack(0, 99, 0, 0, 0, 0), HEADER.pack(0, Kind.DATA, 0, 0, 77, 0)):
+            rogue = await Rogue.connect(s.address)
+            rogue.writer.write(HEADER.pack(0, Kind.OPEN, 0, 1, 1, 1000) + words)
+            await rogue.ended()
+            del rogue
+        await eventually(lambda: s.b.connections == 1)
+        s.handler.ups.clear()
+        s.handler.downs.clear()
+        s.handler.streams.clear()
+        # Timers that were meant for them end within `close_timeout`.
+        await eventually(lambda: not alive(Connection, Shell, PeerLink, LinkStream) - before)
 
 
 async def eventually(met: Callable[[], bool]) -> None:
