@@ -283,10 +283,12 @@ class ClusterBackend:
 
     def _why_no_worker(self) -> str:
         workers = self._node.registry.by_role("worker")
+        if not self._node.joined:
+            return "starting: joining the cluster"
         if not workers:
             return "there is no worker in the cluster"
         words = [m.card.reason for m in workers if m.card is not None and m.card.reason]
-        return words[0] if words else "workers are loading"
+        return words[0] if words else "starting: workers are loading"
 
 
 class _Releaser:

@@ -15,6 +15,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
+import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import replace
@@ -26,9 +27,11 @@ from pdserve.frontend.cluster import ClusterBackend
 from pdserve.frontend.service import FrontendService
 from pdserve.launch.announce import ready_line, served_line
 from pdserve.launch.cpus import read_limits
+from pdserve.messages.status import FrontendNumbers, Report, RouterNumbers
 from pdserve.net.address import join as join_address
 from pdserve.router.policies.load import load_policy
 from pdserve.router.service import RouterService
+from pdserve.runtime.status import StatusService
 from pdserve.runtime.topics.service import Topics
 from pdserve.worker.member import WorkerMember
 from pdserve.worker.service import WorkerService
@@ -87,6 +90,12 @@ class Part(Protocol):
         ...
 
 
+def _report(context: Context, part: Part) -> Report:
+    """What any part says of itself to whoever asks; roles add their numbers."""
+    degraded = dict(context.degradations.reasons())
+    return Report(reason=part.unready_reason() or "", degraded=degraded)
+
+
 def _card(context: Context, role: str) -> NodeCard:
     degraded = tuple(sorted(context.degradations.reasons()))
     return replace(context.membership.card(role), degraded=degraded)
@@ -107,6 +116,13 @@ class RouterPart:
             _card(context, "router"),
             context.degradations,
         )
+        self._context = context
+        StatusService(node, self._report, time.time)
+
+    def _report(self) -> Report:
+        routed, refused = self.service.routed, self.service.refused
+        numbers = RouterNumbers(routed, refused, len(self.service.desk.bookings))
+        return replace(_report(self._context, self), router=numbers)
 
     async def begin(self) -> None:
         """Nothing can fail before joining."""
@@ -150,6 +166,10 @@ class WorkerPart:
         self.member = WorkerMember(self.service, node, self.topics, _card(context, "worker"))
         self._context = context
         self._on_state = on_state
+        StatusService(node, self._report, time.time)
+
+    def _report(self) -> Report:
+        return replace(_report(self._context, self), worker=self.member.load())
 
     def _make_engine(self, spec: EngineSpec) -> CoreClient:
         process = self._context.config.process
@@ -162,7 +182,11 @@ class WorkerPart:
                 on_line=self._context.screen.write_line,
             )
 
-        return CoreClient(spec, options, on_state=self._on_state, make_carrier=carrier)
+        return CoreClient(spec, options, on_state=self._note_state, make_carrier=carrier)
+
+    def _note_state(self, state: EngineState, reason: str) -> None:
+        self.node.call_soon(self.member.tell)  # the engine has the state when this turn ends
+        self._on_state(state, reason)
 
     async def begin(self) -> None:
         """The engine comes after joining, so that others see it load."""
@@ -203,6 +227,14 @@ class FrontendPart:
             context.degradations.reasons(),
         )
         self._context = context
+        StatusService(node, self._report, time.time)
+
+    def _report(self) -> Report:
+        service = self.service
+        numbers = FrontendNumbers(
+            service.active_requests, service.connections, self.backend.rerouted
+        )
+        return replace(_report(self._context, self), frontend=numbers)
 
     async def begin(self) -> None:
         """Listen, so that a taken port is known before anything else happens."""

@@ -138,6 +138,11 @@ class Node:
         return self._epoch
 
     @property
+    def joined(self) -> bool:
+        """It has its seeds' table, or knows that it is alone."""
+        return self._life is not None and self._life.joined.done()
+
+    @property
     def address(self) -> str:
         """Where others dial this node."""
         return "" if self._life is None else self._life.endpoint.identity.address

@@ -87,18 +87,26 @@ class WorkerMember:
 
     # ------------------------------------------------------------------ what it tells
 
-    def _watch(self) -> None:
-        """The engine's state and numbers have no events of their own worth waiting for."""
+    def tell(self) -> None:
+        """Say how things are, now that they have changed."""
         self._tell_card()
         self._tell_load()
+
+    def _watch(self) -> None:
+        """The engine's numbers have no events of their own."""
+        self.tell()
         self._node.timers.call_later(_LOAD_INTERVAL, self._watch)
 
     def _tell_load(self) -> None:
         """Routers add their own bookings to a report until one follows that contains them: what is
-        held here is told first, and counted whatever the engine's last numbers say."""
+        held here is told first."""
         self._sequences.flush()
+        self._load.set(self.load())
+
+    def load(self) -> WorkerLoad:
+        """How busy it is: what is held here counts whatever the engine's last numbers say."""
         stats, capabilities = self._service.statistics(), self._service.capabilities
-        load = WorkerLoad(
+        return WorkerLoad(
             ready=self._service.unready_reason() is None,
             running=stats.running,
             waiting=max(stats.waiting, self._channels.choices - stats.running),
@@ -107,7 +115,6 @@ class WorkerMember:
             blocks_used=stats.blocks_used,
             blocks_cached=stats.blocks_cached,
         )
-        self._load.set(load)
 
     def _tell_card(self) -> None:
         reason = self._service.unready_reason() or ""

@@ -126,6 +126,13 @@ class Server:
         (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
         return float(value)
 
+    def wait_healthy(self) -> None:
+        """Until `/health` is good."""
+        end = time.monotonic() + PATIENCE
+        while self.get("/health")[0] != 200:
+            assert time.monotonic() < end, self.get("/health")
+            time.sleep(0.02)
+
     def wait_for_metric(self, name: str, value: float, timeout: float = PATIENCE) -> None:
         """Until the metric has this value: scrapes are the only way to see it."""
         deadline = time.monotonic() + timeout
