@@ -26,12 +26,12 @@ from pdserve.router.pool import Facts
 
 POLICIES = ("round_robin", "power_of_two", "least_loaded")
 SIZES = (8, 64, 512)
-DECISIONS = 2000
-"""Per round."""
-OPEN = 1000
+DECISIONS = 500
+"""Per round: short, so that some rounds go undisturbed."""
+OPEN = 500
 """Bookings open at a time."""
 REPORT_EVERY = 10
-ROUNDS = 8
+ROUNDS = 60
 RESULT = Path(__file__).parent.parent / "results" / "router.md"
 
 ASKER = Life(NodeId("frontend"), 1)
