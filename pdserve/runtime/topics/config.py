@@ -29,6 +29,8 @@ class LogConfig:
     batch_events: int = 256
     snapshots: int = 4
     """Readers that take a snapshot at a time; others wait. Each may hold a copy of the set."""
+    stalled: Seconds = 5.0
+    """A reader that takes nothing for this long gives its slot to one that waits."""
 
     watermark_interval: Seconds = 1.0
     """A reader that has everything is told so this often."""

@@ -121,6 +121,14 @@ class LogPublisher:
             self._encoded = (first, end, encode(Batch(self.epoch, first, events)))
         return self._encoded[1:]
 
+    def free_slot(self, now: Seconds) -> bool:
+        """Take the slot of a reader that has stood still for too long; False: there is none."""
+        for feed in self.pins:
+            if now - feed.polled >= self.config.stalled:
+                feed.give_way(now)
+                return True
+        return False
+
     def statistics(self) -> dict[str, int]:
         """Counters since the start, and what the ring holds."""
         return {
@@ -159,6 +167,8 @@ class LogFeed:
         """When `poll` may have something although nothing was appended."""
         self.next = 0
         """Number of the first event that the reader was not sent."""
+        self.polled: Seconds = 0.0
+        """When the reader last took something, or could have."""
         self._log = log
         self._stage = _Stage.WAITING
         self._attempt = 0  # the reader's, to be repeated in `Begin`
@@ -207,6 +217,7 @@ class LogFeed:
         whatever the source raises.
         """
         self.due = None
+        self.polled = now
         if self._stage is _Stage.EVENTS:
             return self._poll_events(now)
         if self._stage is _Stage.SNAPSHOT:
@@ -278,7 +289,7 @@ class LogFeed:
         if now < self._not_before:
             self.due = self._not_before
             return None
-        if len(log.pins) >= log.config.snapshots:
+        if len(log.pins) >= log.config.snapshots and not log.free_slot(now):
             self.due = now + _SLOT_WAIT
             return None
         if self._tries >= log.config.attempts:
@@ -313,6 +324,13 @@ class LogFeed:
         self._drop_snapshot()
         self._want_snapshot(now)
         return self._poll_waiting(now)
+
+    def give_way(self, now: Seconds) -> None:
+        """Another reader takes the slot: this one's snapshot begins anew, another time."""
+        if self._stage is _Stage.SNAPSHOT:
+            self._log.restarts += 1
+            self._want_snapshot(now)
+        self._drop_snapshot()
 
     def _drop_snapshot(self) -> None:
         self._log.pins.pop(self, None)

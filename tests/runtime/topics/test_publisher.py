@@ -248,6 +248,21 @@ def test_a_slot_is_held_until_the_reader_has_caught_up() -> None:
     assert kinds(take(second, 0.2, 1)) == "Begin"
 
 
+@pytest.mark.parametrize("taken", [2, 7])
+def test_a_reader_that_stands_still_gives_its_slot_away(taken: int) -> None:
+    log = make(5)
+    stuck, second = log.feed(Resume(1), 0.0), log.feed(Resume(1), 0.0)
+    take(stuck, 0.0, taken)
+    assert take(second, CONFIG.stalled - 0.1) == []
+    said = take(second, CONFIG.stalled)
+    assert kinds(said) == "Begin" + " Chunk" * 5 + " SnapshotEnd Watermark"
+    said = take(stuck, CONFIG.stalled + 1.0)
+    anew = "Begin" + " Chunk" * 5 + " SnapshotEnd Watermark"
+    assert kinds(said) == (anew if taken == 2 else "Watermark")
+    assert log.restarts == (taken == 2)
+    assert not log.pins
+
+
 def test_watermarks_when_idle_and_among_batches() -> None:
     log = make(0, replace(CONFIG, watermark_batches=3))
     feed = at(log, 0)
