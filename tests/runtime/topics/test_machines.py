@@ -7,6 +7,7 @@ readers' backs. At any time a live reader's state is the publisher's as it was a
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -143,5 +144,5 @@ class Machine(RuleBasedStateMachine):
         assert not self.publishing.log.pins
 
 
-TestMachines = Machine.TestCase
+TestMachines = pytest.mark.timeout(1800)(Machine.TestCase)
 TestMachines.settings = settings(stateful_step_count=80)

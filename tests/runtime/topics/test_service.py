@@ -519,12 +519,20 @@ class Chaos:
             assert counters["divergences"] == counters["gaps"] == 0
 
 
-def test_all_agree_after_any_faults(seed: int, long: bool) -> None:
-    for round in range(40 if long else 3):
+def course(seed: int) -> None:
+    async def main() -> None:
+        config = TopicsConfig(log=LogConfig(ring_bytes=8_000, ring_events=60, healthy=5.0))
+        async with world(seed, config) as w:
+            await Chaos(w, random.Random(seed)).run()
 
-        async def main(seed: int = seed + round) -> None:
-            config = TopicsConfig(log=LogConfig(ring_bytes=8_000, ring_events=60, healthy=5.0))
-            async with world(seed, config) as w:
-                await Chaos(w, random.Random(seed)).run()
-
+    try:
         virtual_time.run(main())
+    except BaseException as error:
+        error.add_note(f"course({seed})")
+        raise
+
+
+@pytest.mark.timeout(1800)
+def test_all_agree_after_any_faults(seed: int, long: bool) -> None:
+    for number in range(40 if long else 3):
+        course(seed + number)
