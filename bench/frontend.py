@@ -2,8 +2,9 @@
 
     python bench/frontend.py [--rounds N] [--seconds S] [--write bench/results/frontend.md]
 
-pdserve runs with `--engine=instant` and a real tokenizer; its frontend process is pinned to one
-core, the engine core and the load generator to another. In the same run, on the same cores:
+pdserve runs with `--engine=instant` and a real tokenizer. All in one, its process is pinned to one
+core, the engine core and the load generator to another; as a cluster, the frontend has the one core
+and router, worker, engine core and load generator share the other. In the same run and places:
 the load generator against a server in C++ that answers with ready-made bytes (the generator's
 ceiling), and against aiohttp on uvloop that does the same (the limit). The arms take turns within a
 round, figures are medians over rounds, ratios medians of each round's ratio.
@@ -82,9 +83,20 @@ ROWS = (
     Row("stream of 1024: pdserve, paced", "paced", CHAT, 64, 1024),
     Row("stream of 1024: pdserve, unpaced", "unpaced", CHAT, 64, 1024),
     Row("stream of 64: pdserve, every token alone", "slow", CHAT, 64, 64, saturates=False),
+    Row("requests: a cluster's frontend, 64 connections", "cluster", CHAT, 64, 0),
+    Row("stream of 64: a cluster's frontend, paced", "cluster-paced", CHAT, 64, 64),
+    Row("stream of 64: a cluster's frontend, unpaced", "cluster", CHAT, 64, 64),
+    Row("stream of 1024: a cluster's frontend, paced", "cluster-paced", CHAT, 64, 1024),
+    Row(
+        "stream of 64: a cluster's frontend, every token alone",
+        *("cluster-slow", CHAT, 64, 64),
+        saturates=False,
+    ),
     Row("20/s of 64 tokens: bare aiohttp", "bare", "/stream", 16, 64, 20, saturates=False),
     Row("20/s of 64 tokens: pdserve", "unpaced", CHAT, 16, 64, 20, saturates=False),
+    Row("20/s of 64 tokens: a cluster's frontend", "cluster", CHAT, 16, 64, 20, saturates=False),
     Row("one connection, 16 tokens: pdserve", "unpaced", CHAT, 1, 16, saturates=False),
+    Row("one connection, 16 tokens: a cluster", "cluster", CHAT, 1, 16, saturates=False),
 )
 
 
@@ -151,10 +163,7 @@ def printed_port(process: subprocess.Popen[str]) -> Server:
 @contextlib.contextmanager
 def pdserve(model: Path, port: int, rate: float) -> Iterator[Server]:
     """An all-in-one pdserve; `rate` is tokens per second of each stream, 0 for at once."""
-    command = [sys.executable, "-m", "pdserve", "--port", str(port), "--model", str(model)]
-    command += ["--engine", "instant", "--threads", "1", "--served-model-name", "bench"]
-    if rate:
-        command += ["--engine-option", f"tokens_per_second={rate}"]
+    command = [sys.executable, "-m", "pdserve", "--port", str(port), *worker_flags(model, rate)]
     with pinned(command, FRONT) as process:
         wait_ready(process, port)
         children = child_processes(process.pid)
@@ -163,6 +172,29 @@ def pdserve(model: Path, port: int, rate: float) -> Iterator[Server]:
                 ["taskset", "-acp", str(OTHER), str(child)], check=True, stdout=subprocess.DEVNULL
             )
         yield Server(process, port, children)
+
+
+@contextlib.contextmanager
+def cluster(model: Path, rate: float) -> Iterator[Server]:
+    """The same as three processes: the frontend on its core, the others on the other."""
+    program = [sys.executable, "-m", "pdserve"]
+    seed, port = f"127.0.0.1:{free_port()}", free_port()
+    router = [*program, "--role=router", "--listen", seed]
+    worker = [*program, "--role=worker", "--join", seed, *worker_flags(model, rate)]
+    frontend = [*program, "--role=frontend", "--join", seed, "--port", str(port)]
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(pinned(command, OTHER)) for command in (router, worker)]
+        process = stack.enter_context(pinned(frontend, FRONT))
+        wait_ready(process, port)
+        helpers = [other.pid for other in others] + child_processes(others[1].pid)
+        yield Server(process, port, helpers)
+
+
+def worker_flags(model: Path, rate: float) -> list[str]:
+    """The model, and an engine that takes no time but what `rate` asks for."""
+    flags = ["--model", str(model), "--engine", "instant", "--threads", "1"]
+    flags += ["--served-model-name", "bench"]
+    return [*flags, "--engine-option", f"tokens_per_second={rate}"] if rate else flags
 
 
 def wait_ready(process: subprocess.Popen[str], port: int) -> None:
@@ -208,6 +240,9 @@ def servers(generator: Path, model: Path, paced: float, slow: float) -> Iterator
             "unpaced": enter(pdserve(model, free_port(), 0)),
             "paced": enter(pdserve(model, free_port(), paced)),
             "slow": enter(pdserve(model, free_port(), slow)),
+            "cluster": enter(cluster(model, 0)),
+            "cluster-paced": enter(cluster(model, paced)),
+            "cluster-slow": enter(cluster(model, slow)),
         }
 
 
@@ -379,6 +414,12 @@ RATIOS = (
     ("tokens/s, unpaced", "stream of 64: pdserve, unpaced", "stream of 64: bare aiohttp", "tokens"),
     ("CPU/token, paced", "stream of 64: pdserve, paced", "stream of 64: bare aiohttp", "cpu_token"),
     (
+        "tokens/s of a cluster's frontend, paced",
+        "stream of 64: a cluster's frontend, paced",
+        "stream of 64: bare aiohttp",
+        "tokens",
+    ),
+    (
         "CPU/token, every token alone",
         "stream of 64: pdserve, every token alone",
         "stream of 64: bare aiohttp",
@@ -387,11 +428,25 @@ RATIOS = (
 )
 
 
+HOPS = (
+    ("requests: {}, 64 connections", "cpu_request"),
+    ("stream of 64: {}, paced", "cpu_token"),
+    ("stream of 1024: {}, paced", "cpu_token"),
+    ("stream of 64: {}, every token alone", "cpu_token"),
+)
+"""All-in-one has router, worker and frontend in one process, so it pays both ends of the hop."""
+
+
 def report(rounds: dict[str, list[Sample]], args: argparse.Namespace) -> list[str]:
     """The whole result, as Markdown lines."""
     lines = [*table(rounds), "", "To bare aiohttp, within the same round:", ""]
     for title, ours, theirs, name in RATIOS:
         lines.append(f"- {title}: {ratio(rounds, ours, theirs, name):.2f}")
+    lines += ["", "The hop to another process, frontend's CPU beside all-in-one's:", ""]
+    for title, name in HOPS:
+        ours, beside = (title.format(who) for who in ("a cluster's frontend", "pdserve"))
+        cost = median(rounds[ours], name) - median(rounds[beside], name)
+        lines.append(f"- {beside}: {cost:+.2f} us per {name.removeprefix('cpu_')}")
     lines += [
         "",
         f"Paced: {args.paced:,.0f} tokens/s of each stream, more than one core can send singly, so "
