@@ -307,6 +307,7 @@ class PeerLink:
         if self.bulk is shell:
             self.bulk = None
         self._bulk_queued += shell.connection.queued
+        shell.connection.abandon()
         self._end_streams(shell, LinkLost(f"the bulk connection ended: {error or 'closed'}"))
 
     def _wake_bulk(self) -> None:

@@ -572,7 +572,9 @@ class Connection:
         return True
 
     def abandon(self) -> list[object]:
-        """The connection is lost: the contexts of requests that will get no answer, each once."""
+        """The connection is lost: nothing can be started on it any more. Returns the contexts of
+        requests that will get no answer, each once."""
+        self._end()
         contexts = [context for context in self.calls.values() if context is not None]
         self.calls.clear()
         self._asked.clear()

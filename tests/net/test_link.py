@@ -231,6 +231,34 @@ async def test_what_was_reported_as_not_sent_does_not_leave_afterwards() -> None
         assert not t.at_b.calls
 
 
+@virtually
+async def test_on_a_link_that_was_reset_nothing_can_be_started() -> None:
+    """No last word came: the connection does not know by itself that it is over."""
+    async with two() as t:
+        bulk = await t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=1.0)
+        t.world.reset("a", "b")
+        await asyncio.sleep(0.1)
+        assert t.link.down is not None
+        assert t.link.down.cause == "reset"
+        start = now().time()
+        for begin in (
+            lambda: t.link.request(ECHO, Echo(), timeout=9.0),
+            lambda: t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=9.0),
+            lambda: bulk.send(b"", timeout=9.0),
+        ):
+            with pytest.raises(LinkLost) as lost:
+                await begin()
+            assert lost.value.sent is False
+        for verb in (
+            lambda: t.link.tell(1, b""),
+            lambda: t.link.open_stream(1, b"", RecordingSink()),
+        ):
+            with pytest.raises(LinkLost) as lost:
+                verb()
+            assert lost.value.sent is False
+        assert now().time() == start, "at once"
+
+
 # ---------------------------------------------------------------------- drain
 
 
