@@ -12,7 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, cast
 
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
 
 if TYPE_CHECKING:
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 COMMANDS = {
     "serve": ("pdserve.cli.serve", "serve a model (what happens without a sub-command)"),
     "chat": ("pdserve.cli.chat", "talk to a running server in the terminal"),
+    "status": ("pdserve.cli.status", "members, models and load of a cluster"),
+    "top": ("pdserve.cli.top", "the same, live in the terminal"),
     "doctor": ("pdserve.cli.doctor", "what this machine has, and what pdserve will use"),
     "config": ("pdserve.cli.config", "the settings in force, and where each comes from"),
     "version": ("pdserve.cli.version", "the version"),
 }
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-UNBUILT = ("bench", "top", "status", "drain", "simulate")
+UNBUILT = ("bench", "drain", "simulate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except PdserveError as error:
         print(f"pdserve: {error.message}", file=sys.stderr)
-        return exit_codes.USAGE if isinstance(error, ConfigError) else exit_codes.FAILED
+        return _status_of(error)
     except BrokenPipeError:
         _silence()  # whoever read our output is gone
         return exit_codes.OK
@@ -56,6 +58,12 @@ def _run(arguments: list[str]) -> int:
     finally:  # what is still buffered fails here, where somebody can tell, not at interpreter exit
         if sys.stdout is not None:  # as it is when the shell closed it: `>&-`
             sys.stdout.flush()
+
+
+def _status_of(error: PdserveError) -> int:
+    if isinstance(error, HandshakeRefused):
+        return exit_codes.CANNOT_JOIN
+    return exit_codes.USAGE if isinstance(error, ConfigError) else exit_codes.FAILED
 
 
 def _silence() -> None:

@@ -15,7 +15,7 @@ from pdserve.launch.config import Config, nearest, resolve, unknown_option
 from pdserve.launch.options import BY_NAME, GROUPS, OPTIONS, UNBUILT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from pdserve.launch.options import Option
 
@@ -61,13 +61,14 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=34, width=width)
 
 
-def add_options(parser: Parser) -> None:
-    """Every option of the table, by group, with its default and its variable."""
+def add_options(parser: Parser, only: Collection[str] = BY_NAME) -> None:
+    """The options of the table, by group, with default and variable; or those named in `only`."""
     defaults = resolve({}, {"PDSERVE_CONFIG": "none"})
     for group, title in GROUPS.items():
-        section = parser.add_argument_group(f"{group}: {title}")
-        for option in OPTIONS:
-            if option.group == group:
+        members = [one for one in OPTIONS if one.group == group and one.name in only]
+        if members:
+            section = parser.add_argument_group(f"{group}: {title}")
+            for option in members:
                 _add(section, option, defaults)
 
 

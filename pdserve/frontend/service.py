@@ -76,6 +76,11 @@ class FrontendService:
         """Generation requests in progress."""
         return self._generations.admission.in_flight
 
+    @property
+    def connections(self) -> int:
+        """Open client connections."""
+        return self._server.open_connections
+
     async def start(self) -> None:
         """Listen. Requests are served from now on, with 503 until the backend is ready.
 

@@ -15,9 +15,17 @@ from __future__ import annotations
 from typing import Final
 
 from pdserve.messages.routing import Route, Routed
+from pdserve.messages.status import Ask, ClusterStatus, MetricPage, Report
 from pdserve.wire.codec import Method
 
 ROUTE: Final = Method(0x0300, "route", Route, Routed)
 """A frontend asks a router for a worker."""
 RELEASE: Final = 0x0301
 """A frontend tells the router that a booking is over: `Release`."""
+
+STATUS: Final = Method(0x0320, "status", Ask, ClusterStatus)
+"""Anybody with the key asks any node how the cluster is."""
+REPORT: Final = Method(0x0321, "report", Ask, Report)
+"""A node asks another what it says of itself."""
+SCRAPE: Final = Method(0x0322, "scrape", Ask, MetricPage)
+"""A frontend asks one that shares its port for its numbers."""

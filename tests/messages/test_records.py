@@ -10,12 +10,12 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.messages import card, engine, kv, request, routing
+from pdserve.messages import card, engine, kv, request, routing, status
 
 if typing.TYPE_CHECKING:
     from types import ModuleType
 
-MODULES: list[ModuleType] = [card, engine, kv, request, routing]
+MODULES: list[ModuleType] = [card, engine, kv, request, routing, status]
 RECORDS: list[type[msgspec.Struct]] = sorted(
     {
         found

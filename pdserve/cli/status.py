@@ -1,0 +1,101 @@
+"""`pdserve status`: members, models, load and degradations of a cluster, asked of any one node.
+
+It joins nothing. What is printed is `tables`' business, how to reach a node `launch.visit`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.cli.parser import Parser, add_options, given_flags
+from pdserve.cli.tables import age, as_json, render
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.launch import exit_codes
+from pdserve.launch.config import resolve
+
+if TYPE_CHECKING:
+    from pdserve.ids import Seconds
+    from pdserve.launch.addresses import ClusterConfig
+    from pdserve.messages.status import ClusterStatus
+
+__all__ = ["OPTIONS", "run"]
+
+OPTIONS: Final = (
+    *("join", "cluster", "cluster-key-file", "tls-cert", "tls-key", "tls-ca"),
+    *("config", "log-level"),
+)
+"""Those of serving that say how to reach a cluster."""
+_HTTP_TIMEOUT: Final[Seconds] = 5.0
+
+
+def run(arguments: list[str]) -> int:
+    """Print the status; the exit status says whether there was one."""
+    parser = Parser(
+        "pdserve status",
+        "Show a cluster as one of its nodes sees it: members, models, load, what is degraded.\n"
+        "Without --join the router of this machine is asked, at 127.0.0.1:7700.",
+    )
+    parser.own.add_argument("--json", action="store_true", help="As a JSON object.")
+    url = "Ask a server over HTTP instead: one that is no cluster, such as plain `pdserve`."
+    parser.own.add_argument("--url", metavar="URL", default="", help=url)
+    add_options(parser, OPTIONS)
+    parsed = parser.parse(arguments)
+    if parsed.url:
+        health = _health(parsed.url)
+        print(json.dumps(health, indent=2) if parsed.json else _health_text(parsed.url, health))
+        return exit_codes.OK
+    status = asyncio.run(_ask(resolve(given_flags(parsed)).cluster))
+    print(json.dumps(as_json(status), indent=2) if parsed.json else render(status))
+    return exit_codes.OK
+
+
+async def _ask(config: ClusterConfig) -> ClusterStatus:
+    from pdserve.launch.visit import Visitor
+
+    visitor = Visitor(config)
+    try:
+        return await visitor.status()
+    finally:
+        await visitor.close()
+
+
+# ---------------------------------------------------------------------- over HTTP
+
+
+def _health(url: str) -> dict[str, Any]:
+    """The server's own words. Errors: `ConfigError` for what is no URL, `Unavailable`."""
+    whole = url if "://" in url else f"http://{url}"
+    if not whole.startswith(("http://", "https://")):
+        raise ConfigError(f"--url: {url!r} is no address such as http://127.0.0.1:8000")
+    try:
+        with urllib.request.urlopen(f"{whole.rstrip('/')}/health", timeout=_HTTP_TIMEOUT) as reply:
+            body = reply.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            body = error.read()  # 503 has a body of the same form
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise Unavailable(f"no server answers at {whole}: {reason}") from None
+    try:
+        health = json.loads(body)
+        return {"status": health["status"], **health}
+    except (ValueError, KeyError, TypeError):
+        raise Unavailable(f"what answers at {whole} is no pdserve") from None
+
+
+def _health_text(url: str, health: dict[str, Any]) -> str:
+    from pdserve.cli.conversation import printable
+
+    reason = f": {health['reason']}" if health.get("reason") else ""
+    uptime, memory = health.get("uptime_seconds", 0), health.get("memory_bytes", 0) >> 20
+    lines = [
+        f"{url} is {health['status']}{reason}",
+        f"pdserve {health.get('version', '?')}, up {age(uptime)}, {memory} MiB",
+        f"{health.get('active_requests', 0)} requests in progress",
+    ]
+    lines += [f"degraded: {name}: {why}" for name, why in health.get("degraded", {}).items()]
+    return "\n".join(map(printable, lines))

@@ -1,0 +1,146 @@
+"""A look at the cluster from outside: an authenticated link to any one node, and a question.
+
+A visitor has no address of its own, so that nobody takes it for a member: it comes and goes unseen.
+It knows what to ask and which remedy fits a refusal, not how an answer looks. Owned by the command
+that looks.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from typing import TYPE_CHECKING, Final
+
+from pdserve import __version__
+from pdserve.errors import (
+    DialFailed,
+    HandshakeRefused,
+    LinkLost,
+    NoCommonVersion,
+    ProtocolError,
+    WrongCluster,
+    WrongClusterKey,
+)
+from pdserve.ids import NodeId
+from pdserve.launch.addresses import DEFAULT_ROUTER_PORT
+from pdserve.messages.status import Ask
+from pdserve.net.endpoint import Endpoint
+from pdserve.net.security import cluster_key_file
+from pdserve.net.settings import NetSettings
+from pdserve.net.tcp import TcpNetwork
+from pdserve.net.tls import Tls
+from pdserve.runtime.methods import STATUS
+from pdserve.wire.handshake import Identity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.ids import Seconds
+    from pdserve.launch.addresses import ClusterConfig
+    from pdserve.messages.status import ClusterStatus
+    from pdserve.net.base import Call, Down, Incoming, Link
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["Visitor", "with_remedy"]
+
+_DEFAULT: Final = f"127.0.0.1:{DEFAULT_ROUTER_PORT}"
+_TIMEOUT: Final[Seconds] = 3.0
+"""For an answer: the node that is asked waits a second for the others."""
+
+
+class Visitor:
+    """See above. Make it inside the running loop; `close` when done."""
+
+    def __init__(self, config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> None:
+        """Errors: `ConfigError` for keys or certificates that will not do."""
+        self.addresses = config.join or (_DEFAULT,)
+        keys = cluster_key_file(config.cluster_key_file, self.addresses, environ)
+        config.check_tls()
+        tls = None
+        if config.tls_cert is not None and config.tls_key is not None:
+            tls = Tls.load(config.tls_cert, config.tls_key, config.tls_ca)
+        settings = NetSettings(dial_timeout=_TIMEOUT)
+        name = NodeId(f"visitor-{secrets.token_hex(6)}")
+        self._endpoint = Endpoint(
+            Identity(config.cluster, name, int(time.time() * 1000), ""),
+            _Deaf(),
+            TcpNetwork(settings, tls),
+            keys=keys.keys,
+            entropy=os.urandom,
+            settings=settings,
+        )
+        self._link: Link | None = None
+
+    async def status(self) -> ClusterStatus:
+        """The cluster as the first node that answers sees it.
+
+        Errors: `LinkError` of some kind, `DeadlineExceeded`, `ProtocolError`, each with a remedy.
+        """
+        link = await self._connect()
+        try:
+            return await link.request(STATUS, Ask(), timeout=_TIMEOUT)
+        except ProtocolError as error:
+            raise ProtocolError(
+                f"{link.peer.node} does not know how to answer pdserve {__version__}: "
+                f"{error.message}; use the cluster's version of pdserve"
+            ) from None
+
+    async def _connect(self) -> Link:
+        if self._link is not None and self._link.down is None:
+            return self._link
+        failures: list[str] = []
+        for address in self.addresses:
+            try:
+                self._link = await self._endpoint.dial(address)
+            except HandshakeRefused as error:
+                raise with_remedy(address, error) from None
+            except DialFailed as error:
+                failures.append(error.message)
+            else:
+                return self._link
+        raise DialFailed(_nobody(self.addresses, failures))
+
+    async def close(self) -> None:
+        """Nothing is left."""
+        await self._endpoint.close()
+
+
+def _nobody(addresses: tuple[str, ...], failures: list[str]) -> str:
+    return (
+        f"no node answers at {', '.join(addresses)} ({'; '.join(failures)}): name one that runs "
+        "with --join HOST:PORT. A pdserve that serves alone, without --listen, is no cluster: "
+        "look at it with `pdserve status --url http://127.0.0.1:8000`"
+    )
+
+
+def with_remedy(address: str, error: HandshakeRefused) -> HandshakeRefused:
+    """A refusal as a person can act on it."""
+    if isinstance(error, WrongClusterKey):
+        remedy = "give the cluster's key with --cluster-key-file"
+    elif isinstance(error, WrongCluster):
+        remedy = "give its name with --cluster"
+    elif isinstance(error, NoCommonVersion):
+        remedy = f"use its version of pdserve; this one is {__version__}"
+    else:
+        remedy = "try again, or another node with --join"
+    return type(error)(f"{address} turned us away: {error.message}; {remedy}")
+
+
+class _Deaf:
+    """A handler for one who only asks."""
+
+    def on_link_up(self, link: Link) -> None:
+        pass
+
+    def on_link_down(self, link: Link, down: Down) -> None:
+        pass
+
+    def on_tell(self, link: Link, method: int, body: Buffer) -> None:
+        pass
+
+    def on_request(self, call: Call) -> None:
+        raise LinkLost("a visitor answers nothing", sent=False)
+
+    def on_stream(self, stream: Incoming, method: int, body: Buffer) -> None:
+        raise LinkLost("a visitor answers nothing", sent=False)

@@ -1,0 +1,132 @@
+"""How the cluster is, for people who look: what a node says of itself, and one node's whole view.
+
+`Report` is a node's own account, with numbers that are in no card. `ClusterStatus` is the view of
+the node that was asked: its members, each with the report that it gave, or why it gave none.
+`MetricFamily` carries numbers of `/metrics` between frontends that share a port.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pdserve.ids import NodeId
+from pdserve.messages.routing import Count, WorkerLoad
+
+State = Literal["alive", "suspect", "unreachable"]
+"""`suspect`: some cannot hear it. `unreachable`: the asked node has lost its link to it."""
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """A question without details."""
+
+
+class RouterNumbers(msgspec.Struct, frozen=True, array_like=True):
+    """What a router has done in this life, and what it holds."""
+
+    routed: Count = 0
+    refused: Count = 0
+    bookings: Count = 0
+    """Its own, open at the moment."""
+
+
+class FrontendNumbers(msgspec.Struct, frozen=True, array_like=True):
+    """What a frontend has in hand."""
+
+    active: Count = 0
+    """Generation requests in progress."""
+    connections: Count = 0
+    """Open client connections."""
+    rerouted: Count = 0
+    """Requests that a worker did not take and another was asked for, in this life."""
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One node's account of itself. Numbers of roles that it does not have are None."""
+
+    reason: str = ""
+    """Why it cannot do its work; empty: it can."""
+    degraded: dict[str, str] = {}
+    """What its process does worse than it could: name to cause and remedy."""
+    worker: WorkerLoad | None = None
+    router: RouterNumbers | None = None
+    frontend: FrontendNumbers | None = None
+
+
+class MemberStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One member, as the asked node sees it."""
+
+    node: NodeId
+    role: str
+    epoch: int
+    """The beginning of its life: Unix milliseconds, unless its clock went back."""
+    address: str = ""
+    state: State = "alive"
+    version: str = ""
+    host: str = ""
+    pid: int = 0
+    started: int = 0
+    """Unix seconds; 0: its card has not arrived."""
+    models: tuple[str, ...] = ()
+    """What it serves, by name."""
+    draining: bool = False
+    reason: str = ""
+    """Why it serves nothing, as its card says."""
+    http: str = ""
+    metrics: str = ""
+    group: str = ""
+    degraded: tuple[str, ...] = ()
+    """Names of what its card says is degraded; the report, if there is one, says more."""
+    silence: str = ""
+    """Why there is no report."""
+    report: Report | None = None
+
+
+class ModelStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One served model, and who serves it."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    engine: str = ""
+    dtype: str = ""
+    max_model_len: int = 0
+    workers: tuple[NodeId, ...] = ()
+
+
+class ClusterStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The cluster, as one node sees it."""
+
+    cluster: str
+    asked: NodeId
+    """Who says all this."""
+    now: float
+    """Its wall clock, Unix seconds: ages are to be told by it."""
+    members: tuple[MemberStatus, ...] = ()
+    """By role and name, the asked node included."""
+    models: tuple[ModelStatus, ...] = ()
+    conflicts: dict[NodeId, str] = {}
+    """Workers that get no requests because their model is another one than its name's."""
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One line of `/metrics`."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
+    """One metric with all its samples."""
+
+    name: str
+    kind: str
+    help: str
+    samples: tuple[Sample, ...]
+
+
+class MetricPage(msgspec.Struct, frozen=True, array_like=True):
+    """All numbers of one process."""
+
+    families: tuple[MetricFamily, ...]

@@ -1,0 +1,113 @@
+"""Answers how the cluster is: every node can be asked, and asks all others for its answer.
+
+    REPORT   what this node says of itself, at once
+    STATUS   the whole view: this node's members, each with the report that it gave in time
+
+Whoever asks need not be a member. What a report says is its role's business, what a view looks like
+`overview`'s. It lives as long as its node, whose tasks it uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import Overloaded, PdserveError
+from pdserve.messages.node import NodeCard
+from pdserve.messages.status import Ask, Report
+from pdserve.runtime.methods import REPORT, STATUS
+from pdserve.runtime.overview import overview
+from pdserve.runtime.registry import Member
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.status import ClusterStatus
+    from pdserve.net.base import Call
+    from pdserve.runtime.node import Node
+
+__all__ = ["StatusService"]
+
+_PATIENCE: Final[Seconds] = 1.0
+"""For all others together; whoever has not answered by then is listed with the reason."""
+_MARGIN: Final[Seconds] = 0.25
+"""Kept of the asker's own deadline for the way back."""
+_AT_ONCE: Final = 64
+"""Members asked at a time: each may be a connection to be made."""
+_ASKERS: Final = 16
+"""Views under way at a time; one more is refused."""
+
+
+class StatusService:
+    """See above."""
+
+    def __init__(
+        self, node: Node, report: Callable[[], Report], wall: Callable[[], Seconds]
+    ) -> None:
+        """`report` is quick and does not raise; `wall` is the wall clock, Unix seconds."""
+        self._node = node
+        self._report = report
+        self._wall = wall
+        self._askers = 0
+        node.serve(REPORT, lambda question, call: report())
+        node.serve(STATUS, self._status)
+
+    def _status(self, question: Ask, call: Call) -> None:
+        if self._askers >= _ASKERS:
+            raise Overloaded("too many ask for the cluster's status at once", retry_after=1.0)
+        self._askers += 1
+        task = self._node.tasks.spawn(self._answer(call), f"status for {call.link.peer.node}")
+        task.add_done_callback(self._answered)
+
+        def unwanted() -> None:
+            task.cancel()
+
+        call.on_cancel = unwanted
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        self._askers -= 1
+
+    async def _answer(self, call: Call) -> None:
+        patience = min(_PATIENCE, call.deadline - self._node.now() - _MARGIN)
+        call.reply(await self.view(patience=max(0.0, patience)))
+
+    async def view(self, *, patience: Seconds) -> ClusterStatus:
+        """This node's view. Cancellation: nobody is asked any further."""
+        node = self._node
+        members = tuple(node.registry)
+        answers: dict[NodeId, Report | str] = {node.id: self._report()}
+        turn = asyncio.Semaphore(_AT_ONCE)
+
+        async def ask(member: NodeId) -> None:
+            async with turn:
+                answers[member] = await self._ask(member, patience)
+
+        silent = f"no answer within {patience:g} s"
+        answers |= dict.fromkeys((member.node for member in members), silent)
+        asking = [node.tasks.spawn(ask(m.node), f"report of {m.node}") for m in members]
+        try:
+            if asking:
+                await asyncio.wait(asking, timeout=patience)
+        finally:
+            for task in asking:
+                task.cancel()
+        return overview(
+            cluster=node.config.cluster,
+            me=self._me(),
+            members=members,
+            answers=answers,
+            now=self._wall(),
+        )
+
+    async def _ask(self, member: NodeId, patience: Seconds) -> Report | str:
+        try:
+            link = await self._node.link(member, timeout=patience)
+            return await link.request(REPORT, Ask(), timeout=patience)
+        except PdserveError as error:
+            return error.message
+
+    def _me(self) -> Member:
+        node = self._node
+        card = node.card or NodeCard(role=node.config.role)
+        return Member(node.id, node.epoch, node.address, node.config.role, card)

@@ -1,0 +1,76 @@
+import http.server
+import json
+import threading
+
+import pytest
+
+from pdserve.cli.main import main
+from pdserve.cli.status import OPTIONS
+from pdserve.launch import exit_codes
+from pdserve.launch.options import BY_NAME
+
+
+@pytest.fixture
+def server():
+    """Answers `/health` with whatever `body` and `status` are set to."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        body = b"{}"
+        status = 200
+
+        def do_GET(self):
+            self.send_response(self.status)
+            self.send_header("Content-Length", str(len(self.body)))
+            self.end_headers()
+            self.wfile.write(self.body)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield Handler, f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_its_options_are_those_of_serving():
+    assert set(OPTIONS) <= set(BY_NAME)
+
+
+def test_a_server_without_a_cluster_is_asked_over_http(server, capsys):
+    handler, address = server
+    handler.status = 503
+    handler.body = json.dumps(
+        {
+            "status": "loading",
+            "reason": "weights",
+            "version": "9",
+            "degraded": {"no_uvloop": "slow"},
+        }
+    ).encode()
+    assert main(["status", "--url", address]) == exit_codes.OK
+    text = capsys.readouterr().out
+    assert f"{address} is loading: weights" in text
+    assert "degraded: no_uvloop: slow" in text
+    assert main(["status", "--json", "--url", f"http://{address}/"]) == exit_codes.OK
+    assert json.loads(capsys.readouterr().out)["status"] == "loading"
+
+
+@pytest.mark.parametrize("body", [b"hello", b"[]", b'{"ok": 1}'])
+def test_a_stranger_is_told_apart(server, capsys, body):
+    handler, address = server
+    handler.body = body
+    assert main(["status", "--url", address]) == exit_codes.FAILED
+    assert "is no pdserve" in capsys.readouterr().err
+
+
+def test_nobody_and_nonsense_are_told_in_one_line(capsys):
+    assert main(["status", "--url", "http://127.0.0.1:1"]) == exit_codes.FAILED
+    assert main(["status", "--url", "file:///etc/passwd"]) == exit_codes.USAGE
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert "no server answers" in errors[0]
+    assert "--url" in errors[1]

@@ -1,0 +1,173 @@
+"""`pdserve status` and `pdserve top` against real processes, by their own command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.launch import exit_codes
+from tests.e2e.server import PATIENCE, Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Trio:
+    """A router, a worker and a frontend; `seed` is where the router is."""
+
+    def __init__(self, router: Server, worker: Server, frontend: Server, home: str) -> None:
+        self.router, self.worker, self.frontend, self.home = router, worker, frontend, home
+        self.seed = router.wait_for_line(r"router \S+ at (\S+)")[1]
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """A command of pdserve's with this cluster's key."""
+        return subprocess.run(
+            [sys.executable, "-m", "pdserve", *arguments],
+            env=environ(self.home),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+
+    def status(self) -> dict:
+        done = self.run("status", "--json", "--join", self.seed)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+def environ(home: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PDSERVE_")}
+    return clean | {"PDSERVE_CONFIG": "none", "XDG_CONFIG_HOME": home}
+
+
+@pytest.fixture(scope="module")
+def trio(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    """One of each role, ready."""
+    home = str(tmp_path_factory.mktemp("home"))
+    own = {"XDG_CONFIG_HOME": home}
+    with Server(None, "--role", "router", "--listen", "127.0.0.1:0", **own) as router:
+        seed = router.wait_for_line(r"router \S+ at (\S+)")[1]
+        worker = ("--role", "worker", "--engine", "instant", "--join", seed)
+        with (
+            Server(tiny_model, *worker, **own) as working,
+            Server(None, "--role", "frontend", "--join", seed, **own) as front,
+        ):
+            front.wait_for_line("ready: ")
+            yield Trio(router, working, front, home)
+
+
+def test_all_members_and_their_numbers_are_seen(trio):
+    shown = trio.status()
+    members = {member["role"]: member for member in shown["members"]}
+    assert set(members) == {"router", "worker", "frontend"}
+    assert {m["pid"] for m in members.values()} == {
+        server.process.pid for server in (trio.router, trio.worker, trio.frontend)
+    }
+    assert all(m["state"] == "alive" and not m["silence"] for m in members.values())
+    assert members["worker"]["report"]["worker"]["ready"] is True
+    assert members["frontend"]["http"].endswith(f":{trio.frontend.port}")
+    (model,) = shown["models"]
+    assert model["workers"] == [members["worker"]["node"]]
+
+
+def test_a_routed_request_is_counted(trio):
+    def routed() -> int:
+        members = trio.status()["members"]
+        return sum(m["report"]["router"]["routed"] for m in members if m["role"] == "router")
+
+    before = routed()
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    trio.frontend.post("/v1/chat/completions", body)
+    assert routed() == before + 1
+
+
+def test_whoever_looks_is_not_seen(trio):
+    for _ in range(3):
+        assert len(trio.status()["members"]) == 3
+    assert not [line for line in trio.router.lines if "visitor" in line]
+
+
+def test_a_frozen_worker_is_named_as_silent(trio):
+    os.kill(trio.worker.process.pid, signal.SIGSTOP)
+    try:
+        text = trio.run("status", "--join", trio.seed)
+    finally:
+        os.kill(trio.worker.process.pid, signal.SIGCONT)
+    assert text.returncode == 0
+    assert "DID NOT ANSWER\n  worker-" in text.stdout
+
+
+def test_another_key_another_name_and_nobody_are_one_line_each(trio, tmp_path):
+    key = tmp_path / "other.key"
+    key.touch(mode=0o600)
+    key.write_text(secrets.token_hex(32))
+    wrong = trio.run("status", "--join", trio.seed, "--cluster-key-file", str(key))
+    elsewhere = trio.run("top", "--join", trio.seed, "--cluster", "elsewhere")
+    nobody = trio.run("status", "--join", "127.0.0.1:1")
+    assert wrong.returncode == elsewhere.returncode == exit_codes.CANNOT_JOIN
+    assert nobody.returncode == exit_codes.FAILED
+    for done, remedy in (
+        (wrong, "--cluster-key-file"),
+        (elsewhere, "--cluster"),
+        (nobody, "--join"),
+    ):
+        assert remedy in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert not done.stdout
+
+
+class Terminal:
+    """`pdserve top` on a terminal of its own."""
+
+    def __init__(self, trio: Trio) -> None:
+        self.ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "pdserve", "top", "--join", trio.seed]
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ(trio.home)
+        )
+        os.close(theirs)
+        self.drawn = ""
+
+    def until(self, met) -> None:
+        """Read until `met(drawn)`."""
+        deadline = time.monotonic() + PATIENCE
+        while not met(self.drawn):
+            assert time.monotonic() < deadline, self.drawn
+            try:
+                self.drawn += os.read(self.ours, 65536).decode()
+            except OSError as error:
+                raise AssertionError(f"ended: {self.drawn}") from error
+
+    def close(self) -> int:
+        try:
+            return self.process.wait(PATIENCE)
+        finally:
+            self.process.kill()
+            os.close(self.ours)
+
+
+@pytest.mark.parametrize("end", ["q", "Ctrl-C"])
+def test_top_draws_again_and_again_and_gives_the_terminal_back(trio, end):
+    terminal = Terminal(trio)
+    try:
+        terminal.until(lambda drawn: drawn.count("\x1b[H") >= 3)
+        assert "PER SECOND" in terminal.drawn
+        if end == "q":
+            os.write(terminal.ours, b"q")
+        else:
+            terminal.process.send_signal(signal.SIGINT)
+        terminal.until(lambda drawn: drawn.endswith("\x1b[?25h\x1b[?1049l"))
+    finally:
+        status = terminal.close()
+    assert status == exit_codes.OK
