@@ -2,7 +2,7 @@
 
 Two workers that offer one name must mean the same model: same compatibility hash, same tokenizer,
 same template. Where they do not, the one that started first holds the name, on every node alike,
-and the others are named as being in conflict. Plain functions of the members.
+and the others serve nothing and are named as being in conflict. Plain functions of the members.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Served:
 
     offer: ModelOffer
     """Of the worker that has served it longest."""
+    holder: NodeId
+    """That worker: whoever else serves the name may name other parts, or have other aliases."""
     workers: tuple[NodeId, ...]
     """Sorted; those that drain included."""
 
@@ -35,32 +37,48 @@ class Catalogue:
     """Everything that is served."""
 
     names: dict[str, Served]
-    """Models and aliases."""
+    """Models and aliases; the offer of an alias is another name's too."""
     conflicts: dict[NodeId, str]
-    """Workers whose offer is another model than the name's, with the reason in words."""
+    """Workers that offer another model under a taken name, with the reason in words. Nothing that
+    they offer is served: nobody could tell which of two models a name means."""
 
 
 def catalogue(members: Iterable[Member]) -> Catalogue:
     """See above; the order of `members` does not matter."""
-    offers = [
-        (member.card.started, member.node, offer)
+    cards = [
+        (member.card.started, member.node, member.card.models)
         for member in members
-        if member.card is not None
-        for offer in member.card.models
+        if member.card is not None and member.card.models
     ]
-    first: dict[str, ModelOffer] = {}
+    held: dict[str, tuple[ModelOffer, NodeId]] = {}
     workers: dict[str, list[NodeId]] = {}
     conflicts: dict[NodeId, str] = {}
-    for _, node, offer in sorted(offers, key=lambda one: one[:2]):
-        for name in (offer.name, *offer.aliases):
-            held = first.setdefault(name, offer)
-            why = _difference(held, offer)
-            if why:
-                conflicts[node] = f"its {name!r} has another {why} than the one served before it"
-            else:
+    for _, node, offers in sorted(cards, key=lambda one: one[:2]):
+        why = _conflict(held, offers)
+        if why:
+            conflicts[node] = why
+            continue
+        for offer in offers:
+            for name in _names(offer):
+                held.setdefault(name, (offer, node))
                 workers.setdefault(name, []).append(node)
-    served = {name: Served(first[name], tuple(sorted(nodes))) for name, nodes in workers.items()}
-    return Catalogue(served, conflicts)
+    names = {name: Served(*held[name], tuple(sorted({*nodes}))) for name, nodes in workers.items()}
+    return Catalogue(names, conflicts)
+
+
+def _names(offer: ModelOffer) -> tuple[str, ...]:
+    """Each once, the model's own first."""
+    return tuple(dict.fromkeys((offer.name, *offer.aliases)))
+
+
+def _conflict(held: dict[str, tuple[ModelOffer, NodeId]], offers: tuple[ModelOffer, ...]) -> str:
+    """Why a worker cannot serve what it offers beside those before it; empty: it can."""
+    for offer in offers:
+        for name in _names(offer):
+            why = _difference(held[name][0], offer) if name in held else ""
+            if why:
+                return f"its {name!r} has another {why} than the one served before it"
+    return ""
 
 
 def _difference(held: ModelOffer, offer: ModelOffer) -> str:
@@ -69,6 +87,7 @@ def _difference(held: ModelOffer, offer: ModelOffer) -> str:
         ("name", "model"),
         ("compat_hash", "compatibility hash (weights, dtype or KV layout)"),
         ("tokenizer", "tokenizer"),
+        ("tokenizer_config", "tokenizer configuration"),
         ("chat_template", "chat template"),
         ("max_model_len", "context length"),
     ):
