@@ -40,6 +40,7 @@ def mutated(seeds: list[bytes], numbers: random.Random) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.timeout(900)  # in long mode
 @pytest.mark.parametrize("target", TARGETS)
 def test_targets_survive_mutated_sessions(target, seed, long) -> None:
     numbers, seeds = random.Random(seed), target.seeds()
