@@ -88,6 +88,8 @@ class Gossip:
         self._ours: dict[NodeId, None] = {}
         self._turns: list[NodeId] = []
         self._seeds: tuple[str, ...] = ()
+        self._found: dict[str, NodeId] = {}
+        """Who answered at a seed's address last, which need not be the address it goes by."""
         self._moved = True
         self._deaf_until: Seconds = 0.0
         self._last_round: Seconds = float("-inf")
@@ -314,6 +316,10 @@ class Gossip:
         self._overlay.remove(new.node)
         self._moved = True
         self._buried.setdefault(new.node, self.context.now)
+        if new.node in self._found.values() and self._lost():
+            for seed in self._seeds:
+                pause = self.context.around(self._config.redial_refused)
+                self.context.after("seed", seed, pause)
         if self.context.links.get(new.node) == new.epoch:
             # A way back may open before any probe would find out.
             self.context.send(new.node, m.Records((new,)))
@@ -441,6 +447,8 @@ class Gossip:
         self.context.links[node] = event.epoch
         self._met[node] = event.epoch
         self._ours.pop(node, None)
+        if event.address in self._seeds:
+            self._found[event.address] = node
         if self._dialler.up(event.address):
             self._ours[node] = None
             self.context.after("linger", node, self._config.link_linger)
@@ -473,10 +481,9 @@ class Gossip:
 
     def _on_dial_failed(self, event: ev.DialFailed) -> None:
         delay = self._dialler.failed(event.address, event.refused)
-        # Whoever started before its seeds, and took itself for alone, looks for them like one that
-        # joins: reunions are for clusters that have fallen apart.
-        lonely = self.phase is Phase.JOINING or self.members.present == 1
-        if lonely and event.address in self._seeds:
+        # Whoever started before its seeds, or outlived them, looks for them like one that joins:
+        # reunions are for clusters that have fallen apart.
+        if event.address in self._seeds and (self.phase is Phase.JOINING or self._lost()):
             self.context.after("seed", event.address, delay)
         for node in self._prober.targets:
             record = self.members.get(node)
@@ -487,6 +494,10 @@ class Gossip:
                 self._prober.heard(node)
                 if self._met.get(node) == record.epoch:
                     self._accuse(node, refused=True)
+
+    def _lost(self) -> bool:
+        """None of the seeds is with us. Newcomers go to the seeds: so must we."""
+        return not any(self._counts(node) for node in self._found.values())
 
     def _reach(self, node: NodeId) -> None:
         record = self.members.get(node)

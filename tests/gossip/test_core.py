@@ -225,6 +225,26 @@ def test_the_dead_are_forgotten_after_the_window():
     assert node.core.members.get(B) is None
 
 
+def test_who_outlives_its_seeds_goes_on_looking_for_them():
+    node = Node(ev.Start(("s:1", "t:1")), reunion_interval=1000.0)
+    node.step(ev.LinkUp(A, 1, "s:1"))
+    node.step(ev.LinkUp(B, 1, "b:1"))
+    node.step(ev.LinkUp(B, 1, "t:1"))  # a seed may go by another address
+    node.hear(Rumour(record(A)), Rumour(record(B)))
+    node.step(ev.Received(A, 1, m.Records()))
+    node.hear(Rumour(record(A, State.DEAD)))
+    assert of(ev.Dial, node.wait(3.0)) == []  # one seed is enough
+    node.hear(Rumour(record(B, State.LEFT)), teller=B)
+    assert {e.address for e in of(ev.Dial, node.wait(2.0))} == {"s:1", "t:1"}
+    node.step(ev.DialFailed("s:1", refused=True))
+    node.step(ev.DialFailed("t:1", refused=False))
+    assert {e.address for e in of(ev.Dial, node.wait(6.0))} == {"s:1", "t:1"}
+    node.step(ev.LinkUp(C, 1, "s:1"))
+    node.hear(Rumour(record(C)), teller=C)
+    node.step(ev.DialFailed("t:1", refused=True))
+    assert of(ev.Dial, node.wait(3.0)) == []
+
+
 def test_news_waits_for_the_interval_between_rounds():
     node = Node()
     node.link(A)
