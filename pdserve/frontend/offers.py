@@ -11,9 +11,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from pdserve.errors import PdserveError
+from pdserve.errors import DeadlineExceeded, LinkLost, PdserveError
 from pdserve.messages.node import model_card
-from pdserve.runtime.models import catalogue
+from pdserve.runtime.models import catalogue, difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,17 +21,20 @@ if TYPE_CHECKING:
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.card import ModelCard
     from pdserve.messages.node import ModelOffer
-    from pdserve.runtime.models import Catalogue
+    from pdserve.runtime.models import Catalogue, Served
     from pdserve.runtime.node import Node
 
 __all__ = ["Offers"]
 
 _log = logging.getLogger(__name__)
 
-_PART_TIMEOUT: Final[Seconds] = 30.0
+_PART_TIMEOUT: Final[Seconds] = 5.0
+"""Then another worker is asked; what has come of the part until then is kept."""
+_PART_TRIES: Final = 6
 _RETRY: Final[Seconds] = 1.0
-"""After a fetch that failed while its worker lives on."""
+"""After a fetch that failed."""
 _MOST_REMEMBERED: Final = 256
+"""Models without workers."""
 
 
 @dataclass(slots=True)
@@ -64,72 +67,110 @@ class Offers:
         self._known: dict[str, _Known] = {}
         """By the model's own name."""
         self._fetching: set[str] = set()
+        """Models whose card is being fetched, or waits for another try."""
+        self._complained: set[str] = set()
+        """Models whose fetch has failed, once each in the log."""
         self._cards: dict[str, ModelCard] = {}
+        self._workers: dict[str, tuple[NodeId, ...]] = {}
 
     def cards(self) -> Mapping[str, ModelCard]:
         """Every name that may be asked for."""
         return self._cards
 
     def workers(self, name: str) -> tuple[NodeId, ...]:
-        """Who serves a name now."""
-        served = self._catalogue.names.get(name)
-        return () if served is None else served.workers
+        """Who serves a name now, as its card says; nobody while the card is another model's."""
+        return self._workers.get(name, ())
 
     @property
     def any_worker(self) -> bool:
         """Somebody serves something whose card is complete."""
-        return any(name in self._cards for name in self._catalogue.names)
+        return bool(self._workers)
 
     def refresh(self) -> None:
         """Members have changed, or time has passed."""
         self._catalogue = catalogue(self._node.registry)
         self._on_conflicts(self._catalogue.conflicts)
-        now = self._node.now()
-        for served in self._catalogue.names.values():
-            known = self._known.get(served.offer.name)
-            if known is not None and _same(known.offer, served.offer):
-                known.last_seen = now
-            else:
-                self._fetch(served.offer, served.workers)
-        self._forget(now)
-        self._cards = {
-            name: known.card
-            for known in self._known.values()
-            for name in (known.offer.name, *known.offer.aliases)
-        }
+        self._meet(self._node.now())
+        self._name()
 
-    def _forget(self, now: Seconds) -> None:
-        old = [n for n, k in self._known.items() if now - k.last_seen > self._remember]
-        for name in old:
-            del self._known[name]
-        while len(self._known) > _MOST_REMEMBERED:
-            del self._known[min(self._known, key=lambda name: self._known[name].last_seen)]
+    def _meet(self, now: Seconds) -> None:
+        """Know every model that is served, and for a while those that were."""
+        names = self._catalogue.names
+        served = {one.offer.name for one in names.values()}
+        for name in sorted(served):
+            known = self._known.get(name)
+            if known is not None:
+                known.last_seen = now
+            if known is None or not _same(known.offer, names[name].offer):
+                self._fetch(names[name])
+        gone = sorted(self._known.keys() - served, key=lambda name: self._known[name].last_seen)
+        for place, name in enumerate(gone, start=1):
+            old = now - self._known[name].last_seen > self._remember
+            if old or len(gone) - place >= _MOST_REMEMBERED:
+                del self._known[name]
+        self._complained &= served
+
+    def _name(self) -> None:
+        """What each name stands for: what is served comes before what is remembered."""
+        self._cards, self._workers = {}, {}
+        for name, served in self._catalogue.names.items():
+            known = self._known.get(served.offer.name)
+            if known is None:
+                continue
+            self._cards[name] = known.card
+            if not difference(known.offer, served.offer):
+                self._workers[name] = served.workers
+        for known in self._known.values():
+            for name in (known.offer.name, *known.offer.aliases):
+                if name not in self._catalogue.names:
+                    self._cards.setdefault(name, known.card)
 
     # ------------------------------------------------------------------ fetching
 
-    def _fetch(self, offer: ModelOffer, workers: tuple[NodeId, ...]) -> None:
-        if offer.name not in self._fetching:
-            self._fetching.add(offer.name)
-            _ = self._node.tasks.spawn(self._complete(offer, workers), f"card of {offer.name}")
+    def _fetch(self, served: Served) -> None:
+        name = served.offer.name
+        if name not in self._fetching:
+            self._fetching.add(name)
+            _ = self._node.tasks.spawn(self._complete(served), f"card of {name}")
 
-    async def _complete(self, offer: ModelOffer, workers: tuple[NodeId, ...]) -> None:
+    async def _complete(self, served: Served) -> None:
         """Get the parts, then look again: the world may have changed meanwhile."""
+        offer = served.offer
         try:
-            parts = {hash: await self._part(hash, workers) for hash in offer.parts}
-            self._known[offer.name] = _Known(offer, model_card(offer, parts), self._node.now())
-            _log.info("model %s is offered by %d workers", offer.name, len(workers))
-        except PdserveError as error:
-            _log.warning("the card of %s is not complete: %s", offer.name, error)
-            self._node.timers.call_later(_RETRY, self.refresh)
+            parts = {hash: await self._part(hash, served) for hash in offer.parts}
+            card = model_card(offer, parts)
+        except (PdserveError, UnicodeDecodeError) as error:
+            if offer.name not in self._complained:
+                self._complained.add(offer.name)
+                _log.warning("the card of %s is not complete: %s", offer.name, error)
+            self._node.timers.call_later(_RETRY, lambda: self._again(offer.name))
             return
-        finally:
-            self._fetching.discard(offer.name)
-        self.refresh()
+        self._known[offer.name] = _Known(offer, card, self._node.now())
+        _log.info("model %s is offered by %d workers", offer.name, len(served.workers))
+        self._again(offer.name)
         self._on_change()
 
-    async def _part(self, hash: bytes, workers: tuple[NodeId, ...]) -> bytes:
-        """From the first worker that has it; gossip asks others by itself."""
-        return await self._node.part(workers[0], hash, timeout=_PART_TIMEOUT)
+    def _again(self, name: str) -> None:
+        self._fetching.discard(name)
+        self.refresh()
+
+    async def _part(self, hash: bytes, served: Served) -> bytes:
+        """From the worker whose card names it, or others that may have it too."""
+        others = [node for node in served.workers if node != served.holder]
+        owners = [served.holder, *others]
+        error: PdserveError | None = None
+        for turn in range(_PART_TRIES):
+            owner = owners[turn % len(owners)]
+            try:
+                return await self._node.part(owner, hash, timeout=_PART_TIMEOUT)
+            except DeadlineExceeded as late:
+                error = late
+            except LinkLost as lost:  # nobody who was asked has it
+                error = lost
+                if turn + 1 >= len(owners):
+                    break
+        assert error is not None
+        raise error
 
 
 def _same(a: ModelOffer, b: ModelOffer) -> bool:

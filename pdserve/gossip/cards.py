@@ -167,8 +167,9 @@ class Cards:
     # ------------------------------------------------------------------------------ parts
 
     def want(self, owner: NodeId, name: bytes) -> None:
-        """Fetch a part that `owner`'s card names; joins a fetch under way."""
+        """Fetch a part that `owner`'s card names; a fetch under way turns to that owner."""
         if name in self._part_fetches:
+            self._part_fetches[name].owner = owner
             return
         data = self._part(name)
         if data is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pdserve.messages.node import ModelOffer
     from pdserve.runtime.registry import Member
 
-__all__ = ["Catalogue", "Served", "catalogue"]
+__all__ = ["Catalogue", "Served", "catalogue", "difference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,13 @@ def _conflict(held: dict[str, tuple[ModelOffer, NodeId]], offers: tuple[ModelOff
     """Why a worker cannot serve what it offers beside those before it; empty: it can."""
     for offer in offers:
         for name in _names(offer):
-            why = _difference(held[name][0], offer) if name in held else ""
+            why = difference(held[name][0], offer) if name in held else ""
             if why:
                 return f"its {name!r} has another {why} than the one served before it"
     return ""
 
 
-def _difference(held: ModelOffer, offer: ModelOffer) -> str:
+def difference(held: ModelOffer, offer: ModelOffer) -> str:
     """In what two offers of one name differ; empty: in nothing that matters."""
     for field, words in (
         ("name", "model"),
