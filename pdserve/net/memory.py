@@ -172,6 +172,10 @@ class MemoryWorld:
         """Ends of connections that are not over."""
         return len(self._transports)
 
+    def connections_of(self, host: str) -> list[MemoryTransport]:
+        """The ends at `host`."""
+        return [end for end in self._transports if end.pipes()[0].source == host]
+
     def listen(
         self, host: str, port: int, factory: Callable[[], asyncio.BaseProtocol]
     ) -> _Listener:

@@ -169,6 +169,7 @@ class Pipe:
         start = max(self._loop.time() + delay, self._last)
         if conditions.bandwidth and isinstance(what, bytes):
             start += len(what) / conditions.bandwidth
+            self._world.fired("slow")
         self._last = start
         self._segments.append((start, what))
         self._schedule()

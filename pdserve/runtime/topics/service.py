@@ -24,7 +24,7 @@ from pdserve.runtime.topics.subscription import LogFollower, StateFollower, Subs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.ids import Bytes, Seconds
+    from pdserve.ids import Bytes, NodeId, Seconds
     from pdserve.net.base import Incoming
     from pdserve.net.timers import Timer, Timers
     from pdserve.runtime.registry import Member
@@ -149,6 +149,15 @@ class Topics:
 
     # ------------------------------------------------------------------ looking, ending
 
+    def published(self, name: str) -> Publication | None:
+        """What this node publishes under `name`."""
+        return next((topic for (_, n), topic in self._published.items() if n == name), None)
+
+    def following(self, name: str, node: NodeId) -> Following | None:
+        """How `node` is followed in `name`, if it is."""
+        found = (s.get(node) for s in self._subscriptions if s.name == name)
+        return next((following for following in found if following is not None), None)
+
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters by `published/NAME` and `followed/NAME`."""
         found = {
@@ -228,6 +237,11 @@ class StateTopic(Publication, Generic[T]):
         if self._machine.set(value):
             self.pump()
 
+    @property
+    def value(self) -> bytes | None:
+        """The present one, as it travels; None: there was none yet."""
+        return self._machine.value
+
     def feed(self, subscribe: Subscribe) -> _Feed:
         return self._machine.feed()
 
@@ -247,6 +261,10 @@ class LogTopic(Publication):
         by those who take a snapshot, and found by the others' next watermark."""
         self._machine.append(event)
         self.pump()
+
+    def digest(self) -> int:
+        """Of the source's present state."""
+        return self._machine.source.digest()
 
     def feed(self, subscribe: Subscribe) -> _Feed:
         if subscribe.resume is None:

@@ -110,6 +110,11 @@ class StateFollower(Generic[T]):
         self._last: bytes | None = None
         self._values = 0
 
+    @property
+    def last(self) -> bytes | None:
+        """The newest value, as it came."""
+        return self._last
+
     def opening(self) -> Subscribe:
         return Subscribe(self._name)
 

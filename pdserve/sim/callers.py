@@ -1,0 +1,217 @@
+"""Those who ask: the clients of one frontend, and an account of each request.
+
+A caller is what the frontend's HTTP side is to the backend: it opens a request with a sink, may
+turn away before or after, and must hear of exactly one end. What it hears is checked as it comes:
+the tokens are those of the engine, in order, none twice, none missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from pdserve.errors import PdserveError
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.testing.ledger import Ledger
+from pdserve.testing.scripted import reference_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from pdserve.frontend.backend import OpenStream
+    from pdserve.frontend.cluster import ClusterBackend
+    from pdserve.ids import Seconds
+    from pdserve.messages.request import TokenDelta
+
+__all__ = ["Account", "Callers", "draw_request"]
+
+_MAX_LEN = 200
+
+
+def draw_request(random: Random, name: str, model: str) -> GenerateRequest:
+    """Small: what matters is its way, not its size."""
+    length = random.choice((1, 7, 8, 9, 30, 60))
+    prompt = [random.randrange(3, 97) for _ in range(length)]
+    sampling = SamplingParams(
+        max_tokens=random.choice((1, 2, 10, 40, 90)),
+        temperature=random.choice((0.0, 1.0)),
+        ignore_eos=random.random() < 0.7,
+        eos_token_ids=(2,),
+        seed=random.getrandbits(63),
+    )
+    deadline = random.uniform(0.5, 5.0) if random.random() < 0.1 else None
+    return GenerateRequest(
+        request_id=name,
+        model=model,
+        prompt=prompt,
+        sampling=sampling,
+        n=random.choice((1, 1, 1, 2, 3)),
+        deadline=deadline,
+    )
+
+
+class Account:
+    """One request, from the call to its one end; the backend's sink."""
+
+    def __init__(
+        self, name: str, request: GenerateRequest, began: Seconds, complain: Callable[[str], None]
+    ) -> None:
+        self.name = name
+        self.request = request
+        self.began = began
+        self.outcome = ""
+        """How it ended, in a word or two; empty while it has not."""
+        self.stage = "opening"
+        self.stream: OpenStream | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        """The end of its patience."""
+        self.on_end: Callable[[Account], None] = lambda account: None
+        self._ledger = Ledger(request)
+        self._complain = complain
+
+    @property
+    def tokens(self) -> int:
+        """Received."""
+        return sum(map(len, self._ledger.tokens))
+
+    def end(self, outcome: str) -> None:
+        """It ends so; a second end is a violation."""
+        if self.outcome:
+            self._complain(f"{self.name} ended twice: {self.outcome}, then {outcome}")
+            return
+        self.outcome = outcome
+        if self.timer is not None:
+            self.timer.cancel()
+        self._check(complete=outcome == "completed")
+        self.on_end(self)
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        """See `engine.api.TokenSink`."""
+        if self.outcome:
+            self._complain(f"{self.name} hears of tokens after its end: {self.outcome}")
+            return
+        self.stage = "streaming"
+        try:
+            self._ledger.take(delta)
+        except AssertionError as error:
+            self._complain(f"{self.name}: {error}")
+        if self._ledger.done:
+            self.end("completed")
+
+    def on_error(self, error: PdserveError) -> None:
+        """See `engine.api.TokenSink`."""
+        self.end(f"failed {type(error).__name__}")
+
+    def _check(self, *, complete: bool) -> None:
+        for choice, tokens in enumerate(self._ledger.tokens):
+            wanted = reference_tokens(self.request, choice, max_len=_MAX_LEN)
+            if tokens != (wanted if complete else wanted[: len(tokens)]):
+                self._complain(
+                    f"{self.name} choice {choice} got {len(tokens)} tokens that are not the "
+                    f"engine's {len(wanted)}: {tokens} instead of {wanted}"
+                )
+
+
+class Callers:
+    """The clients of one frontend's process; lives in it and dies with it."""
+
+    def __init__(
+        self,
+        backend: ClusterBackend,
+        models: tuple[str, ...],
+        name: str,
+        random: Random,
+        *,
+        rate: float,
+        begin: Callable[[Account], None],
+        complain: Callable[[str], None],
+    ) -> None:
+        """`rate`: requests per second; `begin` hears of each account."""
+        self.rate = rate
+        self.calm = False
+        """Nobody turns away any more, and nobody has a deadline."""
+        self._backend = backend
+        self._models = models
+        self._name = name
+        self._random = random
+        self._begin = begin
+        self._complain = complain
+        self._number = 0
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[asyncio.Task[None], None] = {}
+
+    def start(self) -> None:
+        """Ask again and again, until the rate is 0."""
+        task = self._loop.create_task(self._run(), name=f"callers of {self._name}")
+        self._tasks[task] = None
+        task.add_done_callback(self._forget)
+
+    async def _run(self) -> None:
+        while self.rate:
+            await asyncio.sleep(self._random.expovariate(self.rate))
+            if self.rate:
+                _ = self.ask()
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+
+    def ask(self) -> Account:
+        """One request."""
+        self._number += 1
+        name = f"{self._name}.{self._number}"
+        request = draw_request(self._random, name, self._random.choice(self._models))
+        impatient = self._random.random() < 0.15
+        patience = self._random.choice((0.0, 0.01, 0.2, 1.0)) * self._random.random()
+        if self.calm:
+            request = _without_deadline(request)
+            impatient = False
+        account = Account(name, request, self._loop.time(), self._complain)
+        self._begin(account)
+        account.task = task = self._loop.create_task(self._open(account), name=name)
+        self._tasks[task] = None
+        task.add_done_callback(self._forget)
+        if impatient:
+            account.timer = self._loop.call_later(patience, self._turn_away, account)
+        return account
+
+    async def close(self) -> None:
+        """The process ends: whoever still asks is cut off."""
+        self.rate = 0.0
+        for task in tuple(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+    async def _open(self, account: Account) -> None:
+        try:
+            stream = await self._backend.open(account.request, account)
+        except PdserveError as error:
+            if account.tokens:
+                self._complain(f"{account.name} was refused after it had got tokens: {error}")
+            account.end(f"refused {type(error).__name__}")
+        except asyncio.CancelledError:
+            if not account.outcome:  # else its last token came in the same turn
+                account.end("cancelled early")
+            raise
+        else:
+            account.stream = stream
+            if not account.outcome:
+                account.stage = "opened"
+
+    def _turn_away(self, account: Account) -> None:
+        if account.outcome:
+            return
+        if account.stream is None:
+            assert account.task is not None
+            account.task.cancel()
+        else:
+            account.end("cancelled")
+            account.stream.cancel()
+
+
+def _without_deadline(request: GenerateRequest) -> GenerateRequest:
+    return replace(request, deadline=None)

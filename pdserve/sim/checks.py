@@ -1,0 +1,156 @@
+"""What must hold: while faults go on, once they are over, and when everything has ended.
+
+Each check yields what is wrong in words that name it, so that a run which does not come to rest
+says for what it waits. They read the nodes from outside and change nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.messages.routing import BOOKINGS, LOAD, SEQUENCES
+from pdserve.router.bookings import Charge
+from pdserve.runtime.topics.service import LogTopic, StateTopic
+from pdserve.runtime.topics.subscription import LogFollower, StateFollower
+from pdserve.sim.roles import Frontend, Router, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.runtime.topics.service import Topics
+    from pdserve.sim.world import Host, World
+
+__all__ = ["at_rest", "membership", "ready", "unfinished"]
+
+
+def membership(world: World) -> Iterator[str]:
+    """Every node knows those that live, in their present life, and nobody else."""
+    truth = {h.part.node.id: h.part.node.epoch for h in _up(world) if h.part is not None}
+    for host in _up(world):
+        assert host.part is not None
+        node = host.part.node
+        seen = {member.node: member.epoch for member in node.registry} | {node.id: node.epoch}
+        for who in sorted(truth.keys() | seen.keys()):
+            if truth.get(who) != seen.get(who):
+                wanted, found = _life(truth.get(who)), _life(seen.get(who))
+                yield f"{host.name} has {found} for {who}, it is {wanted}"
+        for member in node.registry:
+            if member.suspect:
+                yield f"{host.name} still suspects {member.node}"
+
+
+def ready(world: World) -> Iterator[str]:
+    """Everybody serves, and everybody else knows it."""
+    cards = {h.part.node.id: h.part.node.card for h in _up(world) if h.part is not None}
+    for host in _up(world):
+        assert host.part is not None
+        if isinstance(host.part, Worker) and (why := host.part.service.unready_reason()):
+            yield f"worker {host.name} is not ready: {why}"
+        if isinstance(host.part, Frontend) and (why := host.part.backend.unready_reason()):
+            yield f"frontend {host.name} is not ready: {why}"
+        for member in host.part.node.registry:
+            card = cards.get(member.node)
+            if card is None or card != member.card:
+                yield f"{host.name} has an old card of {member.node}"
+
+
+def _life(epoch: int | None) -> str:
+    return "nobody" if epoch is None else f"life {epoch}"
+
+
+def unfinished(world: World) -> Iterator[str]:
+    """Requests that have not ended, each with where it stands."""
+    for account in world.accounts:
+        age = world.loop.time() - account.began
+        yield (
+            f"request {account.name} is {account.stage} for {age:.1f} s, "
+            f"{account.tokens} tokens received"
+        )
+
+
+def at_rest(world: World) -> Iterator[str]:
+    """Nobody asks any more: everything that belonged to requests is back."""
+    yield from unfinished(world)
+    for host in _up(world):
+        if not host.ready:
+            yield f"{host.name} has not come up"
+        if isinstance(host.part, Router):
+            yield from _router(world, host, host.part)
+        elif isinstance(host.part, Worker):
+            yield from _worker(host, host.part)
+        elif isinstance(host.part, Frontend):
+            yield from _frontend(host, host.part)
+        yield from _links(host)
+
+
+def _router(world: World, host: Host, router: Router) -> Iterator[str]:
+    bookings = router.service.desk.bookings
+    if len(bookings):
+        yield f"router {host.name} keeps {len(bookings)} bookings"
+    for other in _up(world):
+        if isinstance(other.part, Worker):
+            charge = bookings.load(other.part.node.id)
+            if charge != Charge(0, 0):
+                yield f"router {host.name} charges {other.name} {charge}"
+            yield from _follows(host, router.topics, other, SEQUENCES, other.part.topics)
+            yield from _follows(host, router.topics, other, LOAD, other.part.topics)
+        elif isinstance(other.part, Router) and other is not host:
+            yield from _follows(host, router.topics, other, BOOKINGS, other.part.topics)
+    try:
+        bookings.check()
+    except AssertionError as error:
+        yield f"the ledger of {host.name} contradicts itself: {error}"
+
+
+def _follows(
+    host: Host, topics: Topics, publisher: Host, name: str, published: Topics
+) -> Iterator[str]:
+    """What `host` has of a topic is what its publisher has."""
+    assert publisher.part is not None
+    following = topics.following(name, publisher.part.node.id)
+    source = published.published(name)
+    where = f"{host.name} on {name!r} of {publisher.name}"
+    if isinstance(following, LogFollower) and isinstance(source, LogTopic):
+        if following.reader.target.digest() != source.digest():
+            yield f"{where}: another state than the publisher's"
+    elif isinstance(following, StateFollower) and isinstance(source, StateTopic):
+        if following.last != source.value:
+            yield f"{where}: the value is not the last one"
+    else:
+        yield f"{where}: not followed"
+
+
+def _worker(host: Host, worker: Worker) -> Iterator[str]:
+    if worker.member.requests:
+        yield f"worker {host.name} keeps {worker.member.requests} requests"
+    stats = worker.service.statistics()
+    if stats.running or stats.waiting:
+        yield f"the engine of {host.name} keeps {stats.running + stats.waiting} sequences"
+    if stats.blocks_used:
+        yield f"the engine of {host.name} keeps {stats.blocks_used} blocks"
+
+
+def _frontend(host: Host, frontend: Frontend) -> Iterator[str]:
+    for worker, (_, channel) in frontend.backend._channels.items():
+        if channel.requests:
+            yield f"frontend {host.name} keeps {channel.requests} requests at {worker}"
+
+
+def _links(host: Host) -> Iterator[str]:
+    """Nothing waits on any link, and no credit is held by streams that are over."""
+    assert host.part is not None
+    if not host.part.node.lives:
+        return
+    for link in host.part.node.endpoint.links.values():
+        stats = link.statistics()
+        where = f"the link of {host.name} to {link.peer.node}"
+        if stats.serving:
+            yield f"{where}: {stats.serving} requests unanswered"
+        if stats.unsent_bytes:
+            yield f"{where}: {stats.unsent_bytes} bytes unsent"
+        if stats.granted and not stats.streams:
+            yield f"{where}: {stats.granted} credit granted without a stream"
+
+
+def _up(world: World) -> list[Host]:
+    return [host for host in world.hosts.values() if host.up and host.part is not None]

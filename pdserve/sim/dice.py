@@ -1,0 +1,36 @@
+"""Randomness that forks: one seed, and a source of its own for everybody who draws.
+
+A source depends on the seed and on its label alone. So one more draw in one part of a world changes
+nothing in the others, and a failing run stays the same run while somebody adds a print.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from random import Random
+
+__all__ = ["Dice"]
+
+
+class Dice:
+    """Makes sources; the same label gives the same source again."""
+
+    def __init__(self, seed: int, path: str = "") -> None:
+        self.seed = seed
+        self._path = path
+
+    def fork(self, *labels: object) -> Random:
+        """The source for one purpose."""
+        return Random(self._number(labels))
+
+    def below(self, *labels: object) -> Dice:
+        """Dice for somebody who forks again."""
+        return Dice(self.seed, f"{self._path}/{_joined(labels)}")
+
+    def _number(self, labels: tuple[object, ...]) -> int:
+        text = f"{self.seed}{self._path}/{_joined(labels)}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _joined(labels: tuple[object, ...]) -> str:
+    return "/".join(map(str, labels))

@@ -1,0 +1,247 @@
+"""What goes wrong, and when: kinds of faults, a plan drawn from the seed, and how each is done.
+
+Each run draws a subset of the kinds and their rates ("swarm"), so that some runs have one kind only
+and the others are not hidden by it. A fault counts when it happens (`World.faults`) and again when
+somebody felt it (`World.effects`): one that is never felt tests nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pdserve.sim.roles import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from random import Random
+
+    from pdserve.ids import Seconds
+    from pdserve.sim.world import Host, World
+
+__all__ = ["KINDS", "Fault", "draw_faults", "perform"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: `kind` at `at` for `lasts` seconds."""
+
+    kind: str
+    at: Seconds
+    lasts: Seconds
+    a: str
+    """The host it happens to."""
+    b: str = ""
+    """The other one, where it is between two."""
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        between = f"{self.a} {self.b}".strip()
+        return f"{self.kind} {between} for {self.lasts:.2f} s, {self.amount:.3g}"
+
+
+# ---------------------------------------------------------------------------- how each is done
+
+
+async def _delay(world: World, fault: Fault) -> bool:
+    before = world.net.faults["delay"]
+    for pair in _both(fault):
+        world.net.set_conditions(*pair, delay_min=0.0, delay_max=fault.amount, split=True)
+    await asyncio.sleep(fault.lasts)
+    for pair in _both(fault):
+        world.net.set_conditions(*pair, delay_max=0.0, split=False)
+    return world.net.faults["delay"] > before
+
+
+async def _slow(world: World, fault: Fault) -> bool:
+    """A link, or a reader, that takes some kilobytes per second, and a full kernel behind it."""
+    before = world.net.faults["slow"]
+    for pair in _both(fault):
+        world.net.set_conditions(*pair, bandwidth=fault.amount, capacity=4096, segment=512)
+    await asyncio.sleep(fault.lasts)
+    for pair in _both(fault):
+        world.net.set_conditions(*pair, bandwidth=0.0, capacity=256 * 1024, segment=64 * 1024)
+    return world.net.faults["slow"] > before
+
+
+async def _partition(world: World, fault: Fault) -> bool:
+    """A part of the hosts on one side, chosen by the amount; at least `a`, at most all but `b`."""
+    side = {h for i, h in enumerate(world.hosts) if (i + 1) * 0.618 % 1 < fault.amount}
+    side = (side | {fault.a}) - {fault.b}
+    others = world.hosts.keys() - side
+    pairs = [(a, b) for a in sorted(side) for b in sorted(others)]
+    return await _silence(world, fault, pairs + [(b, a) for a, b in pairs])
+
+
+async def _isolate(world: World, fault: Fault) -> bool:
+    return await _silence(world, fault, world.around(fault.a))
+
+
+async def _cut(world: World, fault: Fault) -> bool:
+    return await _silence(world, fault, _both(fault))
+
+
+async def _one_way(world: World, fault: Fault) -> bool:
+    """To another host, or, with an amount over a half, to all of them."""
+    if fault.amount > 0.5:
+        return await _silence(world, fault, [p for p in world.around(fault.a) if p[0] == fault.a])
+    return await _silence(world, fault, [(fault.a, fault.b)])
+
+
+async def _silence(world: World, fault: Fault, pairs: list[tuple[str, str]]) -> bool:
+    before = world.net.faults["silence"]
+    number = world.cut(pairs)
+    await asyncio.sleep(fault.lasts)
+    world.mend(number)
+    return world.net.faults["silence"] > before
+
+
+async def _crash(world: World, fault: Fault) -> bool:
+    """kill -9, and a new life after `lasts`."""
+    host = world.hosts[fault.a]
+    if not host.up:
+        return False
+    reset = world.kill(host)
+    await asyncio.sleep(fault.lasts)
+    _revive(world, host)
+    return reset > 0
+
+
+async def _lose(world: World, fault: Fault) -> bool:
+    """The power goes: silence, not a reset; what comes back knows of no connection."""
+    host = world.hosts[fault.a]
+    if not host.up:
+        return False
+    host.busy = True
+    before = world.net.faults["silence"]
+    number = world.cut(world.around(host.name))
+    world.kill(host)
+    await asyncio.sleep(fault.lasts)
+    felt = world.net.faults["silence"] > before
+    world.mend(number)
+    host.busy = False
+    _revive(world, host)
+    return felt
+
+
+async def _leave(world: World, fault: Fault) -> bool:
+    """Asked to end; it says goodbye, and comes back after `lasts`."""
+    host = world.hosts[fault.a]
+    if not host.up or not host.ready or _paused(host):
+        return False
+    await world.stop(host, leave=True)
+    await asyncio.sleep(fault.lasts)
+    _revive(world, host)
+    return True
+
+
+async def _pause(world: World, fault: Fault) -> bool:
+    host = world.hosts[fault.a]
+    process = world.pause(host) if host.up else None
+    if process is None:
+        return False
+    await asyncio.sleep(fault.lasts)
+    return world.resume(host, process) > 0
+
+
+async def _reset(world: World, fault: Fault) -> bool:
+    before = world.net.faults["reset"]
+    world.net.reset(fault.a, fault.b)
+    return world.net.faults["reset"] > before
+
+
+async def _reset_inside(world: World, fault: Fault) -> bool:
+    """In the middle of a frame, most of the time."""
+    before = world.net.faults["reset inside a stream"]
+    world.net.reset_after(fault.a, fault.b, 1 + int(fault.amount))
+    await asyncio.sleep(fault.lasts)
+    return world.net.faults["reset inside a stream"] > before
+
+
+async def _engine(world: World, fault: Fault) -> bool:
+    """A worker's engine core dies; its node lives on."""
+    host = world.hosts[fault.a]
+    part, process = host.part, host.process
+    if not host.up or not host.ready or process is None or not isinstance(part, Worker):
+        return False
+    return process.context.copy().run(part.service.break_engine) > 0
+
+
+def _revive(world: World, host: Host) -> None:
+    if host.wanted and not host.busy:
+        world.start(host)
+
+
+def _paused(host: Host) -> bool:
+    return host.process is not None and host.process.paused
+
+
+def _both(fault: Fault) -> list[tuple[str, str]]:
+    return [(fault.a, fault.b), (fault.b, fault.a)]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one kind of fault is done and drawn."""
+
+    do: Callable[[World, Fault], Awaitable[bool]]
+    """Returns whether anybody felt it."""
+    lasts: tuple[Seconds, ...]
+    """One of these times a number around 1."""
+    amounts: tuple[float, ...] = (0.0,)
+    roles: tuple[str, ...] = ("router", "worker", "frontend")
+    """Whom it happens to."""
+
+
+KINDS: Final = {
+    "delay": Kind(_delay, (2.0, 10.0), (0.005, 0.05, 0.3)),
+    "slow": Kind(_slow, (2.0, 8.0), (2_000.0, 20_000.0)),
+    "partition": Kind(_partition, (0.3, 4.0, 15.0), (0.2, 0.5)),
+    "isolate": Kind(_isolate, (0.3, 4.0, 20.0)),
+    "cut": Kind(_cut, (0.3, 4.0, 20.0)),
+    "one-way": Kind(_one_way, (0.3, 4.0, 15.0), (0.2, 0.8)),
+    "crash": Kind(_crash, (0.01, 1.0, 10.0)),
+    "lose": Kind(_lose, (0.1, 3.0, 15.0)),
+    "leave": Kind(_leave, (0.01, 1.0, 5.0)),
+    "pause": Kind(_pause, (0.2, 3.0, 12.0, 25.0)),
+    "reset": Kind(_reset, (0.0,)),
+    "reset-inside": Kind(_reset_inside, (5.0,), (1.0, 30.0, 500.0)),
+    "engine": Kind(_engine, (0.0,), roles=("worker",)),
+}
+
+
+async def perform(world: World, fault: Fault) -> None:
+    """Do it when it is due, and note whether it was felt."""
+    await asyncio.sleep(max(0.0, fault.at - world.loop.time()))
+    world.faults[fault.kind] += 1
+    world.active[fault] = None
+    world.happened("-", "FAULT", str(fault))
+    if await KINDS[fault.kind].do(world, fault):
+        world.effects[fault.kind] += 1
+        world.happened("-", "felt", fault.kind)
+    world.trace.note("-", "over", str(fault))
+    world.active.pop(fault)
+
+
+def draw_faults(
+    random: Random, hosts: dict[str, str], begin: Seconds, end: Seconds, rate: float
+) -> list[Fault]:
+    """A plan: some kinds, each as often as drawn. `hosts`: roles by name; `rate`: faults per
+    second, all kinds together."""
+    kinds = random.sample(sorted(KINDS), random.choice((1, 2, 3, 5, len(KINDS))))
+    weights = [random.expovariate(1.0) + 0.1 for _ in kinds]
+    plan: list[Fault] = []
+    now = begin
+    while (now := now + random.expovariate(rate)) < end:
+        plan.append(draw_fault(random, random.choices(kinds, weights)[0], hosts, now))
+    return plan
+
+
+def draw_fault(random: Random, name: str, hosts: dict[str, str], at: Seconds) -> Fault:
+    """One of a kind."""
+    kind = KINDS[name]
+    a = random.choice([host for host, role in hosts.items() if role in kind.roles])
+    b = random.choice([host for host in hosts if host != a])
+    lasts = random.choice(kind.lasts) * random.uniform(0.7, 1.4)
+    return Fault(name, at, lasts, a, b, random.choice(kind.amounts) * random.uniform(0.7, 1.4))

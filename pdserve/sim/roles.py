@@ -1,0 +1,184 @@
+"""The three roles as one process of a world runs them: the product's own services on a node.
+
+What `launch.parts` composes for a real process is composed here for a virtual one: no HTTP, no
+child process, no file. Everything else is the code that serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+from pdserve.errors import Draining
+from pdserve.frontend.cluster import ClusterBackend
+from pdserve.frontend.config import FrontendConfig
+from pdserve.messages.card import ModelCard
+from pdserve.messages.node import NodeCard
+from pdserve.observe.degraded import Degradations
+from pdserve.observe.metrics import Metrics
+from pdserve.router.config import RouterConfig
+from pdserve.router.policies.load import load_policy
+from pdserve.router.service import RouterService
+from pdserve.runtime.topics.service import Topics
+from pdserve.sim.engine import InlineEngine
+from pdserve.testing.scripted import ENGINE
+from pdserve.worker.config import WorkerConfig
+from pdserve.worker.member import WorkerMember
+from pdserve.worker.model import LocalModel
+from pdserve.worker.service import WorkerService
+
+if TYPE_CHECKING:
+    from pdserve.ids import Seconds
+    from pdserve.messages.engine import EngineSpec
+    from pdserve.runtime.node import Node
+    from pdserve.worker.model import ProgressFn
+
+__all__ = ["Frontend", "Part", "Router", "Settings", "Worker"]
+
+_BLOCKS: Final = 64
+_BLOCK_SIZE: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the run's seed has chosen for its nodes."""
+
+    policy: str = "least_loaded"
+    model: str = "model"
+    """What a worker serves."""
+    pace: Seconds = 0.02
+    """One engine step."""
+    load_time: Seconds = 0.5
+    restart_time: Seconds = 1.0
+    """From an engine's death until it can serve again."""
+    tokenizer_bytes: int = 1000
+    """A large part of the card; much of it takes the bulk connection."""
+    router_wait: Seconds = 5.0
+
+
+class Part(Protocol):
+    """One role in one process: `start` once, then `stop`, unless the process is killed."""
+
+    node: Node
+
+    async def start(self) -> None: ...
+
+    async def stop(self, *, leave: bool) -> None:
+        """End everything; `leave`: say goodbye first, as a process that is asked to end does."""
+        ...
+
+
+class Router:
+    """See `launch.parts.RouterPart`."""
+
+    def __init__(self, node: Node, settings: Settings) -> None:
+        self.node = node
+        self.topics = Topics(node, node.timers)
+        config = RouterConfig(policy=settings.policy)
+        policy = load_policy(config.policy)
+        self.service = RouterService(
+            config, policy, node, self.topics, _card(node), Degradations(Metrics())
+        )
+
+    async def start(self) -> None:
+        await self.node.start()
+        self.service.open()
+
+    async def stop(self, *, leave: bool) -> None:
+        self.service.drain()
+        if leave:
+            await self.node.leave()
+        self.topics.close()
+        await self.node.close()
+
+
+class Worker:
+    """See `launch.parts.WorkerPart`."""
+
+    def __init__(self, node: Node, settings: Settings) -> None:
+        self.node = node
+        self.topics = Topics(node, node.timers)
+        self.service = _Service(settings)
+        self.member = WorkerMember(self.service, node, self.topics, _card(node))
+
+    async def start(self) -> None:
+        await self.node.start()
+        await self.service.start(lambda stage, fraction: None)
+
+    async def stop(self, *, leave: bool) -> None:
+        if leave:
+            await self.member.drain(2.0)
+        self.member.close()
+        if leave:
+            await self.node.leave()
+        self.topics.close()
+        await self.service.stop()
+        await self.node.close()
+
+
+class Frontend:
+    """See `launch.parts.FrontendPart`; callers ask `backend`."""
+
+    def __init__(self, node: Node, settings: Settings) -> None:
+        self.node = node
+        config = FrontendConfig(router_wait=settings.router_wait)
+        self.backend = ClusterBackend(node, config, Degradations(Metrics()))
+
+    async def start(self) -> None:
+        await self.node.start()
+        self.node.publish_card(_card(self.node), {})
+
+    async def stop(self, *, leave: bool) -> None:
+        self.backend.close(Draining("the frontend is going away"))
+        if leave:
+            await self.node.leave()
+        await self.node.close()
+
+
+class _Service(WorkerService):
+    """A worker's service whose engine runs inline, and whose model is no directory."""
+
+    def __init__(self, settings: Settings) -> None:
+        options = {"blocks": str(_BLOCKS), "max_len": "200"}
+        config = WorkerConfig(
+            engine=ENGINE,
+            engine_options=options,
+            block_size=_BLOCK_SIZE,
+            max_sequences=8,
+            max_batch_tokens=64,
+            max_waiting=32,
+        )
+        super().__init__(config, self._inline, Metrics(), hash_secret=b"the same in every world")
+        self._settings = settings
+        self.engine: InlineEngine | None = None
+
+    def _inline(self, spec: EngineSpec) -> InlineEngine:
+        settings = self._settings
+        self.engine = InlineEngine(spec, pace=settings.pace, load_time=settings.load_time)
+        return self.engine
+
+    def break_engine(self) -> int:
+        """Its core dies; returns how many requests that costs."""
+        return 0 if self.engine is None else self.engine.die(self._settings.restart_time)
+
+    async def _find(self, on_progress: ProgressFn) -> LocalModel:
+        return LocalModel(Path("/model"), self._settings.model)
+
+    async def _make_card(self, model: LocalModel, engine: object) -> None:
+        capabilities = self.capabilities
+        assert capabilities is not None
+        card = ModelCard(
+            name=model.name,
+            max_model_len=capabilities.max_model_len,
+            vocab_size=capabilities.vocab_size,
+            block_size=capabilities.block_size,
+            eos_token_ids=capabilities.eos_token_ids,
+            tokenizer_json=bytes(self._settings.tokenizer_bytes),
+            compat_hash=capabilities.compat_hash,
+        )
+        self._cards = {card.name: card}
+
+
+def _card(node: Node) -> NodeCard:
+    return NodeCard(version="0", role=node.config.role, started=1_700_000_000, host=node.id)

@@ -1,0 +1,270 @@
+"""One run: a world from a seed, a time of faults, a quiet time in which all must come to rest, and
+an orderly end that leaves nothing behind.
+
+    grow      hosts start at times of their own, in any order
+    faults    clients ask, things go wrong
+    calm      faults have ended, everybody who was wanted is up; clients ask on, and are served
+    rest      nobody asks: bookings, credits and blocks are back
+    end       each process is asked to end
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from pdserve.sim.checks import at_rest, membership, ready, unfinished
+from pdserve.sim.dice import Dice
+from pdserve.sim.faults import Fault, draw_faults, perform
+from pdserve.sim.roles import Settings
+from pdserve.sim.world import World
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Iterator
+
+    from pdserve.ids import Seconds
+
+__all__ = ["Failure", "Plan", "Report", "draw_plan", "run", "run_plan"]
+
+_CONVERGES: Final[Seconds] = 150.0
+"""Within this after the last fault the nodes agree. Two halves look for each other every 15 s or
+so, and a node that was cut off puts off its verdicts for a minute."""
+_SERVED: Final[Seconds] = 120.0
+"""Within this the longest queue is worked off by the slowest worker."""
+_RESTS: Final[Seconds] = 40.0
+_LOOK: Final[Seconds] = 0.25
+_PROBES: Final = 3
+"""Requests per frontend that must be served once all agree."""
+
+
+class Failure(AssertionError):
+    """A run broke a rule; the message names the seed's command, the rule and the moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a seed stands for."""
+
+    seed: int
+    roles: dict[str, str]
+    """Hosts, in the order of their names; the first two are everybody's seeds."""
+    settings: dict[str, Settings]
+    models: tuple[str, ...]
+    starts: dict[str, Seconds]
+    rate: float
+    """Requests per second and frontend."""
+    faults: tuple[Fault, ...]
+    faults_end: Seconds
+    left_dead: tuple[str, ...] = ()
+    """Hosts that stay off once the faults are over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a run went."""
+
+    plan: Plan
+    digest: str
+    lines: list[str]
+    faults: Counter[str]
+    effects: Counter[str]
+    outcomes: Counter[str]
+    events: Counter[str]
+    felt: Counter[tuple[str, str]]
+    """(fault, what happened while it lasted)."""
+    converged: Seconds
+    """After the last fault."""
+    virtual: Seconds
+
+
+def draw_plan(seed: int, nodes: int | None = None) -> Plan:
+    """Everything that a run decides beforehand."""
+    random = Dice(seed).fork("plan")
+    count = nodes or random.choice((5, 5, 6, 7, 8, 10, 12))
+    routers = max(1, min(count - 2, random.choice((1, 2, 2, 3))))
+    frontends = max(1, min(count - routers - 1, random.choice((1, 2, 2, 3))))
+    workers = count - routers - frontends
+    names = [f"r{i}" for i in range(routers)] + [f"w{i}" for i in range(workers)]
+    names += [f"f{i}" for i in range(frontends)]
+    kinds = {"r": "router", "w": "worker", "f": "frontend"}
+    roles = {name: kinds[name[0]] for name in names}
+    models = ("model",) if workers < 3 or random.random() < 0.7 else ("model", "other")
+    common = {
+        "policy": random.choice(("least_loaded", "round_robin", "power_of_two")),
+        "tokenizer_bytes": random.choice((500, 40_000, 400_000)),
+        "router_wait": random.choice((1.0, 5.0)),
+    }
+    settings = {
+        name: Settings(
+            model=models[i % len(models)],
+            pace=random.choice((0.005, 0.02, 0.1)),
+            load_time=random.choice((0.0, 0.5, 3.0)),
+            restart_time=random.choice((0.2, 2.0)),
+            **common,  # type: ignore[arg-type]
+        )
+        for i, name in enumerate(names)
+    }
+    lasts = random.choice((15.0, 30.0))
+    begin = random.uniform(0.0, 6.0)
+    spare = [name for name in names[2:] if name not in ("w0", "f0")]
+    return Plan(
+        seed=seed,
+        roles=roles,
+        settings=settings,
+        models=models,
+        starts={name: random.choice((0.0, 0.0, 1.0, 4.0)) * random.random() for name in names},
+        rate=random.choice((0.5, 2.0, 5.0)),
+        faults=tuple(draw_faults(random, roles, begin, begin + lasts, random.choice((0.2, 0.6)))),
+        faults_end=begin + lasts,
+        left_dead=tuple(spare[:1]) if spare and random.random() < 0.3 else (),
+    )
+
+
+def run(seed: int, nodes: int | None = None) -> Report:
+    """One whole run. Raises `Failure`."""
+    return run_plan(draw_plan(seed, nodes))
+
+
+def run_plan(plan: Plan, on_line: Callable[[str], None] | None = None) -> Report:
+    """The same, of a plan that somebody made."""
+    world = World(plan.seed)
+    world.trace.on_line = on_line
+    try:
+        return world.loop.run_until_complete(_Run(plan, world).whole())
+    finally:
+        world.close()
+
+
+class _Run:
+    """See above."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self.plan = plan
+        self.world = world
+        world.models = plan.models
+        world.rate = plan.rate
+        for name, role in plan.roles.items():
+            world.add(name, role, plan.settings[name])
+        world.seeds = tuple(host.address for host in list(world.hosts.values())[:2])
+
+    async def whole(self) -> Report:
+        world, plan = self.world, self.plan
+        for host in world.hosts.values():
+            world.call_later(plan.starts[host.name], partial(world.start, host))
+        await self._faults()
+        quiet = world.loop.time()
+        await self._calm()
+        await self._until("the nodes agree", self._disagreements, _CONVERGES)
+        converged = world.loop.time() - quiet
+        await self._serve()
+        await self._rest()
+        await self._end()
+        return Report(
+            plan,
+            world.trace.digest,
+            world.trace.lines,
+            world.faults,
+            world.effects,
+            world.outcomes,
+            world.trace.counts,
+            world.felt,
+            converged,
+            world.loop.time(),
+        )
+
+    async def _faults(self) -> None:
+        world, plan = self.world, self.plan
+        going = [asyncio.ensure_future(perform(world, fault)) for fault in plan.faults]
+        await asyncio.sleep(max(plan.faults_end, max(plan.starts.values())) - world.loop.time())
+        if going:
+            await asyncio.wait(going)
+        for fault in going:
+            fault.result()
+
+    async def _calm(self) -> None:
+        """From here on nothing goes wrong any more."""
+        world = self.world
+        for name in self.plan.left_dead:
+            host = world.hosts[name]
+            host.wanted = False
+            world.kill(host)
+        for host in world.hosts.values():
+            if host.wanted:
+                world.start(host)
+        world.happened("-", "CALM")
+        self._look()
+
+    def _disagreements(self) -> Iterator[str]:
+        for host in self.world.hosts.values():
+            if host.wanted and not host.ready:
+                yield f"{host.name} has not come up"
+        yield from membership(self.world)
+        yield from ready(self.world)
+
+    async def _serve(self) -> None:
+        """Every frontend is served again."""
+        world = self.world
+        world.happened("-", "SERVE")
+        probes = []
+        for host in world.of_role("frontend"):
+            if host.callers is not None:
+                host.callers.rate = 0.0
+                host.callers.calm = True
+        await self._until("every request ends", lambda: unfinished(world), _SERVED)
+        for host in world.of_role("frontend"):
+            if host.callers is not None and host.process is not None:
+                ask = host.callers.ask
+                probes += [host.process.context.copy().run(ask) for _ in range(_PROBES)]
+        await self._until("every probe ends", lambda: unfinished(world), _SERVED)
+        for probe in probes:
+            if probe.outcome != "completed":
+                world.complain(f"{probe.name} was not served in calm: {probe.outcome}")
+        self._look()
+
+    async def _rest(self) -> None:
+        self.world.happened("-", "REST")
+        await self._until("all is at rest", lambda: at_rest(self.world), _RESTS)
+
+    async def _end(self) -> None:
+        """In an order that the seed draws; the last ones have nobody left to say goodbye to."""
+        world = self.world
+        world.happened("-", "END")
+        hosts = [host for host in world.hosts.values() if host.up]
+        random = world.dice.fork("end")
+        random.shuffle(hosts)
+        for host in hosts:
+            host.wanted = False
+            await world.stop(host, leave=random.random() < 0.5)
+        if world.net.connections:
+            world.complain(f"{world.net.connections} ends of connections are left")
+        self._look()
+
+    async def _until(
+        self, what: str, missing: Callable[[], Iterator[str]], within: Seconds
+    ) -> None:
+        """Watch until nothing is missing any more; name what is, when that takes too long."""
+        world = self.world
+        until = world.loop.time() + within
+        while (first := next(missing(), None)) is not None:
+            self._look()
+            if world.loop.time() >= until:
+                every = list(missing())
+                more = f" (and {len(every) - 1} more)" if len(every) > 1 else ""
+                world.complain(f"{within:g} s were not enough until {what}: {first}{more}")
+                break
+            await asyncio.sleep(_LOOK)
+        self._look()
+
+    def _look(self) -> None:
+        """Raise if a rule was broken."""
+        world = self.world
+        world.violations += world.loop.problems
+        world.loop.problems.clear()
+        if world.violations:
+            raise Failure(
+                f"seed {self.plan.seed} at {world.loop.time():.3f} s: {world.violations[0]}\n"
+                f"replay: python -m pdserve.sim {self.plan.seed}"
+            )

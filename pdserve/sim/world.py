@@ -1,0 +1,361 @@
+"""The world: hosts, the processes on them, the network between them, and one clock.
+
+Everything random is drawn from the seed, each purpose from a source of its own. What happens is
+noted in `trace`; what must not happen is noted in `violations`. Faults are verbs here, their plan
+is `faults`', what must hold in the end is `checks`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import PdserveError
+from pdserve.ids import NodeId
+from pdserve.net.memory import MemoryWorld
+from pdserve.runtime.node import Node, NodeConfig
+from pdserve.runtime.registry import Appeared, Changed, Gone
+from pdserve.sim.callers import Callers
+from pdserve.sim.dice import Dice
+from pdserve.sim.loop import Process, WorldLoop
+from pdserve.sim.roles import Frontend, Part, Router, Settings, Worker
+from pdserve.sim.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pdserve.ids import Seconds
+    from pdserve.runtime.registry import MemberEvent
+    from pdserve.sim.callers import Account
+    from pdserve.sim.faults import Fault
+
+__all__ = ["Host", "World"]
+
+_log = logging.getLogger(__name__)
+
+_KEY: Final = b"the key of all simulated clusters, 32 bytes or more"
+_PORT: Final = 7000
+_EPOCH: Final = 1_700_000_000
+"""Unix seconds at which worlds begin."""
+_AGAIN: Final[Seconds] = 1.0
+"""A process that ended by itself is started again after this, as a service manager does."""
+_ROLES: Final[dict[str, Callable[[Node, Settings], Part]]] = {
+    "router": Router,
+    "worker": Worker,
+    "frontend": Frontend,
+}
+
+
+class Host:
+    """One machine: at most one process at a time."""
+
+    def __init__(self, name: str, role: str, settings: Settings, ahead: Seconds) -> None:
+        self.name = name
+        self.role = role
+        self.settings = settings
+        self.ahead = ahead
+        """Of its wall clock."""
+        self.process: Process | None = None
+        self.part: Part | None = None
+        self.callers: Callers | None = None
+        self.ready = False
+        """Its role has started."""
+        self.lives = 0
+        self.wanted = True
+        """Somebody starts it again when it ends."""
+        self.busy = False
+        """It is being stopped, or lost: no fault touches it."""
+
+    @property
+    def up(self) -> bool:
+        """A process runs here and is not on its way out."""
+        return self.process is not None and not self.busy
+
+    @property
+    def address(self) -> str:
+        return f"{self.name}:{_PORT}"
+
+
+class World:
+    """See above. Make it with the loop that it is to run on."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.dice = Dice(seed)
+        self.loop = WorldLoop(self.dice.fork("order"))
+        self.net = MemoryWorld(self.dice.fork("network"))
+        self.trace = Trace(self.loop.time)
+        self.hosts: dict[str, Host] = {}
+        self.seeds: tuple[str, ...] = ()
+        self.models: tuple[str, ...] = ("model",)
+        self.rate = 1.0
+        """Requests per second and frontend."""
+        self.calm = False
+        """Clients are patient."""
+        self.violations: list[str] = []
+        self.faults: Counter[str] = Counter()
+        """How often each fault happened."""
+        self.effects: Counter[str] = Counter()
+        """How often each of them was felt by somebody."""
+        self.active: dict[Fault, None] = {}
+        """Faults that last."""
+        self.felt: Counter[tuple[str, str]] = Counter()
+        """(fault, what happened while it lasted)."""
+        self.accounts: list[Account] = []
+        """Requests that have not ended."""
+        self.outcomes: Counter[str] = Counter()
+        self.lost_with_frontend = 0
+        self._cuts: dict[tuple[str, str], Counter[int]] = {}
+        self._cut_number = 0
+        self._killed: list[Process] = []
+
+    def complain(self, what: str) -> None:
+        """A rule is broken."""
+        self.violations.append(what)
+        self.trace.note("-", "VIOLATION", what)
+
+    def happened(self, host: str, kind: str, words: str = "") -> None:
+        """Note an event that others may count."""
+        self.trace.note(host, kind, words)
+        for fault in self.active:
+            self.felt[fault.kind, kind] += 1
+
+    # ------------------------------------------------------------------ hosts and processes
+
+    def add(self, name: str, role: str, settings: Settings) -> Host:
+        """A machine, still off."""
+        ahead = self.dice.fork("clock", name).uniform(-30.0, 30.0)
+        host = self.hosts[name] = Host(name, role, settings, ahead)
+        return host
+
+    def of_role(self, role: str) -> list[Host]:
+        return [host for host in self.hosts.values() if host.role == role]
+
+    def start(self, host: Host) -> None:
+        """Start its process, if none runs."""
+        if host.process is not None:
+            return
+        host.lives += 1
+        process = host.process = Process(f"{host.name}#{host.lives}")
+        self.happened(host.name, "start", f"life {host.lives}")
+        self.loop.start(process, self._live(host, process), f"main {process.name}")
+
+    async def _live(self, host: Host, process: Process) -> None:
+        """What a process does from its start until it serves."""
+        part = host.part = _ROLES[host.role](self._node(host), host.settings)
+        part.node.on_member(lambda event: self._member(host, event))
+        part.node.on_superseded = lambda reason: self._exits(host, process, reason)
+        try:
+            await part.start()
+        except PdserveError as error:
+            self._exits(host, process, f"{type(error).__name__}: {error}")
+            return
+        host.ready = True
+        self.happened(host.name, "up", f"epoch {part.node.epoch}")
+        if isinstance(part, Frontend):
+            self._call(host, part)
+
+    def _call(self, host: Host, part: Frontend) -> None:
+        random = self.dice.fork("callers", host.name, host.lives)
+        host.callers = Callers(
+            part.backend,
+            self.models,
+            f"{host.name}.{host.lives}",
+            random,
+            rate=self.rate,
+            begin=lambda account: self._begin(host, account),
+            complain=self.complain,
+        )
+        host.callers.calm = self.calm
+        host.callers.start()
+
+    def _node(self, host: Host) -> Node:
+        name, life = host.name, host.lives
+        config = NodeConfig(
+            node=NodeId(name),
+            role=host.role,
+            listen=host.address,
+            join=tuple(seed for seed in self.seeds if seed != host.address),
+            cluster="world",
+        )
+        return Node(
+            config,
+            self.net.network(name),
+            keys=lambda: (_KEY,),
+            entropy=self.dice.fork("entropy", name, life).randbytes,
+            random=self.dice.fork("node", name, life),
+            wall=lambda: _EPOCH + host.ahead + self.loop.time(),
+        )
+
+    def _exits(self, host: Host, process: Process, reason: str) -> None:
+        """The process ends by itself, and is started again."""
+        if host.process is not process:
+            return
+        self.happened(host.name, "exit", reason)
+        self.call_later(0.0, lambda: self._vanish(host, process))
+        self.call_later(_AGAIN, lambda: self._restart(host))
+
+    def _vanish(self, host: Host, process: Process) -> None:
+        _ = self._crash(host, process)
+
+    def _restart(self, host: Host) -> None:
+        if host.wanted and not host.busy:
+            self.start(host)
+
+    def call_later(self, delay: Seconds, action: Callable[[], None]) -> None:
+        """Do something that belongs to no process."""
+        self.loop.call_later(delay, action, context=self.net.context)
+
+    # ------------------------------------------------------------------ the ends of processes
+
+    def kill(self, host: Host) -> int:
+        """kill -9; returns how many connections that reset."""
+        process = host.process
+        return 0 if process is None else self._crash(host, process)
+
+    def _crash(self, host: Host, process: Process) -> int:
+        if host.process is not process:
+            return 0
+        before = self.net.connections
+        self.loop.kill(process)
+        self._killed.append(process)
+        self.net.crash(host.name)
+        self.net.resume(host.name)
+        self._ended(host)
+        return before - self.net.connections
+
+    def _ended(self, host: Host) -> None:
+        """Whatever the process owned is gone."""
+        host.process = host.part = host.callers = None
+        host.ready = False
+        for account in [a for a in self.accounts if a.name.startswith(f"{host.name}.")]:
+            self.accounts.remove(account)
+            self.lost_with_frontend += 1
+            self.outcomes["connection lost with its frontend"] += 1
+        self.happened(host.name, "down")
+
+    async def stop(self, host: Host, *, leave: bool) -> None:
+        """Ask the process to end, wait until it has, and look what it left behind."""
+        process, part = host.process, host.part
+        if process is None or part is None:
+            self.kill(host)
+            return
+        host.busy = True
+        self.happened(host.name, "stop", "with a goodbye" if leave else "")
+        if host.callers is not None:
+            host.callers.rate = 0.0
+        ending = self.loop.start(process, self._stop(host, part, leave=leave), f"stop {host.name}")
+        done, _ = await asyncio.wait({ending}, timeout=60.0)
+        if host.process is process:
+            if not done:
+                self.complain(f"{host.name} does not end: {self._remains(process)}")
+            elif ending.exception() is not None:
+                self.complain(f"{host.name} cannot end: {ending.exception()!r}")
+            else:
+                await self._left_behind(host, process)
+            self._crash(host, process)
+        host.busy = False
+
+    async def _stop(self, host: Host, part: Part, *, leave: bool) -> None:
+        await part.stop(leave=leave)
+        if host.callers is not None:
+            await host.callers.close()
+        if isinstance(part, Worker) and part.service.engine is not None:
+            leaked = part.service.engine.leaked
+            if leaked:
+                self.complain(f"{host.name} has lost {leaked} blocks")
+
+    async def _left_behind(self, host: Host, process: Process) -> None:
+        await asyncio.sleep(0.1)
+        tasks = [t for t in self.loop.tasks_of(process) if not t.done()]
+        timers = self.loop.timers_of(process)
+        ends = self.net.connections_of(host.name)
+        for what, left in (("tasks", tasks), ("timers", timers), ("connections", ends)):
+            if left:
+                self.complain(f"{host.name} has left {what} behind: {left}")
+
+    def _remains(self, process: Process) -> list[str]:
+        return [task.get_name() for task in self.loop.tasks_of(process)]
+
+    # ------------------------------------------------------------------ faults
+
+    def cut(self, pairs: Iterable[tuple[str, str]]) -> int:
+        """Nothing gets through in these directions until `mend`; cuts may overlap."""
+        self._cut_number += 1
+        for pair in pairs:
+            self._cuts.setdefault(pair, Counter())[self._cut_number] = 1
+            self.net.set_conditions(*pair, silent=True)
+        return self._cut_number
+
+    def mend(self, number: int) -> None:
+        """End one cut."""
+        for pair, cuts in tuple(self._cuts.items()):
+            if cuts.pop(number, None) is not None and not cuts:
+                del self._cuts[pair]
+                self.net.set_conditions(*pair, silent=False)
+
+    def around(self, host: str) -> list[tuple[str, str]]:
+        """Both directions between a host and every other."""
+        others = [other for other in self.hosts if other != host]
+        return [(host, other) for other in others] + [(other, host) for other in others]
+
+    def pause(self, host: Host) -> Process | None:
+        """SIGSTOP."""
+        process = host.process
+        if process is None or process.paused:
+            return None
+        self.net.pause(host.name)
+        self.loop.pause(process)
+        return process
+
+    def resume(self, host: Host, process: Process) -> int:
+        """SIGCONT; returns how many callbacks had become due."""
+        if host.process is not process:
+            return 0
+        due = self.loop.resume(process)
+        self.net.resume(host.name)
+        return due
+
+    # ------------------------------------------------------------------ what is heard
+
+    def _member(self, host: Host, event: MemberEvent) -> None:
+        member = event.member
+        who = f"{member.node}@{member.epoch % 10_000_000}"
+        if isinstance(event, Appeared):
+            self.happened(host.name, "appeared", who)
+        elif isinstance(event, Gone):
+            self.happened(host.name, event.reason.replace(" ", "-"), who)
+        elif isinstance(event, Changed):
+            before = event.before
+            if member.suspect != before.suspect:
+                self.happened(host.name, "suspects" if member.suspect else "trusts", who)
+            if member.reachable != before.reachable:
+                self.happened(host.name, "reaches" if member.reachable else "loses", who)
+            if member.card != before.card:
+                self.happened(host.name, "card", who)
+
+    def _begin(self, host: Host, account: Account) -> None:
+        self.accounts.append(account)
+        self.happened(host.name, "ask", account.name)
+
+        def ended(account: Account) -> None:
+            if account in self.accounts:
+                self.accounts.remove(account)
+            self.outcomes[account.outcome] += 1
+            words = f"{account.name} {account.outcome}, {account.tokens} tokens"
+            self.happened(host.name, account.outcome.split()[0], words)
+
+        account.on_end = ended
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """After the run: nothing of the world is left."""
+        for process in self._killed:
+            self.loop.bury(process)
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
