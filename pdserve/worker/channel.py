@@ -16,8 +16,15 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from pdserve.engine.rejection import rejected
-from pdserve.errors import EngineError, Overloaded, PdserveError
+from pdserve.errors import (
+    EngineError,
+    Overloaded,
+    PayloadTooLarge,
+    PdserveError,
+    ProtocolError,
+)
 from pdserve.messages.channel import Abort, Assembler, Batch, Open, Piece, split
+from pdserve.messages.request import Finish, TokenDelta
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
 
     from pdserve.engine.api import Handle, TokenSink
     from pdserve.messages.engine import Rejected
-    from pdserve.messages.request import GenerateRequest, TokenDelta
+    from pdserve.messages.request import GenerateRequest
     from pdserve.net.base import Incoming
     from pdserve.wire.parser import Buffer
 
@@ -36,10 +43,10 @@ _log = logging.getLogger(__name__)
 
 _WINDOW: Final = 4 << 20
 """Credit for the frontend's requests; one larger than this still passes."""
-_MOST_DELTAS: Final = 65_536
-"""Waiting for a frontend that does not read; one more cuts it off."""
-_BATCH_DELTAS: Final = 4096
-"""In one frame."""
+_MOST_WAITING: Final = 65_536
+"""Deltas and answers for a frontend that does not read; one more cuts it off."""
+_BATCH: Final = 4096
+"""Deltas, or errors, in one message."""
 
 _decode: Callable[[Buffer], Open | Abort | Piece] = decoder(cast("Any", Open | Abort | Piece))
 
@@ -97,13 +104,14 @@ class Channels:
 
     def submit(self, request: _Request, wanted: GenerateRequest) -> Handle:
         """Raises what the engine raises."""
-        handle = self._engine.submit(wanted, request)
-        if request.booking:
-            self._on_begin(request.booking)
-        return handle
+        return self._engine.submit(wanted, request)
 
     def abort(self, handle: Handle) -> None:
         self._engine.abort(handle)
+
+    def began(self, request: _Request) -> None:
+        if request.booking:
+            self._on_begin(request.booking)
 
     def ended(self, request: _Request) -> None:
         if request.booking:
@@ -124,7 +132,8 @@ class _Request:
         self.booking = opening.booking
         self.choices = opening.request.n
         """Those that have not ended."""
-        self.handle: Handle = 0
+        self.handle: Handle | None = None
+        """None until it is submitted."""
 
     def on_delta(self, delta: TokenDelta) -> None:
         channel = self.channel
@@ -160,11 +169,15 @@ class _Channel:
     # ------------------------------------------------------------------ from the frontend
 
     def on_data(self, body: Buffer) -> None:
+        """Whatever goes wrong must end the requests: the link would only end the stream."""
         try:
             self._take(body)
         except PdserveError as error:  # one of the two does not keep to the protocol
             _log.warning("channel of %s: %s", self._stream.link.peer.node, error)
             self.cut(error)
+        except Exception as error:
+            _log.exception("channel of %s", self._stream.link.peer.node)
+            self.cut(EngineError(f"{type(error).__name__} in the worker"))
 
     def _take(self, body: Buffer) -> None:
         message = _decode(body)
@@ -179,25 +192,32 @@ class _Channel:
             self._abort(message.number)
 
     def _begin(self, opening: Open) -> None:
-        request = _Request(self, opening)
+        """From here on the engine may answer, even before `submit` returns."""
+        number = opening.number
+        if number in self.requests:
+            raise ProtocolError(f"request {number} was opened twice")
+        request = self.requests[number] = _Request(self, opening)
         try:
             request.handle = self._owner.submit(request, opening.request)
         except PdserveError as error:
-            self.reject(opening.number, error)
+            del self.requests[number]
+            self.reject(number, error)
             return
         except Exception as error:
             _log.exception("a request could not be submitted")
-            self.reject(opening.number, EngineError(f"{type(error).__name__} in the worker"))
+            del self.requests[number]
+            self.reject(number, EngineError(f"{type(error).__name__} in the worker"))
             return
-        self.requests[opening.number] = request
-        self._accepted.append((opening.number, request.handle))
+        self._accepted.append((number, request.handle))
         self.wake()
+        self._owner.began(request)
+        if number not in self.requests:
+            self._owner.ended(request)
 
     def _abort(self, number: int) -> None:
         request = self.requests.get(number)
         if request is not None:
-            self._owner.abort(request.handle)
-            self.end(request)
+            self._give_up(request)
 
     def on_end(self, error: BaseException | None) -> None:
         """The frontend has ended its half, or is gone: nobody reads any more."""
@@ -213,19 +233,23 @@ class _Channel:
     def _finish(self) -> None:
         self._over = True
         for request in tuple(self.requests.values()):
-            self._owner.abort(request.handle)
-            self.end(request)
+            self._give_up(request)
         self.deltas.clear()
         self._accepted.clear()
         self._rejected.clear()
         self._frames.clear()
         self._owner.gone(self)
 
+    def _give_up(self, request: _Request) -> None:
+        if request.handle is not None:
+            self._owner.abort(request.handle)
+        self.end(request)
+
     # ------------------------------------------------------------------ to the frontend
 
     def end(self, request: _Request) -> None:
         """Nothing more comes of it."""
-        if self.requests.pop(request.number, None) is not None:
+        if self.requests.pop(request.number, None) is not None and request.handle is not None:
             self._owner.ended(request)
 
     def reject(self, number: int, error: PdserveError) -> None:
@@ -257,18 +281,47 @@ class _Channel:
                 self._stream.try_send(self._frames.popleft())
             except PdserveError:  # the stream has ended: `on_end` is on its way
                 return
-        if len(self.deltas) > _MOST_DELTAS:
+        if len(self.deltas) + len(self._accepted) + len(self._rejected) > _MOST_WAITING:
             self.cut(Overloaded("the frontend does not read its tokens", retry_after=1.0))
 
     def _encode(self) -> bool:
         """The next frames; False if there is nothing to say."""
-        deltas, self.deltas = self.deltas[:_BATCH_DELTAS], self.deltas[_BATCH_DELTAS:]
+        deltas, self.deltas = self.deltas[:_BATCH], self.deltas[_BATCH:]
         accepted, self._accepted = self._accepted, []
         # An error must not overtake the deltas before it.
         refused: list[Rejected] = []
         if not self.deltas:
-            refused, self._rejected = self._rejected, []
+            refused, self._rejected = self._rejected[:_BATCH], self._rejected[_BATCH:]
         if not (deltas or accepted or refused):
             return False
-        self._frames.extend(split(encode(Batch(deltas, accepted, refused))))
+        self._pack(deltas, accepted, refused)
         return True
+
+    def _pack(
+        self,
+        deltas: list[TokenDelta],
+        accepted: list[tuple[int, int]],
+        refused: list[Rejected],
+    ) -> None:
+        """As few messages as their size allows; a delta that fits none ends its request."""
+        try:
+            self._frames.extend(split(encode(Batch(deltas, accepted, refused))))
+        except PayloadTooLarge as error:
+            half = len(deltas) // 2
+            if half:
+                self._pack(deltas[:half], accepted, [])
+                self._pack(deltas[half:], [], refused)
+            else:
+                self._pack([self._too_large(deltas[0], error)], accepted, refused)
+
+    def _too_large(self, delta: TokenDelta, error: PayloadTooLarge) -> TokenDelta:
+        _log.warning("a request is given up: %s", error.message)
+        for request in tuple(self.requests.values()):
+            if request.handle == delta.handle:
+                self._give_up(request)
+        return TokenDelta(
+            handle=delta.handle,
+            choice=delta.choice,
+            tokens=[],
+            finish=Finish(reason="error", message=f"the answer is too large: {error.message}"),
+        )
