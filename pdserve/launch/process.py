@@ -96,6 +96,8 @@ class Process:
         self._context = Context(config, self._membership, screen, metrics, degradations)
         self._parts: list[Part] = []
         """In the order in which they join; they end the other way round."""
+        self._unheard: list[Callable[[], None]] = []
+        """Each ends what the log tells of members: who leaves does not judge who leaves too."""
         self._frontend: FrontendPart | None = None
         self._worker: WorkerPart | None = None
         self._tasks = Tasks("process")
@@ -138,7 +140,7 @@ class Process:
             node = membership.node(name, first=number == 0)
             node.on_superseded = self._on_superseded
             if not membership.private:
-                node.on_member(note_member)
+                self._unheard.append(node.on_member(note_member))
             self._parts.append(self._make_part(name, node))
 
     def _make_part(self, role: str, node: Node) -> Part:
@@ -272,6 +274,8 @@ class Process:
         deadline = asyncio.get_running_loop().time() + drain_timeout
         for part in ending:
             await part.drain(max(0.0, deadline - asyncio.get_running_loop().time()))
+        for end in self._unheard:
+            end()
         for part in ending:
             await part.close()
         if self._probes is not None:
