@@ -76,7 +76,7 @@ class ClusterBackend:
         self._news: asyncio.Future[None] | None = None
         self._offers = Offers(node, config.remember_models, self._note_conflicts, self._tell_news)
         self._channels: dict[NodeId, tuple[Epoch, WorkerChannel]] = {}
-        self._connecting: dict[NodeId, asyncio.Task[WorkerChannel]] = {}
+        self._connecting: dict[NodeId, asyncio.Task[WorkerChannel | PdserveError]] = {}
         self._stuck: dict[NodeId, Seconds] = {}
         """Routers that did not answer, until when they are asked last."""
         self._refreshing = False
@@ -113,7 +113,7 @@ class ClusterBackend:
             try:
                 router, routed = await self._route(request, attempt, excluded)
             except NoWorker:
-                raise last or _no_worker(request.model) from None
+                raise _refused(request.model, last) from None
             try:
                 return await self._place(request, sink, router, routed)
             except _ELSEWHERE as error:
@@ -121,8 +121,7 @@ class ClusterBackend:
                 self.rerouted += 1
                 last = error
                 excluded.append(routed.worker)
-        assert last is not None
-        raise last
+        raise _refused(request.model, last)
 
     def statistics(self) -> EngineStats:
         """Nothing: engines are the workers', who answer for them on their own ports."""
@@ -220,18 +219,20 @@ class ClusterBackend:
         if task.cancelled():
             raise WorkerLost("this node is going away")
         channel = task.result()
-        if self._channels[worker][0] != epoch:
+        if isinstance(channel, PdserveError):
+            raise channel
+        known = self._channels.get(worker)
+        if known is not None and known[0] != epoch:
             raise WorkerLost(f"worker {worker} has begun another life")
         return channel
 
-    async def _connect(self, worker: NodeId) -> WorkerChannel:
+    async def _connect(self, worker: NodeId) -> WorkerChannel | PdserveError:
+        """An error is the waiters', and no failure of the task: workers come and go."""
         try:
             link = await self._node.link(worker, timeout=_LINK_TIMEOUT)
             return self._make_channel(link)
-        except PdserveError:
-            raise
-        except Exception as error:  # the waiters' error, not a task's
-            raise WorkerLost(f"no channel to {worker}: {error}") from error
+        except PdserveError as error:
+            return error
 
     def _make_channel(self, link: Link) -> WorkerChannel:
         worker = link.peer.node
@@ -320,8 +321,14 @@ def _affinity(frontend: NodeId, router: NodeId) -> bytes:
     return blake2b(f"{frontend}\0{router}".encode(), digest_size=8).digest()
 
 
-def _no_worker(model: str) -> NoWorker:
-    return NoWorker(f"no worker takes requests for {model!r} at the moment", retry_after=1.0)
+def _refused(model: str, last: PdserveError | None) -> PdserveError:
+    """What a client hears when no worker is left to ask: what the last one said, if one spoke;
+    addresses that did not answer are the operator's concern."""
+    if last is None:
+        return NoWorker(f"no worker takes requests for {model!r} at the moment", retry_after=1.0)
+    if isinstance(last, LinkError):
+        return NoWorker(f"no worker of {model!r} could be reached", retry_after=1.0)
+    return last
 
 
 _NOTHING: Final = EngineStats()
