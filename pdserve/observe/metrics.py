@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
 
 from pdserve.errors import (
     Cancelled,
@@ -22,18 +22,22 @@ from pdserve.errors import (
     Unavailable,
 )
 from pdserve.observe.instruments import Counter, Family, Gauge, Histogram
+from pdserve.observe.node_metrics import NODE_METRICS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from prometheus_client import Metric
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from prometheus_client.registry import Collector
 
+    from pdserve.observe.node_metrics import NodeSample
+
 Instrument = Counter | Gauge | Histogram | Family[Counter] | Family[Gauge]
 _I = TypeVar("_I", bound=Instrument)
 
 Kind = Literal["counter", "gauge", "histogram"]
+Combine = Literal["sum", "max"]
 
 LATENCY = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -101,6 +105,8 @@ class Definition:
     help: str
     owner: str
     labels: tuple[str, ...] = ()
+    combine: Combine = "sum"
+    """What several processes that share a port are together."""
 
 
 def _engine(
@@ -189,12 +195,46 @@ _ENGINE = (
 )
 
 
+class Pages(Protocol):
+    """Whoever answers a scrape: one process, or several that share a port."""
+
+    async def page(self, accept: str = "") -> tuple[bytes, str]:
+        """The page and its content type."""
+        ...
+
+
+class _Fixed:
+    """A collector, by structure, of what is there already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+_NODE = tuple(
+    (
+        Definition(
+            f"pdserve_{metric.name}",
+            cast("Kind", metric.kind),
+            metric.help,
+            "node",
+            ("role", metric.label) if metric.label else ("role",),
+        ),
+        metric.field,
+    )
+    for metric in NODE_METRICS
+)
+
+
 class Metrics:
     """The instruments of one process, grouped by owner."""
 
     def __init__(self) -> None:
         self._exported: list[tuple[Definition, Instrument]] = []
         self._engine: Callable[[], EngineSample] | None = None
+        self._nodes: list[Callable[[], NodeSample]] = []
 
         # The frontend's, per request.
         self.requests = self._counters(
@@ -274,20 +314,30 @@ class Metrics:
             "event_loop_lag_max_seconds",
             "The largest lag of the last one to two minutes.",
             "process",
+            "max",
         )
         self.degraded = self._gauges(
             "degraded",
             "1 for each reason why this process does less than it could.",
             "process",
             ("reason",),
+            combine="max",
         )
         self.build_info = self._gauges(
-            "build_info", "Always 1; the labels say what runs.", "process", ("version", "role")
+            "build_info",
+            "Always 1; the labels say what runs.",
+            "process",
+            ("version", "role"),
+            combine="max",
         )
 
     def attach_engine(self, read: Callable[[], EngineSample]) -> None:
         """Export what `read` reports; without it the worker's group is absent. Quick, no raise."""
         self._engine = read
+
+    def attach_node(self, read: Callable[[], NodeSample]) -> None:
+        """Export what `read` reports of one node of this process. Quick, no raise."""
+        self._nodes.append(read)
 
     # ------------------------------------------------------------------ scraping
 
@@ -299,31 +349,53 @@ class Metrics:
             sample = self._engine()
             for definition, read in _ENGINE:
                 yield _single(definition, read(sample))
+        samples = [read() for read in self._nodes]
+        for definition, field in _NODE:
+            metric = _empty(definition)
+            for sample_of_node in samples:
+                _add(metric, sample_of_node.role, getattr(sample_of_node, field))
+            if metric.samples:
+                yield metric
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The page for `/metrics` and its content type, in the format that `accept` prefers."""
+    def families(self) -> list[Metric]:
+        """Everything that a scrape of this process shows."""
         from prometheus_client import CollectorRegistry, ProcessCollector
-        from prometheus_client.exposition import choose_encoder
 
         registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=registry)  # process_*: memory, CPU time, open files
         registry.register(cast("Collector", self))  # a collector by structure
+        return list(registry.collect())
+
+    def render(self, accept: str = "", families: list[Metric] | None = None) -> tuple[bytes, str]:
+        """The page for `/metrics` and its content type, in the format that `accept` prefers; of
+        `families` instead of this process's own, if given."""
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.exposition import choose_encoder
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(cast("Collector", _Fixed(families or self.families())))
         encode, content_type = choose_encoder(accept)
         return encode(registry), content_type
+
+    async def page(self, accept: str = "") -> tuple[bytes, str]:
+        """See `Pages`."""
+        return self.render(accept)
 
     @staticmethod
     def definitions() -> tuple[Definition, ...]:
         """All metrics, for the documentation."""
         own = tuple(definition for definition, _ in Metrics()._exported)
-        return own + tuple(definition for definition, _ in _ENGINE)
+        sampled = (*_ENGINE, *_NODE)
+        return own + tuple(definition for definition, _ in sampled)
 
     # ------------------------------------------------------------------ declaring
 
     def _counter(self, name: str, text: str, owner: str) -> Counter:
         return self._export(Definition(f"pdserve_{name}", "counter", text, owner), Counter())
 
-    def _gauge(self, name: str, text: str, owner: str) -> Gauge:
-        return self._export(Definition(f"pdserve_{name}", "gauge", text, owner), Gauge())
+    def _gauge(self, name: str, text: str, owner: str, combine: Combine = "sum") -> Gauge:
+        definition = Definition(f"pdserve_{name}", "gauge", text, owner, combine=combine)
+        return self._export(definition, Gauge())
 
     def _histogram(self, name: str, text: str, owner: str, bounds: Sequence[float]) -> Histogram:
         definition = Definition(f"pdserve_{name}", "histogram", text, owner)
@@ -336,9 +408,16 @@ class Metrics:
         return self._export(definition, Family(Counter, len(labels), bound))
 
     def _gauges(
-        self, name: str, text: str, owner: str, labels: tuple[str, ...], bound: int = 256
+        self,
+        name: str,
+        text: str,
+        owner: str,
+        labels: tuple[str, ...],
+        bound: int = 256,
+        *,
+        combine: Combine = "sum",
     ) -> Family[Gauge]:
-        definition = Definition(f"pdserve_{name}", "gauge", text, owner, labels)
+        definition = Definition(f"pdserve_{name}", "gauge", text, owner, labels, combine)
         return self._export(definition, Family(Gauge, len(labels), bound))
 
     def _export(self, definition: Definition, instrument: _I) -> _I:
@@ -360,6 +439,21 @@ def _family(definition: Definition, instrument: Instrument) -> Metric:
             metric.add_metric(values, member.value)
         return metric
     return _single(definition, instrument.value)
+
+
+def _add(
+    metric: CounterMetricFamily | GaugeMetricFamily,
+    role: str,
+    value: float | Mapping[str, float] | None,
+) -> None:
+    """What one node says under one name; None: nothing."""
+    if value is None:
+        return
+    if isinstance(value, int | float):
+        metric.add_metric([role], value)
+        return
+    for label, one in value.items():
+        metric.add_metric([role, label], one)
 
 
 def _single(definition: Definition, value: float) -> Metric:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -118,6 +119,7 @@ class Node:
         self._listen = config.listen
         self._parts: dict[bytes, bytes] = {}
         self._life: _Life | None = None
+        self._refused: Counter[str] = Counter()  # of earlier lives
         self._answers: dict[int, Callable[[Call], None]] = {}
         self._tells: dict[int, Callable[[Link, Buffer], None]] = {
             TELL: lambda link, body: self._living().gossip.told(link, body)
@@ -151,6 +153,16 @@ class Node:
     def endpoint(self) -> Endpoint:
         """The links of the present life. Raises `NotReady` without one."""
         return self._living().endpoint
+
+    @property
+    def links(self) -> int:
+        """Peers that this node is linked to."""
+        return 0 if self._life is None else len(self._life.endpoint.links)
+
+    def handshakes_refused(self) -> dict[str, int]:
+        """Connections turned away over all lives, by the name of the error."""
+        present = Counter({} if self._life is None else self._life.endpoint.refused)
+        return dict(self._refused + present)
 
     def now(self) -> Seconds:
         """The loop's clock."""
@@ -315,6 +327,7 @@ class Node:
         self.registry.clear("own rejoin")
         if old is not None:
             await old.close()
+            self._refused.update(old.endpoint.refused)
         epoch = max(int(self._wall() * 1000), effect.above + 1)
         _log.warning("the cluster held this node for dead: rejoining as life %d", epoch)
         await self._begin(epoch, effect.start)
