@@ -2,7 +2,7 @@
 
 A request is waited for until the worker has accepted it; from then on its deltas reach its sink.
 When the stream ends, every request on it ends with one error that says so. Owned by `cluster`,
-which makes one per worker and life.
+which makes one per worker, life and link.
 """
 
 from __future__ import annotations
@@ -13,8 +13,17 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
 from pdserve.engine.rejection import error_of
-from pdserve.errors import LinkLost, Overloaded, PdserveError, WorkerLost
-from pdserve.messages.channel import CHANNEL, Abort, Assembler, Batch, Open, Piece, split
+from pdserve.errors import LinkLost, Overloaded, PdserveError, ProtocolError, WorkerLost
+from pdserve.messages.channel import (
+    CHANNEL,
+    PIECE_BYTES,
+    Abort,
+    Assembler,
+    Batch,
+    Open,
+    Piece,
+    split,
+)
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
@@ -22,10 +31,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pdserve.engine.api import TokenSink
-    from pdserve.ids import Bytes, Seconds
+    from pdserve.ids import Bytes, NodeId, Seconds
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.routing import Outcome
     from pdserve.net.base import Link, Stream
+    from pdserve.net.timers import Timers
     from pdserve.wire.parser import Buffer
 
 __all__ = ["RemoteSequence", "WorkerChannel"]
@@ -43,7 +53,7 @@ _decode: Callable[[Buffer], Batch | Piece] = decoder(cast("Any", Batch | Piece))
 class RemoteSequence:
     """One request at a worker; see `backend.OpenStream`."""
 
-    __slots__ = ("_channel", "accepted", "choices", "handle", "number", "on_over", "sink")
+    __slots__ = ("_channel", "accepted", "choices", "handle", "number", "on_over", "sink", "tick")
 
     def __init__(
         self,
@@ -52,6 +62,7 @@ class RemoteSequence:
         request: GenerateRequest,
         sink: TokenSink,
         on_over: Callable[[Outcome], None],
+        accepted: asyncio.Future[None],
     ) -> None:
         self._channel = channel
         self.number = number
@@ -61,28 +72,41 @@ class RemoteSequence:
         self.on_over = on_over
         """Hears once how it ended: finished, cancelled, failed."""
         self.handle: int | None = None
-        self.accepted: asyncio.Future[None] | None = None
+        """None until the worker has accepted it."""
+        self.accepted = accepted
+        self.tick = 0
 
     def cancel(self) -> None:
         """See `backend.OpenStream`."""
         self._channel.cancel(self)
 
+    def expire(self) -> None:
+        """See `net.timers.Expiring`: it was not accepted in time."""
+        if not self.accepted.done():
+            error = WorkerLost(f"worker {self._channel.worker} does not answer", retry_after=1.0)
+            self.accepted.set_exception(error)
+
 
 class WorkerChannel:
     """See above. Made on a link that is up."""
 
-    def __init__(self, link: Link, worker: str) -> None:
+    def __init__(self, link: Link, timers: Timers) -> None:
         """Raises `LinkLost` (not sent), `Overloaded`."""
-        self.worker = worker
+        self.worker: NodeId = link.peer.node
+        self.link = link
         self.over: PdserveError | None = None
         """Why it ended; None while it has not."""
         self.on_over: Callable[[], None] = lambda: None
-        self._loop = asyncio.get_running_loop()
+        """Hears once that it has ended."""
+        self._timers = timers
+        self._create_future = asyncio.get_running_loop().create_future
+        self._retired = False
         self._by_number: dict[int, RemoteSequence] = {}
         self._by_handle: dict[int, RemoteSequence] = {}
         self._numbers = 0
         self._frames: deque[bytes] = deque()
         self._waiting: Bytes = 0
+        """Of all in `_frames`."""
         self._assembler = Assembler()
         self._stream: Stream = link.open_stream(CHANNEL, b"", self, window=_WINDOW)
 
@@ -105,16 +129,19 @@ class WorkerChannel:
         Raises what the worker's engine raises; `WorkerLost` if it is gone or does not answer;
         `LinkLost` with `sent` False if the request never left; `Overloaded` if the worker does not
         read. Cancellation, a timeout: the worker is told. After an exception neither `sink` nor
-        `on_over` is called.
+        `on_over` is called; before it `sink` is called only if this call was cancelled.
         """
         if self.over is not None:
             raise LinkLost(self.over.message, sent=False)
+        if self._retired:
+            raise LinkLost(f"another channel to {self.worker} has taken over", sent=False)
         self._numbers += 1
-        sequence = RemoteSequence(self, self._numbers, request, sink, on_over)
+        accepted: asyncio.Future[None] = self._create_future()
+        sequence = RemoteSequence(self, self._numbers, request, sink, on_over, accepted)
         self._post(encode(Open(sequence.number, booking, request)))
-        sequence.accepted = accepted = self._loop.create_future()
         self._by_number[sequence.number] = sequence
-        timer = self._loop.call_later(timeout, self._too_late, accepted)
+        timers = self._timers
+        timers.add(sequence, timers.now() + timeout)
         try:
             await accepted
         except BaseException:
@@ -123,7 +150,7 @@ class WorkerChannel:
             self._withdraw(sequence)
             raise
         finally:
-            timer.cancel()
+            timers.remove(sequence)
         return sequence
 
     def cancel(self, sequence: RemoteSequence) -> None:
@@ -131,15 +158,16 @@ class WorkerChannel:
         if self._withdraw(sequence):
             sequence.on_over("cancelled")
 
+    def retire(self) -> None:
+        """Take nothing new; end when the last request has ended."""
+        self._retired = True
+        self._finish_if_idle()
+
     def close(self, error: PdserveError) -> None:
         """End the channel; every request on it ends with `error`."""
         if self.over is None:
             self._stream.abort(error)
             self._end(error)
-
-    def _too_late(self, accepted: asyncio.Future[None]) -> None:
-        if not accepted.done():
-            accepted.set_exception(WorkerLost(f"worker {self.worker} does not answer"))
 
     def _withdraw(self, sequence: RemoteSequence) -> bool:
         """Forget it here and tell the worker; False if it was over."""
@@ -147,9 +175,9 @@ class WorkerChannel:
             return False
         if self.over is None:
             try:
-                self._post(encode(Abort(sequence.number)))
-            except PdserveError as error:  # a worker that reads nothing is cut off
-                self.close(error)
+                self._post(encode(Abort(sequence.number)), always=True)
+            except PdserveError as error:  # the stream has ended, and with it all that it carried
+                _log.debug("an abort was not sent to %s: %s", self.worker, error)
         return True
 
     def _forget(self, sequence: RemoteSequence) -> bool:
@@ -157,37 +185,52 @@ class WorkerChannel:
             return False
         if sequence.handle is not None:
             self._by_handle.pop(sequence.handle, None)
+        if self._retired:
+            self._finish_if_idle()
         return True
+
+    def _finish_if_idle(self) -> None:
+        if self.over is None and not self._by_number:
+            self._stream.end()
+            self._end(WorkerLost(f"another channel to {self.worker} has taken over"))
 
     # ------------------------------------------------------------------ to the worker
 
-    def _post(self, body: bytes) -> None:
-        """Raises `Overloaded`, `PayloadTooLarge`, `LinkLost`."""
-        if self._waiting + len(body) > _MOST_WAITING and self._frames:
+    def _post(self, body: bytes, *, always: bool = False) -> None:
+        """`always`: whatever waits already. Raises `Overloaded`, `PayloadTooLarge`, `LinkLost`."""
+        if not self._frames and len(body) <= PIECE_BYTES and self._stream.try_send(body):
+            return
+        if self._frames and self._waiting + len(body) > _MOST_WAITING and not always:
             raise Overloaded(f"worker {self.worker} does not keep up", retry_after=1.0)
-        self._frames.extend(split(body))
-        self._waiting += len(body)
+        for frame in split(body):
+            self._frames.append(frame)
+            self._waiting += len(frame)
         self._flush()
 
     def _flush(self) -> None:
-        while self._frames:
-            if not self._stream.try_send(self._frames[0]):
-                return
-            self._frames.popleft()
-        self._waiting = 0
+        frames = self._frames
+        while frames and self._stream.try_send(frames[0]):
+            self._waiting -= len(frames.popleft())
 
     def on_unblocked(self) -> None:
         if self.over is None:
-            self._flush()
+            try:
+                self._flush()
+            except PdserveError as error:  # the stream has ended: `on_end` is on its way
+                _log.debug("channel to worker %s: %s", self.worker, error)
 
     # ------------------------------------------------------------------ from the worker
 
     def on_data(self, body: Buffer) -> None:
+        """Whatever goes wrong must end the requests: the link would only end the stream."""
         try:
             self._take(body)
         except PdserveError as error:
             _log.warning("channel to worker %s: %s", self.worker, error)
-            self.close(error)
+            self.close(WorkerLost(f"worker {self.worker} is not understood: {error.message}"))
+        except Exception:
+            _log.exception("channel to worker %s", self.worker)
+            self.close(WorkerLost(f"the channel to worker {self.worker} has failed"))
 
     def _take(self, body: Buffer) -> None:
         message = _decode(body)
@@ -196,7 +239,8 @@ class WorkerChannel:
             if whole is None:
                 return
             message = _decode(whole)
-        assert type(message) is Batch
+        if type(message) is not Batch:
+            raise ProtocolError("a piece in pieces")
         for number, handle in message.accepted:
             self._accept(number, handle)
         by_handle = self._by_handle
@@ -210,12 +254,11 @@ class WorkerChannel:
                 self._reject(rejected, error_of(record))
 
     def _accept(self, number: int, handle: int) -> None:
+        """Too late for one that was given up in this turn: its sink may be another worker's."""
         sequence = self._by_number.get(number)
-        if sequence is None:
-            return
-        sequence.handle = handle
-        self._by_handle[handle] = sequence
-        if sequence.accepted is not None and not sequence.accepted.done():
+        if sequence is not None and not sequence.accepted.done():
+            sequence.handle = handle
+            self._by_handle[handle] = sequence
             sequence.accepted.set_result(None)
 
     def _deliver(self, sequence: RemoteSequence, delta: TokenDelta) -> None:
@@ -232,12 +275,15 @@ class WorkerChannel:
 
     def _reject(self, sequence: RemoteSequence, error: PdserveError) -> None:
         self._forget(sequence)
-        if sequence.handle is None and sequence.accepted is not None:
+        if sequence.handle is None:
             if not sequence.accepted.done():
                 sequence.accepted.set_exception(error)
             return
         sequence.on_over("failed")
-        sequence.sink.on_error(error)
+        try:
+            sequence.sink.on_error(error)
+        except Exception:
+            _log.exception("a token sink raised")
 
     def on_payload(self, meta: bytes, size: int) -> memoryview | None:
         return None
@@ -258,6 +304,7 @@ class WorkerChannel:
             return
         self.over = error
         self._frames.clear()
+        self._waiting = 0
         for sequence in tuple(self._by_number.values()):
             self._reject(sequence, error)
         self.on_over()

@@ -6,7 +6,9 @@ of this file's hands until it ends, when the router is told. A worker that canno
 not take the request is excluded and the router asked again. Without a router requests wait for one,
 up to `router_wait`; without a worker they are refused at once.
 
-It owns the channels. What is offered is `offers`' business, which worker is best the router's.
+It owns the channels: one per worker for what is new, and those on links that another has replaced
+until their last request has ended. What is offered is `offers`' business, which worker is best the
+router's.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import (
     DeadlineExceeded,
+    DialTimeout,
     EngineDied,
     LinkError,
+    ModelNotFound,
     NoRouter,
     NoWorker,
     Overloaded,
     PdserveError,
+    ProtocolError,
     Unavailable,
     WorkerLost,
 )
@@ -32,7 +37,7 @@ from pdserve.frontend.offers import Offers
 from pdserve.messages.engine import EngineStats
 from pdserve.messages.routing import Release, Route
 from pdserve.runtime.methods import RELEASE, ROUTE
-from pdserve.runtime.registry import Gone
+from pdserve.runtime.registry import Changed, Gone
 from pdserve.wire.codec import encode
 
 if TYPE_CHECKING:
@@ -48,7 +53,7 @@ if TYPE_CHECKING:
     from pdserve.net.base import Link
     from pdserve.observe.degraded import Degradations
     from pdserve.runtime.node import Node
-    from pdserve.runtime.registry import Member, MemberEvent
+    from pdserve.runtime.registry import MemberEvent
 
 __all__ = ["ClusterBackend"]
 
@@ -58,11 +63,17 @@ _ATTEMPTS: Final = 4
 """Workers that one request may fail to reach before its client hears of it."""
 _ASK_TIMEOUT: Final[Seconds] = 2.0
 """A router decides within a turn of its loop; one that takes longer is stuck."""
+_AVOID: Final[Seconds] = 1.0
+"""A router that did not answer is not asked for so long."""
+_CATCH_UP: Final[Seconds] = 2.0
+"""A router that has joined after a worker learns what it serves within this."""
+_PAUSE: Final[Seconds] = 0.05
+"""Before a router that is behind is asked again."""
 _LINK_TIMEOUT: Final[Seconds] = 3.0
 _ACCEPT_TIMEOUT: Final[Seconds] = 5.0
 """A worker's node takes a request within a turn of its loop."""
 _SWEEP: Final[Seconds] = 5.0
-_ELSEWHERE: Final = (LinkError, Unavailable, Overloaded, EngineDied, DeadlineExceeded)
+_ELSEWHERE: Final = (LinkError, Unavailable, Overloaded, EngineDied)
 """What one worker may answer that another need not."""
 
 
@@ -75,10 +86,14 @@ class ClusterBackend:
         self._degradations = degradations
         self._news: asyncio.Future[None] | None = None
         self._offers = Offers(node, config.remember_models, self._note_conflicts, self._tell_news)
-        self._channels: dict[NodeId, tuple[Epoch, WorkerChannel]] = {}
-        self._connecting: dict[NodeId, asyncio.Task[WorkerChannel | PdserveError]] = {}
+        self._channels: dict[NodeId, WorkerChannel] = {}
+        """Where new requests go."""
+        self._retired: dict[WorkerChannel, None] = {}
+        """Those that another has replaced and that have requests."""
+        self._routers: tuple[NodeId, ...] = ()
+        """Those that answer, in the order in which this frontend asks them."""
         self._stuck: dict[NodeId, Seconds] = {}
-        """Routers that did not answer, until when they are asked last."""
+        """Routers that did not answer, until when they are not asked."""
         self._refreshing = False
         self._conflicts = ""
         self.rerouted = 0
@@ -96,7 +111,7 @@ class ClusterBackend:
         """See `backend.Backend`."""
         if not self._offers.any_worker:
             return self._why_no_worker()
-        return None if self._routers() else "there is no router in the cluster"
+        return None if self._routers else "there is no router in the cluster"
 
     def refusal(self, card: ModelCard) -> PdserveError | None:
         """See `backend.Backend`. Without a router there is still hope: see `open`."""
@@ -105,22 +120,31 @@ class ClusterBackend:
         why = self._why_no_worker()
         return NoWorker(f"no worker serves {card.name!r} at the moment: {why}", retry_after=1.0)
 
+    @property
+    def requests(self) -> int:
+        """At workers, or on their way to one."""
+        return sum(c.requests for c in (*self._channels.values(), *self._retired))
+
     async def open(self, request: GenerateRequest, sink: TokenSink) -> RemoteSequence:
-        """See `backend.Backend`. Besides: `NoRouter`, `WorkerLost`, `LinkError`."""
+        """See `backend.Backend`. Besides: `NoRouter`, `WorkerLost`."""
         last: PdserveError | None = None
         excluded: list[NodeId] = []
         for attempt in range(_ATTEMPTS):
             try:
                 router, routed = await self._route(request, attempt, excluded)
-            except NoWorker:
-                raise _refused(request.model, last) from None
+            except NoWorker as error:
+                raise (error if last is None else _refused(request.model, last)) from None
             try:
-                return await self._place(request, sink, router, routed)
+                sequence = await self._place(request, sink, router, routed)
             except _ELSEWHERE as error:
                 _log.info("worker %s did not take a request: %s", routed.worker, error)
                 self.rerouted += 1
                 last = error
                 excluded.append(routed.worker)
+                continue
+            if sequence is not None:
+                return sequence
+            await self.wait_news(timeout=_PAUSE)  # of the life that the worker has begun
         raise _refused(request.model, last)
 
     def statistics(self) -> EngineStats:
@@ -135,7 +159,7 @@ class ClusterBackend:
 
     def close(self, error: PdserveError) -> None:
         """End every channel; requests on them end with `error`."""
-        for _, channel in tuple(self._channels.values()):
+        for channel in (*self._channels.values(), *self._retired):
             channel.close(error)
 
     # ------------------------------------------------------------------ which worker
@@ -154,49 +178,65 @@ class ClusterBackend:
             priority=request.priority,
             excluded=tuple(excluded),
         )
-        until = self._node.now() + self._config.router_wait
+        start = self._node.now()
+        behind: set[NodeId] = set()
         while True:
-            router = await self._next_router(until)
+            router = await self._next_router(start, behind)
             try:
                 link = await self._node.link(router, timeout=_LINK_TIMEOUT)
                 return router, await link.request(ROUTE, question, timeout=_ASK_TIMEOUT)
-            except (LinkError, DeadlineExceeded) as error:
+            except ModelNotFound:
+                # This node has the model's card, or would not ask: the router has just joined.
+                if self._node.now() - start > _CATCH_UP or not self._offers.workers(request.model):
+                    raise _refused(request.model, None) from None
+                behind.add(router)
+            except (LinkError, DeadlineExceeded, ProtocolError) as error:
                 _log.info("router %s did not answer: %s", router, error)
-                self._stuck[router] = self._node.now() + 1.0
+                self._stuck[router] = self._node.now() + _AVOID
 
-    async def _next_router(self, until: Seconds) -> NodeId:
-        """The router to ask; waits for one. Raises `NoRouter`."""
+    async def _next_router(self, start: Seconds, behind: set[NodeId]) -> NodeId:
+        """The router to ask; waits for one. Those in `behind` come last, after a pause, and are
+        taken out. Raises `NoRouter`."""
+        until = start + self._config.router_wait
         while True:
-            now = self._node.now()
-            usable = [m.node for m in self._routers() if self._stuck.get(m.node, 0.0) <= now]
-            if usable:
-                # Each frontend has its own favourite, so that routers share the work and one
-                # router sees all of a frontend's requests.
-                return max(usable, key=lambda node: _affinity(self._node.id, node))
+            now, stuck = self._node.now(), self._stuck
+            for router in self._routers:
+                if router not in behind and (not stuck or stuck.get(router, 0.0) <= now):
+                    return router
             if now >= until:
                 raise NoRouter(
                     f"no router answered within {self._config.router_wait:g} s", retry_after=1.0
                 )
-            again = min([until, *(at for at in self._stuck.values() if at > now)])
-            await self.wait_news(timeout=again - now)
+            again = min([until, *(at for at in stuck.values() if at > now)]) - now
+            await self.wait_news(timeout=min(again, _PAUSE) if behind else again)
+            behind.clear()
 
-    def _routers(self) -> list[Member]:
-        """Those that answer; one without a card has not settled yet."""
-        members = self._node.registry.by_role("router")
-        return [m for m in members if m.card is not None and not m.card.draining]
+    def _order_routers(self) -> None:
+        """Each frontend has its own favourite, so that routers share the work and one router sees
+        all of a frontend's requests; those in doubt come last, those without a card have not
+        settled yet."""
+        members = [m for m in self._node.registry.by_role("router") if m.card is not None]
+        usable = [m for m in members if m.card is not None and not m.card.draining]
+        usable.sort(key=lambda m: _affinity(self._node.id, m.node))
+        usable.sort(key=lambda m: m.suspect or not m.reachable)
+        self._routers = tuple(m.node for m in usable)
 
     # ------------------------------------------------------------------ to the worker
 
     async def _place(
         self, request: GenerateRequest, sink: TokenSink, router: NodeId, routed: Routed
-    ) -> RemoteSequence:
-        """Hand the request to the worker; however it ends, the router hears of it once."""
+    ) -> RemoteSequence | None:
+        """Hand the request to the worker; however it ends, the router hears of it once. None: the
+        router meant a life of the worker that is over."""
         release = _Releaser(self._node, router, routed.booking)
         try:
             channel = await self._channel(routed.worker, routed.epoch)
         except BaseException:
             release("unreached")
             raise
+        if channel is None:
+            release("unreached")
+            return None
         try:
             return await channel.open(
                 request, routed.booking, sink, release, timeout=_ACCEPT_TIMEOUT
@@ -205,47 +245,40 @@ class ClusterBackend:
             release("failed")
             raise
 
-    async def _channel(self, worker: NodeId, epoch: Epoch) -> WorkerChannel:
-        """The channel to that life of a worker, opened if need be; one opening at a time."""
-        known = self._channels.get(worker)
-        if known is not None and known[1].over is None and known[0] == epoch:
-            return known[1]
-        task = self._connecting.get(worker)
-        if task is None:
-            task = self._node.tasks.spawn(self._connect(worker), f"channel to {worker}")
-            self._connecting[worker] = task
-            task.add_done_callback(lambda _: self._connecting.pop(worker, None))
-        await asyncio.wait({task})
-        if task.cancelled():
-            raise WorkerLost("this node is going away")
-        channel = task.result()
-        if isinstance(channel, PdserveError):
-            raise channel
-        known = self._channels.get(worker)
-        if known is not None and known[0] != epoch:
-            raise WorkerLost(f"worker {worker} has begun another life")
-        return channel
-
-    async def _connect(self, worker: NodeId) -> WorkerChannel | PdserveError:
-        """An error is the waiters', and no failure of the task: workers come and go."""
-        try:
-            link = await self._node.link(worker, timeout=_LINK_TIMEOUT)
-            return self._make_channel(link)
-        except PdserveError as error:
-            return error
+    async def _channel(self, worker: NodeId, epoch: Epoch) -> WorkerChannel | None:
+        """The channel to that life of a worker, opened if need be; None: a later one has begun."""
+        link = self._node.link_nowait(worker)
+        if link is not None and link.peer.epoch < epoch:
+            link.abort("the peer has begun another life")  # which this end has not noticed
+            link = None
+        if link is None or link.retiring:
+            try:
+                link = await self._node.link(worker, timeout=_LINK_TIMEOUT)
+            except DeadlineExceeded as error:  # the request has time left
+                raise DialTimeout(error.message) from None
+        if link.peer.epoch != epoch:
+            return None
+        channel = self._channels.get(worker)
+        if channel is not None and channel.link is link and channel.over is None:
+            return channel
+        return self._make_channel(link)
 
     def _make_channel(self, link: Link) -> WorkerChannel:
+        """The channel on a link that has none; what runs on another goes on there."""
         worker = link.peer.node
-        channel = WorkerChannel(link, worker)
-        self._channels[worker] = (link.peer.epoch, channel)
-
-        def forget() -> None:
-            known = self._channels.get(worker)
-            if known is not None and known[1] is channel:
-                del self._channels[worker]
-
-        channel.on_over = forget
+        channel = WorkerChannel(link, self._node.timers)
+        old = self._channels.get(worker)
+        self._channels[worker] = channel
+        channel.on_over = lambda: self._forget(channel)
+        if old is not None:
+            self._retired[old] = None
+            old.retire()
         return channel
+
+    def _forget(self, channel: WorkerChannel) -> None:
+        self._retired.pop(channel, None)
+        if self._channels.get(channel.worker) is channel:
+            del self._channels[channel.worker]
 
     # ------------------------------------------------------------------ what changes
 
@@ -253,10 +286,16 @@ class ClusterBackend:
         member = event.member
         if isinstance(event, Gone):
             self._stuck.pop(member.node, None)
-            known = self._channels.get(member.node)
-            if known is not None and known[0] == member.epoch:
-                known[1].close(WorkerLost(f"worker {member.node} is gone: it {event.reason}"))
-        if member.role == "worker" and not self._refreshing:
+            error = WorkerLost(f"worker {member.node} is gone: {event.reason}", retry_after=1.0)
+            for channel in (*self._channels.values(), *self._retired):
+                peer = channel.link.peer
+                if (peer.node, peer.epoch) == (member.node, member.epoch):
+                    channel.close(error)
+        if member.role == "router":
+            self._order_routers()
+        elif member.role == "worker" and not (
+            self._refreshing or (isinstance(event, Changed) and event.before.card is member.card)
+        ):
             self._refreshing = True
             self._node.timers.call_later(0.0, self._refresh)
         self._tell_news()
@@ -270,8 +309,11 @@ class ClusterBackend:
         self._offers.refresh()
 
     def _sweep(self) -> None:
-        self._offers.refresh()
         self._node.timers.call_later(_SWEEP, self._sweep)
+        now = self._node.now()
+        for router in [router for router, until in self._stuck.items() if until <= now]:
+            del self._stuck[router]
+        self._offers.refresh()
 
     def _note_conflicts(self, conflicts: Mapping[NodeId, str]) -> None:
         words = "; ".join(f"worker {node}: {why}" for node, why in sorted(conflicts.items()))
@@ -319,6 +361,12 @@ class _Releaser:
 def _affinity(frontend: NodeId, router: NodeId) -> bytes:
     """Rendezvous hashing."""
     return blake2b(f"{frontend}\0{router}".encode(), digest_size=8).digest()
+
+
+def _why_gone(event: Gone) -> str:
+    if event.reason in ("died", "left"):
+        return f"worker {event.member.node} is gone: it {event.reason}"
+    return f"worker {event.member.node} is out of reach: this frontend was cut off from the cluster"
 
 
 def _refused(model: str, last: PdserveError | None) -> PdserveError:

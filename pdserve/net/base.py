@@ -256,6 +256,11 @@ class Link(Protocol):
         """Why it ended; None while it has not."""
         ...
 
+    @property
+    def retiring(self) -> bool:
+        """Nothing more can be started on it; what is under way goes on."""
+        ...
+
     def tell(self, method: int, body: Buffer) -> None:
         """Send one way. Raises `LinkLost` (not sent), `Overloaded`, `PayloadTooLarge`."""
         ...

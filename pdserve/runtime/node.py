@@ -259,7 +259,7 @@ class Node:
     # ------------------------------------------------------------------ reaching others
 
     def link_nowait(self, node: NodeId) -> Link | None:
-        """The link to a member, if there is one."""
+        """The link to a member, if there is one; it may be retiring."""
         life = self._life
         return None if life is None else life.endpoint.link(node)
 
@@ -270,7 +270,7 @@ class Node:
         `DeadlineExceeded`. Cancellation: only the waiting ends.
         """
         found = self.link_nowait(node)
-        if found is not None:
+        if found is not None and not found.retiring:
             return found
         member = self.registry.get(node)
         if member is None or not member.address:

@@ -131,9 +131,8 @@ def _worker(host: Host, worker: Worker) -> Iterator[str]:
 
 
 def _frontend(host: Host, frontend: Frontend) -> Iterator[str]:
-    for worker, (_, channel) in frontend.backend._channels.items():
-        if channel.requests:
-            yield f"frontend {host.name} keeps {channel.requests} requests at {worker}"
+    if frontend.backend.requests:
+        yield f"frontend {host.name} keeps {frontend.backend.requests} requests"
 
 
 def _links(host: Host) -> Iterator[str]:
