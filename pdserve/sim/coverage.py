@@ -1,0 +1,173 @@
+"""Which cells of the state machines a run visits: (state, event) of members and of bookings.
+
+`watch` looks over the shoulder of the two tables while it lasts, in every node of the process, and
+counts. What must be visited is listed here, so that a rule nobody exercises is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.gossip.core import Gossip, Phase
+from pdserve.gossip.member import Members
+from pdserve.router.bookings import Bookings, End
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.gossip.messages import Record
+    from pdserve.router.bookings import Booking, Life
+
+__all__ = ["BOOKING_CELLS", "LIFE_CELLS", "MEMBER_CELLS", "Cells", "missing", "watch"]
+
+Cells = Counter[tuple[str, str]]
+
+MEMBER_CELLS: Final = frozenset(
+    (f"member {state}", event)
+    for state, events in {
+        "-": ("ALIVE", "SUSPECT", "DEAD", "LEFT"),
+        "ALIVE": ("ALIVE", "SUSPECT", "DEAD", "LEFT", "later ALIVE", "earlier DEAD"),
+        "SUSPECT": ("ALIVE", "SUSPECT", "DEAD", "LEFT", "later ALIVE"),
+        "DEAD": ("ALIVE", "SUSPECT", "DEAD", "later ALIVE", "later SUSPECT"),
+        "LEFT": ("ALIVE", "LEFT", "DEAD", "SUSPECT", "later ALIVE"),
+    }.items()
+    for event in events
+)
+"""What a record says, against what is known of its node; `later`, `earlier`: of another life."""
+
+LIFE_CELLS: Final = frozenset(
+    ("life", event)
+    for event in (
+        "NEW JOINING",
+        "JOINING UP",
+        "UP LEAVING",
+        "LEAVING OUT",
+        "UP OUT",
+        "JOINING OUT",
+    )
+)
+"""Phases of a node's own life."""
+
+BOOKING_CELLS: Final = frozenset(
+    (f"booking {state}", event)
+    for state, events in {
+        "unknown": ("held", "let_go"),
+        "placed": ("held", "RELEASED", "WORKER_GONE", "ASKER_GONE", "NEVER_SEEN"),
+        "seen": ("held", "reported", "LET_GO", "RELEASED", "WORKER_GONE", "ASKER_GONE"),
+        "counted": ("held", "LET_GO", "RELEASED", "WORKER_GONE", "ASKER_GONE", "report_lost"),
+        "peer's placed": ("held", "peer_ended", "peer_gone"),
+        "peer's seen": ("reported", "let_go", "peer_ended"),
+        "peer's counted": ("let_go", "peer_ended", "peer_gone"),
+        "ended": ("RELEASED",),
+    }.items()
+    for event in events
+)
+"""What happens to a booking, against what its router has heard of it."""
+
+
+def missing(visited: Cells) -> list[str]:
+    """Cells that must be visited and were not."""
+    wanted = MEMBER_CELLS | LIFE_CELLS | BOOKING_CELLS
+    return sorted(f"{state}: {event}" for state, event in wanted - visited.keys())
+
+
+@contextlib.contextmanager
+def watch(cells: Cells) -> Iterator[Cells]:
+    """Count visits into `cells`."""
+    with contextlib.ExitStack() as stack:
+
+        def look(owner: type, name: str, before: Callable[..., None]) -> None:
+            original = getattr(owner, name)
+
+            def looked(self: Any, *args: Any, **kwargs: Any) -> Any:
+                before(cells, self, *args, **kwargs)
+                return original(self, *args, **kwargs)
+
+            setattr(owner, name, looked)
+            stack.callback(setattr, owner, name, original)
+
+        look(Members, "apply", _applied)
+        look(Gossip, "step", _stepped)
+        look(Bookings, "held", _held)
+        look(Bookings, "let_go", _let_go)
+        look(Bookings, "reported", _reported)
+        look(Bookings, "report_lost", _report_lost)
+        look(Bookings, "release", _released)
+        look(Bookings, "_end", _ended)
+        look(Bookings, "peer_ended", _peer_ended)
+        look(Bookings, "peer_gone", _peer_gone)
+        yield cells
+
+
+def _applied(cells: Cells, members: Members, record: Record) -> None:
+    known = members.get(record.node)
+    event = record.state.name
+    if known is None:
+        cells["member -", event] += 1
+        return
+    if record.epoch != known.epoch:
+        event = f"{'later' if record.epoch > known.epoch else 'earlier'} {event}"
+    cells[f"member {known.state.name}", event] += 1
+
+
+def _stepped(cells: Cells, machine: Gossip, now: float, event: object) -> None:
+    """Between two steps the phase is what the first has made it."""
+    last: Phase = vars(machine).setdefault("watched_phase", Phase.NEW)
+    if machine.phase is not last:
+        cells["life", f"{last.name} {machine.phase.name}"] += 1
+        vars(machine)["watched_phase"] = machine.phase
+
+
+# ---------------------------------------------------------------------------- bookings
+
+
+def _state(bookings: Bookings, worker: Life, id: int) -> str:
+    account = bookings._account(worker)
+    if account is None or id not in account.open:
+        return "unknown"
+    whose = "" if account.open[id].owner is None else "peer's "
+    if id in account.reported:
+        return f"{whose}counted"
+    return f"{whose}seen" if id in account.fresh else f"{whose}placed"
+
+
+def _held(cells: Cells, bookings: Bookings, worker: Life, id: int) -> None:
+    cells[f"booking {_state(bookings, worker, id)}", "held"] += 1
+
+
+def _let_go(cells: Cells, bookings: Bookings, worker: Life, id: int) -> None:
+    cells[f"booking {_state(bookings, worker, id)}", "let_go"] += 1
+
+
+def _reported(cells: Cells, bookings: Bookings, worker: Life) -> None:
+    account = bookings._account(worker)
+    for id in account.fresh if account else ():
+        cells[f"booking {_state(bookings, worker, id)}", "reported"] += 1
+
+
+def _report_lost(cells: Cells, bookings: Bookings, worker: Life) -> None:
+    account = bookings._account(worker)
+    for id in account.reported if account else ():
+        cells[f"booking {_state(bookings, worker, id)}", "report_lost"] += 1
+
+
+def _released(cells: Cells, bookings: Bookings, id: int) -> None:
+    if id not in bookings._own:
+        cells["booking ended", End.RELEASED.name] += 1
+
+
+def _ended(cells: Cells, bookings: Bookings, booking: Booking, why: End) -> None:
+    cells[f"booking {_state(bookings, booking.worker, booking.id)}", why.name] += 1
+
+
+def _peer_ended(cells: Cells, bookings: Bookings, router: Life, id: int) -> None:
+    booking = bookings._peers.get(router, {}).get(id)
+    if booking is not None:
+        cells[f"booking {_state(bookings, booking.worker, id)}", "peer_ended"] += 1
+
+
+def _peer_gone(cells: Cells, bookings: Bookings, router: Life) -> None:
+    for booking in bookings._peers.get(router, {}).values():
+        cells[f"booking {_state(bookings, booking.worker, booking.id)}", "peer_gone"] += 1
