@@ -12,6 +12,12 @@ BURST = 64
 """Messages a publisher hands over before it lets the event loop turn."""
 
 
+BULK_CHUNK = 1 << 20
+BULK_CHUNKS = 8
+"""Bulk goes through so much memory in turn, at both ends of every arm: real payloads are not all in
+one piece that stays in a processor's cache."""
+
+
 class Arm:
     """One way of talking. The same object serves in one process and asks in another."""
 

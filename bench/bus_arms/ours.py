@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.bus_arms.base import BURST, Arm, Tally
+from bench.bus_arms.base import BULK_CHUNK, BULK_CHUNKS, BURST, Arm, Tally
 from pdserve.ids import NodeId
 from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _KEY = (b"a key for measurements, 32 bytes long",)
 _TIMEOUT = 30.0
-_CHUNK = 1 << 20
-_CHUNKS = 8
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
@@ -54,14 +52,14 @@ class _Reader:
     def __init__(self, stream: Incoming) -> None:
         self.stream = stream
         self.tally = Tally()
-        self.memory = [memoryview(bytearray(_CHUNK)) for _ in range(_CHUNKS)]
+        self.memory = [memoryview(bytearray(BULK_CHUNK)) for _ in range(BULK_CHUNKS)]
         self.payloads = 0
 
     def on_data(self, body: Buffer) -> None:
         self.tally.add(_decode_item(body).number)
 
     def on_payload(self, meta: bytes, size: int) -> memoryview:
-        return self.memory[self.payloads % _CHUNKS][:size]
+        return self.memory[self.payloads % BULK_CHUNKS][:size]
 
     def on_raw(self, meta: bytes, payload: Buffer) -> None:
         self.payloads += 1
@@ -163,13 +161,13 @@ class Ours(Arm):
     async def bulk(self, total: int) -> None:
         writer = _Writer()
         stream = await self.link.open_bulk_stream(_BULK, b"", writer, timeout=5.0, window=4096)
-        free = [memoryview(bytearray(_CHUNK)) for _ in range(_CHUNKS)]
+        free = [memoryview(bytearray(BULK_CHUNK)) for _ in range(BULK_CHUNKS)]
 
         def give_back(memory: memoryview) -> None:
             free.append(memory)
             writer.changed.set()
 
-        for _ in range(total // _CHUNK):
+        for _ in range(total // BULK_CHUNK):
             while not (free and stream.sendable):
                 await writer.wait()
             memory = free.pop()
@@ -177,5 +175,5 @@ class Ours(Arm):
         stream.end()
         while writer.count < 0:
             await writer.wait()
-        if writer.count != total // _CHUNK:
+        if writer.count != total // BULK_CHUNK:
             raise RuntimeError(f"{writer.count} chunks arrived")
