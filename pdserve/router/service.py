@@ -88,6 +88,8 @@ class RouterService:
         self._conflict_words = ""
         self.routed = 0
         self.refused = 0
+        self.released = 0
+        """Answers that frontends have given back: each one once, unless a message was lost."""
         node.serve(ROUTE, self._route)
         node.serve_tell(RELEASE, self._released)
         node.on_member(self._on_member)
@@ -124,7 +126,9 @@ class RouterService:
         return Routed(booking.worker.node, booking.worker.epoch, booking.id)
 
     def _released(self, link: Link, body: Buffer) -> None:
-        self.desk.bookings.release(_decode_release(body).booking)
+        booking = _decode_release(body).booking
+        self.released += 1
+        self.desk.bookings.release(booking)
 
     def _booking_ended(self, booking: Booking, why: End) -> None:
         self._bookings.drop(booking_key(booking.id))

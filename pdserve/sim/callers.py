@@ -132,8 +132,6 @@ class Callers:
     ) -> None:
         """`rate`: requests per second; `begin` hears of each account."""
         self.rate = rate
-        self.calm = False
-        """Nobody turns away any more, and nobody has a deadline."""
         self._backend = backend
         self._models = models
         self._name = name
@@ -160,22 +158,36 @@ class Callers:
         self._tasks.pop(task, None)
 
     def ask(self) -> Account:
-        """One request."""
-        self._number += 1
-        name = f"{self._name}.{self._number}"
+        """One request, as clients are."""
+        random, name = self._random, self._next_name()
+        request = draw_request(random, name, random.choice(self._models))
+        patience = random.choice((0.0, 0.01, 0.2, 1.0)) * random.random()
+        account = self._start(request)
+        if random.random() < 0.15:
+            account.timer = self._loop.call_later(patience, self.turn_away, account)
+        return account
+
+    def ask_patiently(self, *, long: bool = False) -> Account:
+        """One request that can only end well; `long`: not soon."""
+        name = self._next_name()
         request = draw_request(self._random, name, self._random.choice(self._models))
-        impatient = self._random.random() < 0.15
-        patience = self._random.choice((0.0, 0.01, 0.2, 1.0)) * self._random.random()
-        if self.calm:
-            request = _without_deadline(request)
-            impatient = False
+        request = replace(request, deadline=None)
+        if long:
+            sampling = replace(request.sampling, max_tokens=120, ignore_eos=True)
+            request = replace(request, sampling=sampling, n=1)
+        return self._start(request)
+
+    def _next_name(self) -> str:
+        self._number += 1
+        return f"{self._name}.{self._number}"
+
+    def _start(self, request: GenerateRequest) -> Account:
+        name = request.request_id
         account = Account(name, request, self._loop.time(), self._complain)
         self._begin(account)
         account.task = task = self._loop.create_task(self._open(account), name=name)
         self._tasks[task] = None
         task.add_done_callback(self._forget)
-        if impatient:
-            account.timer = self._loop.call_later(patience, self._turn_away, account)
         return account
 
     async def close(self) -> None:
@@ -202,7 +214,8 @@ class Callers:
             if not account.outcome:
                 account.stage = "opened"
 
-    def _turn_away(self, account: Account) -> None:
+    def turn_away(self, account: Account) -> None:
+        """Its client is gone."""
         if account.outcome:
             return
         if account.stream is None:
@@ -211,7 +224,3 @@ class Callers:
         else:
             account.end("cancelled")
             account.stream.cancel()
-
-
-def _without_deadline(request: GenerateRequest) -> GenerateRequest:
-    return replace(request, deadline=None)

@@ -121,6 +121,10 @@ def _follows(
 
 
 def _worker(host: Host, worker: Worker) -> Iterator[str]:
+    held = worker.topics.published(SEQUENCES)
+    assert isinstance(held, LogTopic)
+    if held.digest():
+        yield f"worker {host.name} says that it holds bookings"
     if worker.member.requests:
         yield f"worker {host.name} keeps {worker.member.requests} requests"
     stats = worker.service.statistics()
@@ -149,6 +153,11 @@ def _links(host: Host) -> Iterator[str]:
             yield f"{where}: {stats.unsent_bytes} bytes unsent"
         if stats.granted and not stats.streams:
             yield f"{where}: {stats.granted} credit granted without a stream"
+        connections = [link.connection, *([link.bulk.connection] if link.bulk else [])]
+        for stream in (one for connection in connections for one in connection.streams()):
+            occupied = stream.window - stream.allowance - stream.spent
+            if stream.receiving and stream.listening and occupied:
+                yield f"{where}: {occupied} of the credit of stream {stream.id} has not come back"
 
 
 def _up(world: World) -> list[Host]:

@@ -90,6 +90,7 @@ def watch(cells: Cells) -> Iterator[Cells]:
 
         look(Members, "apply", _applied)
         look(Gossip, "step", _stepped)
+        look(Gossip, "_out", _out)
         look(Bookings, "held", _held)
         look(Bookings, "let_go", _let_go)
         look(Bookings, "reported", _reported)
@@ -118,6 +119,11 @@ def _stepped(cells: Cells, machine: Gossip, now: float, event: object) -> None:
     if machine.phase is not last:
         cells["life", f"{last.name} {machine.phase.name}"] += 1
         vars(machine)["watched_phase"] = machine.phase
+
+
+def _out(cells: Cells, machine: Gossip, effect: object) -> None:
+    cells["life", f"{machine.phase.name} OUT"] += 1
+    vars(machine)["watched_phase"] = Phase.OUT
 
 
 # ---------------------------------------------------------------------------- bookings

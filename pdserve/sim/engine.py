@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.engine.api import EngineState
 from pdserve.engine.core import EngineCore
 from pdserve.engine.rejection import error_of
-from pdserve.errors import Draining, EngineDied, NotReady, PdserveError
+from pdserve.errors import Draining, EngineDied, NotReady, Overloaded, PdserveError
 from pdserve.messages.engine import Abort, EngineStats, Rejected, Step, Submit
 from pdserve.testing.scripted import ScriptedExecutor
 
@@ -121,6 +121,8 @@ class InlineEngine:
         """See `engine.api.Engine`."""
         if self._core is None:
             raise NotReady(f"the engine is {self.state.value}", retry_after=1.0)
+        if len(self._sinks) >= self._spec.max_sequences + self._spec.max_waiting:
+            raise Overloaded(f"{len(self._sinks)} requests are in flight", retry_after=1.0)
         self._handles += 1
         self._sinks[self._handles] = sink
         self._choices[self._handles] = request.n

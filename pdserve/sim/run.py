@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.sim.checks import at_rest, membership, ready, unfinished
 from pdserve.sim.dice import Dice
 from pdserve.sim.faults import Fault, draw_faults, perform
-from pdserve.sim.roles import Settings
+from pdserve.sim.roles import Router, Settings, Worker
 from pdserve.sim.world import World
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdserve.ids import Seconds
+    from pdserve.sim.callers import Account
+    from pdserve.sim.world import Host
 
 __all__ = ["Failure", "Plan", "Report", "draw_plan", "run", "run_plan"]
 
@@ -208,21 +210,59 @@ class _Run:
         """Every frontend is served again."""
         world = self.world
         world.happened("-", "SERVE")
-        probes = []
-        for host in world.of_role("frontend"):
+        frontends = [host for host in world.of_role("frontend") if host.process is not None]
+        for host in frontends:
             if host.callers is not None:
                 host.callers.rate = 0.0
-                host.callers.calm = True
         await self._until("every request ends", lambda: unfinished(world), _SERVED)
-        for host in world.of_role("frontend"):
-            if host.callers is not None and host.process is not None:
-                ask = host.callers.ask
-                probes += [host.process.context.copy().run(ask) for _ in range(_PROBES)]
+        await asyncio.sleep(_LOOK)
+        books = self._books()
+        probes = [probe for host in frontends for probe in self._ask(host, _PROBES)]
+        long = [probe for host in frontends for probe in self._ask(host, 1, long=True)]
+        await self._turn_away(long)
         await self._until("every probe ends", lambda: unfinished(world), _SERVED)
         for probe in probes:
             if probe.outcome != "completed":
                 world.complain(f"{probe.name} was not served in calm: {probe.outcome}")
+        await asyncio.sleep(_LOOK)
+        routed, released, aborted = (b - a for a, b in zip(books, self._books(), strict=True))
+        if released != routed:
+            world.complain(f"{routed} answers of routers were given back {released} times")
+        if aborted != len(long):
+            world.complain(f"{len(long)} clients turned away, engines know of {aborted}")
         self._look()
+
+    def _ask(self, host: Host, count: int, *, long: bool = False) -> list[Account]:
+        assert host.callers is not None
+        assert host.process is not None
+        ask = partial(host.callers.ask_patiently, long=long)
+        return [host.process.context.copy().run(ask) for _ in range(count)]
+
+    async def _turn_away(self, accounts: list[Account]) -> None:
+        """Once their first tokens have come."""
+
+        def waiting() -> Iterator[str]:
+            for account in accounts:
+                if not account.tokens:
+                    yield f"{account.name} has no token"
+
+        await self._until("every probe has a token", waiting, _SERVED)
+        for account in accounts:
+            host = self.world.hosts[account.name.partition(".")[0]]
+            assert host.callers is not None
+            assert host.process is not None
+            host.process.context.copy().run(host.callers.turn_away, account)
+
+    def _books(self) -> tuple[int, int, int]:
+        """Routers' answers, those given back, submissions that engines dropped."""
+        parts = [host.part for host in self.world.hosts.values() if host.up]
+        routers = [part.service for part in parts if isinstance(part, Router)]
+        workers = [part.service for part in parts if isinstance(part, Worker)]
+        return (
+            sum(router.routed for router in routers),
+            sum(router.released for router in routers),
+            sum(worker.statistics().aborted for worker in workers),
+        )
 
     async def _rest(self) -> None:
         self.world.happened("-", "REST")

@@ -60,6 +60,8 @@ class Host:
         self.process: Process | None = None
         self.part: Part | None = None
         self.callers: Callers | None = None
+        self.members: dict[str, int] = {}
+        """Whom its process has been told of, with their lives."""
         self.ready = False
         """Its role has started."""
         self.lives = 0
@@ -92,8 +94,6 @@ class World:
         self.models: tuple[str, ...] = ("model",)
         self.rate = 1.0
         """Requests per second and frontend."""
-        self.calm = False
-        """Clients are patient."""
         self.violations: list[str] = []
         self.faults: Counter[str] = Counter()
         """How often each fault happened."""
@@ -168,7 +168,6 @@ class World:
             begin=lambda account: self._begin(host, account),
             complain=self.complain,
         )
-        host.callers.calm = self.calm
         host.callers.start()
 
     def _node(self, host: Host) -> Node:
@@ -230,6 +229,7 @@ class World:
         """Whatever the process owned is gone."""
         host.process = host.part = host.callers = None
         host.ready = False
+        host.members.clear()
         for account in [a for a in self.accounts if a.name.startswith(f"{host.name}.")]:
             self.accounts.remove(account)
             self.lost_with_frontend += 1
@@ -323,6 +323,7 @@ class World:
     def _member(self, host: Host, event: MemberEvent) -> None:
         member = event.member
         who = f"{member.node}@{member.epoch % 10_000_000}"
+        self._keeps_order(host, event, who)
         if isinstance(event, Appeared):
             self.happened(host.name, "appeared", who)
         elif isinstance(event, Gone):
@@ -335,6 +336,21 @@ class World:
                 self.happened(host.name, "reaches" if member.reachable else "loses", who)
             if member.card != before.card:
                 self.happened(host.name, "card", who)
+
+    def _keeps_order(self, host: Host, event: MemberEvent, who: str) -> None:
+        """Of each life one hears `Appeared`, changes, `Gone`: nothing before, nothing after, and
+        of one node one life at a time."""
+        node, epoch = event.member.node, event.member.epoch
+        present = host.members.get(node)
+        if isinstance(event, Appeared):
+            if present is not None:
+                self.complain(f"{host.name} hears of {who} before {present} is gone")
+            host.members[node] = epoch
+        elif present != epoch:
+            what = type(event).__name__
+            self.complain(f"{host.name} hears {what} of {who}, which is not there: {present}")
+        elif isinstance(event, Gone):
+            del host.members[node]
 
     def _begin(self, host: Host, account: Account) -> None:
         self.accounts.append(account)
