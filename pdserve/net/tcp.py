@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
 from functools import partial
@@ -53,7 +54,7 @@ class TcpNetwork:
                 return _TlsListener(loop, sockets, self._tls, self._settings, factory)
             server = await loop.create_server(factory, host, port, backlog=_BACKLOG)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {address}: {error.strerror or error}") from None
+            raise _cannot_listen(address, error) from None
         return _TcpListener(server)
 
     async def connect(
@@ -192,3 +193,11 @@ async def _bind(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[s
 def _name(listening: socket.socket) -> str:
     name = listening.getsockname()
     return join(name[0], name[1])
+
+
+def _cannot_listen(address: str, error: OSError) -> ConfigError:
+    resolved = isinstance(error.errno, int) and error.errno > 0  # name resolution counts downwards
+    cause = os.strerror(error.errno) if resolved else error.strerror or str(error)
+    return ConfigError(
+        f"cannot listen on {address}: {cause}; choose another --listen", param="listen"
+    )

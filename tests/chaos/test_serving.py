@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 
+from pdserve.launch import exit_codes
 from tests.chaos.cluster import eventually
 from tests.chaos.load import Stream, ask, running_on, streams, wait_served, warm_up
+from tests.e2e.server import PATIENCE
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -127,3 +129,12 @@ def test_without_a_router_requests_wait_and_streams_go_on(cluster):
     wait_served(frontend)
     assert stream.wait().done, stream
     assert frontend.health()[0] == 200
+
+
+def test_a_second_router_at_the_same_address_is_one_clear_line(cluster):
+    first = cluster.router()
+    first.wait_ready()
+    second = cluster.start("router", "", "--listen", cluster.address)
+    second.expected, second.expected_errors = exit_codes.CANNOT_LISTEN, True
+    second.wait_said(f"cannot listen on {cluster.address}: Address already in use.*--listen")
+    second.process.wait(PATIENCE)

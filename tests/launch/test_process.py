@@ -16,6 +16,7 @@ from pdserve.observe.metrics import Metrics
         (ConfigError("no such model"), exit_codes.USAGE),
         (ConfigError("taken", param="port"), exit_codes.CANNOT_LISTEN),
         (ConfigError("taken", param="metrics_port"), exit_codes.CANNOT_LISTEN),
+        (ConfigError("taken", param="listen"), exit_codes.CANNOT_LISTEN),
         (EngineDied("crashed"), exit_codes.ENGINE_FAILED),
     ],
 )
