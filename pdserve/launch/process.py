@@ -75,7 +75,7 @@ def _status_of(error: PdserveError) -> int:
     if isinstance(error, HandshakeRefused):
         return exit_codes.CANNOT_JOIN
     if isinstance(error, ConfigError):
-        listening = error.param in ("port", "metrics_port")
+        listening = error.param in ("port", "metrics_port", "listen")
         return exit_codes.CANNOT_LISTEN if listening else exit_codes.USAGE
     return exit_codes.ENGINE_FAILED
 
