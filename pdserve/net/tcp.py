@@ -196,8 +196,8 @@ def _name(listening: socket.socket) -> str:
 
 
 def _cannot_listen(address: str, error: OSError) -> ConfigError:
-    resolved = isinstance(error.errno, int) and error.errno > 0  # name resolution counts downwards
-    cause = os.strerror(error.errno) if resolved else error.strerror or str(error)
+    number = error.errno or 0  # those of name resolution are negative
+    cause = os.strerror(number) if number > 0 else error.strerror or str(error)
     return ConfigError(
         f"cannot listen on {address}: {cause}; choose another --listen", param="listen"
     )
