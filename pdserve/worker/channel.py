@@ -22,6 +22,7 @@ from pdserve.errors import (
     PayloadTooLarge,
     PdserveError,
     ProtocolError,
+    WorkerLost,
 )
 from pdserve.messages.channel import Abort, Assembler, Batch, Open, Piece, split
 from pdserve.messages.request import Finish, TokenDelta
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pdserve.engine.api import Handle, TokenSink
+    from pdserve.ids import Epoch, NodeId
     from pdserve.messages.engine import Rejected
     from pdserve.messages.request import GenerateRequest
     from pdserve.net.base import Incoming
@@ -95,6 +97,13 @@ class Channels:
         """Sequences of those that have not ended."""
         return sum(r.choices for channel in self._open for r in channel.requests.values())
 
+    def gone(self, node: NodeId, epoch: Epoch) -> None:
+        """That life of a frontend is over: nobody waits for what its channels carry, whatever its
+        connection looks like."""
+        for channel in tuple(self._open):
+            if (channel.peer.node, channel.peer.epoch) == (node, epoch):
+                channel.cut(WorkerLost(f"{node} was held for dead, and its work dropped"))
+
     def close(self, error: PdserveError) -> None:
         """End every channel; frontends hear `error`."""
         for channel in tuple(self._open):
@@ -117,7 +126,7 @@ class Channels:
         if request.booking:
             self._on_end(request.booking)
 
-    def gone(self, channel: _Channel) -> None:
+    def over(self, channel: _Channel) -> None:
         self._open.pop(channel, None)
 
 
@@ -154,6 +163,7 @@ class _Channel:
     """One frontend's stream: see `net.base.Sink`."""
 
     def __init__(self, owner: Channels, stream: Incoming) -> None:
+        self.peer = stream.link.peer
         self.requests: dict[int, _Request] = {}
         self.deltas: list[TokenDelta] = []
         self.due = False
@@ -173,10 +183,10 @@ class _Channel:
         try:
             self._take(body)
         except PdserveError as error:  # one of the two does not keep to the protocol
-            _log.warning("channel of %s: %s", self._stream.link.peer.node, error)
+            _log.warning("channel of %s: %s", self.peer.node, error)
             self.cut(error)
         except Exception as error:
-            _log.exception("channel of %s", self._stream.link.peer.node)
+            _log.exception("channel of %s", self.peer.node)
             self.cut(EngineError(f"{type(error).__name__} in the worker"))
 
     def _take(self, body: Buffer) -> None:
@@ -238,7 +248,7 @@ class _Channel:
         self._accepted.clear()
         self._rejected.clear()
         self._frames.clear()
-        self._owner.gone(self)
+        self._owner.over(self)
 
     def _give_up(self, request: _Request) -> None:
         if request.handle is not None:

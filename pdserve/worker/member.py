@@ -16,19 +16,22 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from pdserve.errors import Draining
+from pdserve.errors import ConfigError, Draining
 from pdserve.messages.channel import CHANNEL
 from pdserve.messages.node import NodeCard, offer
 from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key
+from pdserve.runtime.registry import Gone
 from pdserve.wire.codec import encode
 from pdserve.worker.channel import Channels
 
 if TYPE_CHECKING:
     from pdserve.engine.api import Handle, TokenSink
     from pdserve.ids import Seconds
+    from pdserve.messages.card import ModelCard
     from pdserve.messages.node import ModelOffer
     from pdserve.messages.request import GenerateRequest
     from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import MemberEvent
     from pdserve.runtime.topics.service import Topics
     from pdserve.worker.service import WorkerService
 
@@ -51,7 +54,10 @@ class WorkerMember:
         self._card = replace(card, topics=topics.names)
         self._channels = Channels(self, on_begin=self._begin, on_end=self._end)
         self._told: NodeCard | None = None
+        self._offers: dict[int, tuple[ModelCard, ModelOffer, dict[bytes, bytes]]] = {}
+        """By the card's identity: its large parts are hashed once."""
         node.serve_stream(CHANNEL, self._channels.opened)
+        node.on_member(self._on_member)
         self._watch()
 
     async def drain(self, timeout: Seconds) -> bool:
@@ -94,8 +100,13 @@ class WorkerMember:
 
     def _watch(self) -> None:
         """The engine's numbers have no events of their own."""
-        self.tell()
         self._node.timers.call_later(_LOAD_INTERVAL, self._watch)
+        self.tell()
+
+    def _on_member(self, event: MemberEvent) -> None:
+        """What a frontend has here ends with it, though its connection may not show it yet."""
+        if isinstance(event, Gone):
+            self._channels.gone(event.member.node, event.member.epoch)
 
     def _tell_load(self) -> None:
         """Routers add their own bookings to a report until one follows that contains them: what is
@@ -122,17 +133,33 @@ class WorkerMember:
         models: list[ModelOffer] = []
         parts: dict[bytes, bytes] = {}
         if not reason or self._service.draining:
-            for model in {id(card): card for card in self._service.cards().values()}.values():
-                small, large = offer(model)
+            for small, large in self._offered():
                 models.append(small)
                 parts |= large
         card = replace(
             self._card,
             models=tuple(models),
             draining=self._service.draining,
-            reason=reason.partition(":")[0] if reason.startswith("starting") else reason,
+            reason=reason.partition(":")[0] if reason.startswith("starting") else reason[:_REASON],
             max_sequences=0 if capabilities is None else capabilities.max_sequences,
         )
-        if card != self._told:
-            self._told = card
+        if card == self._told:
+            return
+        self._told = card
+        try:
             self._node.publish_card(card, parts)
+        except ConfigError as error:
+            _log.error("this worker cannot offer its models: %s", error.message)
+            self._node.publish_card(replace(card, models=(), reason=_TOO_LARGE), {})
+
+    def _offered(self) -> list[tuple[ModelOffer, dict[bytes, bytes]]]:
+        """Each model once, as it travels."""
+        cards = {id(card): card for card in self._service.cards().values()}
+        if cards.keys() != self._offers.keys():
+            self._offers = {key: (card, *offer(card)) for key, card in cards.items()}
+        return [(small, large) for _, small, large in self._offers.values()]
+
+
+_REASON: Final = 500
+"""Characters: an engine's last words may be long."""
+_TOO_LARGE: Final = "its names and aliases do not fit a card"

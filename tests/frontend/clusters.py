@@ -1,0 +1,199 @@
+"""A frontend's backend among nodes in virtual time: workers with an engine that is played by hand,
+and routers that answer what a test tells them to."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from pdserve.errors import Draining, NoWorker
+from pdserve.frontend.cluster import ClusterBackend
+from pdserve.frontend.config import FrontendConfig
+from pdserve.ids import NodeId
+from pdserve.messages.channel import CHANNEL
+from pdserve.messages.node import NodeCard, offer
+from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, TokenDelta
+from pdserve.messages.routing import Release, Routed
+from pdserve.observe.degraded import Degradations
+from pdserve.observe.metrics import Metrics
+from pdserve.runtime.methods import RELEASE, ROUTE
+from pdserve.runtime.registry import Gone
+from pdserve.wire.codec import decoder
+from pdserve.worker.channel import Channels
+from tests.frontend.test_offers import model
+from tests.runtime.cluster import cluster
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pdserve.engine.api import TokenSink
+    from pdserve.errors import PdserveError
+    from pdserve.messages.routing import Route
+    from pdserve.net.base import Call, Link
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import MemberEvent
+    from pdserve.wire.parser import Buffer
+    from tests.runtime.cluster import Cluster
+
+_decode_release = decoder(Release)
+
+
+def request(name: str = "r", **changes: Any) -> GenerateRequest:
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "model": "tiny",
+        "prompt": [7, 8, 9],
+        "sampling": SamplingParams(max_tokens=8),
+    }
+    return GenerateRequest(**fields | changes)
+
+
+class Sink:
+    """What reached one request."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ends = 0
+        self.errors: list[PdserveError] = []
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self.tokens += delta.tokens
+        self.ends += delta.finish is not None
+
+    def on_error(self, error: PdserveError) -> None:
+        self.errors.append(error)
+
+
+class Worker:
+    """A node with channels over an engine that says what the test says."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.refusal: Exception | None = None
+        self.running: dict[int, TokenSink] = {}
+        self.names: list[str] = []
+        """Of all requests that were submitted."""
+        self.aborted: list[int] = []
+        self.bookings: list[int] = []
+        """Held now."""
+        self.channels = Channels(self, on_begin=self.bookings.append, on_end=self.bookings.remove)
+        node.serve_stream(CHANNEL, self.channels.opened)
+        node.on_member(self._on_member)
+
+    def _on_member(self, event: MemberEvent) -> None:
+        if isinstance(event, Gone):
+            self.channels.gone(event.member.node, event.member.epoch)
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> int:
+        if self.refusal is not None:
+            raise self.refusal
+        self.names.append(request.request_id)
+        handle = len(self.names)
+        self.running[handle] = sink
+        return handle
+
+    def abort(self, handle: int) -> None:
+        self.aborted.append(handle)
+        self.running.pop(handle, None)
+
+    def say(self, *tokens: int, end: bool = False) -> None:
+        """To all that run."""
+        for handle, sink in tuple(self.running.items()):
+            finish = Finish(reason="stop") if end else None
+            sink.on_delta(TokenDelta(handle, 0, list(tokens), finish))
+            if end:
+                del self.running[handle]
+
+    def serve(self, **card: Any) -> None:
+        """Announce the model."""
+        small, parts = offer(model())
+        fields = {"role": "worker", "started": 1, "models": (small,), **card}
+        self.node.publish_card(NodeCard(**fields), parts)
+
+
+class Router:
+    """A node that sends requests to the first of `workers` that is not excluded."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.workers: list[tuple[str, int]] = []
+        """Name and life."""
+        self.refusal: Exception | None = None
+        self.silent = False
+        self.questions: list[Route] = []
+        self.open: dict[int, str] = {}
+        """Bookings that were not released, and the worker of each."""
+        self.releases: list[str] = []
+        node.serve(ROUTE, self._route)
+        node.serve_tell(RELEASE, self._released)
+
+    def _route(self, question: Route, call: Call) -> Routed | None:
+        self.questions.append(question)
+        if self.silent:
+            return None
+        if self.refusal is not None:
+            raise self.refusal
+        for name, epoch in self.workers:
+            if name not in question.excluded:
+                booking = len(self.open) + len(self.releases) + 1
+                self.open[booking] = name
+                return Routed(NodeId(name), epoch, booking)
+        raise NoWorker("nobody is left", retry_after=4.0)
+
+    def _released(self, link: Link, body: Buffer) -> None:
+        release = _decode_release(body)
+        del self.open[release.booking]  # once each
+        self.releases.append(release.outcome)
+
+    def serve(self) -> None:
+        self.node.publish_card(NodeCard(role="router"), {})
+
+
+class World:
+    """One frontend `f`, its backend, and whoever a test adds."""
+
+    def __init__(self, nodes: Cluster, node: Node, **config: Any) -> None:
+        self.nodes = nodes
+        self.node = node
+        self.degradations = Degradations(Metrics())
+        self.backend = ClusterBackend(node, FrontendConfig(**config), self.degradations)
+        self.routers: dict[str, Router] = {}
+        self.workers: dict[str, Worker] = {}
+
+    async def worker(self, name: str, *, serves: bool = True) -> Worker:
+        """A worker that every router sends requests to, after those before it."""
+        made = self.workers[name] = Worker(await self.nodes.add(name, role="worker"))
+        if serves:
+            made.serve()
+        for router in self.routers.values():
+            router.workers.append((name, made.node.epoch))
+        return made
+
+    async def router(self, name: str) -> Router:
+        made = self.routers[name] = Router(await self.nodes.add(name, role="router"))
+        made.workers = [(n, w.node.epoch) for n, w in self.workers.items()]
+        made.serve()
+        return made
+
+    async def ready(self) -> None:
+        """The frontend sees them all."""
+        await self.nodes.until(lambda: self.backend.unready_reason() is None)
+        await self.nodes.until(lambda: len(self.backend._routers) == len(self.routers))
+        await self.nodes.until(self._all_serve)
+
+    def _all_serve(self) -> bool:
+        return len(self.backend._offers.workers("tiny")) == len(self.workers)
+
+
+@asynccontextmanager
+async def world(seed: int = 0, **config: Any) -> AsyncIterator[World]:
+    """Afterwards no request and no booking is left anywhere."""
+    async with cluster(seed) as nodes:
+        made = World(nodes, await nodes.add("f", role="frontend"), **config)
+        yield made
+        made.backend.close(Draining("the test is over"))
+        assert made.backend.requests == 0
+        assert not made.backend._channels
+        assert not made.backend._retired
+        await nodes.until(lambda: all(not w.channels.requests for w in made.workers.values()))
+        assert all(not w.bookings for w in made.workers.values())

@@ -1,0 +1,587 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.errors import (
+    Draining,
+    EngineDied,
+    InvalidRequest,
+    ModelNotFound,
+    NoRouter,
+    NotReady,
+    NoWorker,
+    Overloaded,
+    PdserveError,
+    ProtocolError,
+    WorkerLost,
+)
+from pdserve.ids import NodeId
+from pdserve.messages.node import NodeCard, offer
+from tests.frontend.clusters import Sink, request, world
+from tests.frontend.test_offers import model
+from tests.net.world import virtually
+
+if TYPE_CHECKING:
+    from pdserve.net.base import Link
+    from tests.frontend.clusters import World
+
+
+async def refused(w: World, kind: type[PdserveError]) -> PdserveError:
+    """A request fails so; every refusal that a retry may help says when."""
+    with pytest.raises(kind) as caught:
+        await w.backend.open(request(), Sink())
+    error = caught.value
+    assert not error.retryable or error.retry_after is not None or error.http_status == 503
+    return error
+
+
+# ---------------------------------------------------------------------- the ordinary way
+
+
+@virtually
+async def test_a_request_travels_to_a_worker_and_its_tokens_back() -> None:
+    async with world() as w:
+        router, worker = await w.router("r"), await w.worker("a")
+        await w.ready()
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        assert (worker.bookings, router.open) == ([1], {1: "a"})
+        worker.say(5)
+        worker.say(6, end=True)
+        await w.nodes.until(lambda: sink.ends == 1)
+        assert (sink.tokens, w.backend.requests) == ([5, 6], 0)
+        await w.nodes.until(lambda: router.releases == ["finished"])
+        assert worker.bookings == []
+
+
+@virtually
+async def test_readiness_says_what_is_missing() -> None:
+    async with world() as w:
+        assert w.backend.unready_reason() == "there is no worker in the cluster"
+        worker = await w.worker("a", serves=False)
+        worker.node.publish_card(NodeCard(reason="the engine restarts"), {})
+        await w.nodes.until(lambda: w.backend.unready_reason() == "the engine restarts")
+        worker.serve()
+        words = "there is no router in the cluster"
+        await w.nodes.until(lambda: w.backend.unready_reason() == words)
+        await w.router("r")
+        await w.ready()
+
+
+@virtually
+async def test_a_model_without_workers_is_refused_at_once() -> None:
+    async with world() as w:
+        await w.worker("a")
+        await w.nodes.until(lambda: bool(w.backend.cards()))
+        card = w.backend.cards()["tiny"]
+        assert w.backend.refusal(card) is None
+        await w.nodes.crash("a")
+        await w.nodes.until(lambda: w.backend.refusal(card) is not None)
+        error = w.backend.refusal(card)
+        assert isinstance(error, NoWorker)
+        assert error.retry_after is not None
+
+
+# ---------------------------------------------------------------------- routers
+
+
+@virtually
+async def test_without_a_router_a_request_waits_for_one() -> None:
+    async with world(router_wait=5.0) as w:
+        worker = await w.worker("a")
+        await w.nodes.until(lambda: bool(w.backend.cards()))
+        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(2.0)
+        assert not opening.done()
+        await w.router("r")
+        sequence = await opening
+        assert len(worker.names) == 1
+        sequence.cancel()
+
+
+@virtually
+async def test_with_no_router_for_long_it_is_refused() -> None:
+    async with world(router_wait=5.0) as w:
+        await w.worker("a")
+        await w.nodes.until(lambda: bool(w.backend.cards()))
+        before = w.nodes.loop.time()
+        error = await refused(w, NoRouter)
+        assert error.retry_after is not None
+        assert 5.0 <= w.nodes.loop.time() - before < 5.5
+
+
+@virtually
+async def test_a_router_that_dies_while_it_is_asked_is_replaced_by_another() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            router = await w.router(name)
+        worker = await w.worker("a")
+        await w.ready()
+        first = w.backend._routers[0]
+        w.routers[first].silent = True
+        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(0.1)
+        assert len(w.routers[first].questions) == 1
+        await w.nodes.crash(first)
+        before = w.nodes.loop.time()
+        sequence = await opening
+        assert w.nodes.loop.time() - before < 0.5
+        assert len(worker.names) == 1
+        router = w.routers[w.backend._routers[0]]
+        sequence.cancel()
+        await w.nodes.until(lambda: router.releases == ["cancelled"])
+
+
+@virtually
+async def test_a_router_that_does_not_answer_is_not_asked_for_a_while() -> None:
+    async with world(router_wait=5.0) as w:
+        router = await w.router("r")
+        await w.worker("a")
+        await w.ready()
+        router.silent = True
+        before = w.nodes.loop.time()
+        await refused(w, NoRouter)
+        assert w.nodes.loop.time() - before < 8.0
+        assert len(router.questions) == 2
+        await asyncio.sleep(10.0)
+        assert w.backend._stuck == {}
+
+
+@virtually
+async def test_a_router_that_speaks_nonsense_is_like_one_that_is_silent() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            await w.router(name)
+        worker = await w.worker("a")
+        await w.ready()
+        w.routers[w.backend._routers[0]].refusal = ProtocolError("what is that?")
+        sequence = await w.backend.open(request(), Sink())
+        assert len(worker.names) == 1
+        sequence.cancel()
+
+
+@virtually
+async def test_a_router_that_does_not_know_the_model_yet_is_asked_again() -> None:
+    """It has joined after the worker, which this frontend has long known: no case of 404."""
+    async with world() as w:
+        router, worker = await w.router("r"), await w.worker("a")
+        await w.ready()
+        router.refusal = ModelNotFound("never heard of it")
+        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(0.3)
+        assert not opening.done()
+        router.refusal = None
+        sequence = await opening
+        assert len(worker.names) == 1
+        sequence.cancel()
+
+
+@virtually
+async def test_another_router_may_know_the_model_already() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            await w.router(name)
+        await w.worker("a")
+        await w.ready()
+        w.routers[w.backend._routers[0]].refusal = ModelNotFound("never heard of it")
+        before = w.nodes.loop.time()
+        sequence = await w.backend.open(request(), Sink())
+        assert w.nodes.loop.time() - before < 0.01
+        sequence.cancel()
+
+
+@virtually
+async def test_a_router_that_never_learns_of_the_model_is_no_404() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        await w.worker("a")
+        await w.ready()
+        router.refusal = ModelNotFound("never heard of it")
+        before = w.nodes.loop.time()
+        assert (await refused(w, NoWorker)).retry_after is not None
+        assert w.nodes.loop.time() - before < 3.0
+        assert len(router.questions) < 100
+
+
+@virtually
+async def test_what_a_router_decides_reaches_the_client() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        await w.worker("a")
+        await w.ready()
+        for error in (
+            NoWorker("the last one has left", retry_after=4.0),
+            NotReady("loading", retry_after=4.0),
+            Overloaded("full", retry_after=4.0),
+        ):
+            router.refusal = error
+            found = await refused(w, type(error))
+            assert (found.message, found.retry_after) == (error.message, 4.0)
+
+
+@virtually
+async def test_a_draining_router_is_not_asked() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            await w.router(name)
+        await w.worker("a")
+        await w.ready()
+        first, second = w.backend._routers
+        w.routers[first].node.publish_card(NodeCard(role="router", draining=True), {})
+        await w.nodes.until(lambda: w.backend._routers == (second,))
+
+
+@virtually
+async def test_a_router_in_doubt_is_asked_last() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            await w.router(name)
+        await w.worker("a")
+        await w.ready()
+        first, second = w.backend._routers
+        w.nodes.world.partition("f", first)
+        await w.nodes.until(lambda: w.backend._routers == (second, first), 60.0)
+
+
+# ---------------------------------------------------------------------- workers
+
+
+@virtually
+async def test_a_worker_that_refuses_is_excluded() -> None:
+    for error in (Draining("going"), Overloaded("full"), EngineDied("gone"), NotReady("loading")):
+        async with world() as w:
+            router = await w.router("r")
+            first, second = await w.worker("a"), await w.worker("b")
+            await w.ready()
+            first.refusal = error
+            sequence = await w.backend.open(request(), Sink())
+            assert [len(q.excluded) for q in router.questions] == [0, 1]
+            assert [q.attempt for q in router.questions] == [0, 1]
+            assert (w.backend.rerouted, len(second.names)) == (1, 1)
+            assert list(router.open.values()) == ["b"]
+            sequence.cancel()
+            await asyncio.sleep(0.01)
+            assert router.releases == ["failed", "cancelled"]
+
+
+@virtually
+async def test_what_no_worker_can_cure_is_not_tried_elsewhere() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        first = await w.worker("a")
+        await w.worker("b")
+        await w.ready()
+        first.refusal = InvalidRequest("nonsense")
+        await refused(w, InvalidRequest)
+        assert len(router.questions) == 1
+        await w.nodes.until(lambda: router.releases == ["failed"])
+
+
+@virtually
+async def test_when_all_have_refused_the_client_hears_the_last_one() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        for name in "abcde":
+            worker = await w.worker(name)
+            worker.refusal = Overloaded(f"{name} is full", retry_after=9.0)
+        await w.ready()
+        error = await refused(w, Overloaded)
+        assert (error.message, error.retry_after) == ("d is full", 9.0)
+        assert len(router.questions) == 4
+        await w.nodes.until(lambda: router.releases == ["failed"] * 4)
+
+
+@virtually
+async def test_a_worker_that_cannot_be_reached_is_the_operators_concern() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        await w.worker("a")
+        await w.ready()
+        router.workers = [("nobody", 1)]
+        error = await refused(w, NoWorker)
+        assert "nobody" not in error.message
+        await w.nodes.until(lambda: router.releases == ["unreached"])
+
+
+@virtually
+async def test_a_worker_that_dies_takes_its_requests_with_it_at_once() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        await w.worker("a")
+        await w.worker("b")
+        await w.ready()
+        sinks = [Sink() for _ in range(3)]
+        for sink in sinks:
+            await w.backend.open(request(), sink)
+        w.workers["a"].say(5)
+        await asyncio.sleep(0.01)
+        await w.nodes.crash("a")
+        await asyncio.sleep(0.2)
+        assert [[type(e) for e in sink.errors] for sink in sinks] == [[WorkerLost]] * 3
+        assert [sink.tokens for sink in sinks] == [[5]] * 3
+        assert router.releases == ["failed"] * 3
+
+
+@virtually
+async def test_a_worker_that_dies_before_it_answers_is_replaced() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        first, second = await w.worker("a"), await w.worker("b")
+        await w.ready()
+        w.nodes.world.pause("a")
+        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(1.0)
+        assert not opening.done()
+        w.nodes.world.resume("a")
+        w.nodes.world.crash("a")
+        sequence = await opening
+        assert (first.names, len(second.names)) == ([], 1)
+        sequence.cancel()
+        await w.nodes.until(lambda: router.releases == ["failed", "cancelled"])
+
+
+@virtually
+async def test_a_worker_that_stands_still_is_replaced_and_told_to_forget() -> None:
+    async with world() as w:
+        await w.router("r")
+        first, second = await w.worker("a"), await w.worker("b")
+        await w.ready()
+        w.nodes.world.pause("a")
+        before = w.nodes.loop.time()
+        sequence = await w.backend.open(request(), Sink())
+        assert w.nodes.loop.time() - before < 6.0
+        assert len(second.names) == 1
+        w.nodes.world.resume("a")
+        await w.nodes.until(lambda: not first.channels.requests)
+        sequence.cancel()
+
+
+@virtually
+async def test_another_life_of_a_worker_is_no_failure_of_it() -> None:
+    """The router has not heard of it yet: it is asked again, and the worker not excluded."""
+    async with world() as w:
+        router, worker = await w.router("r"), await w.worker("a")
+        await w.ready()
+        router.workers = [("a", worker.node.epoch - 1)]
+        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(0.01)
+        router.workers = [("a", worker.node.epoch)]
+        sequence = await opening
+        assert [q.excluded for q in router.questions] == [(), ()]
+        sequence.cancel()
+        await w.nodes.until(lambda: router.releases == ["unreached", "cancelled"])
+
+
+@virtually
+async def test_a_link_to_an_earlier_life_is_given_up() -> None:
+    """The router knows that the worker lives again; the old connection is only not yet dead."""
+    async with world() as w:
+        router, worker = await w.router("r"), await w.worker("a")
+        await w.ready()
+        link = w.node.link_nowait(NodeId("a"))
+        assert link is not None
+        router.workers = [("a", worker.node.epoch + 1)]
+        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(0.02)
+        assert link.down is not None
+        router.workers = [("a", worker.node.epoch)]
+        (await opening).cancel()
+
+
+@virtually
+async def test_a_frontend_held_for_dead_ends_its_requests_and_serves_again() -> None:
+    async with world() as w:
+        await w.router("r")
+        worker = await w.worker("a")
+        await w.worker("b", serves=False)
+        w.workers.pop("b")
+        await w.ready()
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        w.nodes.world.pause("f")
+        await w.nodes.until(lambda: worker.node.registry.get(NodeId("f")) is None, 30.0)
+        assert worker.channels.requests == 0
+        w.nodes.world.resume("f")
+        await w.nodes.until(lambda: w.node.lives == 2, 30.0)
+        assert [type(error) for error in sink.errors] == [WorkerLost]
+        await w.nodes.until(lambda: w.backend.unready_reason() is None)
+        (await w.backend.open(request(), Sink())).cancel()
+
+
+@virtually
+async def test_a_worker_held_for_dead_serves_again_in_its_next_life() -> None:
+    async with world() as w:
+        router, worker = await w.router("r"), await w.worker("a")
+        await w.worker("b", serves=False)
+        w.workers.pop("b")
+        await w.ready()
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        first = worker.node.epoch
+        w.nodes.world.pause("a")
+        await w.nodes.until(lambda: bool(sink.errors), 30.0)
+        assert isinstance(sink.errors[0], WorkerLost)
+        w.nodes.world.resume("a")
+        await w.nodes.until(lambda: worker.node.epoch > first, 30.0)
+        assert worker.channels.requests == 0
+        router.workers = [("a", worker.node.epoch)]
+        await w.ready()
+        (await w.backend.open(request(), Sink())).cancel()
+        assert len(worker.names) == 2
+
+
+# ---------------------------------------------------------------------- cancellation
+
+
+@virtually
+async def test_cancelled_at_any_moment_nothing_is_left() -> None:
+    """One run per turn of the loop between the question and the answer."""
+    for turns in range(60):
+        async with world() as w:
+            router, worker = await w.router("r"), await w.worker("a")
+            await w.ready()
+            sink = Sink()
+            opening = asyncio.ensure_future(w.backend.open(request(), sink))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            done = opening.done()
+            if done:
+                (await opening).cancel()
+            else:
+                opening.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await opening
+            await asyncio.sleep(0.1)
+            worker.say(5, end=True)
+            await asyncio.sleep(0.1)
+            assert (sink.tokens, sink.errors) == ([], [])
+            assert worker.channels.requests == 0
+            # A question that was cancelled on its way may have been answered all the same.
+            assert len(router.open) <= (not router.releases)
+    assert done, "the loop has more turns than were tried"
+
+
+@virtually
+async def test_cancelled_while_a_router_or_a_link_is_waited_for() -> None:
+    async with world() as w:
+        await w.worker("a")
+        await w.nodes.until(lambda: bool(w.backend.cards()))
+        waiting = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(0.1)
+        router = await w.router("r")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await w.ready()
+        link = w.node.link_nowait(NodeId("a"))
+        assert link is not None
+        w.nodes.world.partition("f", "a")
+        link.abort()
+        dialling = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(0.1)
+        dialling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await dialling
+        await w.nodes.until(lambda: router.releases == ["unreached"])
+        w.nodes.world.heal()
+
+
+@virtually
+async def test_closing_ends_what_runs() -> None:
+    async with world() as w:
+        await w.router("r")
+        await w.worker("a")
+        await w.ready()
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        w.backend.close(Draining("shutting down"))
+        assert [type(error) for error in sink.errors] == [Draining]
+
+
+# ---------------------------------------------------------------------- links that are replaced
+
+
+async def replace_link(w: World, worker: str) -> Link:
+    """A second connection to the same life takes over, as when two nodes dial each other."""
+    member = w.node.registry.get(NodeId(worker))
+    assert member is not None
+    return await w.node.endpoint.dial(member.address)
+
+
+@virtually
+async def test_streams_go_on_where_they_are_when_a_link_is_replaced() -> None:
+    async with world() as w:
+        await w.router("r")
+        worker = await w.worker("a")
+        await w.ready()
+        for number in range(3):
+            old, new = Sink(), Sink()
+            await w.backend.open(request(), old)
+            before = w.node.link_nowait(NodeId("a"))
+            assert before is not None
+            await replace_link(w, "a")
+            if w.node.link_nowait(NodeId("a")) is before:  # the other side's has precedence
+                await asyncio.sleep(0.1)
+            await w.backend.open(request(), new)
+            await asyncio.sleep(60.0)  # longer than any link that nobody needs is kept
+            worker.say(number, end=True)
+            await asyncio.sleep(0.1)
+            assert old.ends == new.ends == 1
+            assert old.tokens == new.tokens == [number]
+            assert not w.backend._retired
+
+
+@virtually
+async def test_a_link_that_the_peer_gives_up_is_replaced_for_what_is_new() -> None:
+    async with world() as w:
+        await w.router("r")
+        worker = await w.worker("a")
+        await w.ready()
+        old, new = Sink(), Sink()
+        await w.backend.open(request(), old)
+        back = worker.node.link_nowait(NodeId("f"))
+        assert back is not None
+        back.close("not needed here")
+        await asyncio.sleep(0.01)
+        before = w.nodes.loop.time()
+        await w.backend.open(request(), new)
+        assert w.nodes.loop.time() - before < 0.1
+        assert w.backend.rerouted == 0
+        worker.say(5, end=True)
+        await w.nodes.until(lambda: old.ends == new.ends == 1)
+
+
+@virtually
+async def test_a_router_behind_a_link_that_is_given_up_is_reached_by_another() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        await w.worker("a")
+        await w.ready()
+        back = router.node.link_nowait(NodeId("f"))
+        assert back is not None
+        back.close("not needed here")
+        await asyncio.sleep(0)
+        before = w.nodes.loop.time()
+        sequence = await w.backend.open(request(), Sink())
+        assert w.nodes.loop.time() - before < 0.1
+        sequence.cancel()
+
+
+# ---------------------------------------------------------------------- models
+
+
+@virtually
+async def test_conflicting_models_are_a_degradation_while_they_last() -> None:
+    async with world() as w:
+        await w.worker("a")
+        other = await w.worker("b", serves=False)
+        await w.nodes.until(lambda: bool(w.backend.cards()))
+        small, parts = offer(model(tokenizer_json=b"another"))
+        other.node.publish_card(NodeCard(role="worker", started=2, models=(small,)), parts)
+        await w.nodes.until(lambda: "model_conflict" in w.degradations.reasons())
+        assert w.backend._offers.workers("tiny") == ("a",)
+        await w.nodes.crash("b")
+        await w.nodes.until(lambda: "model_conflict" not in w.degradations.reasons())

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.errors import Draining, WorkerLost
+from pdserve.ids import NodeId
+from pdserve.messages.channel import CHANNEL, Batch, Open
+from pdserve.messages.engine import EngineCapabilities, EngineStats
+from pdserve.messages.node import NodeCard, model_card, offer
+from pdserve.messages.request import Finish, TokenDelta
+from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_of
+from pdserve.runtime.topics.service import Topics
+from pdserve.runtime.topics.sets import SetView
+from pdserve.testing.net_support import RecordingSink
+from pdserve.wire.codec import decoder, encode
+from pdserve.worker import member as module
+from pdserve.worker.member import WorkerMember
+from tests.frontend.test_offers import model
+from tests.net.world import virtually
+from tests.runtime.cluster import cluster
+from tests.worker.test_channel import request
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from pdserve.engine.api import TokenSink
+    from pdserve.messages.card import ModelCard
+    from pdserve.messages.request import GenerateRequest
+    from pdserve.runtime.registry import Member
+    from tests.runtime.cluster import Cluster
+
+CAPABILITIES = EngineCapabilities(
+    engine="fake",
+    model_type="fake",
+    dtype="float32",
+    device="cpu",
+    max_model_len=64,
+    vocab_size=100,
+    block_size=32,
+    num_blocks=8,
+    block_bytes=1,
+    max_batch_tokens=64,
+    max_sequences=16,
+)
+
+
+class FakeService:
+    """What a member needs of a `WorkerService`."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, ModelCard] = {}
+        self.capabilities: EngineCapabilities | None = None
+        self.reason: str | None = "starting: loading weights"
+        self.draining = False
+        self.stats = EngineStats()
+        self.sinks: dict[int, TokenSink] = {}
+        self.aborted: list[int] = []
+        self.idle = asyncio.Event()
+
+    def ready(self, *cards: ModelCard) -> None:
+        self.models = {name: card for card in cards for name in (card.name, *card.aliases)}
+        self.capabilities, self.reason = CAPABILITIES, None
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        return self.models
+
+    def unready_reason(self) -> str | None:
+        return self.reason
+
+    def statistics(self) -> EngineStats:
+        return self.stats
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> int:
+        handle = len(self.sinks) + 1
+        self.sinks[handle] = sink
+        return handle
+
+    def abort(self, handle: int) -> None:
+        self.aborted.append(handle)
+
+    async def drain(self, timeout: float) -> bool:
+        self.draining, self.reason = True, "draining: no new requests are taken"
+        await asyncio.wait({asyncio.ensure_future(self.idle.wait())}, timeout=timeout)
+        return self.idle.is_set()
+
+
+class World:
+    """A worker `w`, and a frontend `f` that looks at it."""
+
+    def __init__(self, nodes: Cluster) -> None:
+        self.nodes = nodes
+        self.front, self.node = nodes.nodes["f"], nodes.nodes["w"]
+        self.service = FakeService()
+        self.topics = Topics(self.node, self.node.timers)
+        service: Any = self.service
+        card = NodeCard(role="worker", started=1, host="here")
+        self.member = WorkerMember(service, self.node, self.topics, card)
+        self.seen = Topics(self.front, self.front.timers)
+        self.loads: list[WorkerLoad] = []
+        self.held: list[SetView] = []
+        self.seen.subscribe_state(LOAD, decoder(WorkerLoad), self._on_load)
+        self.seen.subscribe_log(SEQUENCES, self._follow)
+        self.sink = RecordingSink()
+
+    def _on_load(self, member: Member, load: WorkerLoad) -> None:
+        self.loads.append(load)
+
+    def _follow(self, member: Member) -> SetView:
+        self.held.append(SetView())
+        return self.held[-1]
+
+    @property
+    def card(self) -> NodeCard | None:
+        member = self.front.registry.get(NodeId("w"))
+        return None if member is None else member.card
+
+    @property
+    def bookings(self) -> list[int]:
+        return [booking_of(key) for key in self.held[-1].items]
+
+    async def card_with(self, **fields: Any) -> NodeCard:
+        def there() -> bool:
+            card = self.card
+            return card is not None and all(getattr(card, n) == v for n, v in fields.items())
+
+        await self.nodes.until(there)
+        assert self.card is not None
+        return self.card
+
+    async def open(self, number: int, booking: int) -> None:
+        link = await self.front.link(NodeId("w"), timeout=1.0)
+        if number == 1:
+            self.stream = link.open_stream(CHANNEL, b"", self.sink, window=1 << 20)
+            await asyncio.sleep(0.01)
+        await self.stream.send(encode(Open(number, booking, request())), timeout=1.0)
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    async with cluster() as nodes:
+        await nodes.add("f", role="frontend")
+        await nodes.add("w")
+        made = World(nodes)
+        yield made
+        made.member.close()
+        assert made.member.requests == 0
+        made.topics.close()
+        made.seen.close()
+
+
+@virtually
+async def test_a_card_says_what_is_served_once_it_can_be() -> None:
+    async with world() as w:
+        card = await w.card_with(reason="starting", models=())
+        assert (card.host, card.max_sequences, set(card.topics)) == ("here", 0, {LOAD, SEQUENCES})
+        whole = model(aliases=("default",))
+        w.service.ready(whole)
+        card = await w.card_with(reason="", max_sequences=16)
+        (small,) = card.models
+        parts = {h: await w.front.part(NodeId("w"), h, timeout=5.0) for h in small.parts}
+        assert model_card(small, parts) == whole
+
+
+@virtually
+async def test_models_go_and_come_back_with_the_engine() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        before = await w.card_with(reason="")
+        w.service.reason = "the engine is restarting: " + "x" * 10_000
+        card = await w.card_with(models=())
+        assert card.reason.startswith("the engine is restarting: x")
+        await w.nodes.until(lambda: bool(w.loads) and not w.loads[-1].ready)
+        w.service.reason = None
+        assert await w.card_with(reason="") == before
+        await w.nodes.until(lambda: w.loads[-1].ready)
+
+
+@virtually
+async def test_large_parts_are_hashed_once_not_at_every_look() -> None:
+    async with world() as w:
+        made = []
+        with pytest.MonkeyPatch.context() as patch:
+
+            def counting(card: ModelCard) -> Any:
+                made.append(card)
+                return offer(card)
+
+            patch.setattr(module, "offer", counting)
+            w.service.ready(model())
+            await w.card_with(reason="")
+            await asyncio.sleep(5.0)
+            assert len(made) == 1
+            w.service.ready(model("other"))
+            await w.nodes.until(lambda: len(made) == 2)
+
+
+@virtually
+async def test_a_worker_with_too_many_names_says_so_and_lives_on() -> None:
+    async with world() as w:
+        w.service.ready(model(aliases=tuple(f"{'name' * 20}-{n}" for n in range(200))))
+        card = await w.card_with(reason="its names and aliases do not fit a card")
+        assert card.models == ()
+        w.service.ready(model())
+        await w.card_with(reason="")
+
+
+@virtually
+async def test_bookings_are_told_while_they_are_held() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        await w.open(1, booking=41)
+        await w.open(2, booking=42)
+        await w.nodes.until(lambda: w.bookings == [41, 42])
+        await w.nodes.until(lambda: w.loads[-1].waiting == 2)
+        w.service.stats = EngineStats(running=2, waiting=0)
+        await w.nodes.until(lambda: (w.loads[-1].running, w.loads[-1].waiting) == (2, 0))
+        finish = Finish(reason="stop")
+        w.service.sinks[1].on_delta(TokenDelta(handle=1, choice=0, tokens=[1], finish=finish))
+        await w.nodes.until(lambda: w.bookings == [42])
+        assert w.member.requests == 1
+
+
+@virtually
+async def test_a_frontend_held_for_dead_frees_all_it_had_here() -> None:
+    """Its connection may stand for long after the cluster has given it up."""
+    async with world() as w:
+        await w.nodes.add("x")
+        w.service.ready(model())
+        await w.card_with(reason="")
+        await w.open(1, booking=41)
+        link = w.node.link_nowait(NodeId("f"))
+        assert link is not None
+        w.nodes.world.pause("f")
+        await w.nodes.until(lambda: w.node.registry.get(NodeId("f")) is None, 30.0)
+        assert (w.member.requests, w.service.aborted, link.down) == (0, [1], None)
+        w.nodes.world.resume("f")
+        assert isinstance(await w.sink.end(), WorkerLost)
+        await w.nodes.until(w.nodes.converged, 30.0)
+
+
+@virtually
+async def test_draining_is_told_at_once_and_waits_for_what_runs() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        await w.open(1, booking=41)
+        draining = asyncio.ensure_future(w.member.drain(10.0))
+        before = w.nodes.loop.time()
+        card = await w.card_with(draining=True)
+        assert w.nodes.loop.time() - before < 0.5
+        assert len(card.models) == 1  # it is no unknown model while it goes
+        assert not draining.done()
+        w.service.idle.set()
+        assert await draining
+
+
+@virtually
+async def test_closing_tells_frontends_why() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        await w.open(1, booking=41)
+        w.member.close()
+        error = await w.sink.end()
+        assert isinstance(error, Draining)
+        assert error.retry_after is not None
+        await w.nodes.until(lambda: w.bookings == [])
+        assert [Batch] == [type(decoder(Batch)(item)) for item in w.sink.items]
