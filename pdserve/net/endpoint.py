@@ -156,6 +156,8 @@ class Endpoint:
     async def _connect(self, guest: _Guest) -> None:
         """Returns when the handshake is complete. Raises `DialFailed` or one of its kinds."""
         settled = guest.settled = self._loop.create_future()
+        # Cancelled in the turn in which the connection was lost, nobody would look at the reason.
+        settled.add_done_callback(lambda done: done.cancelled() or done.exception())
         shell = self._shell(guest)
         timeout = self.settings.dial_timeout
         deadline = self._loop.time() + timeout

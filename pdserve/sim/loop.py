@@ -122,6 +122,10 @@ class WorldLoop(VirtualTimeLoop):
                 task.get_coro().close()
         process.remains.clear()
 
+    def calm(self) -> None:
+        """Count turns anew: the run that went in circles is over."""
+        self._turns = 0
+
     # ------------------------------------------------------------------ asyncio's own seams
 
     def create_task(  # type: ignore[override]

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Final
 from pdserve.sim.checks import at_rest, membership, ready, unfinished
 from pdserve.sim.dice import Dice
 from pdserve.sim.faults import Fault, draw_faults, perform
+from pdserve.sim.loop import Livelock
 from pdserve.sim.roles import Router, Settings, Worker
 from pdserve.sim.world import World
+from pdserve.testing.virtual_time import Deadlock
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -111,7 +113,13 @@ def draw_plan(seed: int, nodes: int | None = None) -> Plan:
     }
     lasts = random.choice((15.0, 30.0))
     begin = random.uniform(0.0, 6.0)
-    spare = [name for name in names[2:] if name not in ("w0", "f0")]
+    doubles = [(name, roles[name], settings[name].model) for name in names]
+    spare = [
+        name
+        for name, *kind in doubles[2:]
+        if any(other != name and kind == alike for other, *alike in doubles)
+        and (roles[name] != "router" or routers > 1)
+    ]
     return Plan(
         seed=seed,
         roles=roles,
@@ -121,7 +129,7 @@ def draw_plan(seed: int, nodes: int | None = None) -> Plan:
         rate=random.choice((0.5, 2.0, 5.0)),
         faults=tuple(draw_faults(random, roles, begin, begin + lasts, random.choice((0.2, 0.6)))),
         faults_end=begin + lasts,
-        left_dead=tuple(spare[:1]) if spare and random.random() < 0.3 else (),
+        left_dead=(random.choice(spare),) if spare and random.random() < 0.3 else (),
     )
 
 
@@ -136,6 +144,8 @@ def run_plan(plan: Plan, on_line: Callable[[str], None] | None = None) -> Report
     world.trace.on_line = on_line
     try:
         return world.loop.run_until_complete(_Run(plan, world).whole())
+    except (Livelock, Deadlock) as error:
+        raise Failure(_message(world, str(error))) from None
     finally:
         world.close()
 
@@ -304,7 +314,11 @@ class _Run:
         world.violations += world.loop.problems
         world.loop.problems.clear()
         if world.violations:
-            raise Failure(
-                f"seed {self.plan.seed} at {world.loop.time():.3f} s: {world.violations[0]}\n"
-                f"replay: python -m pdserve.sim {self.plan.seed}"
-            )
+            raise Failure(_message(world, world.violations[0]))
+
+
+def _message(world: World, what: str) -> str:
+    return (
+        f"seed {world.seed} at {world.loop.time():.3f} s: {what}\n"
+        f"replay: python -m pdserve.sim {world.seed}"
+    )

@@ -369,9 +369,14 @@ class World:
 
     def close(self) -> None:
         """After the run: nothing of the world is left."""
+        for host in self.hosts.values():
+            if host.process is not None:
+                self.loop.kill(host.process)
+                self._killed.append(host.process)
         for process in self._killed:
             self.loop.bury(process)
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
+        self.loop.calm()
         self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 
@@ -180,6 +181,34 @@ async def test_a_key_is_replaced_in_a_running_cluster() -> None:
 
 
 # ---------------------------------------------------------------------- dialling
+
+
+class _Mute(asyncio.Protocol):
+    """Accepts, and says nothing."""
+
+
+@virtually
+async def test_a_dial_given_up_in_the_turn_its_connection_is_lost_leaves_no_error() -> None:
+    """Found by the world of seed 1194."""
+    world = MemoryWorld(random.Random(0))
+    listener = await world.network("b").listen("b:1", _Mute)
+    endpoint = Endpoint(
+        Identity("test", NodeId("a"), 1),
+        RecordingHandler(),
+        world.network("a"),
+        keys=lambda: (KEY,),
+        entropy=random.Random(0).randbytes,
+    )
+    dial = asyncio.ensure_future(endpoint.dial("b:1"))
+    await asyncio.sleep(0.1)
+    world.reset("a", "b")
+    await asyncio.sleep(0)
+    await endpoint.close()
+    with pytest.raises(DialFailed):
+        await dial
+    del dial, endpoint
+    gc.collect()  # the loop hears of errors that nobody looked at; the test's end raises them
+    await listener.close()
 
 
 @virtually
