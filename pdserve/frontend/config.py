@@ -23,6 +23,8 @@ class FrontendConfig:
     """TCP port; 0 lets the system choose (`FrontendService.port` tells). 8000 is what vLLM uses."""
     reuse_port: bool = False
     """Share the port with other frontend processes (`--frontends N`); the kernel spreads."""
+    group: str = ""
+    """What those processes are called together: their numbers are summed. Empty: there is one."""
     backlog: int = 1024
     """Connections the kernel completes before they are accepted; bursts of clients fit."""
 

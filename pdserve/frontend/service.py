@@ -13,6 +13,7 @@ import asyncio
 import errno
 import logging
 import os
+import socket
 import stat
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.backend import Backend
     from pdserve.frontend.config import FrontendConfig
     from pdserve.ids import Seconds
+    from pdserve.observe.metrics import Pages
 
 logger = logging.getLogger("pdserve.frontend")
 
@@ -52,8 +54,10 @@ class FrontendService:
         backend: Backend,
         metrics: Metrics | None = None,
         degraded: Mapping[str, str] | None = None,
+        pages: Pages | None = None,
     ) -> None:
-        """Args: `degraded` is a live view of reasons, shown by `/health`.
+        """Args: `degraded` is a live view of reasons, shown by `/health`; `pages` answers
+        `/metrics`, by default with `metrics`.
 
         Errors: `ConfigError` for settings that cannot be.
         """
@@ -62,6 +66,7 @@ class FrontendService:
         self.metrics = metrics if metrics is not None else Metrics()
         self._backend = backend
         self._degraded = degraded if degraded is not None else {}
+        self._pages = pages if pages is not None else self.metrics
         self._port = config.port
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -72,14 +77,19 @@ class FrontendService:
         return self._port
 
     @property
+    def listening(self) -> bool:
+        """Between `start` and `stop`."""
+        return self._listener is not None
+
+    @property
     def active_requests(self) -> int:
         """Generation requests in progress."""
-        return self._generations.admission.in_flight
+        return self._generations.admission.in_flight if self.listening else 0
 
     @property
     def connections(self) -> int:
         """Open client connections."""
-        return self._server.open_connections
+        return self._server.open_connections if self.listening else 0
 
     async def start(self) -> None:
         """Listen. Requests are served from now on, with 503 until the backend is ready.
@@ -107,6 +117,7 @@ class FrontendService:
             lambda: self.active_requests,
             lambda: self._generations.draining,
             self._degraded,
+            self._pages,
         )
         self._api = Api(self._generations, small, metrics, keys, Cors(config.cors_origins))
         self._server = ConnectionServer(self._api.handle, config, metrics)
@@ -119,6 +130,26 @@ class FrontendService:
             raise
         self._port = self._listener.sockets[0].getsockname()[1]
         self._sweeper = loop.create_task(self._sweep_forever(), name="frontend-sweep")
+
+    def check_port(self) -> None:
+        """Before `start` of the first that shares its port: others' sharing it would go unnoticed.
+
+        Errors: `ConfigError` if anybody listens on it.
+        """
+        host, port = self.config.host, self.config.port
+        if not port:
+            return
+        try:
+            for family, kind, protocol, _, address in socket.getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            ):
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    if family == socket.AF_INET6:
+                        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    probe.bind(address)
+        except (OSError, OverflowError) as error:
+            raise _cannot_listen(host, port, error) from None
 
     async def make_models(self) -> None:
         """Make every served model's tokenizer and templates, which otherwise happens by and by.
@@ -155,10 +186,13 @@ class FrontendService:
             await self._close()
 
     def reload_api_keys(self) -> None:
-        """Read the key file again; requests in progress keep what they were admitted with.
+        """Read the key file again; requests in progress keep what they were admitted with. Before
+        `start` there is nothing to do.
 
         Errors: `ConfigError`; the old keys then stay in force.
         """
+        if not self.listening:
+            return
         self._api.keys = self._read_keys()
         self._generations.admission.forget_keys()
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.call import Call
     from pdserve.frontend.config import FrontendConfig
     from pdserve.ids import Bytes, Seconds
-    from pdserve.observe.metrics import Metrics
+    from pdserve.observe.metrics import Metrics, Pages
     from pdserve.openai.schema import DetokenizeRequest, TokenizeRequest
     from pdserve.text.pool import TextPool
 
@@ -65,19 +65,20 @@ class SmallEndpoints:
         active: Callable[[], int],
         draining: Callable[[], bool],
         degraded: Mapping[str, str],
+        pages: Pages,
     ) -> None:
         self._config = config
         self._backend = backend
         self._models = models
         self._pool = pool
         self._bodies = bodies
-        self._metrics = metrics
         self._unknown = UnknownFields(metrics)
         self._time = time
         self._started = time()
         self._active = active
         self._draining = draining
         self._degraded = degraded
+        self._pages = pages
         self._document: bytes | None = None
 
     # ------------------------------------------------------------------ models
@@ -198,7 +199,7 @@ class SmallEndpoints:
 
     async def metrics(self, call: Call) -> Reply:
         """`GET /metrics`: Prometheus's text format."""
-        page, kind = self._metrics.render(call.http.headers.get("Accept", ""))
+        page, kind = await self._pages.page(call.http.headers.get("Accept", ""))
         return Reply(200, page, kind.encode(), call.headers)
 
     async def version(self, call: Call) -> Reply:

@@ -44,6 +44,8 @@ class ProcessConfig:
     """The configuration file that was read, if one was."""
     metrics_port: int | None = None
     """A second listener for probes and scrapes, on the same host; None: only the API's port."""
+    frontends: int = 1
+    """Frontend processes that share the port, this one included: one uses one core."""
     log_format: LogFormat = "text"
     log_level: str = "info"
 
@@ -59,6 +61,9 @@ class Config:
     cluster: ClusterConfig
     sources: Mapping[str, str] = field(default_factory=dict)
     """Option name to the place its value came from; absent: the default."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """Option name to the text of its value, for what is not the default: flags that would make the
+    same configuration again."""
 
     def value(self, option: Option) -> Any:
         """The value in force."""
@@ -100,6 +105,7 @@ def resolve(
         RouterConfig(**_fields("router", values)),
         ClusterConfig(**_fields("cluster", values)),
         {name: one.source for name, one in given.items()},
+        {name: one.text for name, one in given.items()},
     )
     config.frontend.validate()
     config.worker.validate()

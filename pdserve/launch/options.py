@@ -36,7 +36,7 @@ GROUPS = {
 ROLES = ("all-in-one", "frontend", "router", "worker")
 UNBUILT_ROLES = ("planner",)
 UNBUILT = (
-    *("mode", "frontends", "disagg", "disagg-min-tokens", "disagg-max-queue", "aggregated"),
+    *("mode", "disagg", "disagg-min-tokens", "disagg-max-queue", "aggregated"),
     *("transfer", "verify-kv"),
 )
 """Options that are named in the plans, not in this version."""
@@ -264,6 +264,13 @@ OPTIONS: tuple[Option, ...] = (
         "PORT",
         _optional(_port),
         unset="none",
+    ),
+    _count(
+        "frontends",
+        "process.frontends",
+        "server",
+        "Frontend processes that share the port; bounds and key limits hold for each of them.",
+        most=256,
     ),
     _count("backlog", "frontend.backlog", "server", "Connections waiting to be accepted."),
     _text(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import secrets
 import time
 from typing import TYPE_CHECKING, Final, Protocol
@@ -22,11 +23,14 @@ from msgspec.structs import replace
 
 from pdserve.engine.carrier import ProcessCarrier
 from pdserve.engine.client import ClientOptions, CoreClient
-from pdserve.errors import Draining
+from pdserve.errors import ConfigError, Draining
 from pdserve.frontend.cluster import ClusterBackend
+from pdserve.frontend.group import GroupMetrics
 from pdserve.frontend.service import FrontendService
 from pdserve.launch.announce import ready_line, served_line
 from pdserve.launch.cpus import read_limits
+from pdserve.launch.samples import sample_node
+from pdserve.launch.siblings import Siblings, is_sibling
 from pdserve.messages.status import FrontendNumbers, Report, RouterNumbers
 from pdserve.net.address import join as join_address
 from pdserve.router.policies.load import load_policy
@@ -48,7 +52,8 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.node import NodeCard
     from pdserve.observe.degraded import Degradations
-    from pdserve.observe.metrics import Metrics
+    from pdserve.observe.metrics import Metrics, Pages
+    from pdserve.observe.node_metrics import NodeSample
     from pdserve.runtime.node import Node
 
 __all__ = ["Context", "FrontendPart", "Part", "RouterPart", "WorkerPart"]
@@ -117,7 +122,19 @@ class RouterPart:
             context.degradations,
         )
         self._context = context
+        context.metrics.attach_node(self._sample)
         StatusService(node, self._report, time.time)
+
+    def _sample(self) -> NodeSample:
+        ledger = self.service.desk.bookings
+        return sample_node(
+            self.node,
+            self.topics,
+            routed=self.service.routed,
+            refused=self.service.refused,
+            bookings=len(ledger),
+            bookings_ended={why.value: count for why, count in ledger.ended.items()},
+        )
 
     def _report(self) -> Report:
         routed, refused = self.service.routed, self.service.refused
@@ -166,6 +183,7 @@ class WorkerPart:
         self.member = WorkerMember(self.service, node, self.topics, _card(context, "worker"))
         self._context = context
         self._on_state = on_state
+        context.metrics.attach_node(lambda: sample_node(node, self.topics))
         StatusService(node, self._report, time.time)
 
     def _report(self) -> Report:
@@ -217,16 +235,24 @@ class WorkerPart:
 class FrontendPart:
     """The frontend role: HTTP on one side, the cluster on the other."""
 
-    def __init__(self, context: Context, node: Node) -> None:
+    def __init__(
+        self, context: Context, node: Node, on_failed: Callable[[BaseException], None]
+    ) -> None:
+        """`on_failed` hears that the processes which share the port die too often."""
+        config = context.config.frontend
         self.node = node
-        self.backend = ClusterBackend(node, context.config.frontend, context.degradations)
+        self.backend = ClusterBackend(node, config, context.degradations)
+        self.pages: Pages = context.metrics
+        """What a scrape of this process is answered with."""
+        if config.group:
+            self.pages = GroupMetrics(node, config.group, context.metrics, context.degradations)
+        self.siblings = Siblings(context.config, node, on_failed)
+        self._on_failed = on_failed
         self.service = FrontendService(
-            context.config.frontend,
-            self.backend,
-            context.metrics,
-            context.degradations.reasons(),
+            config, self.backend, context.metrics, context.degradations.reasons(), self.pages
         )
         self._context = context
+        context.metrics.attach_node(lambda: sample_node(node, rerouted=self.backend.rerouted))
         StatusService(node, self._report, time.time)
 
     def _report(self) -> Report:
@@ -237,14 +263,22 @@ class FrontendPart:
         return replace(_report(self._context, self), frontend=numbers)
 
     async def begin(self) -> None:
-        """Listen, so that a taken port is known before anything else happens."""
+        """Listen, so that a taken port is known before anything else happens. A sibling has its
+        port already, and takes connections once it can serve them: see `announce`."""
+        if is_sibling(self._context.config):
+            return
+        if self._context.config.process.frontends > 1:
+            self.service.check_port()
         await self.service.start()
 
     async def join(self, seeds: tuple[str, ...] = ()) -> None:
         await self.node.start(beside=seeds)
         card = _card(self._context, "frontend")
         http = join_address(self._context.config.frontend.host, self.service.port)
-        self.node.publish_card(replace(card, http=http), {})
+        group = self._context.config.frontend.group
+        self.node.publish_card(replace(card, http=http, group=group), {})
+        if self._context.config.process.frontends > 1:
+            await self.siblings.start(self.service.port, self.node.address)
 
     async def wait_model(self) -> Mapping[str, ModelCard]:
         """The models, once they are here and their text can be dealt with. Errors: `ConfigError`
@@ -259,10 +293,21 @@ class FrontendPart:
         """Say once that requests are served, whenever that comes."""
         while self.backend.unready_reason() is not None:
             await self.backend.wait_news()
-        await self.service.make_models()
         config = self._context.config.frontend
+        if is_sibling(self._context.config):
+            await self._take_part()
+            return
+        await self.service.make_models()
         card = next(iter(self.backend.cards().values()))
         _log.info("%s", served_line(config, self.service.port, card))
+
+    async def _take_part(self) -> None:
+        try:
+            await self.service.start()
+        except ConfigError as error:
+            self._on_failed(error)
+            raise
+        _log.info("process %d serves on port %d, too", os.getpid(), self.service.port)
 
     def announce_engine(self, worker: WorkerService) -> None:
         """The same where the engine is in this process, with what it is."""
@@ -275,7 +320,7 @@ class FrontendPart:
     async def drain(self, timeout: Seconds) -> None:
         if self.node.card is not None:
             self.node.publish_card(replace(self.node.card, draining=True), {})
-        await self.service.stop(timeout)
+        await asyncio.gather(self.siblings.stop(timeout), self.service.stop(timeout))
 
     async def close(self) -> None:
         await self.service.stop(0.0)

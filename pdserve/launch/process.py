@@ -27,6 +27,7 @@ from pdserve.launch import exit_codes
 from pdserve.launch.cluster import Membership
 from pdserve.launch.parts import Context, FrontendPart, RouterPart, WorkerPart
 from pdserve.launch.screen import Screen
+from pdserve.launch.siblings import is_sibling, sharing
 from pdserve.launch.witness import note_member
 from pdserve.net.address import is_loopback
 from pdserve.observe import logs
@@ -86,6 +87,7 @@ class Process:
     def __init__(
         self, config: Config, screen: Screen, metrics: Metrics, degradations: Degradations
     ) -> None:
+        config = sharing(config)
         self._config = config
         self._screen = screen
         role = config.process.role
@@ -101,7 +103,7 @@ class Process:
         self._frontend: FrontendPart | None = None
         self._worker: WorkerPart | None = None
         self._tasks = Tasks("process")
-        self._probes = self._make_probes()
+        self._probes: ProbeServer | None = None
         self._lag = LoopLagMonitor(metrics)
         self._asked_at: Seconds = 0.0
         metrics.build_info.labels(__version__, role).value = 1
@@ -117,6 +119,7 @@ class Process:
         drain_timeout = 0.0
         try:
             self._make_parts()
+            self._probes = self._make_probes()
             for part in self._parts:
                 await part.begin()
             if self._probes is not None:
@@ -149,7 +152,7 @@ class Process:
         if role == "worker":
             self._worker = WorkerPart(self._context, node, self._on_engine_state)
             return self._worker
-        self._frontend = FrontendPart(self._context, node)
+        self._frontend = FrontendPart(self._context, node, self._on_siblings_failed)
         return self._frontend
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
@@ -168,7 +171,7 @@ class Process:
     async def _start(self) -> None:
         """Join, load, announce. A model that cannot turn text into tokens is not ready, whatever
         the engine says."""
-        if self._frontend is not None:
+        if self._frontend is not None and self._frontend.service.listening:
             self._note_listening(self._frontend)
         for part in self._parts:
             await part.join(tuple(p.node.address for p in self._parts if p.node.lives))
@@ -197,7 +200,8 @@ class Process:
         if port is None:
             return None
         host, context = self._config.frontend.host, self._context
-        return ProbeServer(host, port, context.metrics, context.degradations, self._unready_reason)
+        pages = context.metrics if self._frontend is None else self._frontend.pages
+        return ProbeServer(host, port, pages, context.degradations, self._unready_reason)
 
     def _unready_reason(self) -> str | None:
         reasons = (part.unready_reason() for part in self._parts)
@@ -210,6 +214,11 @@ class Process:
         served = self._worker is not None and self._worker.service.cards()
         if state is EngineState.FAILED and served and not self._exit.done():
             self._exit.set_result(exit_codes.ENGINE_FAILED)
+
+    def _on_siblings_failed(self, error: BaseException) -> None:
+        """A service manager that sees this process end starts all of them afresh."""
+        if not self._exit.done():
+            self._exit.set_result(exit_codes.FAILED)
 
     def _on_superseded(self, reason: str) -> None:
         if not self._exit.done():
@@ -224,8 +233,8 @@ class Process:
     def _on_stop_signal(self, number: signal.Signals) -> None:
         now = asyncio.get_running_loop().time()
         if self._exit.done():
-            if now - self._asked_at < _ECHO:
-                return
+            if now - self._asked_at < _ECHO or is_sibling(self._config):
+                return  # a sibling's impatience is that of the process that started it
             self._screen.finish()
             _log.warning("%s again: ending at once", number.name)
             os._exit(exit_codes.INTERRUPTED)  # the engine core ends with its socket
@@ -244,6 +253,8 @@ class Process:
         if sys.stdin is not None and sys.stdin.isatty():
             self._on_stop_signal(signal.SIGHUP)
             return
+        if self._frontend is not None:
+            self._frontend.siblings.reload()
         self._reload("API keys", self._reload_api_keys)
         self._reload("cluster keys", self._reload_cluster_keys)
 

@@ -221,6 +221,7 @@ _NODE = tuple(
             metric.help,
             "node",
             ("role", metric.label) if metric.label else ("role",),
+            metric.combine,
         ),
         metric.field,
     )

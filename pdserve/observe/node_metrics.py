@@ -8,7 +8,7 @@ process's start-up; this file knows names only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,22 +39,35 @@ class NodeSample:
 
 @dataclass(frozen=True, slots=True)
 class NodeMetric:
-    """One name; `field` is the sample's, `label` that of a mapping's keys."""
+    """One name; `field` is the sample's, `label` that of a mapping's keys, `combine` what several
+    processes that share a port are together."""
 
     name: str
     kind: str
     field: str
     help: str
     label: str = ""
+    combine: Literal["sum", "max"] = "sum"
 
 
 NODE_METRICS = (
     NodeMetric(
-        "node_members", "gauge", "members", "Other members of the cluster, by their role.", "member"
+        "node_members",
+        "gauge",
+        "members",
+        "Other members of the cluster, by their role.",
+        "member",
+        combine="max",
     ),
-    NodeMetric("node_suspects", "gauge", "suspects", "Members that some cannot hear."),
     NodeMetric(
-        "node_unreachable", "gauge", "unreachable", "Members that this node has lost its link to."
+        "node_suspects", "gauge", "suspects", "Members that some cannot hear.", combine="max"
+    ),
+    NodeMetric(
+        "node_unreachable",
+        "gauge",
+        "unreachable",
+        "Members that this node has lost its link to.",
+        combine="max",
     ),
     NodeMetric("node_links", "gauge", "links", "Links to other nodes."),
     NodeMetric(
@@ -62,6 +75,7 @@ NODE_METRICS = (
         "counter",
         "lives",
         "Lives this node has begun; above 1, the cluster held it for dead.",
+        combine="max",
     ),
     NodeMetric(
         "node_handshakes_refused_total",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from pdserve.observe.degraded import Degradations
-    from pdserve.observe.metrics import Metrics
+    from pdserve.observe.metrics import Pages
 
 _SHUTDOWN = 1.0
 """Seconds for a scrape in progress to end."""
@@ -36,14 +36,14 @@ class ProbeServer:
         self,
         host: str,
         port: int,
-        metrics: Metrics,
+        pages: Pages,
         degradations: Degradations,
         unready_reason: Callable[[], str | None],
     ) -> None:
         """`unready_reason` is None when the role can do its work."""
         self._host = host
         self._port = port
-        self._metrics = metrics
+        self._pages = pages
         self._degradations = degradations
         self._unready_reason = unready_reason
         self._listener: asyncio.Server | None = None
@@ -91,7 +91,7 @@ class ProbeServer:
         if request.path == "/health":
             return self._health()
         if request.path == "/metrics":
-            page, content_type = self._metrics.render(request.headers.get("Accept", ""))
+            page, content_type = await self._pages.page(request.headers.get("Accept", ""))
             return web.Response(body=page, headers={"Content-Type": content_type})
         return web.json_response({"error": "only /live, /health and /metrics"}, status=404)
 

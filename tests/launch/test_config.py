@@ -8,7 +8,7 @@ from pdserve.launch.config import Config, resolve, table
 from pdserve.launch.options import BY_NAME, GROUPS, OPTIONS, UNBUILT
 
 INTERNAL = {
-    "frontend.reuse_port",  # for several frontends on one port
+    *("frontend.reuse_port", "frontend.group"),  # for several frontends on one port
     "frontend.retry_after",  # a measured constant
     *("router.booking_ttl", "router.max_bookings", "router.sweep_interval"),  # guards
     *("router.gone_model_memory", "router.gone_models", "router.retry_after"),

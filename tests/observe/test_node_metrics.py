@@ -23,8 +23,8 @@ def test_nodes_of_one_process_are_told_apart_by_role() -> None:
         NodeSample(role="router", members={"worker": 2, "frontend": 1}, routed=7, lives=1),
         NodeSample(role="worker", members={"router": 1}, lives=3),
     )
-    assert 'pdserve_node_members{role="router",member="worker"} 2.0' in lines
-    assert 'pdserve_node_members{role="worker",member="router"} 1.0' in lines
+    assert 'pdserve_node_members{member="worker",role="router"} 2.0' in lines
+    assert 'pdserve_node_members{member="router",role="worker"} 1.0' in lines
     assert 'pdserve_node_lives_total{role="worker"} 3.0' in lines
     assert 'pdserve_router_routed_total{role="router"} 7.0' in lines
 

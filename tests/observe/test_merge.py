@@ -1,0 +1,78 @@
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.observe.merge import merge
+from pdserve.observe.metrics import Metrics
+from pdserve.observe.node_metrics import NodeSample
+
+
+def samples(families):
+    page, _ = Metrics().render("", families)
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+def two():
+    one, other = Metrics(), Metrics()
+    return one, other, lambda: samples(merge([one.families(), other.families()]))
+
+
+def test_counters_add_up_by_their_labels():
+    one, other, merged = two()
+    one.requests.labels("completed").value = 3
+    other.requests.labels("completed").value = 4
+    other.requests.labels("error").value = 1
+    found = merged()
+    assert found["pdserve_requests_total", (("outcome", "completed"),)] == 7
+    assert found["pdserve_requests_total", (("outcome", "error"),)] == 1
+
+
+def test_histograms_add_up_bucket_by_bucket():
+    one, other, merged = two()
+    one.time_to_first_token.observe(0.001)
+    other.time_to_first_token.observe(0.03, 2)
+    found = merged()
+    name = "pdserve_time_to_first_token_seconds"
+    assert found[f"{name}_count", ()] == 3
+    assert found[f"{name}_bucket", (("le", "0.001"),)] == 1
+    assert found[f"{name}_bucket", (("le", "0.04"),)] == 3
+    assert found[f"{name}_bucket", (("le", "+Inf"),)] == 3
+    assert abs(found[f"{name}_sum", ()] - 0.061) < 1e-9
+
+
+def test_gauges_add_up_but_for_those_whose_larger_says_it_all():
+    one, other, merged = two()
+    one.http_connections.value, other.http_connections.value = 2, 5
+    one.event_loop_lag_max.value, other.event_loop_lag_max.value = 0.25, 0.5
+    one.degraded.labels("no_uvloop").value = other.degraded.labels("no_uvloop").value = 1
+    for metrics, members in ((one, 3), (other, 4)):
+        metrics.build_info.labels("1.0", "frontend").value = 1
+        seen = NodeSample(role="frontend", members={"worker": members}, links=members, lives=1)
+        metrics.attach_node(lambda seen=seen: seen)
+    found = merged()
+    role = ("role", "frontend")
+    assert found["pdserve_http_connections", ()] == 7
+    assert found["pdserve_event_loop_lag_max_seconds", ()] == 0.5
+    assert found["pdserve_degraded", (("reason", "no_uvloop"),)] == 1
+    assert found["pdserve_build_info", (role, ("version", "1.0"))] == 1
+    assert found["pdserve_node_members", (("member", "worker"), role)] == 4
+    assert found["pdserve_node_links", (role,)] == 7
+    assert found["pdserve_node_lives_total", (role,)] == 1
+
+
+def test_the_process_is_as_old_as_its_oldest_and_as_large_as_all():
+    one = Metrics()
+    alone, both = samples(one.families()), samples(merge([one.families()] * 2))
+    memory = ("process_resident_memory_bytes", ())
+    born = ("process_start_time_seconds", ())
+    assert both[born] == alone[born]
+    assert both[memory] > 1.5 * alone[memory]
+
+
+def test_one_page_is_itself():
+    one = Metrics()
+    one.requests.labels("completed").value = 3
+    families = one.families()
+    assert samples(merge([families])) == samples(families)
