@@ -33,6 +33,7 @@
     │   │       ├── WrongClusterKey
     │   │       ├── WrongCluster
     │   │       ├── WrongPeer       another node, or another life of it, than was expected
+    │   │       ├── OwnAddress      the address leads back to the node that dials
     │   │       └── NoCommonVersion
     │   └── LinkLost                it ended while something was under way on it
     └── EngineError                 the engine failed while it had the request
@@ -321,6 +322,13 @@ class WrongPeer(HandshakeRefused):
 
     code = "wrong_peer"
     cause = "peer"
+
+
+class OwnAddress(HandshakeRefused):
+    """The address leads back to this very node: one name in a list of seeds is its own."""
+
+    code = "own_address"
+    cause = "self"
 
 
 class NoCommonVersion(HandshakeRefused):

@@ -481,6 +481,11 @@ class Gossip:
 
     def _on_dial_failed(self, event: ev.DialFailed) -> None:
         delay = self._dialler.failed(event.address, event.refused)
+        if event.ours:
+            self._seeds = tuple(seed for seed in self._seeds if seed != event.address)
+            if not self._seeds and self.members.present == 1:
+                self._ready(alone=True)
+            return
         # Whoever started before its seeds, or outlived them, looks for them like one that joins:
         # reunions are for clusters that have fallen apart.
         if event.address in self._seeds and (self.phase is Phase.JOINING or self._lost()):
@@ -580,6 +585,7 @@ class Gossip:
 
     def _reunion_due(self, _: str) -> None:
         linked = {r.address for r in self.members if r.node in self.context.links}
+        linked |= {seed for seed, node in self._found.items() if node in self.context.links}
         dead = [r.address for n in self._buried if (r := self.members.get(n)) is not None]
         away = [a for a in dict.fromkeys((*self._seeds, *dead)) if a not in linked]
         if away:

@@ -47,6 +47,8 @@ class DialFailed:
     address: str
     refused: bool
     """The host said that nobody listens there."""
+    ours: bool = False
+    """It led back to this node: the address is one more name of ours."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import DialFailed as DialError
-from pdserve.errors import DialRefused, PdserveError, ProtocolError
+from pdserve.errors import DialRefused, OwnAddress, PdserveError, ProtocolError
 from pdserve.gossip import events as ev
 from pdserve.gossip.core import Gossip
 from pdserve.gossip.messages import TELL, PartReply, decode
@@ -132,8 +132,10 @@ class GossipService:
 
     def _step(self, event: ev.Event) -> None:
         """The machine is not re-entrant: what an effect causes at once waits its turn."""
+        if self._closed:
+            return
         self._waiting.append(event)
-        if self._stepping or self._closed:
+        if self._stepping:
             return
         self._stepping = True
         try:
@@ -167,7 +169,14 @@ class GossipService:
         elif isinstance(effect, ev.Close):
             self._close_idle(effect.node)
         else:
+            self._tell(effect)
+
+    def _tell(self, effect: ev.Effect) -> None:
+        """A listener's fault must not cost the effects that follow, nor the peer its link."""
+        try:
             self._on_effect(effect)
+        except Exception:
+            _log.exception("%s was not taken note of", type(effect).__name__)
 
     # ------------------------------------------------------------------ messages
 
@@ -212,11 +221,17 @@ class GossipService:
         except DialError as error:
             self._dialling.discard(address)
             self._on_dial_failed(address, error)
-            self._step(ev.DialFailed(address, refused=isinstance(error, DialRefused)))
+            refused, ours = isinstance(error, DialRefused), isinstance(error, OwnAddress)
+            self._step(ev.DialFailed(address, refused=refused, ours=ours))
             return
-        if address in self._dialling:  # a link that was there before, or an alias of its address
-            self._dialling.discard(address)
-            self._step(ev.LinkUp(link.peer.node, link.peer.epoch, address))
+        if address not in self._dialling:
+            return
+        self._dialling.discard(address)
+        peer, now = link.peer, self._network.link(link.peer.node)
+        if now is None or now.peer.epoch != peer.epoch:  # it has ended meanwhile
+            self._step(ev.DialFailed(address, refused=False))
+        else:  # it was there before, or has an address besides its own
+            self._step(ev.LinkUp(peer.node, peer.epoch, address))
 
     def _close_idle(self, node: NodeId) -> None:
         """Others may use the link: it is closed when nothing is under way on it."""

@@ -41,6 +41,7 @@ PACES: Final[Mapping[str, Pace]] = {
     "key": _BY_HAND,
     "cluster": _BY_HAND,
     "version": _BY_HAND,
+    "self": _BY_HAND,  # one of its seeds is the node itself
     "peer": _BY_HAND,  # somebody else is there: wait for news of the node
 }
 """By `DialFailed.cause`."""

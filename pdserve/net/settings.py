@@ -36,8 +36,9 @@ class NetSettings:
     silent_after: Seconds = 15.0
     """A link that has been silent this long is lost: its host or its network is gone. Membership
     notices earlier by its own means; this bounds what a link holds when nothing else does."""
-    retire_after: Seconds = 30.0
-    """What is still under way on a connection that another replaced may take this long."""
+    retire_after: Seconds = 900.0
+    """What is still under way on a connection that another replaced may take this long: more than
+    the longest request, whose tokens travel on it. A dead peer is noticed as on any other link."""
     close_timeout: Seconds = 1.0
     """Last words wait this long for a peer that does not read."""
 

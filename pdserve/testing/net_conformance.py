@@ -28,6 +28,7 @@ from pdserve.errors import (
     LinkLost,
     NoWorker,
     Overloaded,
+    OwnAddress,
     PayloadTooLarge,
     PdserveError,
     ProtocolError,
@@ -301,7 +302,7 @@ class LinkConformance(_Place):
 
     async def test_a_node_does_not_link_to_itself(self) -> None:
         async with self.pair() as pair:
-            with pytest.raises(WrongPeer):
+            with pytest.raises(OwnAddress):
                 await pair.b.dial(pair.address)
             assert list(pair.b.links) == ["a"]
 

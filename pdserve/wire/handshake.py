@@ -35,6 +35,7 @@ from msgspec import Meta
 from pdserve.errors import (
     HandshakeRefused,
     NoCommonVersion,
+    OwnAddress,
     ProtocolError,
     WrongCluster,
     WrongClusterKey,
@@ -182,6 +183,7 @@ class Why(IntEnum):
     STALE = 18
     SESSION = 19
     CLOSING = 20
+    ITSELF = 21
 
 
 _TEXT: Final[dict[int, tuple[type[HandshakeRefused], str]]] = {
@@ -192,6 +194,7 @@ _TEXT: Final[dict[int, tuple[type[HandshakeRefused], str]]] = {
     Why.CLUSTER: (WrongCluster, "the peer belongs to another cluster"),
     Why.SELF: (WrongPeer, "the address leads back to a node of the same id"),
     Why.STALE: (WrongPeer, "the peer knows a later life of this node"),
+    Why.ITSELF: (OwnAddress, "the address leads back to this node itself"),
     Why.SESSION: (HandshakeRefused, "the peer knows no such session for a bulk connection"),
     Why.CLOSING: (HandshakeRefused, "the peer is going away"),
 }
@@ -337,6 +340,8 @@ class Acceptor:
         self._key = shown
         claim = _well_formed(_decode_claim, auth.claim)
         _check_cluster(self._identity.cluster, claim)
+        if (claim.node, claim.epoch) == (self._identity.node, self._identity.epoch):
+            raise Refusal(Why.ITSELF, OwnAddress("this node has dialled itself"))
         if claim.node == self._identity.node:
             raise Refusal(Why.SELF, WrongPeer("a peer has this node's own id"))
         return claim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.ids import NodeId
@@ -36,8 +37,9 @@ def dialler(
     binding: bytes = b"",
     name: str = "d",
     cluster: str = "test",
+    epoch: int = 1000,
 ) -> Connection:
-    claim = identity(name, cluster).claim()
+    claim = replace(identity(name, cluster), epoch=epoch).claim()
     handshake = Dialler(claim, keys, nonce, versions=versions or Versions(), binding=binding)
     return Connection(handshake, limits or Limits())
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pdserve.errors import (
     HandshakeRefused,
     NoCommonVersion,
+    OwnAddress,
     ProtocolError,
     WrongCluster,
     WrongClusterKey,
@@ -207,9 +208,16 @@ def test_another_cluster_is_named_only_after_the_proof() -> None:
 
 
 def test_a_node_of_the_same_id_is_refused() -> None:
-    at_d, at_a = refused(dialler(name="same"), acceptor(name="same"))
+    at_d, at_a = refused(dialler(name="same", epoch=999), acceptor(name="same"))
     assert isinstance(at_d, WrongPeer)
     assert isinstance(at_a, WrongPeer)
+
+
+def test_a_node_that_reaches_itself_is_told_so() -> None:
+    """It has found one more of its own addresses; nothing is wrong."""
+    at_d, at_a = refused(dialler(name="same"), acceptor(name="same"))
+    assert isinstance(at_d, OwnAddress)
+    assert isinstance(at_a, OwnAddress)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "tab\t", "ü", "x" * 129, "nul\0"])

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.errors import ProtocolError
+from pdserve.gossip.messages import TELL, PartReply, Ping
+from pdserve.gossip.service import PARTS
+from pdserve.ids import NodeId
+from pdserve.messages.node import NodeCard, part_hash
+from pdserve.runtime.registry import Changed
+from pdserve.testing.net_support import ECHO, HANG, Echo, RecordingSink
+from pdserve.wire.codec import encode
+from tests.net.world import virtually
+from tests.runtime.cluster import cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.gossip.service import GossipService
+    from pdserve.net.base import Down, Link
+    from pdserve.net.memory import MemoryWorld
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import MemberEvent
+
+
+def gossip_of(node: Node) -> GossipService:
+    assert node._life is not None
+    return node._life.gossip
+
+
+def alias(world: MemoryWorld, name: str, address: str) -> None:
+    """Let `name` be one more way to `address`, as a host name is to a number."""
+    connect = world.connect
+
+    async def by_any_name(
+        source: str, target: str, factory: Callable[[], asyncio.Protocol]
+    ) -> None:
+        await connect(source, address if target == name else target, factory)
+
+    world.connect = by_any_name  # type: ignore[method-assign, assignment]
+
+
+@virtually
+async def test_a_seed_that_has_another_name_is_not_dialled_again_and_again() -> None:
+    """Each such dial would replace the link, and end what takes long on it."""
+    async with cluster() as nodes:
+        await nodes.add("a")
+        alias(nodes.world, "seed:1", "a:7000")
+        ups: list[Link] = []
+
+        def note(link: Link, down: Down | None) -> None:
+            if down is None:
+                ups.append(link)
+
+        node = nodes.nodes["b"] = nodes.make("b", join=("seed:1",))
+        node.on_link(note)
+        await node.start()
+        await nodes.until(nodes.converged)
+        await asyncio.sleep(120.0)
+        assert len(ups) == 1
+
+
+@virtually
+async def test_a_node_whose_seeds_are_all_itself_is_the_first() -> None:
+    """One list of seeds may be given to every node, the first one included."""
+    async with cluster() as nodes:
+        alias(nodes.world, "seed:1", "a:7000")
+        node = nodes.nodes["a"] = nodes.make("a", join=("seed:1", "a:7000"))
+        before = nodes.loop.time()
+        await node.start()
+        assert nodes.loop.time() - before < 0.1
+        other = nodes.nodes["b"] = nodes.make("b", join=("seed:1", "a:7000"))
+        await other.start()
+        await nodes.until(nodes.converged)
+        assert len(node.registry) == len(other.registry) == 1
+        await asyncio.sleep(60.0)
+        assert node.endpoint.refused == {"OwnAddress": 1}
+
+
+@virtually
+async def test_a_node_beside_other_seeds_forgets_that_one_is_itself() -> None:
+    async with cluster() as nodes:
+        await nodes.add("b")
+        alias(nodes.world, "seed:1", "a:7000")
+        node = nodes.nodes["a"] = nodes.make("a", join=("seed:1", "b:7000"))
+        await node.start()
+        await nodes.until(nodes.converged)
+        assert len(node.registry) == 1
+
+
+@virtually
+async def test_a_link_that_ended_before_its_dial_was_heard_of_is_no_link() -> None:
+    async with cluster() as nodes:
+        await nodes.add("a")
+        alias(nodes.world, "seed:1", "a:7000")
+        node = nodes.nodes["b"] = nodes.make("b", join=("seed:1",))
+
+        def cut(link: Link, down: Down | None) -> None:
+            if down is None and not cuts:
+                cuts.append(link)
+                nodes.loop.call_soon(link.abort)
+
+        cuts: list[Link] = []
+        node.on_link(cut)
+        await node.start()
+        await nodes.until(nodes.converged)
+        links = gossip_of(node).machine.context.links
+        assert set(links) == set(node.endpoint.links)
+
+
+@virtually
+async def test_a_link_that_membership_needs_no_longer_is_kept_while_it_is_used() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        nodes.nodes["b"].serve(HANG, lambda question, call: None)
+        nodes.nodes["b"].serve(ECHO, lambda question, call: question)
+        link = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
+        asking = asyncio.ensure_future(link.request(HANG, Echo(), timeout=15.0))
+        await asyncio.sleep(0.1)
+        service = gossip_of(nodes.nodes["a"])
+        service._close_idle(NodeId("b"))
+        assert not link.retiring
+        await asyncio.sleep(10.5)
+        assert not link.retiring
+        asking.cancel()
+        await asyncio.wait({asking})
+        await asyncio.sleep(10.5)
+        assert link.down is not None
+        again = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
+        assert await again.request(ECHO, Echo(b"x"), timeout=1.0) == Echo(b"x")
+        assert not service._unneeded
+
+
+@virtually
+async def test_large_parts_take_the_bulk_connection() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        reader = nodes.nodes["b"]
+
+        def told(size: int) -> bool:
+            member = reader.registry.get(NodeId("a"))
+            return member is not None and member.card is not None and member.card.pid == size
+
+        for size, bulk in ((1_000, False), (600_000, True)):
+            data = b"x" * size
+            nodes.nodes["a"].publish_card(NodeCard(pid=size), {part_hash(data): data})
+            await nodes.until(partial(told, size))
+            assert await reader.part(NodeId("a"), part_hash(data), timeout=5.0) == data
+            link = await reader.link(NodeId("a"), timeout=1.0)
+            assert link.statistics().bulk == bulk
+
+
+@virtually
+async def test_what_is_no_message_counts_against_the_peer() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        link = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
+        sink = RecordingSink()
+        link.open_stream(PARTS, encode(Ping(1)), sink, window=0)
+        assert isinstance(await sink.end(), ProtocolError)
+        for _ in range(3):
+            link.tell(TELL, b"\xc1")
+        await asyncio.sleep(0.1)
+        assert link.down is not None
+        await nodes.until(lambda: bool(nodes.nodes["a"].endpoint.links))
+
+
+@virtually
+async def test_a_part_that_nobody_wanted_is_let_pass() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        link = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
+        sink = RecordingSink()
+        link.open_stream(PARTS, encode(PartReply(b"h" * 16, 0, b"x")), sink, window=0, last=True)
+        assert await sink.end() is None
+        assert link.statistics().streams == 0
+
+
+@virtually
+async def test_a_closed_service_hears_and_says_nothing() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        events: list[MemberEvent] = []
+        nodes.nodes["a"].on_member(events.append)
+        service = gossip_of(nodes.nodes["a"])
+        link = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
+        await service.close()
+        await service.close()
+        service.link_up(link)
+        service.link_down(link.peer.node, link.peer.epoch)
+        service.leave()
+        assert not service._waiting
+        assert service._timer is None or service._timer.cancelled()
+        assert not service._tasks
+        assert not any(isinstance(event, Changed) for event in events)
+
+
+@virtually
+async def test_a_listener_that_fails_loses_nothing_of_what_membership_says() -> None:
+    """An effect is for one owner; those that follow it are for others."""
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        service = gossip_of(nodes.nodes["a"])
+        told = service._on_effect
+        failures = [3]
+
+        def failing(effect: object) -> None:
+            told(effect)  # type: ignore[arg-type]
+            if failures[0]:
+                failures[0] -= 1
+                raise ValueError("a fault")
+
+        service._on_effect = failing
+        for name in ("c", "d", "e"):
+            await nodes.add(name)
+        await nodes.until(nodes.converged)
+        assert failures == [0]
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_no_task_outlives_it(when: str) -> None:
+    async def body() -> None:
+        async with cluster() as nodes:
+            node = nodes.nodes["a"] = nodes.make("a", join=("nowhere:1", "elsewhere:1"))
+            nodes.world.partition("a", "nowhere")
+            starting = asyncio.ensure_future(node.start())
+            await asyncio.sleep(0 if when == "at once" else 1.0)
+            await node.close()
+            assert len(asyncio.all_tasks()) == 2  # this one, and whoever starts
+            await asyncio.wait({starting}, timeout=1.0)
+            assert starting.done()
+
+    virtually(body)()
