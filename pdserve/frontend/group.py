@@ -12,7 +12,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import PdserveError
-from pdserve.messages.status import Ask, MetricFamily, MetricPage, Sample
+from pdserve.messages.status import MetricFamily, MetricPage, Sample, Scrape
 from pdserve.observe.merge import merge
 from pdserve.runtime.methods import SCRAPE
 
@@ -56,18 +56,25 @@ class GroupMetrics:
         pages = [self._metrics.families(), *map(families_of, others)]
         return self._metrics.render(accept, merge(pages))
 
-    def _scrape(self, question: Ask, call: Call) -> MetricPage:
+    def _scrape(self, question: Scrape, call: Call) -> MetricPage:
+        if question.group != self._group:
+            return MetricPage(())
         return page_of(self._metrics.families())
 
     async def _ask_all(self) -> list[MetricPage]:
+        # Who has just joined may serve before its card is here.
         siblings = [
-            member.node
+            member
             for member in self._node.registry.by_role("frontend")
-            if member.card is not None and member.card.group == self._group
+            if member.card is None or member.card.group == self._group
         ]
-        answers = await asyncio.gather(*map(self._ask, siblings))
-        answered = dict(zip(siblings, answers, strict=True))
-        self._note({node: why for node, why in answered.items() if isinstance(why, str)})
+        answers = await asyncio.gather(*(self._ask(member.node) for member in siblings))
+        silent = {
+            member.node: answer
+            for member, answer in zip(siblings, answers, strict=True)
+            if isinstance(answer, str) and member.card is not None
+        }
+        self._note(silent)
         return [page for page in answers if isinstance(page, MetricPage)]
 
     async def _ask(self, sibling: NodeId) -> MetricPage | str:
@@ -75,7 +82,7 @@ class GroupMetrics:
         try:
             link = await self._node.link(sibling, timeout=_PATIENCE)
             left = max(0.0, until - self._node.now())
-            return await link.request(SCRAPE, Ask(), timeout=left)
+            return await link.request(SCRAPE, Scrape(self._group), timeout=left)
         except PdserveError as error:
             return error.message
 

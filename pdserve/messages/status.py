@@ -109,6 +109,13 @@ class ClusterStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Workers that get no requests because their model is another one than its name's."""
 
 
+class Scrape(msgspec.Struct, frozen=True, array_like=True):
+    """A frontend asks another for its numbers, if both share a port."""
+
+    group: str
+    """What those that share the port are called; whoever is of another has no numbers."""
+
+
 class Sample(msgspec.Struct, frozen=True, array_like=True):
     """One line of `/metrics`."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Final
 
 from pdserve.messages.routing import Route, Routed
-from pdserve.messages.status import Ask, ClusterStatus, MetricPage, Report
+from pdserve.messages.status import Ask, ClusterStatus, MetricPage, Report, Scrape
 from pdserve.wire.codec import Method
 
 ROUTE: Final = Method(0x0300, "route", Route, Routed)
@@ -27,5 +27,5 @@ STATUS: Final = Method(0x0320, "status", Ask, ClusterStatus)
 """Anybody with the key asks any node how the cluster is."""
 REPORT: Final = Method(0x0321, "report", Ask, Report)
 """A node asks another what it says of itself."""
-SCRAPE: Final = Method(0x0322, "scrape", Ask, MetricPage)
+SCRAPE: Final = Method(0x0322, "scrape", Scrape, MetricPage)
 """A frontend asks one that shares its port for its numbers."""

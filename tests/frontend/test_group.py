@@ -89,6 +89,21 @@ async def test_one_that_died_is_no_sibling_any_more() -> None:
 
 
 @virtually
+async def test_one_without_a_card_is_asked_whether_it_belongs() -> None:
+    async with frontends(a="x") as (nodes, made):
+        for name, group in (("b", "x"), ("c", "y")):
+            node = await nodes.add(name, role="frontend")
+            metrics = Metrics()
+            metrics.requests.labels("completed").value = 10
+            GroupMetrics(node, group, metrics, Degradations(metrics))
+        await nodes.until(nodes.converged)
+        assert await made["a"].completed() == 11
+        nodes.nodes["c"].serve(SCRAPE, lambda question, call: None)
+        assert await made["a"].completed() == 11
+        assert not made["a"].degradations.reasons()
+
+
+@virtually
 async def test_many_scrapes_at_once_ask_the_siblings_once() -> None:
     async with frontends(a="x", b="x") as (nodes, made):
         asked = 0
