@@ -146,9 +146,15 @@ class Timers:
 
     def _run(self) -> None:
         self._handle = None
-        for entry in self._wheel.due(self._loop.time()):
-            entry.expire()
-        self._arm()
+        due = iter(self._wheel.due(self._loop.time()))
+        try:
+            for entry in due:
+                entry.expire()
+        finally:  # whoever raised hears of it from the loop; those after it are not to suffer
+            rest = [*due]
+            for entry in rest:
+                self._wheel.add(entry, self._loop.time())
+            self._arm()
 
 
 class Timer:

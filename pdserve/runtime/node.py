@@ -119,6 +119,9 @@ class Node:
         self._listen = config.listen
         self._parts: dict[bytes, bytes] = {}
         self._life: _Life | None = None
+        self._past: dict[_Life, None] = {}
+        """Lives that are over and not closed yet."""
+        self._closed = False
         self._refused: Counter[str] = Counter()  # of earlier lives
         self._answers: dict[int, Callable[[Call], None]] = {}
         self._tells: dict[int, Callable[[Link, Buffer], None]] = {
@@ -229,14 +232,17 @@ class Node:
 
         Members are reported as gone, so that whoever waits for one is released.
         """
+        self._closed = True
         self.timers.close()
         await self.tasks.close()
+        for life in tuple(self._past):  # its end may have been cut short just now
+            await life.close()
         if self._life is not None:
             await self._life.close(grace=grace)
             self._life = None
+        self._past.clear()
         self.registry.clear("closed")
-        for waiting in tuple(self._fetching.values()):
-            waiting.cancel()
+        self._stop_fetching("this node is going away")
 
     def publish_card(self, card: NodeCard, parts: Mapping[bytes, bytes]) -> None:
         """Tell everybody; `parts` are the contents of what the card names by hash."""
@@ -287,16 +293,22 @@ class Node:
         Raises `LinkLost` when nobody has it, `DeadlineExceeded`. Cancellation: only this waiting
         ends.
         """
+        life = self._life
+        if life is None or life.over:
+            raise LinkLost("this node is not in the cluster", sent=False)
         waiting = self._fetching.get(hash)
         if waiting is None:
             waiting = self._fetching[hash] = self._loop.create_future()
-            self._living().gossip.want_part(owner, hash)
+        life.gossip.want_part(owner, hash)  # a fetch under way turns to this owner
         await asyncio.wait({waiting}, timeout=timeout)
-        if waiting.cancelled():
-            raise LinkLost("this node is going away", sent=False)
         if not waiting.done():
             raise DeadlineExceeded(f"a part of {owner}'s card did not come within {timeout:g} s")
         return waiting.result()
+
+    def _stop_fetching(self, reason: str) -> None:
+        """No life is left that could settle them."""
+        for hash in tuple(self._fetching):
+            self._part_settled(hash, LinkLost(reason, sent=False))
 
     # ------------------------------------------------------------------ lives
 
@@ -325,8 +337,11 @@ class Node:
         """Others hold this life for dead and have dropped all it held; drop it here too."""
         old, self._life = self._life, None
         self.registry.clear("own rejoin")
+        self._stop_fetching("this node begins another life")
         if old is not None:
+            self._past[old] = None
             await old.close()
+            del self._past[old]
             self._refused.update(old.endpoint.refused)
         epoch = max(int(self._wall() * 1000), effect.above + 1)
         _log.warning("the cluster held this node for dead: rejoining as life %d", epoch)
@@ -336,7 +351,7 @@ class Node:
 
     def take(self, life: _Life, effect: ev.Effect) -> None:
         """An effect of membership that concerns more than links."""
-        if life is not self._life:
+        if life is not self._life or self._closed:
             return
         if isinstance(effect, ev.Ready):
             life.ready()
@@ -393,8 +408,7 @@ class Node:
         # Whom nobody can dial is a visitor: it asks, and is no member.
         if self._life is not None and link.peer.address:
             self._life.gossip.link_up(link)
-        for listener in tuple(self._link_listeners):
-            listener(link, None)
+        self._tell_link(link, None)
 
     def on_link_down(self, link: Link, down: Down) -> None:
         """See `net.base.Handler`."""
@@ -403,8 +417,14 @@ class Node:
             now = life.endpoint.link(link.peer.node)
             if now is None or now.peer.epoch != link.peer.epoch:
                 life.gossip.link_down(link.peer.node, link.peer.epoch)
+        self._tell_link(link, down)
+
+    def _tell_link(self, link: Link, down: Down | None) -> None:
         for listener in tuple(self._link_listeners):
-            listener(link, down)
+            try:
+                listener(link, down)
+            except Exception:  # of its owner; whoever is told next is not to suffer
+                _log.exception("a listener failed on a link of %s", link.peer.node)
 
     def on_tell(self, link: Link, method: int, body: Buffer) -> None:
         """See `net.base.Handler`."""

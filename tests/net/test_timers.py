@@ -109,3 +109,26 @@ def test_after_close_nothing_expires() -> None:
         assert entry.expired == 0
 
     virtual_time.run(main())
+
+
+def test_one_that_raises_stops_neither_the_others_nor_the_clock() -> None:
+    async def main() -> list[str]:
+        timers = Timers(asyncio.get_running_loop())
+        heard: list[str] = []
+        timers.call_later(1.0, lambda: heard.append("before"))
+        timers.call_later(1.0, lambda: 1 // 0)  # type: ignore[arg-type]
+        timers.call_later(1.0, lambda: heard.append("after"))
+        timers.call_later(2.0, lambda: heard.append("later"))
+        await asyncio.sleep(3.0)
+        assert len(timers) == 0
+        timers.close()
+        return heard
+
+    loop = virtual_time.VirtualTimeLoop()
+    problems: list[object] = []
+    loop.set_exception_handler(lambda _, context: problems.append(context["exception"]))
+    try:
+        assert loop.run_until_complete(main()) == ["before", "after", "later"]
+    finally:
+        loop.close()
+    assert [type(problem) for problem in problems] == [ZeroDivisionError]

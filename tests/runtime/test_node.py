@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.errors import LinkLost, ProtocolError, WrongCluster, WrongClusterKey
+from pdserve.errors import ConfigError, LinkLost, ProtocolError, WrongCluster, WrongClusterKey
 from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
 from pdserve.messages.node import NodeCard, model_card, offer
@@ -15,6 +15,8 @@ from tests.net.world import virtually
 from tests.runtime.cluster import cluster
 
 if TYPE_CHECKING:
+    from pdserve.net.base import Down, Link
+    from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
 
 MODEL = ModelCard(
@@ -174,3 +176,127 @@ async def test_links_that_roles_make_are_reported() -> None:
             return member is not None and member.reachable
 
         await nodes.until(reachable)
+
+
+@virtually
+async def test_a_part_on_its_way_is_given_up_with_the_life_that_wanted_it() -> None:
+    """And asked for anew by the next: nobody joins a fetch that can never end."""
+    async with cluster() as nodes:
+        for name in ("a", "b", "c", "d"):
+            await nodes.add(name)
+        small, parts = offer(MODEL)
+        nodes.nodes["a"].publish_card(NodeCard(models=(small,)), parts)
+        reader = nodes.nodes["d"]
+
+        def known() -> bool:
+            member = reader.registry.get(NodeId("a"))
+            return member is not None and member.card is not None
+
+        await nodes.until(known)
+        nodes.world.partition("a", "d")
+        waiting = asyncio.ensure_future(
+            reader.part(NodeId("a"), small.tokenizer, timeout=1_000_000.0)
+        )
+        nodes.world.pause("d")
+        await nodes.until(lambda: nodes.nodes["b"].registry.get(NodeId("d")) is None, 30.0)
+        nodes.world.heal()
+        nodes.world.resume("d")
+        with pytest.raises(LinkLost):
+            await waiting
+        await nodes.until(lambda: reader.lives == 2 and known(), 30.0)
+        assert await reader.part(NodeId("a"), small.tokenizer, timeout=10.0)
+        assert not reader._fetching
+
+
+@virtually
+async def test_without_a_life_there_are_no_parts() -> None:
+    async with cluster() as nodes:
+        node = nodes.nodes["a"] = nodes.make("a")
+        for _ in range(2):
+            with pytest.raises(LinkLost, match="not in the cluster"):
+                await node.part(NodeId("b"), b"0" * 16, timeout=1.0)
+        await node.start()
+        waiting = asyncio.ensure_future(node.part(NodeId("b"), b"0" * 16, timeout=60.0))
+        await asyncio.sleep(0)
+        await node.close()
+        with pytest.raises(LinkLost):
+            await waiting
+        assert not node._fetching
+
+
+@virtually
+async def test_closed_in_the_middle_of_its_rebirth_nothing_is_left() -> None:
+    for turns in range(12):
+        async with cluster() as nodes:
+            for name in ("a", "b", "c"):
+                await nodes.add(name)
+            await nodes.until(nodes.converged)
+            nodes.world.pause("c")
+            await nodes.until(lambda: len(nodes.nodes["a"].registry) == 1, 30.0)
+            nodes.world.resume("c")
+            await begins_again(nodes.nodes["c"])
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await nodes.nodes["c"].close()
+            await nodes.nodes["c"].close()
+            assert not nodes.nodes["c"].registry
+            await asyncio.sleep(0.1)
+            assert nodes.world.connections == 2
+
+
+async def begins_again(node: Node) -> None:
+    """Wait until it has heard of its own death."""
+    heard = asyncio.Event()
+
+    def hear(event: MemberEvent) -> None:
+        if isinstance(event, Gone):
+            heard.set()
+
+    node.on_member(hear)
+    await heard.wait()
+
+
+@virtually
+async def test_a_link_that_starts_nothing_more_is_replaced() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        nodes.nodes["b"].serve(HANG, lambda question, call: None)
+        nodes.nodes["b"].serve(ECHO, lambda question, call: question)
+        link = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
+        asking = asyncio.ensure_future(link.request(HANG, Echo(), timeout=60.0))
+        await asyncio.sleep(0.1)
+        link.close("enough")
+        again = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
+        assert await again.request(ECHO, Echo(b"x"), timeout=1.0) == Echo(b"x")
+        assert not asking.done()
+        asking.cancel()
+
+
+@virtually
+async def test_a_fault_of_whoever_hears_of_links_is_his_own() -> None:
+    async with cluster() as nodes:
+        await nodes.add("a")
+        heard: list[str] = []
+
+        def broken(link: Link, down: Down | None) -> None:
+            raise ValueError("a fault")
+
+        nodes.nodes["a"].on_link(broken)
+        nodes.nodes["a"].on_link(lambda link, down: heard.append(link.peer.node))
+        await nodes.add("b")
+        await nodes.until(nodes.converged)
+        assert heard == ["b"]
+
+
+@virtually
+async def test_a_card_that_is_too_large_is_refused_and_the_old_one_stays() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        node = nodes.nodes["a"]
+        node.publish_card(NodeCard(host="here"), {})
+        with pytest.raises(ConfigError, match="card"):
+            node.publish_card(NodeCard(reason="x" * 9000), {})
+        assert node.card is not None
+        assert node.card.host == "here"
