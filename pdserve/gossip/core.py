@@ -458,9 +458,8 @@ class Gossip:
         record = self.members.get(node)
         if record and self._over(record, event.epoch):
             self.context.send(node, m.Records((record,)))
-        elif record and not record.state.final and record.epoch < event.epoch:
-            # It has a later life, so this one is over; the new one introduces itself.
-            self._convict(node)
+        # A later life than the one we know introduces itself. To bury the earlier one before that
+        # would tell its process, if it runs, to rejoin above the newcomer instead of ending.
         if self.phase is Phase.JOINING or self.me.node < node:
             self.context.send(node, self._ledger.summary())
 

@@ -225,6 +225,20 @@ def test_the_dead_are_forgotten_after_the_window():
     assert node.core.members.get(B) is None
 
 
+def test_a_later_life_introduces_itself_before_the_earlier_one_is_given_up():
+    """Else a process that runs under the same name would hear of its death, and rejoin above."""
+    node = Node()
+    node.link(A, B)
+    node.wait(0.9)
+    effects = node.step(ev.LinkUp(A, 2, "a:2"))
+    assert of(ev.Died, effects) == []
+    effects = node.step(ev.Received(A, 2, m.News((Rumour(record(A, epoch=2)),))))
+    assert [type(e) for e in effects if isinstance(e, (ev.Died, ev.Joined))] == [ev.Died, ev.Joined]
+    told = [e.message for e in effects + node.wait(0.9) if isinstance(e, ev.Send)]
+    records = [r.record for message in told if isinstance(message, m.News) for r in message.rumours]
+    assert {r.epoch for r in records if r.node == A} == {2}
+
+
 def test_who_outlives_its_seeds_goes_on_looking_for_them():
     node = Node(ev.Start(("s:1", "t:1")), reunion_interval=1000.0)
     node.step(ev.LinkUp(A, 1, "s:1"))
