@@ -354,6 +354,9 @@ class Node:
         if life is not self._life or self._closed:
             return
         if isinstance(effect, ev.Ready):
+            if effect.alone and self.config.join:
+                why = "; ".join(life.troubles.values()) or "no answer"
+                _log.warning("no seed has let this node in (%s): alone for now, trying on", why)
             life.ready()
         elif isinstance(effect, ev.Rejoin):
             life.over = True
@@ -395,6 +398,8 @@ class Node:
     def dial_failed(self, life: _Life, address: str, error: DialFailed) -> None:
         """While joining, some answers of a seed are final."""
         _log.debug("dialling %s failed: %s", address, error)
+        if address in self.config.join:
+            life.troubles[address] = error.message
         if isinstance(error, _HOPELESS) and address in self.config.join:
             named = type(error)(f"cannot join through {address}: {error.message}")
             if not life.fail(named) and address not in life.complained:
@@ -468,6 +473,8 @@ class _Life:
     def __init__(self, node: Node, epoch: Epoch) -> None:
         loop = asyncio.get_running_loop()
         self.over = False
+        self.troubles: dict[str, str] = {}
+        """What each seed's last dial ended with."""
         self.complained: set[str] = set()
         """Seeds that will not have us, once each in the log."""
         self.joined: asyncio.Future[None] = loop.create_future()
