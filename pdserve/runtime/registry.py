@@ -106,7 +106,7 @@ class Registry:
         what ends it."""
         self._listeners[listener] = None
         for member in tuple(self._members.values()):
-            listener(Appeared(member))
+            _call(listener, Appeared(member))
         return lambda: self._listeners.pop(listener, None)
 
     # ------------------------------------------------------------------ feeding
@@ -170,7 +170,12 @@ class Registry:
 
     def _tell(self, event: MemberEvent) -> None:
         for listener in tuple(self._listeners):
-            try:
-                listener(event)
-            except Exception:  # one deaf listener must not hide a death from the others
-                _log.exception("a listener failed on %s", type(event).__name__)
+            if listener in self._listeners:  # else: the one before it has ended it
+                _call(listener, event)
+
+
+def _call(listener: Callable[[MemberEvent], None], event: MemberEvent) -> None:
+    try:
+        listener(event)
+    except Exception:  # one deaf listener must not hide a death from the others
+        _log.exception("a listener failed on %s", type(event).__name__)
