@@ -89,6 +89,8 @@ class Assembler:
 
     def take(self, piece: Piece) -> bytes | None:
         """The whole body with its last piece, else None. Raises `ProtocolError`."""
+        if not (piece.data or piece.last):
+            raise ProtocolError("an empty piece that is not the last")
         self._parts.append(piece.data)
         self._size += len(piece.data)
         if self._size > LARGEST:

@@ -10,12 +10,12 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.messages import card, engine, kv, request, routing, status
+from pdserve.messages import card, channel, engine, kv, node, request, routing, status
 
 if typing.TYPE_CHECKING:
     from types import ModuleType
 
-MODULES: list[ModuleType] = [card, engine, kv, request, routing, status]
+MODULES: list[ModuleType] = [card, channel, engine, kv, node, request, routing, status]
 RECORDS: list[type[msgspec.Struct]] = sorted(
     {
         found
@@ -46,7 +46,7 @@ def example(kind: Any) -> Any:
         return arguments[0]
     if arguments:  # a union: its first member that is not None
         return example(next(a for a in arguments if a is not type(None)))
-    return {int: 300, float: 0.5, str: "é", bool: True, bytes: b"\x00\xff"}[kind]
+    return {int: 300, float: 0.5, str: "é", bool: True, bytes: b"\x00\xff" * 8}[kind]
 
 
 @pytest.mark.parametrize("record", RECORDS)
