@@ -33,6 +33,7 @@
     │   │       ├── WrongClusterKey
     │   │       ├── WrongCluster
     │   │       ├── WrongPeer       another node, or another life of it, than was expected
+    │   │       │   └── NameTaken   a later life of this node is in the cluster
     │   │       ├── OwnAddress      the address leads back to the node that dials
     │   │       └── NoCommonVersion
     │   └── LinkLost                it ended while something was under way on it
@@ -322,6 +323,12 @@ class WrongPeer(HandshakeRefused):
 
     code = "wrong_peer"
     cause = "peer"
+
+
+class NameTaken(WrongPeer):
+    """The peer knows a later life of this node: another process takes part under its name."""
+
+    code = "name_taken"
 
 
 class OwnAddress(HandshakeRefused):

@@ -21,6 +21,7 @@ from pdserve.errors import (
     DeadlineExceeded,
     DialFailed,
     LinkLost,
+    NameTaken,
     NoCommonVersion,
     NotReady,
     ProtocolError,
@@ -59,8 +60,13 @@ _log = logging.getLogger(__name__)
 Q = TypeVar("Q")
 R = TypeVar("R")
 
-_HOPELESS: Final = (WrongClusterKey, WrongCluster, NoCommonVersion, WrongPeer)
-"""What a seed may answer that no waiting cures."""
+_HOPELESS: Final[dict[type[DialFailed], str]] = {
+    WrongClusterKey: "give both nodes the same key, by --cluster-key-file",
+    WrongCluster: "give both nodes the same --cluster",
+    NoCommonVersion: "use the same version of pdserve",
+    WrongPeer: "give each node a --node-name of its own",
+}
+"""What a seed may answer that no waiting cures, and what does."""
 _CARD_LIMIT: Final = 8192
 
 
@@ -396,12 +402,17 @@ class Node:
             self.on_superseded(f"this node cannot rejoin: {error}")
 
     def dial_failed(self, life: _Life, address: str, error: DialFailed) -> None:
-        """While joining, some answers of a seed are final."""
+        """Some answers of a seed are final while joining, one of anybody's always."""
         _log.debug("dialling %s failed: %s", address, error)
         if address in self.config.join:
             life.troubles[address] = error.message
-        if isinstance(error, _HOPELESS) and address in self.config.join:
-            named = type(error)(f"cannot join through {address}: {error.message}")
+        if isinstance(error, NameTaken) and life.joined.done():
+            if life is self._life and not life.over:
+                self._superseded(life)
+            return
+        remedy = next((text for kind, text in _HOPELESS.items() if isinstance(error, kind)), None)
+        if remedy is not None and address in self.config.join:
+            named = type(error)(f"cannot join through {address}: {error.message}; {remedy}")
             if not life.fail(named) and address not in life.complained:
                 life.complained.add(address)  # it lives on without that seed
                 _log.warning("%s", named.message)

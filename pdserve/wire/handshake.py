@@ -34,6 +34,7 @@ from msgspec import Meta
 
 from pdserve.errors import (
     HandshakeRefused,
+    NameTaken,
     NoCommonVersion,
     OwnAddress,
     ProtocolError,
@@ -193,7 +194,7 @@ _TEXT: Final[dict[int, tuple[type[HandshakeRefused], str]]] = {
     Why.BUSY: (HandshakeRefused, "the peer has too many unfinished handshakes"),
     Why.CLUSTER: (WrongCluster, "the peer belongs to another cluster"),
     Why.SELF: (WrongPeer, "the address leads back to a node of the same id"),
-    Why.STALE: (WrongPeer, "the peer knows a later life of this node"),
+    Why.STALE: (NameTaken, "the peer knows a later life of this node"),
     Why.ITSELF: (OwnAddress, "the address leads back to this node itself"),
     Why.SESSION: (HandshakeRefused, "the peer knows no such session for a bulk connection"),
     Why.CLOSING: (HandshakeRefused, "the peer is going away"),

@@ -383,7 +383,9 @@ class Connection:
             self._say_goodbye(Leaving.VIOLATION, ours.message)
         else:
             if not isinstance(ours, HandshakeRefused):
-                ours = HandshakeRefused(ours.message)
+                # The first bytes tell other protocols from this one: HTTP on a wrong port, mostly.
+                strange = "this is not pdserve's cluster protocol: " * (self._greetings == 0)
+                ours = HandshakeRefused(f"{strange}{ours.message}")
             refusal = error if isinstance(error, Refusal) else Refusal(Why.MALFORMED, ours)
             if not self.dialled:
                 self._put(Kind.REFUSE, body=refusal.body())

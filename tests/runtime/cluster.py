@@ -33,16 +33,17 @@ class Cluster:
         join: tuple[str, ...] | None = None,
         keys: tuple[bytes, ...] = (KEY,),
         cluster: str = "test",
+        host: str = "",
     ) -> Node:
         if join is None:
             join = tuple(f"{other}:7000" for other in list(self.nodes)[:1])
         config = NodeConfig(
-            node=NodeId(name), role=role, listen=f"{name}:7000", join=join, cluster=cluster
+            node=NodeId(name), role=role, listen=f"{host or name}:7000", join=join, cluster=cluster
         )
         source = random.Random(self.random.getrandbits(64))
         return Node(
             config,
-            self.world.network(name),
+            self.world.network(host or name),
             keys=lambda: keys,
             entropy=source.randbytes,
             random=random.Random(self.random.getrandbits(64)),

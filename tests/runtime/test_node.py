@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -144,6 +145,27 @@ async def test_a_wrong_key_is_named() -> None:
                 await stranger.start()
             await stranger.close()
         assert len(nodes.nodes["a"].registry) == 0
+
+
+@virtually
+async def test_the_earlier_of_two_nodes_with_one_name_ends() -> None:
+    async with cluster() as nodes:
+        await nodes.add("a")
+        reasons: list[tuple[str, str]] = []
+        twins = [nodes.make("x", host=host) for host in ("one", "two")]
+        for twin, host in zip(twins, ("one", "two"), strict=True):
+            twin.on_superseded = partial(lambda host, reason: reasons.append((host, reason)), host)
+            await twin.start()
+            await asyncio.sleep(1.0)
+        await nodes.until(lambda: bool(reasons), 30.0)
+        await asyncio.sleep(60.0)
+        assert [host for host, _ in reasons] == ["one"]
+        assert "a name of its own" in reasons[0][1]
+        known = nodes.nodes["a"].registry.get(NodeId("x"))
+        assert known is not None
+        assert known.epoch == twins[1].epoch
+        for twin in twins:
+            await twin.close()
 
 
 @virtually

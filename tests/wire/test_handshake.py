@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import (
     HandshakeRefused,
+    NameTaken,
     NoCommonVersion,
     OwnAddress,
     ProtocolError,
@@ -342,6 +343,16 @@ def test_a_stranger_is_never_admitted_and_never_costs_memory(data) -> None:
 # ---------------------------------------------------------------------- refusing
 
 
+def test_another_protocol_is_called_so() -> None:
+    for connection, data in (
+        (dialler(), b"HTTP/1.1 400 Bad"),
+        (acceptor(), b"GET / HTTP/1.1\r\n\r\n"),
+    ):
+        violated = only(connection.receive_data(data), ev.Violated)
+        assert isinstance(violated.error, HandshakeRefused)
+        assert "not pdserve's cluster protocol" in violated.error.message
+
+
 def test_an_acceptor_may_refuse_after_the_proof() -> None:
     d, a = dialler(), acceptor()
     a.receive_data(taken(d))
@@ -349,7 +360,7 @@ def test_an_acceptor_may_refuse_after_the_proof() -> None:
     only(a.receive_data(taken(d)), ev.Authenticated)
     a.refuse(Why.STALE, WrongPeer("an earlier life"))
     violated = only(d.receive_data(taken(a)), ev.Violated)
-    assert isinstance(violated.error, WrongPeer)
+    assert isinstance(violated.error, NameTaken)
     assert "later life" in violated.error.message
 
 
