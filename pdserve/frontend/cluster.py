@@ -18,6 +18,8 @@ import logging
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from pdserve.errors import (
     DeadlineExceeded,
     DialTimeout,
@@ -66,13 +68,15 @@ _ASK_TIMEOUT: Final[Seconds] = 2.0
 _AVOID: Final[Seconds] = 1.0
 """A router that did not answer is not asked for so long."""
 _CATCH_UP: Final[Seconds] = 2.0
-"""A router that has joined after a worker learns what it serves within this."""
+"""A router that has joined after a worker, or anew, learns what it serves within this."""
 _PAUSE: Final[Seconds] = 0.05
 """Before a router that is behind is asked again."""
 _LINK_TIMEOUT: Final[Seconds] = 3.0
 _ACCEPT_TIMEOUT: Final[Seconds] = 5.0
 """A worker's node takes a request within a turn of its loop."""
 _SWEEP: Final[Seconds] = 5.0
+_NOTICED: Final[Seconds] = 0.1
+"""Waiting for a router or a worker that shortens a request's deadline."""
 _ELSEWHERE: Final = (LinkError, Unavailable, Overloaded, EngineDied)
 """What one worker may answer that another need not."""
 
@@ -127,6 +131,7 @@ class ClusterBackend:
 
     async def open(self, request: GenerateRequest, sink: TokenSink) -> RemoteSequence:
         """See `backend.Backend`. Besides: `NoRouter`, `WorkerLost`."""
+        start = self._node.now()
         last: PdserveError | None = None
         excluded: list[NodeId] = []
         for attempt in range(_ATTEMPTS):
@@ -135,7 +140,8 @@ class ClusterBackend:
             except NoWorker as error:
                 raise (error if last is None else _refused(request.model, last)) from None
             try:
-                sequence = await self._place(request, sink, router, routed)
+                remaining = _remaining(request, self._node.now() - start)
+                sequence = await self._place(remaining, sink, router, routed)
             except _ELSEWHERE as error:
                 _log.info("worker %s did not take a request: %s", routed.worker, error)
                 self.rerouted += 1
@@ -185,9 +191,11 @@ class ClusterBackend:
             try:
                 link = await self._node.link(router, timeout=_LINK_TIMEOUT)
                 return router, await link.request(ROUTE, question, timeout=_ASK_TIMEOUT)
-            except ModelNotFound:
-                # This node has the model's card, or would not ask: the router has just joined.
-                if self._node.now() - start > _CATCH_UP or not self._offers.workers(request.model):
+            except (ModelNotFound, NoWorker) as error:
+                if isinstance(error, NoWorker) and (excluded or not self._takes(request.model)):
+                    raise
+                # This node sees a worker, or would not ask: the router has just joined.
+                if self._node.now() - start > _CATCH_UP or not self._takes(request.model):
                     raise _refused(request.model, None) from None
                 behind.add(router)
             except (LinkError, DeadlineExceeded, ProtocolError) as error:
@@ -210,6 +218,11 @@ class ClusterBackend:
             again = min([until, *(at for at in stuck.values() if at > now)]) - now
             await self.wait_news(timeout=min(again, _PAUSE) if behind else again)
             behind.clear()
+
+    def _takes(self, model: str) -> bool:
+        """Some worker serves the model, and is not about to leave."""
+        members = map(self._node.registry.get, self._offers.workers(model))
+        return any(m is not None and m.card is not None and not m.card.draining for m in members)
 
     def _order_routers(self) -> None:
         """Each frontend has its own favourite, so that routers share the work and one router sees
@@ -356,6 +369,14 @@ class _Releaser:
             link.tell(RELEASE, encode(Release(self._booking, outcome)))
         except PdserveError as error:
             _log.debug("a release was not sent to %s: %s", self._router, error)
+
+
+def _remaining(request: GenerateRequest, waited: Seconds) -> GenerateRequest:
+    """The request with the time that is left of its deadline; what is too short to matter is not
+    worth a copy."""
+    if request.deadline is None or waited < _NOTICED:
+        return request
+    return replace(request, deadline=max(0.001, request.deadline - waited))
 
 
 def _affinity(frontend: NodeId, router: NodeId) -> bytes:

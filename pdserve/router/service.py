@@ -32,7 +32,7 @@ from pdserve.router.desk import Desk
 from pdserve.router.pool import Facts
 from pdserve.runtime.methods import RELEASE, ROUTE
 from pdserve.runtime.models import catalogue
-from pdserve.runtime.registry import Gone
+from pdserve.runtime.registry import Changed, Gone
 from pdserve.runtime.topics.sets import SetView
 from pdserve.wire.codec import decoder, encode
 
@@ -143,7 +143,8 @@ class RouterService:
         elif member.role == "router":
             self.desk.bookings.peer_up(life)
         if member.role == "worker":
-            self._judge_models()
+            if not isinstance(event, Changed) or event.before.card is not member.card:
+                self._judge_models()
             if not isinstance(event, Gone):
                 self._tell_desk(member)
 
@@ -200,5 +201,5 @@ class RouterService:
         return SetView(changed)
 
     def _sweep(self) -> None:
-        self.desk.sweep(self._node.now())
         self._node.timers.call_later(self._config.sweep_interval, self._sweep)
+        self.desk.sweep(self._node.now())

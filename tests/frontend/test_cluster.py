@@ -212,13 +212,30 @@ async def test_what_a_router_decides_reaches_the_client() -> None:
         await w.worker("a")
         await w.ready()
         for error in (
-            NoWorker("the last one has left", retry_after=4.0),
             NotReady("loading", retry_after=4.0),
             Overloaded("full", retry_after=4.0),
         ):
             router.refusal = error
             found = await refused(w, type(error))
             assert (found.message, found.retry_after) == (error.message, 4.0)
+
+
+@virtually
+async def test_a_router_that_begins_anew_is_asked_again_unless_it_is_right() -> None:
+    async with world() as w:
+        router, worker = await w.router("r"), await w.worker("a")
+        await w.ready()
+        router.refusal = NoWorker("the last one has left", retry_after=4.0)
+        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(0.3)
+        router.refusal = None
+        (await opening).cancel()
+        router.refusal = NoWorker("all are shutting down", retry_after=4.0)
+        worker.serve(draining=True)
+        await w.nodes.until(lambda: not w.backend._takes("tiny"))
+        before = w.nodes.loop.time()
+        assert (await refused(w, NoWorker)).message == "all are shutting down"
+        assert w.nodes.loop.time() - before < 0.01
 
 
 @virtually
