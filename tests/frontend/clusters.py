@@ -72,6 +72,7 @@ class Worker:
         self.refusal: Exception | None = None
         self.running: dict[int, TokenSink] = {}
         self.names: list[str] = []
+        self.deadlines: list[float | None] = []
         """Of all requests that were submitted."""
         self.aborted: list[int] = []
         self.bookings: list[int] = []
@@ -88,6 +89,7 @@ class Worker:
         if self.refusal is not None:
             raise self.refusal
         self.names.append(request.request_id)
+        self.deadlines.append(request.deadline)
         handle = len(self.names)
         self.running[handle] = sink
         return handle

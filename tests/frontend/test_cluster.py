@@ -92,12 +92,15 @@ async def test_without_a_router_a_request_waits_for_one() -> None:
     async with world(router_wait=5.0) as w:
         worker = await w.worker("a")
         await w.nodes.until(lambda: bool(w.backend.cards()))
-        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        opening = asyncio.ensure_future(w.backend.open(request(deadline=10.0), Sink()))
         await asyncio.sleep(2.0)
         assert not opening.done()
         await w.router("r")
         sequence = await opening
         assert len(worker.names) == 1
+        (left,) = worker.deadlines
+        assert left is not None
+        assert left < 8.0, "what was spent waiting is not given again"
         sequence.cancel()
 
 
