@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class Stream:
         self.ended_at = 0.0
         """Unix time."""
         self._over = False
+        self._socket: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="stream")
         self._thread.start()
 
@@ -112,6 +114,12 @@ class Stream:
         assert not self._thread.is_alive(), f"a stream does not end: {self}"
         return self
 
+    def hang_up(self) -> None:
+        """As a client that has lost interest; the stream must be running."""
+        assert self._socket is not None
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self.wait()
+
     def __repr__(self) -> str:
         end = "done" if self.done else self.error or self.broken or "running"
         return f"<Stream {self.status} {len(self.texts)} texts, {end}>"
@@ -122,6 +130,7 @@ class Stream:
         try:
             with contextlib.closing(_connection(self._frontend)) as connection:
                 connection.request("POST", CHAT, _body(self._fields), _HEADERS)
+                self._socket = connection.sock  # the response takes it over
                 with connection.getresponse() as response:
                     self.status = response.status
                     self._receive(response)
