@@ -28,10 +28,10 @@ MEMBER_CELLS: Final = frozenset(
     (f"member {state}", event)
     for state, events in {
         "-": ("ALIVE", "SUSPECT", "DEAD", "LEFT"),
-        "ALIVE": ("ALIVE", "SUSPECT", "DEAD", "LEFT", "later ALIVE", "earlier DEAD"),
+        "ALIVE": ("ALIVE", "SUSPECT", "DEAD", "LEFT", "earlier DEAD"),
         "SUSPECT": ("ALIVE", "SUSPECT", "DEAD", "LEFT", "later ALIVE"),
-        "DEAD": ("ALIVE", "SUSPECT", "DEAD", "later ALIVE", "later SUSPECT"),
-        "LEFT": ("ALIVE", "LEFT", "DEAD", "SUSPECT", "later ALIVE"),
+        "DEAD": ("ALIVE", "SUSPECT", "DEAD", "later ALIVE"),
+        "LEFT": ("ALIVE", "SUSPECT", "LEFT", "later ALIVE"),
     }.items()
     for event in events
 )
@@ -39,14 +39,7 @@ MEMBER_CELLS: Final = frozenset(
 
 LIFE_CELLS: Final = frozenset(
     ("life", event)
-    for event in (
-        "NEW JOINING",
-        "JOINING UP",
-        "UP LEAVING",
-        "LEAVING OUT",
-        "UP OUT",
-        "JOINING OUT",
-    )
+    for event in ("NEW JOINING", "JOINING UP", "UP LEAVING", "LEAVING OUT", "UP OUT")
 )
 """Phases of a node's own life."""
 
@@ -55,8 +48,8 @@ BOOKING_CELLS: Final = frozenset(
     for state, events in {
         "unknown": ("held", "let_go"),
         "placed": ("held", "RELEASED", "WORKER_GONE", "ASKER_GONE", "NEVER_SEEN"),
-        "seen": ("held", "reported", "LET_GO", "RELEASED", "WORKER_GONE", "ASKER_GONE"),
-        "counted": ("held", "LET_GO", "RELEASED", "WORKER_GONE", "ASKER_GONE", "report_lost"),
+        "seen": ("reported", "LET_GO", "RELEASED"),
+        "counted": ("LET_GO", "RELEASED", "WORKER_GONE", "ASKER_GONE", "report_lost"),
         "peer's placed": ("held", "peer_ended", "peer_gone"),
         "peer's seen": ("reported", "let_go", "peer_ended"),
         "peer's counted": ("let_go", "peer_ended", "peer_gone"),

@@ -73,15 +73,16 @@ class InlineEngine:
         self._core = core
         self.state, self.state_reason = EngineState.READY, ""
 
-    def die(self, restart_after: Seconds) -> int:
-        """The core's process is gone; returns how many submissions that ended."""
+    def die(self, restart_after: Seconds) -> bool:
+        """The core's process is gone; False if there was none."""
         if self._core is None:
-            return 0
+            return False
         self._drop_core()
         self.state, self.state_reason = EngineState.RESTARTING, "it died"
         self.restarts += 1
         self._reboot = self._loop.call_later(restart_after, self._boot)
-        return self._fail_all(EngineDied("the engine died", retry_after=1.0))
+        self._fail_all(EngineDied("the engine died", retry_after=1.0))
+        return True
 
     async def stop(self) -> None:
         """See `engine.api.Engine`."""
@@ -99,6 +100,12 @@ class InlineEngine:
             await asyncio.sleep(self._pace)
         return not self._sinks
 
+    def free(self) -> None:
+        """Its process was killed: give the memory back, as a kernel does."""
+        if self._core is not None:
+            core, self._core = self._core, None
+            _ = core.close()
+
     def _drop_core(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -108,12 +115,11 @@ class InlineEngine:
             self.capabilities = None
             self.leaked += core.close()
 
-    def _fail_all(self, error: PdserveError) -> int:
+    def _fail_all(self, error: PdserveError) -> None:
         sinks, self._sinks = self._sinks, {}
         self._choices.clear()
         for sink in sinks.values():
             sink.on_error(error)
-        return len(sinks)
 
     # ------------------------------------------------------------------ requests
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
-from pdserve.sim.roles import Worker
+from pdserve.messages.routing import BOOKINGS, SEQUENCES
+from pdserve.runtime.topics.sets import Delta
+from pdserve.runtime.topics.subscription import LogFollower
+from pdserve.sim.roles import Router, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from random import Random
 
     from pdserve.ids import Seconds
+    from pdserve.runtime.topics.sets import SetView
     from pdserve.sim.world import Host, World
 
-__all__ = ["KINDS", "Fault", "draw_faults", "perform"]
+__all__ = ["GENTLE", "KINDS", "Fault", "draw_fault", "draw_faults", "perform"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,25 @@ async def _engine(world: World, fault: Fault) -> bool:
     part, process = host.part, host.process
     if not host.up or not host.ready or process is None or not isinstance(part, Worker):
         return False
-    return process.context.copy().run(part.service.break_engine) > 0
+    return process.context.copy().run(part.service.break_engine)
+
+
+async def _amnesia(world: World, fault: Fault) -> bool:
+    """A router's copies of logs are not what they should be: nothing that a network does, but what
+    a bug would do. Watermarks find out."""
+    host = world.hosts[fault.a]
+    if not host.up or not isinstance(host.part, Router):
+        return False
+    wrong = Delta(clear=False, puts={b"nonsense": b""})
+    done = False
+    for member in host.part.node.registry:
+        for topic in (SEQUENCES, BOOKINGS):
+            following = host.part.topics.following(topic, member.node)
+            if isinstance(following, LogFollower) and following.reader.live:
+                view = cast("SetView", following.reader.target)
+                _ = view._set.change(wrong)
+                done = True
+    return done
 
 
 def _revive(world: World, host: Host) -> None:
@@ -208,7 +230,12 @@ KINDS: Final = {
     "reset": Kind(_reset, (0.0,)),
     "reset-inside": Kind(_reset_inside, (5.0,), (1.0, 30.0, 500.0)),
     "engine": Kind(_engine, (0.0,), roles=("worker",)),
+    "amnesia": Kind(_amnesia, (0.0,), roles=("router",)),
 }
+
+
+GENTLE: Final = frozenset(("delay", "reset", "reset-inside", "engine", "amnesia"))
+"""Under these alone nobody is silent for long, so nobody may be held for dead."""
 
 
 async def perform(world: World, fault: Fault) -> None:

@@ -158,9 +158,9 @@ class _Service(WorkerService):
         self.engine = InlineEngine(spec, pace=settings.pace, load_time=settings.load_time)
         return self.engine
 
-    def break_engine(self) -> int:
-        """Its core dies; returns how many requests that costs."""
-        return 0 if self.engine is None else self.engine.die(self._settings.restart_time)
+    def break_engine(self) -> bool:
+        """Its core dies; False if there was none."""
+        return self.engine is not None and self.engine.die(self._settings.restart_time)
 
     async def _find(self, on_progress: ProgressFn) -> LocalModel:
         return LocalModel(Path("/model"), self._settings.model)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.sim.checks import at_rest, membership, ready, unfinished
 from pdserve.sim.dice import Dice
-from pdserve.sim.faults import Fault, draw_faults, perform
+from pdserve.sim.faults import GENTLE, Fault, draw_faults, perform
 from pdserve.sim.loop import Livelock
 from pdserve.sim.roles import Router, Settings, Worker
 from pdserve.sim.world import World
@@ -168,6 +168,8 @@ class _Run:
             world.call_later(plan.starts[host.name], partial(world.start, host))
         await self._faults()
         quiet = world.loop.time()
+        if GENTLE.issuperset(fault.kind for fault in plan.faults) and world.trace.counts["died"]:
+            world.complain("somebody was held for dead although everybody could be heard")
         await self._calm()
         await self._until("the nodes agree", self._disagreements, _CONVERGES)
         converged = world.loop.time() - quiet

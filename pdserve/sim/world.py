@@ -227,6 +227,8 @@ class World:
 
     def _ended(self, host: Host) -> None:
         """Whatever the process owned is gone."""
+        if isinstance(host.part, Worker) and host.part.service.engine is not None:
+            host.part.service.engine.free()
         host.process = host.part = host.callers = None
         host.ready = False
         host.members.clear()
@@ -371,8 +373,7 @@ class World:
         """After the run: nothing of the world is left."""
         for host in self.hosts.values():
             if host.process is not None:
-                self.loop.kill(host.process)
-                self._killed.append(host.process)
+                _ = self.kill(host)
         for process in self._killed:
             self.loop.bury(process)
         for task in asyncio.all_tasks(self.loop):

@@ -1,0 +1,170 @@
+"""Whole worlds: a rotating slice of seeds, every fault on purpose, and the same run twice.
+
+A failure names the one command that replays it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.sim.coverage import Cells, missing, watch
+from pdserve.sim.faults import KINDS, Fault
+from pdserve.sim.run import Failure, draw_plan, run, run_plan
+from tests.sim.worlds import one_after_another, plan
+
+if TYPE_CHECKING:
+    from pdserve.sim.run import Report
+
+SEEDS = 16
+"""Of the short slice, over all its parts."""
+PARTS = 4
+LONG_SEEDS = 600
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_slice_of_seeds(seed: int, part: int) -> None:
+    first = seed % 10**9
+    for number in range(SEEDS // PARTS):
+        run(first + number)
+
+
+def test_fifty_nodes(seed: int) -> None:
+    assert len(run(seed % 10**9, nodes=50).plan.roles) == 50
+
+
+def test_many_seeds_visit_everything(seed: int, long: bool) -> None:
+    if not long:
+        pytest.skip("a quarter of an hour: PDSERVE_TEST_LONG=1")
+    cells: Cells = Counter()
+    faults: Counter[str] = Counter()
+    effects: Counter[str] = Counter()
+    failures: list[str] = []
+    with watch(cells):
+        for number in range(LONG_SEEDS):
+            try:
+                report = run(seed % 10**9 + number, nodes=20 if number % 50 == 49 else None)
+            except Failure as failure:
+                failures.append(str(failure))
+            else:
+                faults += report.faults
+                effects += report.effects
+    assert not failures, "\n".join(failures)
+    assert missing(cells) == []
+    assert sorted(effects) == sorted(KINDS), faults
+
+
+# ---------------------------------------------------------------------- on purpose
+
+
+def everything(seed: int) -> Report:
+    """Each kind of fault in a healthy world, long enough to be felt."""
+    faults = one_after_another(
+        Fault("delay", 0.0, 4.0, "r0", "w0", 0.05),
+        Fault("slow", 0.0, 4.0, "f0", "w0", 20_000.0),
+        Fault("reset", 0.0, 0.0, "f0", "w0"),
+        Fault("reset-inside", 0.0, 5.0, "w0", "r0", 20.0),
+        Fault("engine", 0.0, 0.0, "w0"),
+        Fault("amnesia", 0.0, 0.0, "r0"),
+        Fault("cut", 0.0, 4.0, "r0", "w0"),
+        Fault("one-way", 0.0, 4.0, "w0", "f0", 0.2),
+        Fault("partition", 0.0, 4.0, "r0", "w0", 0.5),
+        Fault("pause", 0.0, 4.0, "w1"),
+        Fault("leave", 0.0, 2.0, "w1"),
+        Fault("crash", 0.0, 4.0, "r1"),
+        Fault("crash", 0.0, 0.01, "f1"),
+        Fault("lose", 0.0, 20.0, "w1"),
+        Fault("isolate", 0.0, 25.0, "f1"),
+        Fault("pause", 0.0, 20.0, "w0"),
+        begin=8.0,
+        gap=5.0,
+    )
+    return run_plan(plan(seed, faults, until=faults[-1].at + faults[-1].lasts))
+
+
+def test_every_fault_is_felt_where_it_is_made_on_purpose(seed: int) -> None:
+    cells: Cells = Counter()
+    with watch(cells):
+        report = everything(seed % 10**9)
+    assert report.effects == report.faults
+    assert set(report.effects) == set(KINDS)
+    for cell in (
+        ("member -", "ALIVE"),
+        ("member ALIVE", "SUSPECT"),
+        ("member SUSPECT", "ALIVE"),
+        ("member SUSPECT", "DEAD"),
+        ("member ALIVE", "LEFT"),
+        ("member LEFT", "later ALIVE"),
+        ("member DEAD", "later ALIVE"),
+        ("life", "NEW JOINING"),
+        ("life", "JOINING UP"),
+        ("life", "UP OUT"),
+        ("life", "UP LEAVING"),
+        ("life", "LEAVING OUT"),
+        ("booking placed", "held"),
+        ("booking seen", "reported"),
+        ("booking counted", "RELEASED"),
+        ("booking peer's placed", "held"),
+    ):
+        assert cells[cell], cell
+    assert report.outcomes["completed"]
+    assert report.events["own-rejoin"], "who was cut off for long has begun another life"
+
+
+def test_nothing_goes_wrong_without_faults(seed: int) -> None:
+    report = run_plan(plan(seed % 10**9, [], until=15.0))
+    assert report.faults == {}
+    early = report.events["refused"]  # before the first worker had loaded
+    assert report.outcomes["completed"] > 0
+    # A client's own deadline is no fault of ours, nor is its turning away.
+    ours = {k: v for k, v in report.outcomes.items() if k.startswith("failed")}
+    assert ours.keys() <= {"failed DeadlineExceeded"}
+    assert early == sum(v for k, v in report.outcomes.items() if k.startswith("refused"))
+    assert report.events["died"] == 0 or report.events["END"]
+
+
+# ---------------------------------------------------------------------- repeating
+
+
+def test_a_plan_is_its_seeds(seed: int) -> None:
+    assert draw_plan(seed) == draw_plan(seed)
+    assert draw_plan(seed) != draw_plan(seed + 1)
+    assert len(draw_plan(seed, nodes=9).roles) == 9
+
+
+def replay(seed: int, **environment: str) -> str:
+    """The command that a failure names, in a process of its own; returns the trace's digest."""
+    command = [sys.executable, "-m", "pdserve.sim", str(seed), "--nodes", "6", "--quiet"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    found = re.search(r"^trace +([0-9a-f]+),", done.stdout, re.MULTILINE)
+    assert found, done.stdout + done.stderr
+    return found[1]
+
+
+def test_a_seed_is_one_run_in_every_process(seed: int) -> None:
+    number = seed % 10**9
+    here = run(number, nodes=6).digest
+    assert replay(number, PYTHONHASHSEED="1") == here
+    assert replay(number, PYTHONHASHSEED="2", PDSERVE_PURE="1") == here
+
+
+def test_a_failure_names_the_command_that_replays_it() -> None:
+    from pdserve.testing.planted import planted
+
+    with planted("end of a booking not told"), pytest.raises(Failure) as failure:
+        run_plan(plan(5, [], until=12.0))
+    assert "python -m pdserve.sim 5" in str(failure.value)
+    assert "says that it holds bookings" in str(failure.value)
