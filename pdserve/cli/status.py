@@ -6,6 +6,7 @@ It joins nothing. What is printed is `tables`' business, how to reach a node `la
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -77,6 +78,8 @@ def _health(url: str) -> dict[str, Any]:
     except urllib.error.HTTPError as error:
         with error:
             body = error.read()  # 503 has a body of the same form
+    except http.client.HTTPException:
+        raise Unavailable(f"what answers at {whole} does not speak HTTP") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise Unavailable(f"no server answers at {whole}: {reason}") from None

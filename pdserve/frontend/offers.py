@@ -146,7 +146,8 @@ class Offers:
             self._node.timers.call_later(_RETRY, lambda: self._again(offer.name))
             return
         self._known[offer.name] = _Known(offer, card, self._node.now())
-        _log.info("model %s is offered by %d workers", offer.name, len(served.workers))
+        count = len(served.workers)
+        _log.info("model %s is offered by %d worker%s", offer.name, count, "s" * (count != 1))
         self._again(offer.name)
         self._on_change()
 

@@ -31,6 +31,10 @@ RESERVED = ("PDSERVE_PURE", "PDSERVE_REQUIRE_NATIVE", "PDSERVE_URL", "PDSERVE_AP
 """Variables with a reader of their own: the twins, the build, the chat client."""
 RESERVED_PREFIXES = ("PDSERVE_TEST_", "PDSERVE_BENCH_")
 
+_ROLES = ("frontend", "router", "worker")
+"""Components of the configuration that one role alone has."""
+_FOR_ALL = ("host", "drain-timeout")
+"""Options of the frontend that the others use, too: for probes, and at the end."""
 _FILE_NAME = "pdserve.toml"
 
 
@@ -112,6 +116,21 @@ def resolve(
     config.router.validate()
     config.cluster.validate()
     return config
+
+
+def idle_flags(config: Config) -> list[str]:
+    """The flags that were given and that no role of this process looks at. Variables and files may
+    be shared by several roles, so nobody is told of those."""
+    role = config.process.role
+    if role == "all-in-one":
+        return []
+    found = []
+    for name, source in config.sources.items():
+        owner = BY_NAME[name].target.partition(".")[0]
+        idle = owner in _ROLES and owner != role and name not in _FOR_ALL
+        if source.startswith("--") and (idle or (name == "frontends" and role != "frontend")):
+            found.append(source)
+    return sorted(found)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

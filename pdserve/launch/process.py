@@ -25,6 +25,7 @@ from pdserve.engine.api import EngineState
 from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
 from pdserve.launch.cluster import Membership
+from pdserve.launch.config import idle_flags
 from pdserve.launch.parts import Context, FrontendPart, RouterPart, WorkerPart
 from pdserve.launch.screen import Screen
 from pdserve.launch.siblings import is_sibling, sharing
@@ -177,6 +178,7 @@ class Process:
             await part.join(tuple(p.node.address for p in self._parts if p.node.lives))
             if not self._all_in_one or not self._config.cluster.alone:
                 _log.info("%s %s at %s", part.node.config.role, part.node.id, part.node.address)
+        self._note_oddities()
         if self._worker is not None:
             await self._worker.load()
         if self._frontend is None:
@@ -194,6 +196,16 @@ class Process:
         _log.info("listening on %s, port %d; %s", config.host, frontend.service.port, doing)
         if config.api_keys_file is None and not is_loopback(config.host):
             _log.warning("whoever reaches this address may use it: there is no --api-keys-file")
+
+    def _note_oddities(self) -> None:
+        """What is allowed and most likely not meant."""
+        role = self._config.process.role
+        idle = idle_flags(self._config)
+        if idle:
+            _log.warning("a %s has no use for %s", role, ", ".join(idle))
+        if role in ("frontend", "worker") and not self._config.cluster.join:
+            address = self._parts[0].node.address
+            _log.warning("there is no --join: this %s waits for others, at %s", role, address)
 
     def _make_probes(self) -> ProbeServer | None:
         port = self._config.process.metrics_port

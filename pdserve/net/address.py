@@ -12,6 +12,8 @@ __all__ = ["advertised", "is_loopback", "join", "split", "without_port"]
 def split(address: str) -> tuple[str, int]:
     """Host and port. Raises `ConfigError`."""
     host, colon, port = address.rpartition(":")
+    if "://" in address:
+        raise ConfigError(f"{address!r} is a URL: write HOST:PORT alone")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:

@@ -33,7 +33,10 @@ class Tls:
 
     @staticmethod
     def load(cert: Path, key: Path, ca: Path | None = None) -> Tls:
-        """From PEM files; `cert` may be a chain. Raises `ConfigError`."""
+        """From PEM files; `cert` may be a chain. Raises `ConfigError`, naming the file."""
+        for flag, path in (("cert", cert), ("key", key), ("ca", ca)):
+            if path is not None:
+                _check_readable(flag, path)
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.check_hostname = False
@@ -41,12 +44,16 @@ class Tls:
         for context in (server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             try:
-                context.load_cert_chain(cert, key)
-                if ca is not None:
-                    context.load_verify_locations(ca)
-                    context.verify_mode = ssl.CERT_REQUIRED
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigError(f"--tls-cert, --tls-key or --tls-ca: {error}") from None
+                context.load_cert_chain(cert, key, password=_no_password)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"--tls-cert {cert} and --tls-key {key}: {_why(error)}") from None
+            if ca is None:
+                continue
+            try:
+                context.load_verify_locations(ca)
+            except OSError as error:
+                raise ConfigError(f"--tls-ca {ca}: {_why(error)}") from None
+            context.verify_mode = ssl.CERT_REQUIRED
         return Tls(server, client, _fingerprint(_first_certificate(cert)))
 
     def binding(self, transport: asyncio.BaseTransport) -> bytes:
@@ -59,9 +66,29 @@ class Tls:
         return _fingerprint(tls.getpeercert(binary_form=True))
 
 
+def _check_readable(flag: str, path: Path) -> None:
+    """OpenSSL does not say which of its files is missing."""
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--tls-{flag} {path} cannot be read: {error.strerror}") from None
+
+
+def _no_password() -> str:
+    """Without this OpenSSL would ask for one at the terminal."""
+    raise ValueError("the key is encrypted: give one that needs no password")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"not a matching pair of PEM files or not PEM ({error.reason or error})"
+    return str(error)
+
+
 def _first_certificate(path: Path) -> bytes:
     """The node's own: the first in the chain, as DER."""
-    text = path.read_text("ascii")
+    text = path.read_text("latin-1")  # comments may be in any language
     end = "-----END CERTIFICATE-----"
     start = text.index("-----BEGIN CERTIFICATE-----")
     return ssl.PEM_cert_to_DER_cert(text[start : text.index(end, start) + len(end)])

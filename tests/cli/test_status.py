@@ -1,5 +1,6 @@
 import http.server
 import json
+import socket
 import threading
 
 import pytest
@@ -74,3 +75,21 @@ def test_nobody_and_nonsense_are_told_in_one_line(capsys):
     assert len(errors) == 2
     assert "no server answers" in errors[0]
     assert "--url" in errors[1]
+
+
+def test_what_speaks_no_http_is_told_in_one_line(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1024)
+                connection.sendall(b"\x10\x00\x00\x00 binary\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert main(["status", "--url", url]) == exit_codes.FAILED
+        thread.join()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "does not speak HTTP" in line

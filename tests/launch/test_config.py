@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.launch.config import Config, resolve, table
+from pdserve.launch.config import Config, idle_flags, resolve, table
 from pdserve.launch.options import BY_NAME, GROUPS, OPTIONS, UNBUILT
 
 INTERNAL = {
@@ -216,3 +216,17 @@ def test_a_printed_value_parses_back(compose):
     for option in OPTIONS:
         if value := config.value(option):
             assert option.parse(option.text(value)) == value
+
+
+def test_flags_that_a_role_has_no_use_for_are_named():
+    flags = {"model": "m", "port": "1", "drain-timeout": "1s", "join": "a:1", "frontends": "2"}
+
+    def idle(role, environ=()):
+        return idle_flags(resolve(flags | {"role": role}, dict(environ)))
+
+    assert idle("router") == ["--frontends", "--model", "--port"]
+    assert idle("worker") == ["--frontends", "--port"]
+    assert idle("frontend") == ["--model"]
+    assert idle("all-in-one") == []
+    shared = resolve({"role": "router"}, {"PDSERVE_MODEL": "m"})
+    assert idle_flags(shared) == []

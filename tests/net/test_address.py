@@ -30,6 +30,11 @@ def test_anything_else_is_refused_by_name(address) -> None:
         split(address)
 
 
+def test_a_url_is_no_address() -> None:
+    with pytest.raises(ConfigError, match="is a URL"):
+        split("http://10.0.0.1:7700")
+
+
 @pytest.mark.parametrize(
     ("host", "local"),
     [

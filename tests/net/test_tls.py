@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from pdserve.errors import ConfigError, DialFailed, WrongClusterKey
@@ -74,3 +76,15 @@ def test_files_that_do_not_fit_together_are_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match="--tls-"):
         Tls.load(cert, key, tmp_path / "nonsense")
     assert Tls.load(cert, key, folder() / "ca.pem").fingerprint == tls_of("a").fingerprint
+
+
+def test_a_missing_file_and_a_key_with_a_password_are_named(tmp_path) -> None:
+    cert, key = certificate("a", "ca")
+    for files in ((tmp_path / "no", key), (cert, tmp_path / "no"), (cert, key, tmp_path / "no")):
+        with pytest.raises(ConfigError, match=r"no cannot be read: No such file"):
+            Tls.load(*files)
+    locked = tmp_path / "locked.pem"
+    command = ["openssl", "pkcs8", "-topk8", "-in", key, "-out", locked, "-passout", "pass:word"]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(ConfigError, match="needs no password"):
+        Tls.load(cert, locked)
