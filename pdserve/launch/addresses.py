@@ -3,7 +3,7 @@ listen, and what to advertise on a host with several addresses. Plain functions.
 
 from __future__ import annotations
 
-import ipaddress
+import re
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -21,6 +21,7 @@ DEFAULT_ROUTER_PORT: Final = 7700
 """Where a router listens if nobody says, so that one machine needs no `--listen` at all."""
 
 _WILDCARDS: Final = ("0.0.0.0", "::")
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
 """Addresses kept for documentation: nobody is there, but the way to them is the default route."""
 
@@ -53,7 +54,15 @@ class ClusterConfig:
         if self.listen:
             _check("listen", self.listen)
         if self.advertise:
-            _check("advertise", advertised(self.advertise, "127.0.0.1:0"))
+            told = advertised(self.advertise, "127.0.0.1:0")
+            _check("advertise", told)
+            if split(told)[0] in _WILDCARDS:
+                raise ConfigError(f"advertise: nobody can dial {self.advertise}; name one address")
+        if self.node_name and not _NAME.fullmatch(self.node_name):
+            raise ConfigError(
+                f"node-name: {self.node_name!r} is not 1 to 100 letters, digits, dots, dashes and "
+                "underscores"
+            )
         for address in self.join:
             _check("join", address)
             if split(address)[1] == 0:
@@ -90,7 +99,8 @@ def listen_address(config: ClusterConfig, role: str) -> str:
 
 def advertise(config: ClusterConfig, listen: str, route: Callable[[str], str | None]) -> str:
     """The host (and port, if told) that others dial: as told; else where we listen; on all
-    addresses, the one that leads to the first seed, which others can most likely reach too.
+    addresses, the one that leads to the first seed, which others can most likely reach too, or to
+    other machines if the seeds are on this one.
 
     `route` says which of our addresses a packet to a host leaves from. Errors: `ConfigError`.
     """
@@ -99,13 +109,16 @@ def advertise(config: ClusterConfig, listen: str, route: Callable[[str], str | N
     host, _ = split(listen)
     if host not in _WILDCARDS:
         return ""
-    towards = [split(address)[0] for address in config.join]
-    for target in towards or _ANYWHERE:
-        found = route(target)
-        if found is not None and not ipaddress.ip_address(found).is_loopback:
-            return f"[{found}]" if ":" in found else found
+    seeds = [split(address)[0] for address in config.join]
+    found = [source for source in map(route, seeds) if source is not None]
+    if all(map(is_loopback, found)) and (found or not seeds):
+        seeds = []  # all that answer are on this machine, and the others' are wherever
+        found = [source for source in map(route, _ANYWHERE) if source is not None]
+    for source in found:
+        if not is_loopback(source):
+            return f"[{source}]" if ":" in source else source
     raise ConfigError(
-        f"none of this host's addresses leads to {towards[0] if towards else 'other machines'}: "
+        f"none of this host's addresses leads to {seeds[0] if seeds else 'other machines'}: "
         "say which one others can dial, with --advertise HOST:PORT"
     )
 

@@ -41,14 +41,13 @@ from pdserve.worker.member import WorkerMember
 from pdserve.worker.service import WorkerService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from pdserve.engine.api import EngineState
     from pdserve.ids import Seconds
     from pdserve.launch.cluster import Membership
     from pdserve.launch.config import Config
     from pdserve.launch.screen import Screen
-    from pdserve.messages.card import ModelCard
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.node import NodeCard
     from pdserve.observe.degraded import Degradations
@@ -280,14 +279,17 @@ class FrontendPart:
         if self._context.config.process.frontends > 1:
             await self.siblings.start(self.service.port, self.node.address)
 
-    async def wait_model(self) -> Mapping[str, ModelCard]:
-        """The models, once they are here and their text can be dealt with. Errors: `ConfigError`
-        names a model whose tokenizer or template will not do."""
-        async with asyncio.timeout(_MODEL_WAIT):
-            while self.backend.unready_reason() is not None:
-                await self.backend.wait_news()
+    async def wait_model(self) -> bool:
+        """Wait until the models are here and their text can be dealt with; False if they are not
+        within seconds, because the engine restarts, say. Errors: `ConfigError` names a model whose
+        tokenizer or template will not do."""
+        until = self.node.now() + _MODEL_WAIT
+        while self.backend.unready_reason() is not None:
+            if self.node.now() >= until:
+                return False
+            await self.backend.wait_news()
         await self.service.make_models()
-        return self.backend.cards()
+        return True
 
     async def announce(self) -> None:
         """Say once that requests are served, whenever that comes."""
@@ -298,8 +300,8 @@ class FrontendPart:
             await self._take_part()
             return
         await self.service.make_models()
-        card = next(iter(self.backend.cards().values()))
-        _log.info("%s", served_line(config, self.service.port, card))
+        for card in tuple(self.backend.cards().values())[:1]:  # none, if it went this moment
+            _log.info("%s", served_line(config, self.service.port, card))
 
     async def _take_part(self) -> None:
         try:
@@ -324,7 +326,7 @@ class FrontendPart:
 
     async def close(self) -> None:
         await self.service.stop(0.0)
-        self.backend.close(Draining("the server is shutting down"))
+        self.backend.close(Draining("the server is shutting down", retry_after=1.0))
         await self.node.leave()
         await self.node.close()
 

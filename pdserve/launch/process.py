@@ -183,10 +183,9 @@ class Process:
             await self._worker.load()
         if self._frontend is None:
             return
-        if self._worker is None:
+        if self._worker is None or not await self._frontend.wait_model():
             _ = self._tasks.spawn(self._frontend.announce(), "announce")
             return
-        await self._frontend.wait_model()
         self._screen.finish()
         self._frontend.announce_engine(self._worker.service)
 

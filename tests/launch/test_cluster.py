@@ -1,0 +1,110 @@
+"""Nodes as a process makes them: over real sockets on this machine, or in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.launch.addresses import ClusterConfig
+from pdserve.launch.cluster import Membership
+from tests.net.certificates import certificate, folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pdserve.runtime.node import Node
+
+
+def membership(tmp_path: Path, *, private: bool = False, **fields: Any) -> Membership:
+    fields = {"listen": "127.0.0.1:0", **fields}
+    environ = {"HOME": str(tmp_path)}
+    return Membership(ClusterConfig(**fields), private=private, environ=environ)
+
+
+async def met(*nodes: Node) -> None:
+    async with asyncio.timeout(20.0):
+        while any(len(node.registry) < len(nodes) - 1 for node in nodes):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_nodes_of_two_processes_meet_over_sockets(tmp_path: Path) -> None:
+    first = membership(tmp_path, node_name="r1").node("router")
+    await first.start()
+    second = membership(tmp_path, join=(first.address,)).node("worker")
+    try:
+        await second.start()
+        await met(first, second)
+        assert first.id == "r1"
+        assert second.id.startswith("worker-")
+        assert [m.node for m in first.registry.by_role("worker")] == [second.id]
+        key = tmp_path / ".config/pdserve/cluster.key"
+        assert key.stat().st_mode & 0o777 == 0o600
+    finally:
+        await second.close()
+        await first.close()
+
+
+async def test_nodes_of_one_process_share_neither_name_nor_address(tmp_path: Path) -> None:
+    made = membership(tmp_path, node_name="mine")
+    nodes = [made.node(role, first=role == "router") for role in ("router", "worker", "frontend")]
+    assert len({node.id for node in nodes}) == 3
+    try:
+        await nodes[0].start()
+        for node in nodes[1:]:
+            await node.start(beside=(nodes[0].address,))
+        await met(*nodes)
+        assert len({node.address for node in nodes}) == 3
+    finally:
+        for node in nodes:
+            await node.close()
+
+
+async def test_private_nodes_meet_in_memory(tmp_path: Path) -> None:
+    made = membership(tmp_path, private=True, tls_cert=tmp_path / "none", node_name="mine")
+    nodes = [made.node(role, first=role == "router") for role in ("router", "worker")]
+    try:
+        await nodes[0].start()
+        await nodes[1].start(beside=(nodes[0].address,))
+        await met(*nodes)
+    finally:
+        for node in nodes:
+            await node.close()
+    assert made.keys is None
+    assert not (tmp_path / ".config").exists()
+
+
+async def test_certificates_encrypt_what_nodes_say(tmp_path: Path) -> None:
+    cert, key = certificate("node", "ca")
+    tls: dict[str, Any] = {"tls_cert": cert, "tls_key": key, "tls_ca": folder() / "ca.pem"}
+    first = membership(tmp_path, **tls).node("router")
+    await first.start()
+    second = membership(tmp_path, join=(first.address,), **tls).node("worker")
+    try:
+        await second.start()
+        await met(first, second)
+    finally:
+        await second.close()
+        await first.close()
+
+
+async def test_beyond_this_machine_a_key_must_be_given(tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = [
+        {"listen": "", "join": ("192.0.2.7:7700",)},
+        {"advertise": "192.0.2.7"},
+        {"listen": "192.0.2.7:0"},
+    ]
+    for fields in cases:
+        with pytest.raises(ConfigError, match="--cluster-key-file"):
+            membership(tmp_path, **{"advertise": "192.0.2.8", **fields}).node("worker")
+
+
+def test_a_card_says_who_it_is(tmp_path: Path) -> None:
+    card = membership(tmp_path).card("router")
+    assert (card.role, card.models, card.draining) == ("router", (), False)
+    assert card.version
+    assert card.host
+    assert card.pid
+    assert card.started
