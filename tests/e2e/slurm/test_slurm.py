@@ -1,0 +1,246 @@
+"""examples/slurm on a real Slurm of one node: a cluster per job, healed, ended, nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from tests.e2e.slurm.single_node import PATIENCE, Slurm, why_not
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SCRIPT = Path(__file__).parents[3] / "examples/slurm/pdserve.sbatch"
+CHAT = b'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}'
+
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}"),
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """One for all tests here."""
+    with Slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`pdserve` in one word, from this very checkout."""
+    path = tmp_path_factory.mktemp("bin") / "pdserve"
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m pdserve "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+class Job:
+    """One cluster as a job."""
+
+    def __init__(self, slurm: Slurm, program: Path, folder: Path, model: Path, **more: str) -> None:
+        """`more`: variables of the script's."""
+        self.slurm, self.folder = slurm, folder
+        self.output = folder / "job.log"
+        self.dir = folder / "own"
+        environ = {"PDSERVE": str(program), "JOB_DIR": str(self.dir), "PDSERVE_CONFIG": "none"}
+        environ |= {"HTTP_HOST": "127.0.0.1", "HTTP_PORT": "0", "HOME": str(folder)}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            environ["CLUSTER_PORT"] = str(free.getsockname()[1])
+        environ |= more
+        flags = (
+            f"--nodes={len(slurm.nodes)}",
+            "--cpus-per-task=1",
+            f"--output={self.output}",
+            "--parsable",
+        )
+        command = ("sbatch", *flags, str(SCRIPT), "--model", str(model), "--engine", "instant")
+        done = slurm.run(*command, **environ)
+        assert done.returncode == 0, done.stderr
+        self.id = done.stdout.strip()
+
+    def log(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+    def until(self, holds: Callable[[], Any], what: str) -> Any:
+        deadline = time.monotonic() + PATIENCE
+        while not (found := holds()):
+            assert time.monotonic() < deadline, f"never {what}:\n{self.log()}"
+            time.sleep(0.1)
+        return found
+
+    def ready(self, times: int = 1) -> None:
+        self.until(lambda: self.log().count("ready: ") >= times, "ready")
+
+    def ask(self) -> int:
+        (port,) = re.findall(r"listening on \S+, port (\d+)", self.log())[-1:]
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        with urllib.request.urlopen(url, CHAT, timeout=PATIENCE) as answer:
+            return answer.status
+
+    def all_processes(self) -> Iterator[psutil.Process]:
+        """Of this job of this Slurm."""
+        conf = self.slurm.environ["SLURM_CONF"]
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                environ = process.environ()
+                if (environ.get("SLURM_CONF"), environ.get("SLURM_JOB_ID")) == (conf, self.id):
+                    yield process
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """Its pdserve processes, by role."""
+        found: dict[str, psutil.Process] = {}
+        for process in self.all_processes():
+            with contextlib.suppress(psutil.Error):
+                command = process.cmdline()
+                roles = [word for word in command if word.startswith("--role=")]
+                if "pdserve" in command:
+                    found |= {role.removeprefix("--role="): process for role in roles}
+        return found
+
+    def state(self) -> str:
+        shown = self.slurm.run("scontrol", "show", "job", self.id).stdout
+        (state,) = re.findall(r"JobState=(\w+)", shown)
+        return state
+
+    def over(self) -> str:
+        """Wait for the end; returns the state."""
+        self.until(lambda: self.state() not in ("RUNNING", "PENDING", "COMPLETING"), "over")
+        self.until(lambda: not self.left(), f"gone: {self.left()}")
+        return self.state()
+
+    def left(self) -> list[str]:
+        return [str(process) for process in self.all_processes()]
+
+    def members(self, program: Path) -> str:
+        command = f". {self.dir}/env && {program} status"
+        return self.slurm.run("bash", "-c", command, PDSERVE_CONFIG="none").stdout
+
+
+@pytest.fixture
+def job(slurm, program, tmp_path, tiny_model) -> Iterator[Job]:
+    job = Job(slurm, program, tmp_path, tiny_model)
+    try:
+        job.ready()
+        yield job
+    finally:
+        slurm.run("scancel", job.id)
+        job.over()
+
+
+def test_a_job_is_a_cluster_with_a_key_of_its_own(job, program, slurm):
+    assert job.ask() == 200
+    key = job.dir / "cluster.key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(job.dir.stat().st_mode) == 0o700
+    shown = job.members(program)
+    assert "3 members, 1 model" in shown
+    for role in ("router", "frontend", "worker"):
+        assert re.search(rf"^\S+ +{role} +alive", shown, re.MULTILINE), shown
+    worker = job.processes()["worker"]
+    assert worker.environ()["SLURM_CPUS_PER_TASK"] == "1"
+
+
+def test_each_role_heals(job, program):
+    before = job.processes()
+    for role in ("worker", "router", "frontend"):
+        os.kill(before[role].pid, signal.SIGKILL)
+
+    def all_new() -> bool:
+        now = job.processes()
+        return set(now) == set(before) and all(now[r].pid != before[r].pid for r in now)
+
+    job.until(all_new, "started again")
+    job.ready(times=2)
+    assert job.ask() == 200
+    assert job.log().count("starting it again") == 3
+
+
+def test_a_cancelled_job_drains_and_leaves_nothing(job):
+    job.slurm.run("scancel", job.id)
+    assert job.over() == "CANCELLED"
+    assert job.log().count("launch.process: closed") == 3
+    assert "Traceback" not in job.log()
+    assert not job.dir.exists()
+
+
+def test_a_warning_before_the_time_is_over_ends_in_order(job):
+    job.slurm.run("scancel", "--batch", "--signal=TERM", job.id)
+    assert job.over() == "COMPLETED"
+    assert job.log().count("launch.process: closed") == 3
+    assert not job.dir.exists()
+
+
+def test_a_wrong_setting_ends_the_job_with_its_reason(slurm, program, tmp_path, tiny_model):
+    job = Job(slurm, program, tmp_path, tiny_model / "nowhere")
+    assert job.over() == "FAILED"
+    assert "nowhere" in job.log()
+
+
+def test_threads_are_those_that_slurm_gives(slurm, program):
+    done = slurm.run("srun", "--cpus-per-task=1", "--ntasks=1", str(program), "doctor")
+    assert re.search(r"threads.* 1\b", done.stdout), done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------------- two nodes
+
+
+@pytest.fixture(scope="module")
+def interface() -> Iterator[str]:
+    """A second network of this host's: nobody else is on it."""
+    name, address = f"pd{os.getpid()}", "10.231.7.1/24"
+    made = [
+        ["ip", "link", "add", name, "type", "bridge"],
+        ["ip", "address", "add", address, "dev", name],
+        ["ip", "link", "set", name, "up"],
+    ]
+    for command in made:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no second network here: {done.stderr}")
+    yield name
+    subprocess.run(["ip", "link", "delete", name], check=True)
+
+
+def test_nodes_with_several_networks_use_the_one_that_is_named(
+    program, tmp_path, tiny_model, interface
+):
+    """Two nodes of Slurm's on this one host; `FABRIC` names the network between them."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    with Slurm(folder, nodes=2) as slurm:
+        job = Job(slurm, program, tmp_path, tiny_model, FABRIC=interface)
+        try:
+            job.ready()
+            job.until(lambda: "4 members, 1 model" in job.members(program), "complete")
+            shown = job.members(program)
+            rows = [line.split() for line in shown.splitlines() if " alive " in line]
+            names = {row[0]: row[7].rpartition(":")[0] for row in rows}
+            assert set(names) == {"router", "frontend", "worker-n1", "worker-n2"}
+            assert set(names.values()) == {"10.231.7.1"}, shown
+            assert job.ask() == 200
+        finally:
+            slurm.run("scancel", job.id)
+            assert job.over() == "CANCELLED"
+        assert job.log().count("launch.process: closed") == 4
+
+
+def test_a_network_that_is_not_there_is_named(slurm, program, tmp_path, tiny_model):
+    job = Job(slurm, program, tmp_path, tiny_model, FABRIC="lo")
+    assert job.over() == "FAILED"
+    assert "interface lo has no address" in job.log()
