@@ -45,7 +45,7 @@ ASYNCIO = {
     "pdserve/frontend/small.py": "ends text work at its deadline",
     "pdserve/frontend/service.py": "owns the frontend's tasks and sockets",
     "pdserve/gossip/service.py": "the timer, dials and messages of membership",
-    "pdserve/launch/parts.py": "waits until a model is in the frontend's hands",
+    "pdserve/launch/parts/frontend.py": "waits until a model is in the frontend's hands",
     "pdserve/launch/process.py": "runs the roles of one process and ends them in order",
     "pdserve/launch/siblings.py": "starts, watches and ends processes",
     "pdserve/net/endpoint.py": "listens, dials and keeps one link per peer",

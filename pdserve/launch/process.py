@@ -26,7 +26,7 @@ from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
 from pdserve.launch.cluster import Membership
 from pdserve.launch.config import idle_flags
-from pdserve.launch.parts import Context, FrontendPart, RouterPart, WorkerPart
+from pdserve.launch.parts.base import Context
 from pdserve.launch.screen import Screen
 from pdserve.launch.siblings import is_sibling, sharing
 from pdserve.launch.witness import note_member
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.launch.config import Config
-    from pdserve.launch.parts import Part
+    from pdserve.launch.parts.base import Part
+    from pdserve.launch.parts.frontend import FrontendPart
+    from pdserve.launch.parts.worker import WorkerPart
     from pdserve.runtime.node import Node
 
 _log = logging.getLogger(__name__)
@@ -148,11 +150,18 @@ class Process:
             self._parts.append(self._make_part(name, node))
 
     def _make_part(self, role: str, node: Node) -> Part:
+        """Imports what this role needs: what the others need costs time and memory."""
         if role == "router":
+            from pdserve.launch.parts.router import RouterPart
+
             return RouterPart(self._context, node)
         if role == "worker":
+            from pdserve.launch.parts.worker import WorkerPart
+
             self._worker = WorkerPart(self._context, node, self._on_engine_state)
             return self._worker
+        from pdserve.launch.parts.frontend import FrontendPart
+
         self._frontend = FrontendPart(self._context, node, self._on_siblings_failed)
         return self._frontend
 

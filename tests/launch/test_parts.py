@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from pdserve.clock import SystemClock
-from pdserve.launch import parts as module
 from pdserve.launch.cluster import Membership
 from pdserve.launch.config import resolve
-from pdserve.launch.parts import Context, FrontendPart, RouterPart
+from pdserve.launch.parts import frontend as module
+from pdserve.launch.parts.base import Context
+from pdserve.launch.parts.frontend import FrontendPart
+from pdserve.launch.parts.router import RouterPart
 from pdserve.launch.screen import Screen
 from pdserve.messages.node import NodeCard
 from pdserve.observe.degraded import Degradations
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from pdserve.launch.parts import Part
+    from pdserve.launch.parts.base import Part
 
 
 class World:

@@ -1,0 +1,106 @@
+"""The worker role as a part of a process; its engine is another process."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from pdserve.engine.carrier import ProcessCarrier
+from pdserve.engine.client import ClientOptions, CoreClient
+from pdserve.launch.cpus import read_limits
+from pdserve.launch.parts.base import card, report
+from pdserve.launch.samples import sample_node
+from pdserve.runtime.status import StatusService
+from pdserve.runtime.topics.service import Topics
+from pdserve.worker.member import WorkerMember
+from pdserve.worker.service import WorkerService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.engine.api import EngineState
+    from pdserve.ids import Seconds
+    from pdserve.launch.parts.base import Context
+    from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.status import Report
+    from pdserve.runtime.node import Node
+
+__all__ = ["WorkerPart"]
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerPart:
+    """The worker role: a node, and an engine in a process of its own."""
+
+    def __init__(
+        self,
+        context: Context,
+        node: Node,
+        on_state: Callable[[EngineState, str], None],
+    ) -> None:
+        config = context.config.worker
+        threads = config.threads or read_limits().threads
+        self.node = node
+        self.topics = Topics(node, node.timers)
+        self.service = WorkerService(
+            dataclasses.replace(config, threads=threads),
+            self._make_engine,
+            context.metrics,
+            hash_secret=secrets.token_bytes(16),
+        )
+        self.member = WorkerMember(self.service, node, self.topics, card(context, "worker"))
+        self._context = context
+        self._on_state = on_state
+        context.metrics.attach_node(lambda: sample_node(node, self.topics))
+        StatusService(node, self._report, time.time)
+
+    def _report(self) -> Report:
+        return replace(report(self._context, self), worker=self.member.load())
+
+    def _make_engine(self, spec: EngineSpec) -> CoreClient:
+        process = self._context.config.process
+        options = ClientOptions(load_timeout=self._context.config.worker.start_timeout)
+
+        def carrier() -> ProcessCarrier:
+            return ProcessCarrier(
+                log_format=process.log_format,
+                log_level=process.log_level,
+                on_line=self._context.screen.write_line,
+            )
+
+        return CoreClient(spec, options, on_state=self._note_state, make_carrier=carrier)
+
+    def _note_state(self, state: EngineState, reason: str) -> None:
+        self.node.call_soon(self.member.tell)  # the engine has the state when this turn ends
+        self._on_state(state, reason)
+
+    async def begin(self) -> None:
+        """The engine comes after joining, so that others see it load."""
+
+    async def join(self, seeds: tuple[str, ...] = ()) -> None:
+        await self.node.start(beside=seeds)
+
+    async def load(self) -> None:
+        """Find the model and start the engine. Errors: see `WorkerService.start`."""
+        await self.service.start(self._context.screen.progress)
+        self._context.screen.finish()
+
+    async def drain(self, timeout: Seconds) -> None:
+        if not await self.member.drain(timeout):
+            _log.warning("%d requests did not finish within %g s", self.member.requests, timeout)
+
+    async def close(self) -> None:
+        self.member.close()
+        await self.node.leave()
+        self.topics.close()
+        await self.service.stop()
+        await self.node.close()
+
+    def unready_reason(self) -> str | None:
+        return self.service.unready_reason()
