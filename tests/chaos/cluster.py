@@ -64,7 +64,6 @@ class Node(Server):
         self.role = role
         self.name = name
         self.flags = flags
-        self.host = "127.0.0.1"
         self.killed = False
         self.expected = exit_codes.OK
         self.expected_errors = False
@@ -114,11 +113,6 @@ class Node(Server):
     def rss(self) -> int:
         """Resident bytes of the process itself."""
         return int(psutil.Process(self.process.pid).memory_info().rss)
-
-    def get(self, path: str, port: int | None = None) -> tuple[int, Any]:
-        """See `Server`; at this node's own host."""
-        assert self.host == "127.0.0.1", "reached by `load` only"
-        return super().get(path, port)
 
     # ------------------------------------------------------------------ acting
 

@@ -30,6 +30,8 @@ class Server:
 
     def __init__(self, model: Path | None, *flags: str, **environ: str) -> None:
         self.model = model
+        self.host = "127.0.0.1"
+        """Where it is reached."""
         named = [] if model is None else ["--model", str(model)]
         self._command = [sys.executable, "-m", "pdserve", "--port", "0", *named, *flags]
         clean = {k: v for k, v in os.environ.items() if not k.startswith("PDSERVE_")}
@@ -81,7 +83,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def wait_for_line(self, pattern: str, timeout: float = PATIENCE) -> re.Match[str]:
         """The first log line that matches, already there or to come."""
@@ -106,7 +108,7 @@ class Server:
 
     def get(self, path: str, port: int | None = None) -> tuple[int, Any]:
         """Status and decoded body."""
-        url = f"http://127.0.0.1:{port or self.port}{path}"
+        url = f"http://{self.host}:{port or self.port}{path}"
         try:
             with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
                 return answer.status, _decode(answer.read())
