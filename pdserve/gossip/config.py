@@ -86,7 +86,7 @@ class GossipConfig:
     redial_most: Seconds = 5.0
     """The doubling ends here."""
     redial_refused: Seconds = 1.0
-    """The least delay after a refusal."""
+    """The least delay after a refusal, but for seeds while joining: they start this moment, too."""
     link_linger: Seconds = 10.0
     """A link that we dialled and no longer need is closed after this; views settle first."""
     alone_after: Seconds = 3.0

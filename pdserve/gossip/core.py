@@ -479,7 +479,9 @@ class Gossip:
             self._reach(event.node)
 
     def _on_dial_failed(self, event: ev.DialFailed) -> None:
-        delay = self._dialler.failed(event.address, event.refused)
+        # While joining a refusal most likely means that a seed starts at the same time as we do.
+        joining = self.phase is Phase.JOINING
+        delay = self._dialler.failed(event.address, event.refused and not joining)
         if event.ours:
             self._seeds = tuple(seed for seed in self._seeds if seed != event.address)
             if not self._seeds and self.members.present == 1:
@@ -487,7 +489,7 @@ class Gossip:
             return
         # Whoever started before its seeds, or outlived them, looks for them like one that joins:
         # reunions are for clusters that have fallen apart.
-        if event.address in self._seeds and (self.phase is Phase.JOINING or self._lost()):
+        if event.address in self._seeds and (joining or self._lost()):
             self.context.after("seed", event.address, delay)
         for node in self._prober.targets:
             record = self.members.get(node)

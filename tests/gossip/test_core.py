@@ -72,9 +72,10 @@ def test_with_seeds_it_waits_for_an_equal_table():
     assert ev.Ready(alone=False) in node.step(ev.Received(A, 1, m.Records()))
 
 
-def test_seeds_that_do_not_answer_are_tried_again_and_waited_for_only_so_long():
+@pytest.mark.parametrize("refused", [False, True])
+def test_seeds_that_do_not_answer_are_tried_again_and_waited_for_only_so_long(refused):
     node = Node(ev.Start(("a:1",)))
-    node.step(ev.DialFailed("a:1", refused=False))
+    node.step(ev.DialFailed("a:1", refused=refused))
     assert of(ev.Dial, node.wait(0.2)) == [ev.Dial("a:1")]
     assert of(ev.Ready, node.wait(3.0)) == [ev.Ready(alone=True)]
 
