@@ -20,10 +20,12 @@ from pdserve.errors import (
     ConfigError,
     DeadlineExceeded,
     DialFailed,
+    Draining,
     LinkLost,
     NameTaken,
     NoCommonVersion,
     NotReady,
+    OwnAddress,
     ProtocolError,
     WrongCluster,
     WrongClusterKey,
@@ -125,6 +127,8 @@ class Node:
         self._listen = config.listen
         self._parts: dict[bytes, bytes] = {}
         self._life: _Life | None = None
+        self._joined: asyncio.Future[None] = self._loop.create_future()
+        """What `start` waits for, through more than one life if the first is held for dead."""
         self._past: dict[_Life, None] = {}
         """Lives that are over and not closed yet."""
         self._closed = False
@@ -151,7 +155,7 @@ class Node:
     @property
     def joined(self) -> bool:
         """It has its seeds' table, or knows that it is alone."""
-        return self._life is not None and self._life.joined.done()
+        return self._life is not None and self._life.joined
 
     @property
     def address(self) -> str:
@@ -221,8 +225,16 @@ class Node:
         """
         epoch = max(int(self._wall() * 1000), self._epoch + 1)
         await self._begin(epoch, ev.Start((*self.config.join, *beside)))
-        await self._living().joined
+        await self._joined
         _log.debug("%s joined as life %d", self.id, self._epoch)
+
+    def _give_up(self, error: BaseException) -> bool:
+        """End a `start` that still waits with `error`; False if none does."""
+        if self._joined.done():
+            return False
+        self._joined.set_exception(error)
+        self._joined.exception()  # only `start` looks, and it may be over
+        return True
 
     async def leave(self) -> None:
         """Say goodbye and wait until the others can have heard it."""
@@ -249,6 +261,7 @@ class Node:
         self._past.clear()
         self.registry.clear("closed")
         self._stop_fetching("this node is going away")
+        self._give_up(Draining("the node was closed before it had joined", retry_after=1.0))
 
     def publish_card(self, card: NodeCard, parts: Mapping[bytes, bytes]) -> None:
         """Tell everybody; `parts` are the contents of what the card names by hash."""
@@ -360,10 +373,12 @@ class Node:
         if life is not self._life or self._closed:
             return
         if isinstance(effect, ev.Ready):
-            if effect.alone and self.config.join:
+            if effect.alone and set(self.config.join) - life.own - {self.address}:
                 why = "; ".join(life.troubles.values()) or "no answer"
                 _log.warning("no seed has let this node in (%s): alone for now, trying on", why)
             life.ready()
+            if not self._joined.done():
+                self._joined.set_result(None)
         elif isinstance(effect, ev.Rejoin):
             life.over = True
             _ = self.tasks.spawn(self._rejoin(effect), "rejoin")
@@ -384,7 +399,7 @@ class Node:
         life.over = True
         reason = f"another process takes part as {self.id}: give each node a name of its own"
         _log.error("%s", reason)
-        life.fail(WrongPeer(reason))
+        self._give_up(WrongPeer(reason))
         self.on_superseded(reason)
 
     def _part_settled(self, hash: bytes, result: bytes | LinkLost) -> None:
@@ -399,21 +414,24 @@ class Node:
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         if name == "rejoin":
+            self._give_up(error)
             self.on_superseded(f"this node cannot rejoin: {error}")
 
     def dial_failed(self, life: _Life, address: str, error: DialFailed) -> None:
         """Some answers of a seed are final while joining, one of anybody's always."""
         _log.debug("dialling %s failed: %s", address, error)
-        if address in self.config.join:
+        if isinstance(error, OwnAddress):
+            life.own.add(address)
+        elif address in self.config.join:
             life.troubles[address] = error.message
-        if isinstance(error, NameTaken) and life.joined.done():
+        if isinstance(error, NameTaken) and self._joined.done():
             if life is self._life and not life.over:
                 self._superseded(life)
             return
         remedy = next((text for kind, text in _HOPELESS.items() if isinstance(error, kind)), None)
         if remedy is not None and address in self.config.join:
             named = type(error)(f"cannot join through {address}: {error.message}; {remedy}")
-            if not life.fail(named) and address not in life.complained:
+            if not self._give_up(named) and address not in life.complained:
                 life.complained.add(address)  # it lives on without that seed
                 _log.warning("%s", named.message)
 
@@ -486,9 +504,11 @@ class _Life:
         self.over = False
         self.troubles: dict[str, str] = {}
         """What each seed's last dial ended with."""
+        self.own: set[str] = set()
+        """Seeds that have led back to this node."""
         self.complained: set[str] = set()
         """Seeds that will not have us, once each in the log."""
-        self.joined: asyncio.Future[None] = loop.create_future()
+        self.joined = False
         self.stopped: asyncio.Future[None] = loop.create_future()
         self.listening = ""
         self.endpoint = node.make_endpoint(epoch, "")
@@ -513,16 +533,7 @@ class _Life:
         )
 
     def ready(self) -> None:
-        if not self.joined.done():
-            self.joined.set_result(None)
-
-    def fail(self, error: Exception) -> bool:
-        """End a `start` that still waits with `error`; False if none does."""
-        if self.joined.done():
-            return False
-        self.joined.set_exception(error)
-        self.joined.exception()  # only `start` looks, and it may be over
-        return True
+        self.joined = True
 
     def stop(self) -> None:
         self.over = True
@@ -533,6 +544,5 @@ class _Life:
         if hasattr(self, "gossip"):
             await self.gossip.close()
         await self.endpoint.close(grace=grace)
-        for future in (self.joined, self.stopped):
-            if not future.done():
-                future.cancel()
+        if not self.stopped.done():
+            self.stopped.set_result(None)

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.errors import ConfigError, LinkLost, ProtocolError, WrongCluster, WrongClusterKey
+from pdserve.errors import (
+    ConfigError,
+    Draining,
+    LinkLost,
+    ProtocolError,
+    WrongCluster,
+    WrongClusterKey,
+)
 from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
 from pdserve.messages.node import NodeCard, model_card, offer
@@ -322,3 +329,33 @@ async def test_a_card_that_is_too_large_is_refused_and_the_old_one_stays() -> No
             node.publish_card(NodeCard(reason="x" * 9000), {})
         assert node.card is not None
         assert node.card.host == "here"
+
+
+@virtually
+async def test_one_whose_clock_went_back_joins_with_its_next_life() -> None:
+    """The others remember a later life that has ended: `start` waits through both."""
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        await nodes.until(nodes.converged)
+        first = nodes.nodes.pop("b")
+        await first.leave()
+        await first.close()
+        second = nodes.nodes["b"] = nodes.make("b")
+        second._wall = lambda: 1_600_000_000.0
+        await second.start()
+        assert second.lives == 2
+        assert second.epoch == first.epoch + 1
+        await nodes.until(nodes.converged)
+
+
+@virtually
+async def test_closed_while_it_joins_whoever_starts_it_hears_so() -> None:
+    async with cluster() as nodes:
+        node = nodes.make("a", join=("nowhere:7000",))
+        nodes.world.partition("a", "nowhere")
+        starting = asyncio.ensure_future(node.start())
+        await asyncio.sleep(1.0)
+        await node.close()
+        with pytest.raises(Draining):
+            await starting
