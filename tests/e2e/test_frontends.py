@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -40,6 +41,10 @@ def siblings(server: Server) -> list[int]:
             if "pdserve.launch.sibling" in child.cmdline():
                 found.append(child.pid)
     return found
+
+
+def gone(server: Server, pid: int) -> bool:
+    return pid not in siblings(server)
 
 
 def wait_siblings(server: Server, but: int = 0) -> list[int]:
@@ -216,7 +221,7 @@ def test_too_many_deaths_are_the_end_of_all(tiny_model, home):
         for _ in range(6):
             (pid,) = eventually(lambda: siblings(server), "a sibling")
             psutil.Process(pid).kill()
-            eventually(lambda pid=pid: pid not in siblings(server), "its end")
+            eventually(functools.partial(gone, server, pid), "its end")
         assert server.process.wait(PATIENCE) == exit_codes.FAILED
         server.wait_for_line("gives up")
 
