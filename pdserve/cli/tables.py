@@ -110,7 +110,7 @@ def _why(member: MemberStatus) -> str:
 def _models(status: ClusterStatus) -> _Rows:
     rows: _Rows = [("MODEL", "WORKERS", "ENGINE", "CONTEXT", "ALIASES")]
     for model in status.models:
-        engine = " ".join(word for word in (model.engine, model.dtype) if word)
+        engine = " ".join(word for word in (model.engine, model.dtype) if word not in ("", "none"))
         workers, context = str(len(model.workers)), str(model.max_model_len)
         rows.append((model.name, workers, engine, context, ", ".join(model.aliases)))
     return rows

@@ -17,18 +17,23 @@ def ready_line(
     config: FrontendConfig, port: int, card: ModelCard, capabilities: EngineCapabilities
 ) -> str:
     """One line: what is served, on what, within which limits, and how to try it."""
+    return f"{loaded_line(card, capabilities)}; try: {curl(config, port, card)}"
+
+
+def loaded_line(card: ModelCard, capabilities: EngineCapabilities) -> str:
+    """The same without how to try it, for a worker, which answers no client."""
     place = ", ".join(x for x in (capabilities.device, capabilities.dtype) if x != "none")
     engine = f"{capabilities.engine} ({place})" if place else capabilities.engine
     limits = f"{card.max_model_len} tokens per sequence"
     if capabilities.num_blocks:  # an engine without KV has no blocks
         memory = approximate_size(capabilities.num_blocks * capabilities.block_bytes)
         limits += f", {capabilities.num_blocks * card.block_size} tokens of KV ({memory})"
-    return f"ready: {card.name} on {engine}, {limits}; try: {curl(config, port, card)}"
+    return f"ready: {card.name} on {engine}, {limits}"
 
 
 def served_line(config: FrontendConfig, port: int, card: ModelCard) -> str:
     """The same of a frontend, which knows a worker's engine by its card only."""
-    engine = ", ".join(x for x in (card.engine, card.dtype) if x)
+    engine = ", ".join(x for x in (card.engine, card.dtype) if x not in ("", "none"))
     limits = f"{card.max_model_len} tokens per sequence"
     return f"ready: {card.name} on {engine}, {limits}; try: {curl(config, port, card)}"
 

@@ -6,7 +6,6 @@ cost us something: it has the same deadline and the same bound (`Pending`) as ou
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pdserve.errors import ConfigError, DialFailed, DialRefused, DialTimeout, HandshakeRefused
 from pdserve.net.address import join, split
 from pdserve.net.admission import Pending
+from pdserve.net.complaints import Complaints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +77,7 @@ class TcpNetwork:
         except ConnectionRefusedError:
             raise DialRefused(f"nobody listens at {address}") from None
         except ssl.SSLError as error:
-            raise HandshakeRefused(f"{address}: TLS: {error}") from None
+            raise HandshakeRefused(f"{address}: TLS: {_tls_words(error)}") from None
         except OSError as error:
             raise DialFailed(f"{address}: {error.strerror or error}") from None
 
@@ -110,6 +110,7 @@ class _TlsListener:
         self._settings = settings
         self._factory = factory
         self._pending: Pending[asyncio.Task[None]] = Pending(settings.pending_handshakes)
+        self._complaints = Complaints()
         self._resuming: asyncio.TimerHandle | None = None
         self.address = _name(sockets[0])
         self._watch()
@@ -137,7 +138,7 @@ class _TlsListener:
                 return
             accepted.setblocking(False)
             host = str(peername[0])
-            task = self._loop.create_task(self._encrypt(accepted), name=f"tls accept {host}")
+            task = self._loop.create_task(self._encrypt(accepted, host), name=f"tls accept {host}")
             victim = self._pending.add(task, host)
             task.add_done_callback(partial(self._accepted, host))
             if victim is not None:
@@ -146,15 +147,21 @@ class _TlsListener:
     def _accepted(self, host: str, task: asyncio.Task[None]) -> None:
         self._pending.remove(task, host)
 
-    async def _encrypt(self, accepted: socket.socket) -> None:
-        """The TLS handshake; a stranger's failure is nobody's news here."""
-        with contextlib.suppress(OSError, ssl.SSLError):
+    async def _encrypt(self, accepted: socket.socket, host: str) -> None:
+        """The TLS handshake; who fails it is told to the operator, but not too often."""
+        try:
             await self._loop.connect_accepted_socket(
                 self._factory,
                 accepted,
                 ssl=self._tls.server,
                 ssl_handshake_timeout=self._settings.handshake_timeout,
             )
+        except OSError as error:
+            suppressed = self._complaints.admit("tls", self._loop.time())
+            if suppressed is not None:
+                more = f" ({suppressed} more like it were not logged)" if suppressed else ""
+                words = _tls_words(error)
+                _log.warning("refused a connection from %s: TLS: %s%s", host, words, more)
 
     async def close(self) -> None:
         self._unwatch()
@@ -193,6 +200,14 @@ async def _bind(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[s
 def _name(listening: socket.socket) -> str:
     name = listening.getsockname()
     return join(name[0], name[1])
+
+
+def _tls_words(error: OSError) -> str:
+    """What a person can act on; to OpenSSL a peer without TLS has a strange version."""
+    reason = error.reason if isinstance(error, ssl.SSLError) else None
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
+        return "the peer does not use it: give all nodes --tls-cert, or none"
+    return str(error)
 
 
 def _cannot_listen(address: str, error: OSError) -> ConfigError:

@@ -354,7 +354,9 @@ class Connection:
             return []
         error: PdserveError
         if self.state is not State.OPEN:
-            error = HandshakeRefused("the peer ended the connection during the handshake")
+            text = "the peer ended the connection during the handshake"
+            tls = "; does it use TLS, and this node not?" * (self.dialled and not self._greetings)
+            error = HandshakeRefused(text + tls)
         elif self._parser.pending or self._payload:
             error = LinkLost("the connection ended inside a frame")
         else:

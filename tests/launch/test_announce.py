@@ -85,3 +85,5 @@ def test_a_frontend_says_what_it_serves_without_an_engine():
     line = served_line(FrontendConfig(), 80, card(engine="torch", dtype="float32"))
     assert line.startswith("ready: it's-a-model on torch, float32, 2048 tokens per sequence; try:")
     assert line.endswith(curl(FrontendConfig(), 80, card()))
+    line = served_line(FrontendConfig(), 80, card(engine="instant", dtype="none"))
+    assert line.startswith("ready: it's-a-model on instant, 2048 tokens")

@@ -42,10 +42,11 @@ async def test_a_certificate_of_another_authority_is_refused_by_either_side() ->
         await dial(tls_of("a"), tls_of("b", "other-ca"))
 
 
-async def test_plain_and_encrypted_nodes_do_not_mix() -> None:
-    with pytest.raises(DialFailed):
+async def test_plain_and_encrypted_nodes_do_not_mix(caplog) -> None:
+    with pytest.raises(DialFailed, match="does it use TLS"):
         await dial(None, tls_of("b"))
-    with pytest.raises(DialFailed):
+    assert "TLS: the peer does not use it" in caplog.text
+    with pytest.raises(DialFailed, match="all nodes --tls-cert, or none"):
         await dial(tls_of("a"), None)
 
 
