@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from pdserve.engine.carrier import ProcessCarrier
 from pdserve.engine.client import ClientOptions, CoreClient
+from pdserve.launch.announce import loaded_line
 from pdserve.launch.cpus import read_limits
 from pdserve.launch.parts.base import card, report
 from pdserve.launch.samples import sample_node
@@ -90,6 +91,10 @@ class WorkerPart:
         """Find the model and start the engine. Errors: see `WorkerService.start`."""
         await self.service.start(self._context.screen.progress)
         self._context.screen.finish()
+        capabilities = self.service.capabilities
+        if capabilities is not None and self._context.config.process.role == "worker":
+            for card in self.service.cards().values():
+                _log.info("%s", loaded_line(card, capabilities))
 
     async def drain(self, timeout: Seconds) -> None:
         if not await self.member.drain(timeout):
