@@ -153,6 +153,8 @@ class Cluster:
         self.flags = flags
         self.address = f"127.0.0.1:{free_port()}"
         """Where the first router listens and everybody joins."""
+        self.probes = True
+        """Nodes have a second listener, which `wait_ready` and counts need."""
         self.nodes: list[Node] = []
         self._stack = contextlib.ExitStack()
 
@@ -194,7 +196,8 @@ class Cluster:
         """Any role with any flags; the node is not waited for."""
         name = name or f"{role}-{1 + sum(n.role == role for n in self.nodes)}"
         own = {"HOME": str(self.home), "XDG_CONFIG_HOME": str(self.home / "config")}
-        all_flags = ("--metrics-port", "0", *self.flags, *flags)
+        probes = ("--metrics-port", "0") if self.probes else ()
+        all_flags = (*probes, *self.flags, *flags)
         node = Node(role, name, *all_flags, prefix=(), **(own | environ))
         return self.add(node)
 

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from tests.chaos.cluster import eventually
 from tests.chaos.load import ask, running_on, streams, wait_served, warm_up
 from tests.chaos.proxy import Proxy
 
