@@ -93,8 +93,8 @@ class WorkerPart:
         self._context.screen.finish()
         capabilities = self.service.capabilities
         if capabilities is not None and self._context.config.process.role == "worker":
-            for card in self.service.cards().values():
-                _log.info("%s", loaded_line(card, capabilities))
+            for model in self.service.cards().values():
+                _log.info("%s", loaded_line(model, capabilities))
 
     async def drain(self, timeout: Seconds) -> None:
         if not await self.member.drain(timeout):
