@@ -1,6 +1,7 @@
 # The verbs of this repository, the same here and in CI: serve, test, test-long, lint, check, bench,
 # docs, clean. `make serve` and `make test` install what they need into .venv first; stamp files
-# there make that instant while pyproject.toml, constraints.txt and native/ stay as they are.
+# there make that instant while pyproject.toml, constraints.txt, native/ and the names of the Python
+# files stay as they are.
 #
 #   make serve PORT=8000 HOST=127.0.0.1 MODEL=/path/to/model ARGS="--log-level=debug"
 #   make serve PYTHON=python3.12      the interpreter .venv is created from
@@ -17,6 +18,8 @@ PYTEST ?=
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 SAY := printf '==> %s\n'
+# An editable install remembers which files there were: it is made anew when that changes.
+LISTED := $(VENV)/.files-$(shell find pdserve engines -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 BUILT := $(VENV)/.built$(if $(PDSERVE_PURE),-pure)
 SERVE_FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL))
 
@@ -102,7 +105,11 @@ $(VENV)/.deps-dev: $(VENV)/.deps-serve pyproject.toml constraints.txt
 
 # A compiler that fails makes the back end fall back to the pure twins (pyproject.toml); a machine
 # without any cmake is told so here. PDSERVE_REQUIRE_NATIVE=1 shows the compiler's message instead.
-$(VENV)/.built: $(VENV)/.tools pyproject.toml $(shell find native -type f)
+$(LISTED): $(VENV)/.tools
+	@rm -f $(VENV)/.files-*
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.tools $(LISTED) pyproject.toml $(shell find native -type f)
 	@$(SAY) "building pdserve (without a compiler it stays pure Python)"
 	@export PATH="$$PATH:$(BIN)"; \
 	  command -v cmake >/dev/null || [ -n "$(PDSERVE_REQUIRE_NATIVE)" ] || export PDSERVE_PURE=1; \
@@ -111,7 +118,7 @@ $(VENV)/.built: $(VENV)/.tools pyproject.toml $(shell find native -type f)
 	@touch $@
 
 # PDSERVE_PURE=1 also holds at run time, so a native build already there serves it as well.
-$(VENV)/.built-pure: $(VENV)/.tools pyproject.toml
-	@[ -e $(VENV)/.built ] || { $(SAY) "building pdserve, pure Python"; \
+$(VENV)/.built-pure: $(VENV)/.tools $(LISTED) pyproject.toml
+	@[ $(VENV)/.built -nt $(LISTED) ] || { $(SAY) "building pdserve, pure Python"; \
 	  $(PIP) install --no-build-isolation --no-deps --editable .; }
 	@touch $@
