@@ -62,19 +62,15 @@ class GroupMetrics:
         return page_of(self._metrics.families())
 
     async def _ask_all(self) -> list[MetricPage]:
-        # Who has just joined may serve before its card is here.
+        # Who has just joined may serve before its card is here: it knows whether it is one.
         siblings = [
-            member
+            member.node
             for member in self._node.registry.by_role("frontend")
             if member.card is None or member.card.group == self._group
         ]
-        answers = await asyncio.gather(*(self._ask(member.node) for member in siblings))
-        silent = {
-            member.node: answer
-            for member, answer in zip(siblings, answers, strict=True)
-            if isinstance(answer, str) and member.card is not None
-        }
-        self._note(silent)
+        answers = await asyncio.gather(*map(self._ask, siblings))
+        answered = dict(zip(siblings, answers, strict=True))
+        self._note({node: why for node, why in answered.items() if isinstance(why, str)})
         return [page for page in answers if isinstance(page, MetricPage)]
 
     async def _ask(self, sibling: NodeId) -> MetricPage | str:

@@ -98,9 +98,10 @@ async def test_one_without_a_card_is_asked_whether_it_belongs() -> None:
             GroupMetrics(node, group, metrics, Degradations(metrics))
         await nodes.until(nodes.converged)
         assert await made["a"].completed() == 11
-        nodes.nodes["c"].serve(SCRAPE, lambda question, call: None)
-        assert await made["a"].completed() == 11
         assert not made["a"].degradations.reasons()
+        nodes.nodes["b"].serve(SCRAPE, lambda question, call: None)
+        assert await made["a"].completed() == 1
+        assert "b: " in made["a"].degradations.reasons()["frontend_silent"]
 
 
 @virtually
