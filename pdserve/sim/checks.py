@@ -142,8 +142,12 @@ def _frontend(host: Host, frontend: Frontend) -> Iterator[str]:
 def _links(host: Host) -> Iterator[str]:
     """Nothing waits on any link, and no credit is held by streams that are over."""
     assert host.part is not None
-    if not host.part.node.lives:
+    life = host.part.node._life
+    if life is None:
         return
+    for node in life.gossip.machine.targets:
+        if life.endpoint.link(node) is None:
+            yield f"{host.name} watches {node} and has no link to it"
     for link in host.part.node.endpoint.links.values():
         stats = link.statistics()
         where = f"the link of {host.name} to {link.peer.node}"

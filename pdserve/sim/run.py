@@ -192,9 +192,10 @@ class _Run:
     async def _faults(self) -> None:
         world, plan = self.world, self.plan
         going = [asyncio.ensure_future(perform(world, fault)) for fault in plan.faults]
-        await asyncio.sleep(max(plan.faults_end, max(plan.starts.values())) - world.loop.time())
-        if going:
-            await asyncio.wait(going)
+        end = max(plan.faults_end, *plan.starts.values())
+        while world.loop.time() < end or not all(fault.done() for fault in going):
+            await asyncio.sleep(1.0)
+            self._look()
         for fault in going:
             fault.result()
 

@@ -10,17 +10,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.sim.coverage import Cells, missing, watch
-from pdserve.sim.faults import KINDS, Fault
+from pdserve.sim.faults import KINDS
 from pdserve.sim.run import Failure, draw_plan, run, run_plan
-from tests.sim.worlds import one_after_another, plan
-
-if TYPE_CHECKING:
-    from pdserve.sim.run import Report
+from pdserve.testing.planted import planted
+from tests.sim.worlds import everything, plan
 
 SEEDS = 16
 """Of the short slice, over all its parts."""
@@ -61,31 +58,6 @@ def test_many_seeds_visit_everything(seed: int, long: bool) -> None:
 
 
 # ---------------------------------------------------------------------- on purpose
-
-
-def everything(seed: int) -> Report:
-    """Each kind of fault in a healthy world, long enough to be felt."""
-    faults = one_after_another(
-        Fault("delay", 0.0, 4.0, "r0", "w0", 0.05),
-        Fault("slow", 0.0, 4.0, "f0", "w0", 20_000.0),
-        Fault("reset", 0.0, 0.0, "f0", "w0"),
-        Fault("reset-inside", 0.0, 5.0, "w0", "r0", 20.0),
-        Fault("engine", 0.0, 0.0, "w0"),
-        Fault("amnesia", 0.0, 0.0, "r0"),
-        Fault("cut", 0.0, 4.0, "r0", "w0"),
-        Fault("one-way", 0.0, 4.0, "w0", "f0", 0.2),
-        Fault("partition", 0.0, 4.0, "r0", "w0", 0.5),
-        Fault("pause", 0.0, 4.0, "w1"),
-        Fault("leave", 0.0, 2.0, "w1"),
-        Fault("crash", 0.0, 4.0, "r1"),
-        Fault("crash", 0.0, 0.01, "f1"),
-        Fault("lose", 0.0, 20.0, "w1"),
-        Fault("isolate", 0.0, 25.0, "f1"),
-        Fault("pause", 0.0, 20.0, "w0"),
-        begin=8.0,
-        gap=5.0,
-    )
-    return run_plan(plan(seed, faults, until=faults[-1].at + faults[-1].lasts))
 
 
 def test_every_fault_is_felt_where_it_is_made_on_purpose(seed: int) -> None:
@@ -162,8 +134,6 @@ def test_a_seed_is_one_run_in_every_process(seed: int) -> None:
 
 
 def test_a_failure_names_the_command_that_replays_it() -> None:
-    from pdserve.testing.planted import planted
-
     with planted("end of a booking not told"), pytest.raises(Failure) as failure:
         run_plan(plan(5, [], until=12.0))
     assert "python -m pdserve.sim 5" in str(failure.value)

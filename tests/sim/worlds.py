@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pdserve.sim.faults import Fault
 from pdserve.sim.roles import Settings
-from pdserve.sim.run import Plan
+from pdserve.sim.run import Plan, run_plan
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
-    from pdserve.sim.faults import Fault
+    from pdserve.sim.run import Report
 
 ROLES = {
     "r0": "router",
@@ -43,3 +44,32 @@ def one_after_another(*faults: Fault, begin: Seconds, gap: Seconds) -> list[Faul
         placed.append(replace(fault, at=now))
         now += fault.lasts + gap
     return placed
+
+
+def everything(seed: int) -> Report:
+    """Each kind of fault in a healthy world, long enough to be felt."""
+    faults = one_after_another(
+        Fault("delay", 0.0, 4.0, "r0", "w0", 0.05),
+        Fault("slow", 0.0, 4.0, "f0", "w0", 20_000.0),
+        Fault("reset", 0.0, 0.0, "f0", "w0"),
+        Fault("reset-inside", 0.0, 5.0, "w0", "r0", 20.0),
+        Fault("engine", 0.0, 0.0, "w0"),
+        Fault("amnesia", 0.0, 0.0, "r0"),
+        Fault("cut", 0.0, 4.0, "r0", "w0"),
+        Fault("one-way", 0.0, 4.0, "w0", "f0", 0.2),
+        Fault("partition", 0.0, 4.0, "r0", "w0", 0.5),
+        Fault("pause", 0.0, 4.0, "w1"),
+        Fault("leave", 0.0, 2.0, "w1"),
+        Fault("crash", 0.0, 4.0, "r1"),
+        Fault("crash", 0.0, 0.01, "f1"),
+        Fault("lose", 0.0, 20.0, "w1"),
+        Fault("isolate", 0.0, 25.0, "f1"),
+        Fault("pause", 0.0, 20.0, "w0"),
+        # What the last ones do must be mended when all is at rest, and by nothing else.
+        Fault("cut", 0.0, 30.0, "w0", "w1"),
+        Fault("reset", 0.0, 0.0, "f0", "f1"),
+        Fault("amnesia", 0.0, 0.0, "r0"),
+        begin=8.0,
+        gap=4.0,
+    )
+    return run_plan(plan(seed, faults, until=faults[-1].at + 1.0))
