@@ -307,8 +307,11 @@ class Process:
             await part.drain(max(0.0, deadline - asyncio.get_running_loop().time()))
         for end in self._unheard:
             end()
-        for part in ending:
-            await part.close()
+        # Side by side: each says goodbye for about a second.
+        ends = await asyncio.gather(*(part.close() for part in ending), return_exceptions=True)
+        for part, error in zip(ending, ends, strict=True):
+            if error is not None:
+                _log.error("the %s did not close in order", part.node.config.role, exc_info=error)
         if self._probes is not None:
             await self._probes.stop()
         self._lag.stop()
