@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
@@ -74,6 +75,8 @@ _PAUSE: Final[Seconds] = 0.05
 _LINK_TIMEOUT: Final[Seconds] = 3.0
 _ACCEPT_TIMEOUT: Final[Seconds] = 5.0
 """A worker's node takes a request within a turn of its loop."""
+_LAST_WORDS: Final[Seconds] = 2.0
+"""Who leaves in order ends its channels itself, when all is said."""
 _SWEEP: Final[Seconds] = 5.0
 _NOTICED: Final[Seconds] = 0.1
 """Waiting for a router or a worker that shortens a request's deadline."""
@@ -302,7 +305,11 @@ class ClusterBackend:
             error = WorkerLost(f"worker {member.node} is gone: {event.reason}", retry_after=1.0)
             for channel in (*self._channels.values(), *self._retired):
                 peer = channel.link.peer
-                if (peer.node, peer.epoch) == (member.node, member.epoch):
+                if (peer.node, peer.epoch) != (member.node, member.epoch):
+                    continue
+                if event.reason == "left":  # word of it may overtake its last tokens
+                    self._node.timers.call_later(_LAST_WORDS, partial(channel.close, error))
+                else:
                     channel.close(error)
         if member.role == "router":
             self._order_routers()

@@ -20,6 +20,7 @@ from pdserve.errors import (
 )
 from pdserve.ids import NodeId
 from pdserve.messages.node import NodeCard, offer
+from pdserve.runtime.registry import Gone
 from tests.frontend.clusters import Sink, request, world
 from tests.frontend.test_offers import model
 from tests.net.world import virtually
@@ -342,6 +343,26 @@ async def test_a_worker_that_dies_takes_its_requests_with_it_at_once() -> None:
         assert [[type(e) for e in sink.errors] for sink in sinks] == [[WorkerLost]] * 3
         assert [sink.tokens for sink in sinks] == [[5]] * 3
         assert router.releases == ["failed"] * 3
+
+
+@virtually
+async def test_news_of_a_workers_leave_may_overtake_its_last_tokens() -> None:
+    async with world() as w:
+        await w.router("r")
+        worker = await w.worker("a")
+        await w.ready()
+        sink, stuck = Sink(), Sink()
+        await w.backend.open(request(), sink)
+        await w.backend.open(request(), stuck)
+        worker.running.popitem()  # of which nothing more is heard
+        member = w.backend._node.registry.get(NodeId("a"))
+        assert member is not None
+        w.backend._on_member(Gone(member, "left"))
+        worker.say(5, end=True)
+        await w.nodes.until(lambda: sink.ends == 1)
+        assert (sink.tokens, sink.errors) == ([5], [])
+        await w.nodes.until(lambda: bool(stuck.errors), 3.0)
+        assert isinstance(stuck.errors[0], WorkerLost)
 
 
 @virtually
