@@ -134,9 +134,7 @@ class Node:
         self._closed = False
         self._refused: Counter[str] = Counter()  # of earlier lives
         self._answers: dict[int, Callable[[Call], None]] = {}
-        self._tells: dict[int, Callable[[Link, Buffer], None]] = {
-            TELL: lambda link, body: self._living().gossip.told(link, body)
-        }
+        self._tells: dict[int, Callable[[Link, Buffer], None]] = {TELL: self._hear_gossip}
         self._streams: dict[int, Callable[[Incoming, Buffer], None]] = {
             PARTS: lambda stream, body: self._living().gossip.opened(stream, body)
         }
@@ -481,6 +479,11 @@ class Node:
         if opened is None:
             raise ProtocolError(f"no stream of method {method} at {self.config.role} nodes")
         opened(stream, body)
+
+    def _hear_gossip(self, link: Link, body: Buffer) -> None:
+        """Between two lives links end, and what still comes on them is nobody's."""
+        if self._life is not None:
+            self._life.gossip.told(link, body)
 
     # ------------------------------------------------------------------ for a life
 

@@ -140,6 +140,20 @@ async def test_a_node_held_for_dead_comes_back_as_another_life() -> None:
 
 
 @virtually
+async def test_what_comes_between_two_lives_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        await nodes.until(nodes.converged)
+        node, link = nodes.nodes["a"], nodes.nodes["b"].link_nowait(NodeId("a"))
+        assert link is not None
+        life, node._life = node._life, None
+        await asyncio.sleep(5.0)  # pings, at least
+        node._life = life
+        assert "Traceback" not in caplog.text
+
+
+@virtually
 async def test_a_wrong_key_is_named() -> None:
     async with cluster() as nodes:
         await nodes.add("a")
