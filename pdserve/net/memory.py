@@ -97,8 +97,9 @@ class MemoryWorld:
             self.fired("reset")
             transport.pipes()[0].break_off()
 
-    def reset_after(self, source: str, target: str, count: Bytes) -> None:
-        """Cut each connection once `count` more bytes have arrived from `source` at `target`."""
+    def reset_after(self, source: str, target: str, count: Bytes | None) -> None:
+        """Cut each connection once `count` more bytes have arrived from `source` at `target`; None:
+        after all, do not."""
         for transport in self._between(source, target):
             pipe = next(pipe for pipe in transport.pipes() if pipe.source == source)
             pipe.reset_after = count

@@ -160,6 +160,7 @@ async def _reset_inside(world: World, fault: Fault) -> bool:
     before = world.net.faults["reset inside a stream"]
     world.net.reset_after(fault.a, fault.b, 1 + int(fault.amount))
     await asyncio.sleep(fault.lasts)
+    world.net.reset_after(fault.a, fault.b, None)
     return world.net.faults["reset inside a stream"] > before
 
 

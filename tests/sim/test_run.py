@@ -98,7 +98,6 @@ def test_nothing_goes_wrong_without_faults(seed: int) -> None:
     ours = {k: v for k, v in report.outcomes.items() if k.startswith("failed")}
     assert ours.keys() <= {"failed DeadlineExceeded"}
     assert early == sum(v for k, v in report.outcomes.items() if k.startswith("refused"))
-    assert report.events["died"] == 0 or report.events["END"]
 
 
 # ---------------------------------------------------------------------- repeating

@@ -23,7 +23,9 @@ ROLES = {
 }
 
 
-def plan(seed: int, faults: list[Fault], *, until: Seconds, rate: float = 2.0) -> Plan:
+def plan(
+    seed: int, faults: list[Fault], *, until: Seconds, rate: float = 2.0, patience: float = 1.0
+) -> Plan:
     """Six hosts that start together, and these faults."""
     return Plan(
         seed=seed,
@@ -34,6 +36,7 @@ def plan(seed: int, faults: list[Fault], *, until: Seconds, rate: float = 2.0) -
         rate=rate,
         faults=tuple(faults),
         faults_end=until,
+        patience=patience,
     )
 
 
