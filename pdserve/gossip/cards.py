@@ -139,6 +139,18 @@ class Cards:
         self._fetches[node] = fetch
         self._pump()
 
+    def linked(self) -> None:
+        """There is a new link: what waits for the answer of somebody who is not there need wait no
+        longer. So begins every life after the first, which knows its members before its links."""
+        links = self._context.links
+        for node, card in tuple(self._fetches.items()):
+            if card.under_way and card.asked not in links:
+                self._context.agenda.cancel(("card", node))
+                self.card_due(node)
+        for name, part in tuple(self._part_fetches.items()):
+            if part.under_way and part.asked not in links:
+                self._try_part(name, part)
+
     def _pump(self) -> None:
         free = self._context.config.card_fetches
         free -= sum(fetch.under_way for fetch in self._fetches.values())

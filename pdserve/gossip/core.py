@@ -455,6 +455,7 @@ class Gossip:
         self.context.emit(ev.Reachable(node))
         self.context.agenda.cancel(("dial", node))
         self.context.send(node, m.News((Rumour(self.me),)))
+        self.cards.linked()
         record = self.members.get(node)
         if record and self._over(record, event.epoch):
             self.context.send(node, m.Records((record,)))

@@ -76,6 +76,31 @@ def test_a_card_must_come_with_its_parts():
         cards.set_own(1, 1, CARD, (b"other",))
 
 
+def test_who_had_nobody_to_ask_asks_the_first_link():
+    context, cards = alone()
+    context.links.clear()
+    cards.learn(RECORD, None)
+    assert took(context) == []
+    context.links[B] = 1
+    cards.linked()
+    assert took(context) == [ev.Send(B, m.CardRequest(OWNER, 1, 1))]
+    context.links[OWNER] = 1
+    cards.linked()
+    assert took(context) == []  # B has been asked, and is there
+    del context.links[B]
+    cards.linked()
+    assert took(context) == [ev.Send(OWNER, m.CardRequest(OWNER, 1, 1))]
+    cards.reply(OWNER, m.CardReply(OWNER, 1, 1, CARD))
+    took(context)
+    context.links.clear()
+    cards.want(OWNER, part_hash(DATA))
+    assert took(context) == []
+    context.links[B] = 1
+    cards.linked()
+    assert took(context) == [ev.Send(B, m.PartRequest(part_hash(DATA), 0))]
+    assert list(context.agenda.take(100.0)) == [("part", part_hash(DATA).hex())]
+
+
 def test_a_silent_peer_is_replaced_by_another():
     context, cards = alone()
     cards.learn(RECORD, B)
