@@ -75,6 +75,8 @@ class ModelDirectory:
         # By the identity of a card, which every entry keeps alive.
         self._ready: dict[int, ServedModel] = {}
         self._failed: dict[int, tuple[ModelCard, str]] = {}
+        self._told: set[int] = set()
+        """Failures that are in the log."""
         self._making: dict[int, asyncio.Task[ServedModel]] = {}
 
     def card(self, name: str | None, key: ApiKey | None = None) -> ModelCard:
@@ -89,7 +91,9 @@ class ModelDirectory:
             raise NotReady(f"the server is not ready: {reason}", retry_after=1.0)
         usable = _usable(cards, key)
         if name is None:
-            return _only(usable.values())
+            # Those whose last worker is gone are remembered, and in nobody's way here.
+            served = [card for card in usable.values() if self._backend.refusal(card) is None]
+            return _only(served or usable.values())
         card = usable.get(name)
         if card is None and name in cards:
             raise Forbidden(f"this API key may not use the model '{shorten(name)}'", param="model")
@@ -129,12 +133,14 @@ class ModelDirectory:
         for known in (self._ready, self._failed):
             for key in [key for key in known if key not in cards]:
                 del known[key]
+        self._told &= cards.keys()
         for card in cards.values():
-            if id(card) not in self._failed:
-                try:
-                    await self.get(card)
-                except PdserveError as error:
-                    logger.error("model %s cannot be served: %s", card.name, error)
+            try:
+                await self.get(card)
+            except PdserveError as error:
+                if id(card) not in self._told:
+                    self._told.add(id(card))
+                    logger.error("model %s cannot be served: %s", card.name, error.message)
 
     def listing(self, key: ApiKey | None = None) -> list[Model]:
         """Every name that can be asked for, in `/v1/models`' form."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.backend import Backend
     from pdserve.frontend.config import FrontendConfig
     from pdserve.ids import Seconds
+    from pdserve.messages.card import ModelCard
     from pdserve.observe.metrics import Pages
 
 logger = logging.getLogger("pdserve.frontend")
@@ -163,6 +164,12 @@ class FrontendService:
                 raise ConfigError(
                     f"model {card.name!r} cannot be served: {error.message}"
                 ) from None
+
+    async def usable_model(self) -> ModelCard | None:
+        """One of the served models whose text can be dealt with; the log names those where not."""
+        await self._models.prepare()
+        served = self._backend.cards().values()
+        return next((c for c in served if self._models.get_nowait(c) is not None), None)
 
     async def stop(self, drain_timeout: Seconds | None = None) -> None:
         """Shut down in order; returns when every connection is closed. Idempotent.

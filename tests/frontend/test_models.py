@@ -10,6 +10,7 @@ from pdserve.errors import (
     InvalidRequest,
     ModelNotFound,
     NotReady,
+    NoWorker,
     Overloaded,
 )
 from pdserve.frontend.keys import ApiKey
@@ -164,6 +165,17 @@ async def test_names_are_looked_up(pool):
     backend.unready = "loading"
     with pytest.raises(NotReady, match="loading"):
         models.card("big")
+
+
+async def test_without_a_name_a_model_that_is_only_remembered_does_not_count(pool, monkeypatch):
+    cards = {name: card(name=name) for name in ("here", "gone")}
+    backend = FakeBackend(cards)
+    directory = ModelDirectory(backend, pool)
+    with pytest.raises(InvalidRequest, match="served: gone, here"):
+        directory.card(None)
+    refusals = {"gone": NoWorker("its last worker is gone")}
+    monkeypatch.setattr(FakeBackend, "refusal", lambda self, asked: refusals.get(asked.name))
+    assert directory.card(None) is cards["here"]
 
 
 def test_the_fingerprint_changes_with_what_decides_answers():

@@ -143,6 +143,18 @@ async def test_models_can_be_made_ahead_and_one_that_cannot_is_named():
             await client.service.make_models()
 
 
+async def test_one_model_that_cannot_be_made_is_in_nobodys_way(caplog):
+    bad = card(name="bad", chat_template="{% for %}")
+    async with frontend(models={"bad": bad, MODEL: card()}) as client:
+        for _ in range(2):
+            usable = await client.service.usable_model()
+            assert usable is not None
+            assert usable.name == MODEL
+    assert caplog.text.count("model bad cannot be served") == 1
+    async with frontend(models={"bad": bad}) as client:
+        assert await client.service.usable_model() is None
+
+
 async def test_a_port_that_is_taken_is_a_config_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

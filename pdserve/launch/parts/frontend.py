@@ -108,9 +108,9 @@ class FrontendPart:
         if is_sibling(self._context.config):
             await self._take_part()
             return
-        await self.service.make_models()
-        for model in tuple(self.backend.cards().values())[:1]:  # none, if it went this moment
-            _log.info("%s", served_line(config, self.service.port, model))
+        while (model := await self.service.usable_model()) is None:
+            await self.backend.wait_news()
+        _log.info("%s", served_line(config, self.service.port, model))
 
     async def _take_part(self) -> None:
         try:
