@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.chaos.cluster import Cluster, Node, eventually
 from tests.chaos.load import ask, running_on, streams, wait_served, warm_up
-from tests.chaos.netns import Host, network
+from tests.chaos.netns import Host, Network, network
 from tests.chaos.test_security import key_file
 from tests.e2e.server import PATIENCE
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 
@@ -21,7 +25,7 @@ STREAMS = 8
 class Hosts:
     """A cluster with a host for every node."""
 
-    def __init__(self, net, cluster, tmp_path):
+    def __init__(self, net: Network, cluster: Cluster, tmp_path: Path) -> None:
         self.net = net
         self.cluster = cluster
         keys = key_file(tmp_path / "shared.key", secrets.token_hex(32))
