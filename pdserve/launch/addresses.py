@@ -58,11 +58,12 @@ class ClusterConfig:
             _check("advertise", told)
             if split(told)[0] in _WILDCARDS:
                 raise ConfigError(f"advertise: nobody can dial {self.advertise}; name one address")
-        if self.node_name and not _NAME.fullmatch(self.node_name):
-            raise ConfigError(
-                f"node-name: {self.node_name!r} is not 1 to 100 letters, digits, dots, dashes and "
-                "underscores"
-            )
+        for name, value in (("node-name", self.node_name), ("cluster", self.cluster)):
+            if value and not _NAME.fullmatch(value):
+                raise ConfigError(
+                    f"{name}: {value!r} is not 1 to 100 letters, digits, dots, dashes and "
+                    "underscores"
+                )
         for address in self.join:
             _check("join", address)
             if split(address)[1] == 0:
@@ -117,9 +118,11 @@ def advertise(config: ClusterConfig, listen: str, route: Callable[[str], str | N
     for source in found:
         if not is_loopback(source):
             return f"[{source}]" if ":" in source else source
+    target = seeds[0] if seeds else "other machines"
+    hint = " (is the name right?)" if seeds and not found else ""
     raise ConfigError(
-        f"none of this host's addresses leads to {seeds[0] if seeds else 'other machines'}: "
-        "say which one others can dial, with --advertise HOST:PORT"
+        f"none of this host's addresses leads to {target}{hint}: say which one others can dial, "
+        "with --advertise HOST:PORT"
     )
 
 

@@ -79,7 +79,10 @@ def make_key_file(path: Path) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"no cluster key can be made at {path}: {error.strerror}") from None
+        raise ConfigError(
+            f"no cluster key can be made at {path}: {error.strerror}; give a file that has one, "
+            "with --cluster-key-file"
+        ) from None
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:

@@ -81,11 +81,17 @@ def test_where_no_address_leads_anywhere_one_must_be_said() -> None:
         ({"node_name": "a:1"}, "node-name"),
         ({"node_name": "ä"}, "node-name"),
         ({"node_name": "x" * 101}, "node-name"),
+        ({"cluster": "a b"}, "cluster"),
     ],
 )
 def test_what_cannot_be_is_named(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ClusterConfig(**changes).validate()  # type: ignore[arg-type]
+
+
+def test_a_seed_without_a_way_may_be_a_typing_error() -> None:
+    with pytest.raises(ConfigError, match="is the name right"):
+        advertise(ClusterConfig(join=("typo:7700",)), "0.0.0.0:0", lambda host: None)
 
 
 @pytest.mark.parametrize("told", ["host", "host:0", "host:7", "10.0.0.1", "[::1]", "[::1]:7"])
