@@ -38,6 +38,7 @@ PARTS: Final = 0x0101
 _TELLABLE: Final = 32 * 1024
 """Bytes of a part's chunk that may go between pings; larger ones take the bulk connection."""
 _BULK_TIMEOUT: Final[Seconds] = 10.0
+_BULK_TRIES: Final = 3
 _BULK_TASKS: Final = 64
 """Chunks on their way at a time; further ones are dropped, and asked for again elsewhere."""
 _IDLE_CHECK: Final[Seconds] = 10.0
@@ -201,12 +202,21 @@ class GossipService:
         return self._encoded[1]
 
     async def _send_bulk(self, link: Link, body: bytes) -> None:
-        try:
-            await link.open_bulk_stream(
-                PARTS, body, _Mute(), timeout=_BULK_TIMEOUT, window=0, last=True
-            )
-        except PdserveError as error:  # whoever asked asks again
-            _log.debug("a part was not sent to %s: %s", link.peer.node, error)
+        """Two nodes that dial each other at once keep one of their two links: what was begun on the
+        other begins again on that."""
+        for _ in range(_BULK_TRIES):
+            try:
+                await link.open_bulk_stream(
+                    PARTS, body, _Mute(), timeout=_BULK_TIMEOUT, window=0, last=True
+                )
+            except PdserveError as error:
+                _log.debug("a part was not sent to %s: %s", link.peer.node, error)
+            else:
+                return
+            other = self._network.link(link.peer.node)
+            if other is None or other is link:
+                return  # whoever asked asks again
+            link = other
 
     # ------------------------------------------------------------------ links
 

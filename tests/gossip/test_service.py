@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.errors import Draining, ProtocolError
+from pdserve.errors import Draining, HandshakeRefused, ProtocolError
 from pdserve.gossip.messages import TELL, PartReply, Ping
 from pdserve.gossip.service import PARTS
 from pdserve.ids import NodeId
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.gossip.service import GossipService
-    from pdserve.net.base import Down, Link
+    from pdserve.net.base import Down, Incoming, Link
     from pdserve.net.memory import MemoryWorld
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
+    from pdserve.wire.parser import Buffer
 
 
 def gossip_of(node: Node) -> GossipService:
@@ -154,6 +155,34 @@ async def test_large_parts_take_the_bulk_connection() -> None:
             assert await reader.part(NodeId("a"), part_hash(data), timeout=5.0) == data
             link = await reader.link(NodeId("a"), timeout=1.0)
             assert link.statistics().bulk == bulk
+
+
+@virtually
+async def test_a_part_begun_on_a_link_that_was_replaced_takes_the_other() -> None:
+    async with cluster() as nodes:
+        a, b = await nodes.add("a"), await nodes.add("b")
+        await nodes.until(nodes.converged)
+        there, heard = gossip_of(b), []
+        opened = there.opened
+
+        def note(stream: Incoming, body: Buffer) -> None:
+            heard.append(bytes(body))
+            opened(stream, body)
+
+        there.opened = note  # type: ignore[method-assign]
+        link = await a.link(NodeId("b"), timeout=1.0)
+
+        class Replaced:
+            """A link that went while its bulk connection was being made."""
+
+            peer = link.peer
+
+            async def open_bulk_stream(self, *_: object, **__: object) -> None:
+                raise HandshakeRefused("it names no session of its own")
+
+        reply = encode(PartReply(bytes(16), 0, bytes(100_000)))
+        await gossip_of(a)._send_bulk(Replaced(), reply)  # type: ignore[arg-type]
+        await nodes.until(lambda: heard == [reply])
 
 
 @virtually
