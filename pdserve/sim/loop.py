@@ -35,6 +35,8 @@ _REACH: Final = 8
 """How far down the queue one may be picked: nobody is overtaken by many more than this."""
 _TURNS: Final = 20_000
 """Turns of the loop within one moment: more means that somebody runs in circles."""
+_RESOLUTION: Final[Seconds] = 1e-9
+"""Timers so close to each other are due together; far above the rounding of a clock's readings."""
 
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
@@ -69,6 +71,7 @@ class WorldLoop(VirtualTimeLoop):
 
     def __init__(self, random: Random) -> None:
         super().__init__()
+        self._clock_resolution = _RESOLUTION
         self._ready: deque[asyncio.Handle] = _Ready(random)
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], Process] = (
             weakref.WeakKeyDictionary()
@@ -146,7 +149,9 @@ class WorldLoop(VirtualTimeLoop):
         super()._run_once()  # type: ignore[misc]
 
     def _advance(self, seconds: Seconds) -> None:
-        super()._advance(seconds)
+        """A little more, so that who waits for a moment does not wake before it, by the rounding of
+        a difference, to wait for nothing again and again."""
+        super()._advance(seconds + 2 * _RESOLUTION)
         if seconds > 0:
             self._turns = 0
 

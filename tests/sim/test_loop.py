@@ -119,6 +119,25 @@ def test_what_a_process_owns_can_be_listed(loop: WorldLoop) -> None:
     loop.run_until_complete(main())
 
 
+def test_who_waits_for_a_moment_does_not_wake_before_it(loop: WorldLoop) -> None:
+    """Several that look at the clock, each a little too early, would keep each other busy: found
+    by the world of seed 5234."""
+    woken = 0
+
+    async def wait(until: float) -> None:
+        nonlocal woken
+        while loop.time() < until:
+            await asyncio.sleep(until - loop.time())
+            woken += 1
+
+    async def main() -> None:
+        for number in range(1, 1001):
+            await wait(number / 7)
+
+    loop.run_until_complete(main())
+    assert woken == 1000
+
+
 def test_running_in_circles_is_an_error(loop: WorldLoop) -> None:
     async def circle() -> None:
         for _ in itertools.count():
