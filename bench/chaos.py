@@ -201,8 +201,8 @@ def crowd() -> None:
         stream.hang_up()
     FACTS.append(
         f"{STRANGERS:,} half-open connections and {said} malformed beginnings at the cluster "
-        "ports: nobody admitted, the stream went on, resident memory grew by "
-        f"{grown:.1f} MiB at most."
+        f"ports: nobody admitted, the\nstream went on, resident memory grew by {grown:.1f} MiB at "
+        "most."
     )
     print(FACTS[-1], flush=True)
 
