@@ -71,6 +71,7 @@ def test_a_short_stall_is_nothing(cluster, ways):
         assert not node.said("died, life"), node.lines
 
 
+@pytest.mark.long
 def test_connections_cut_in_the_middle_of_a_frame_come_back(cluster, ways, long):
     """The nodes live: nobody is declared dead, and requests end clearly or finish whole."""
     _, workers, frontend = start(cluster, ways)

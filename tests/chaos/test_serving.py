@@ -116,7 +116,7 @@ def test_without_a_router_requests_wait_and_streams_go_on(cluster):
     frontend = cluster.frontend("--router-wait", "500ms")
     cluster.wait_ready()
     wait_served(frontend)
-    stream = Stream(frontend, tokens=200)
+    stream = Stream(frontend, tokens=120)
     stream.wait_tokens(1)
     router.kill()
     eventually(lambda: ask(frontend).code == "no_router", "the router's end is seen")
