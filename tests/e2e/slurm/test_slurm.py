@@ -85,7 +85,7 @@ class Job:
         return found
 
     def ready(self, times: int = 1) -> None:
-        self.until(lambda: self.log().count("ready: ") >= times, "ready")
+        self.until(lambda: self.log().count("; try: curl") >= times, "ready")
 
     def ask(self) -> int:
         (port,) = re.findall(r"listening on \S+, port (\d+)", self.log())[-1:]
