@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -272,6 +273,7 @@ CORNERS = {"preempted", "cached", "copied", "completed", "aborted", "continued"}
 CORNERS |= {Overloaded.__name__, DeadlineExceeded.__name__, EngineError.__name__}
 
 
+@pytest.mark.timeout(900)  # minutes in long mode
 def test_random_lives_keep_every_rule_and_visit_every_corner():
     CoreMachine.visited = Counter()
     lives = settings(max_examples=1500 if is_long() else 100, stateful_step_count=30)
