@@ -32,10 +32,12 @@ def test_a_slice_of_seeds(seed: int, part: int) -> None:
         run(first + number)
 
 
+@pytest.mark.timeout(300)
 def test_fifty_nodes(seed: int) -> None:
     assert len(run(seed % 10**9, nodes=50).plan.roles) == 50
 
 
+@pytest.mark.timeout(3600)
 def test_many_seeds_visit_everything(seed: int, long: bool) -> None:
     if not long:
         pytest.skip("a quarter of an hour: PDSERVE_TEST_LONG=1")
