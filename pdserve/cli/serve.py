@@ -12,6 +12,8 @@ pdserve {__version__}: serve a large language model over the OpenAI API.
 
   pdserve                                   the bundled model on http://127.0.0.1:8000
   pdserve --model DIRECTORY --port 9000     another one, elsewhere
+  pdserve --role=router                     a cluster: then --role=worker and --role=frontend,
+                                            each with --join 127.0.0.1:7700
 
 sub-commands (pdserve COMMAND --help tells more):
 """
