@@ -28,17 +28,24 @@ if TYPE_CHECKING:
 __all__ = [
     "HASH_BYTES",
     "HASH_SECRET_TEST",
+    "SHORT_BYTES",
     "BlockHash",
     "block_hashes",
     "chain_pure",
     "pack_tokens",
     "root_hash",
+    "short_names",
 ]
 
 BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 16
 """Length of a block hash: 128 bits, so that 2**40 blocks collide with probability below 2**-48."""
+
+SHORT_BYTES = 8
+"""Length of a short name: the first bytes of a hash, read as a little-endian u64. Enough to find a
+block in an index, where two names that agree by chance (one pair in 2**64) cost a recomputation;
+never enough to serve one."""
 
 HASH_SECRET_TEST = b"pdserve test and simulation only"
 """The secret of tests and simulation, public and constant so that their hashes repeat."""
@@ -76,6 +83,11 @@ def block_hashes(
     digests = _chain(pack_tokens(tokens), block_size, secret, parent)
     # One cast for all: calling a NewType per block would cost as much as hashing it.
     return cast("list[BlockHash]", [digest for (digest,) in iter_unpack("16s", digests)])
+
+
+def short_names(hashes: bytes) -> bytes:
+    """Of hashes that are joined, 16 bytes each, the short names, joined."""
+    return b"".join([head for (head,) in iter_unpack("8s8x", hashes)])
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

@@ -75,6 +75,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """Higher is sooner."""
     deadline: float | None = None
     """Seconds that remain at the moment of sending; None: no deadline."""
+    block_names: bytes = b""
+    """Hashes of the prompt's full blocks, 16 bytes each, as the frontend made them; empty: the
+    engine makes them itself."""
+    names_id: bytes = b""
+    """Which secret they were made with; an engine with another one makes its own."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -108,6 +113,19 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """From that step to the first output token."""
 
 
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """How a sequence came to its first token."""
+
+    cached_tokens: int
+    """Leading prompt tokens whose KV was reused from the pool instead of computed."""
+    queue_seconds: float
+    """From submission to the first step that computed something for it."""
+    prefill_seconds: float
+    """From that step's begin to the first token."""
+    work_seconds: float
+    """Its share of the steps in between: each step's time, by its part of the step's tokens."""
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """What one step added to one sequence. The last one of a sequence carries `finish`."""
 
@@ -121,3 +139,5 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """One per token of `tokens`, if asked for."""
     prompt_logprobs: list[TokenLogprob] | None = None
     """On a choice's first delta, if asked for: one per prompt token but the first."""
+    started: Started | None = None
+    """On a choice's first delta."""

@@ -2,7 +2,7 @@
 
 `Route` and `Release` go from frontends to routers, `Routed` back. `WorkerLoad` is what a worker
 publishes of itself, `Booked` what a router publishes of its decisions. No prompt travels here:
-tokens go from the frontend to the worker that was named.
+tokens go from the frontend to the worker that was named, routers see only the names of blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pdserve.ids import NodeId
 LOAD = "load"
 """Topic of a worker, a value: `WorkerLoad`."""
 SEQUENCES = "sequences"
-"""Topic of a worker, a set: the keys of the bookings that it holds."""
+"""Topic of a worker, a set: the keys of the bookings that it holds; the value is empty until the
+first token, then `messages.request.Started`."""
 BOOKINGS = "bookings"
 """Topic of a router, a set: its own bookings, `Booked` by key."""
 
@@ -49,7 +50,30 @@ class Route(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     priority: int = 0
     """Higher is sooner."""
     excluded: tuple[NodeId, ...] = ()
-    """Workers that this request has already failed at."""
+    """Workers that this request has already failed at, or that its client will not have."""
+    allowed: tuple[NodeId, ...] = ()
+    """Only these workers; empty: all."""
+    names: bytes = b""
+    """Short names (`blocks.hashing.short_names`, 8 bytes each) of the prompt's full blocks, in
+    order. Empty: the asker could not name them, so nothing is known to overlap."""
+    names_id: bytes = b""
+    """Which secret the names were made with; a worker with another one overlaps nowhere."""
+    block_size: Count = 0
+    """Tokens of a block; 0 without names."""
+    session_id: str = ""
+    """Requests of one conversation or agent; empty: none was given."""
+    tenant: str = ""
+    """Whom the API key belongs to; empty: no keys are in use."""
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+    """The tenant's share where requests wait for each other."""
+    lora: str = ""
+    """Adapter; only workers that have it. Empty: none."""
+    waited: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds since the request reached the frontend, at the moment of sending."""
+    deadline: float | None = None
+    """Seconds that remain at the moment of sending; None: none."""
+    slo_ttft: Annotated[float, Meta(gt=0)] | None = None
+    """Seconds from arrival at the frontend to the first token that its client can bear."""
 
 
 class Routed(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +83,41 @@ class Routed(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     """The life of the worker that was meant; in another one the booking does not exist."""
     booking: BookingId
+    policy: str = ""
+    """That chose; with what it fell back to, if it did."""
+    overlap_blocks: Count = 0
+    """Leading blocks of the prompt that the router believes to be there."""
+    predicted_ttft: float | None = None
+    """Seconds from this answer to the first token; None: no prediction."""
+    held: float = 0.0
+    """Seconds that the router kept the question before it answered."""
+
+
+class Candidate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One worker in an explanation."""
+
+    worker: NodeId
+    standing: str
+    """`sound`, `doubtful`, `draining`, `unready`, or why the request's own filters leave it out."""
+    chosen: bool = False
+    overlap_blocks: Count = 0
+    terms: dict[str, float] = {}
+    """What the policy weighed, by name; the policy's own docstring says in which unit. `cost` is
+    the sum that was compared, where there is one."""
+
+
+class Explained(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a router would do with a question now. Nothing has been booked."""
+
+    policy: str
+    candidates: tuple[Candidate, ...] = ()
+    worker: NodeId | None = None
+    """None: it would be held or refused, see `refusal`."""
+    refusal: str = ""
+    """In words; empty: none."""
+    held: Count = 0
+    """Requests of the model that wait in this router now."""
+    predicted_ttft: float | None = None
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +147,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Referenced by sequences."""
     blocks_cached: Count = 0
     """Unreferenced but valid: reusable as prefix, evictable at once."""
+    uncomputed_tokens: Count = 0
+    """Prompt tokens in the engine that no step has computed yet."""
+    kv_tokens: Count = 0
+    """Tokens of running sequences: what a decode step reads."""
+    itl: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds between two tokens of a sequence, lately; 0: unknown."""
 
 
 class Booked(msgspec.Struct, frozen=True, array_like=True):
@@ -100,6 +165,8 @@ class Booked(msgspec.Struct, frozen=True, array_like=True):
     """What it charges: one per choice."""
     prompt_tokens: Count
     """What it charges besides."""
+    cached_tokens: Count = 0
+    """Of those, believed to be in the worker's pool."""
 
 
 def booking_key(booking: int) -> bytes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pdserve.messages.routing import Route, Routed
+from pdserve.messages.routing import Explained, Route, Routed
 from pdserve.messages.status import Ask, ClusterStatus, MetricPage, Report, Scrape
 from pdserve.wire.codec import Method
 
@@ -22,6 +22,8 @@ ROUTE: Final = Method(0x0300, "route", Route, Routed)
 """A frontend asks a router for a worker."""
 RELEASE: Final = 0x0301
 """A frontend tells the router that a booking is over: `Release`."""
+EXPLAIN: Final = Method(0x0302, "explain", Route, Explained)
+"""What a router would answer, and why; nothing is booked."""
 
 STATUS: Final = Method(0x0320, "status", Ask, ClusterStatus)
 """Anybody with the key asks any node how the cluster is."""

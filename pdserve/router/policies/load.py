@@ -5,6 +5,7 @@ Nothing is imported before it is chosen.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 from importlib.metadata import EntryPoint, entry_points
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from pdserve.router.policies.base import Policy
 
@@ -27,8 +28,8 @@ def installed_policies() -> list[str]:
     return sorted({point.name for point in entry_points(group=GROUP)})
 
 
-def load_policy(policy: str) -> Policy:
-    """The function that `policy` names. Raises `ConfigError` with the remedy."""
+def load_policy(policy: str, options: Mapping[str, str] | None = None) -> Policy:
+    """What `policy` names, made with `options`. Raises `ConfigError` with the remedy."""
     target = policy if ":" in policy else _registered(policy, entry_points(group=GROUP)).value
     module_name, _, attribute = target.partition(":")
     try:
@@ -41,7 +42,43 @@ def load_policy(policy: str) -> Policy:
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(f"policy {policy!r}: {target} cannot be called")
+    if isinstance(found, type) and dataclasses.is_dataclass(found):
+        return cast("Policy", _made(policy, found, options or {}))
+    if options:
+        raise ConfigError(
+            f"policy {policy!r} has no options, {', '.join(sorted(options))} was given"
+        )
     return cast("Policy", found)
+
+
+def _made(policy: str, kind: type, options: Mapping[str, str]) -> object:
+    """An instance with these options. Raises `ConfigError`; so does a `kind` for a bad value, by
+    `ValueError` from `__post_init__`."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    values: dict[str, object] = {}
+    for name, text in options.items():
+        key = name.replace("-", "_")
+        if key not in fields:
+            known = ", ".join(sorted(fields)) or "none"
+            raise ConfigError(f"policy {policy!r} has no option {name!r}. Options: {known}")
+        values[key] = _parsed(policy, name, text, type(fields[key].default))
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ConfigError(f"policy {policy!r}: {error}") from error
+
+
+def _parsed(policy: str, name: str, text: str, kind: type) -> object:
+    parse: Callable[[str], object] = _BOOLEANS.__getitem__ if kind is bool else kind
+    try:
+        return parse(text)
+    except (ValueError, KeyError):
+        raise ConfigError(
+            f"policy {policy!r}: option {name}={text!r} is no {kind.__name__}"
+        ) from None
+
+
+_BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
 def _registered(policy: str, points: Iterable[EntryPoint]) -> EntryPoint:
