@@ -58,6 +58,8 @@ STATS_INTERVAL: Seconds = 0.5
 """Between two `Stats` events while steps are computed; one more follows when they cease."""
 
 _FAILURES_IN_A_ROW = 3
+_NEWEST = 0.1
+"""Weight of one step in the mean time between tokens: it follows the last dozen or two."""
 
 
 class Core(Protocol):
@@ -102,6 +104,7 @@ class EngineCore:
         self._deltas: list[TokenDelta] = []
         self._steps = 0
         self._step_seconds: Seconds = 0.0
+        self._itl: Seconds = 0.0
         self._failures = 0
         self._broken = False
         self._stats_at: Seconds = clock.now()
@@ -230,9 +233,12 @@ class EngineCore:
             return
         now = self._clock.now()
         self._failures = 0
-        self._deltas += self.scheduler.complete(plan, result, now)
+        took = now - started
+        if plan.chunks[0].sequence.first_token is not None:  # decodes come first
+            self._itl += (took - self._itl) * (_NEWEST if self._itl else 1.0)
+        self._deltas += self.scheduler.complete(plan, result, now, took)
         self._steps += 1
-        self._step_seconds += now - started
+        self._step_seconds += took
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         _log.error("a step of %d tokens failed", plan.num_tokens, exc_info=error)
@@ -280,6 +286,9 @@ class EngineCore:
             preemptions=counters.preemptions,
             aborted=counters.aborted,
             finished=counters.finished,
+            uncomputed_tokens=scheduler.uncomputed(),
+            kv_tokens=sum(sequence.num_computed for sequence in scheduler.running),
+            itl=self._itl,
         )
 
     def close(self) -> int:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from sortedcontainers import SortedDict
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pdserve.engine.sequence import Sequence
     from pdserve.ids import Seconds
 
@@ -28,6 +30,9 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._by_order)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_order.values())
 
     def push(self, sequence: Sequence) -> None:
         self._by_order[sequence.order] = sequence

@@ -38,9 +38,10 @@ from pdserve.engine.submission import (
     check_request,
     ending,
     finish_record,
+    started_record,
 )
 from pdserve.errors import ConfigError, ContextLengthExceeded, Overloaded
-from pdserve.messages.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
+from pdserve.messages.request import Finish, GenerateRequest, Started, TokenDelta, TokenLogprob
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -242,6 +243,13 @@ class Scheduler:
         for blocks that nobody here can free."""
         return bool(self.running) or (len(self.waiting) > 0 and not self._is_stuck())
 
+    def uncomputed(self) -> int:
+        """Prompt tokens that no step has computed yet, a preempted sequence's output included; what
+        the prefix cache will spare is not known before. O(sequences)."""
+        waiting = sum(len(sequence.tokens) for sequence in self.waiting)
+        lacking = (len(sequence.tokens) - sequence.num_computed for sequence in self.running)
+        return waiting + sum(count for count in lacking if count > 1)
+
     def schedule(self, now: Seconds) -> StepPlan:
         """The next step; empty if there is nothing to compute. Preempts if blocks are short."""
         plan = StepPlan()
@@ -380,17 +388,25 @@ class Scheduler:
 
     # ------------------------------------------------------------------ taking results in
 
-    def complete(self, plan: StepPlan, result: StepResult, now: Seconds) -> list[TokenDelta]:
-        """Advance the plan's sequences by what was computed; returns a delta for each new token."""
+    def complete(
+        self, plan: StepPlan, result: StepResult, now: Seconds, took: Seconds = 0.0
+    ) -> list[TokenDelta]:
+        """Advance the plan's sequences by what was computed in `took` seconds; returns a delta for
+        each new token."""
         self._release_copy_sources()
         for index, rows in result.prompt_logprobs.items():
             self._collect(plan.chunks[index], rows)
         sampled = zip(result.tokens, result.logprobs, strict=True)
         deltas: list[TokenDelta] = []
         computed = 0
+        per_token = -1.0
         for chunk in plan.chunks:
             sequence = chunk.sequence
             computed += chunk.count
+            if sequence.first_token is None:
+                if per_token < 0:  # a step that only decodes need not know
+                    per_token = took / plan.num_tokens
+                sequence.work += per_token * chunk.count
             sequence.num_computed = end = chunk.start + chunk.count
             if end >= sequence.commit_at:
                 self._commit(sequence)
@@ -425,8 +441,10 @@ class Scheduler:
         tokens = sequence.tokens
         tokens.append(token)
         prompt_logprobs: list[TokenLogprob] | None = None
+        started: Started | None = None
         if sequence.first_token is None:
             sequence.first_token = now
+            started = started_record(sequence)
             if sequence.request.sampling.prompt_logprobs is not None:
                 prompt_logprobs = list(self._submissions[sequence.handle].prompt_logprobs)
         finish: Finish | None = None
@@ -440,6 +458,7 @@ class Scheduler:
             finish,
             None if logprob is None else [logprob],
             prompt_logprobs,
+            started,
         )
 
     def _end(self, sequence: Sequence, now: Seconds) -> Finish:

@@ -50,6 +50,8 @@ class Sequence:
     preemptions: int = 0
     first_step: Seconds | None = None
     first_token: Seconds | None = None
+    work: Seconds = 0.0
+    """Its share of the steps up to the first token: each step's time, by its part of the tokens."""
     order: tuple[int, int, int] = (0, 0, 0)
     """(-priority, arrival number, choice): smaller goes first and is preempted last."""
     root: bytes = b""

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import ContextLengthExceeded, InvalidRequest
-from pdserve.messages.request import Finish, FinishReason, GenerateRequest, TokenLogprob
+from pdserve.messages.request import (
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    Started,
+    TokenLogprob,
+)
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
@@ -20,7 +26,14 @@ if TYPE_CHECKING:
 _MAX_PROMPT_LOGPROBS = 1 << 21
 """Entries for one prompt; they travel in one frame, where each takes up to 23 bytes."""
 
-__all__ = ["Submission", "build_sequences", "check_request", "ending", "finish_record"]
+__all__ = [
+    "Submission",
+    "build_sequences",
+    "check_request",
+    "ending",
+    "finish_record",
+    "started_record",
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -130,4 +143,16 @@ def finish_record(
         preemptions=sequence.preemptions,
         queue_seconds=first_step - sequence.arrival,
         prefill_seconds=first_token - first_step,
+    )
+
+
+def started_record(sequence: Sequence) -> Started:
+    """How the choice came to its first token, which is there."""
+    assert sequence.first_step is not None
+    assert sequence.first_token is not None
+    return Started(
+        sequence.cached_tokens,
+        sequence.first_step - sequence.arrival,
+        sequence.first_token - sequence.first_step,
+        sequence.work,
     )

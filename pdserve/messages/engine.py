@@ -90,6 +90,12 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     preemptions: int = 0
     aborted: int = 0
     finished: int = 0
+    uncomputed_tokens: int = 0
+    """Prompt tokens of this moment that no step has computed yet."""
+    kv_tokens: int = 0
+    """Of running sequences at this moment: what a decode step reads."""
+    itl: float = 0.0
+    """Seconds between two tokens of a sequence, lately; 0: unknown."""
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -178,6 +178,15 @@ class EngineConformance:
             once, again = await self.complete(engine), await self.complete(engine)
             assert once.tokens == again.tokens
 
+    async def test_the_first_token_says_how_it_came_about(self) -> None:
+        """That it comes once, and agrees with the end, every ledger checks."""
+        async with self.running() as engine:
+            ledger = await self.complete(engine, n=2, temperature=1.0, seed=3)
+            assert all(ledger.starts)
+            whole = ledger.tokens[0]
+            ledger = await self.complete(engine, output=[whole[:3]], temperature=1.0, seed=3)
+            assert all(ledger.starts)
+
     async def test_every_choice_ends_once(self) -> None:
         async with self.running() as engine:
             ledger = await self.complete(engine, n=3, max_tokens=5, temperature=1.0, seed=3)

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import NotReady, PdserveError
 from pdserve.messages.engine import EngineStats
-from pdserve.messages.request import Finish, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from pdserve.messages.request import (
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    Started,
+    TokenDelta,
+    TokenLogprob,
+)
 
 if TYPE_CHECKING:
     from pdserve.engine.api import TokenSink
@@ -130,6 +137,11 @@ class FakeStream:
             prompt_logprobs=(
                 [logprob_of(token, prompt_k) for token in self.request.prompt[1:]]
                 if first and prompt_k is not None
+                else None
+            ),
+            started=(
+                Started(self._script.cached_tokens, 0.001, 0.002, 0.002)
+                if first and tokens
                 else None
             ),
         )

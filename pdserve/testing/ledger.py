@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
-    from pdserve.messages.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
+    from pdserve.messages.request import Finish, GenerateRequest, Started, TokenDelta, TokenLogprob
 
 __all__ = ["Ledger"]
 
@@ -26,6 +26,7 @@ class Ledger:
     logprobs: list[list[TokenLogprob]] = field(init=False)
     prompt_logprobs: list[list[TokenLogprob] | None] = field(init=False)
     finishes: list[Finish | None] = field(init=False)
+    starts: list[Started | None] = field(init=False)
     error: PdserveError | None = None
     aborted: bool = False
     deltas: int = 0
@@ -36,6 +37,7 @@ class Ledger:
         self.logprobs = [[] for _ in range(n)]
         self.prompt_logprobs = [None] * n
         self.finishes = [None] * n
+        self.starts = [None] * n
 
     @property
     def done(self) -> bool:
@@ -53,6 +55,7 @@ class Ledger:
         first = len(self.tokens[delta.choice]) == self._given(delta.choice)
         self.tokens[delta.choice] += delta.tokens
         self._take_logprobs(delta, first)
+        self._take_start(delta, first)
         if delta.finish is not None:
             self._finish(delta.choice, delta.finish)
 
@@ -80,8 +83,23 @@ class Ledger:
         else:
             assert delta.prompt_logprobs is None
 
+    def _take_start(self, delta: TokenDelta, first: bool) -> None:
+        if not (first and delta.tokens):
+            assert delta.started is None, "only the first token has a start"
+            return
+        start = delta.started
+        assert start is not None, "the first token does not say how it came about"
+        assert 0 <= start.cached_tokens <= len(self.request.prompt)
+        assert min(start.queue_seconds, start.prefill_seconds, start.work_seconds) >= 0
+        self.starts[delta.choice] = start
+
     def _finish(self, choice: int, finish: Finish) -> None:
         self.finishes[choice] = finish
+        start = self.starts[choice]
+        if start is not None and finish.reason in ("stop", "length"):
+            assert start.cached_tokens == finish.cached_tokens
+            assert start.queue_seconds == finish.queue_seconds
+            assert start.prefill_seconds == finish.prefill_seconds
         output = self.tokens[choice]
         assert finish.prompt_tokens == len(self.request.prompt)
         assert finish.completion_tokens == len(output)

@@ -11,11 +11,8 @@ import msgspec
 from pdserve.messages.engine import EngineStats
 
 _FIELDS = EngineStats.__struct_fields__
-COUNTERS = tuple(
-    name
-    for name in _FIELDS
-    if name not in ("running", "waiting") and not name.startswith("blocks_")
-)
+_GAUGES = ("running", "waiting", "uncomputed_tokens", "kv_tokens", "itl")
+COUNTERS = tuple(name for name in _FIELDS if name not in _GAUGES and not name.startswith("blocks_"))
 
 
 class EngineTotals:

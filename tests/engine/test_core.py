@@ -307,3 +307,33 @@ def test_closing_in_the_middle_of_things_frees_everything(executor: TimedExecuto
     engine.step()
     assert engine.close() == 0
     assert executor.closed == 1
+
+
+def test_the_first_token_says_what_it_took(engine: InlineEngine):
+    """Work is shared by tokens: what others computed in the same step is not one's own."""
+    engine.submit(request(*range(10, 34)))  # 24 of a budget of 32
+    long = engine.submit(request(*range(40, 64)))  # 8 with it, 16 in the next step
+    engine.run()
+    start = long.starts[0]
+    assert start is not None
+    assert start.cached_tokens == 0
+    assert (start.queue_seconds, start.prefill_seconds) == (0.0, 2.0)
+    assert start.work_seconds == pytest.approx(8 / 32 + 16 / 17)
+    again = engine.submit(request(*range(40, 64)))
+    engine.run()
+    assert again.starts[0] is not None
+    assert again.starts[0].cached_tokens == 20
+
+
+def test_statistics_say_what_is_still_to_be_computed(engine: InlineEngine):
+    engine.submit(request(*range(10, 34)))
+    engine.submit(request(*range(40, 64)))
+    assert isinstance(engine.core, EngineCore)
+    stats = engine.core.statistics()
+    assert (stats.uncomputed_tokens, stats.kv_tokens, stats.itl) == (48, 0, 0.0)
+    engine.step()
+    stats = engine.core.statistics()
+    assert (stats.uncomputed_tokens, stats.kv_tokens) == (16, 32)
+    engine.step()
+    stats = engine.core.statistics()
+    assert (stats.uncomputed_tokens, stats.kv_tokens, stats.itl) == (0, 49, 1.0)

@@ -29,4 +29,7 @@ def test_every_field_is_a_counter_or_a_gauge_on_purpose():
         "blocks_cached",
         "blocks_used",
         "blocks_quarantined",
+        "uncomputed_tokens",
+        "kv_tokens",
+        "itl",
     }

@@ -44,6 +44,7 @@ from pdserve.messages.request import (
     FinishReason,
     GenerateRequest,
     SamplingParams,
+    Started,
     TokenDelta,
     TokenLogprob,
 )
@@ -304,9 +305,10 @@ class InstantCore:
     def _full_delta(self, stream: _Stream, position: int, now: Seconds, more: bool) -> TokenDelta:
         """A delta with whatever the first, the last or a logged token carries besides."""
         sampling = stream.request.sampling
-        prompt_logprobs = None
+        prompt_logprobs = started = None
         if stream.started is None:
             stream.started = now
+            started = Started(0, 0.0, now - stream.submitted, 0.0)
             stream.plain = sampling.logprobs is None
             if sampling.prompt_logprobs is not None:
                 top = sampling.prompt_logprobs
@@ -316,7 +318,9 @@ class InstantCore:
         if sampling.logprobs is not None:
             logprobs = [self._logprob(token, position, sampling.logprobs)]
         finish = None if more else self._finish(stream, now)
-        return TokenDelta(stream.handle, stream.choice, [token], finish, logprobs, prompt_logprobs)
+        return TokenDelta(
+            stream.handle, stream.choice, [token], finish, logprobs, prompt_logprobs, started
+        )
 
     def _logprob(self, token: int, position: int, top: int) -> TokenLogprob:
         """Made up; `top` alternatives, the token itself first."""
