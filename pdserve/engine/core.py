@@ -95,7 +95,11 @@ class Core(Protocol):
 
 
 class EngineCore:
-    """A `Core` around pdserve's scheduler and any `Executor`."""
+    """A `Core` around pdserve's scheduler and any `Executor`.
+
+    A step takes as long as the executor's `execute` does. A core whose steps end at a time that
+    is known beforehand (the sim engine's) derives from it and calls its parts.
+    """
 
     def __init__(self, executor: Executor, clock: Clock) -> None:
         self._executor = executor
@@ -206,7 +210,7 @@ class EngineCore:
             if plan.chunks:
                 self._compute(plan, started)
         self._release()
-        self._report()
+        self._report(self._clock.now())
         events, self._events = self._events, []
         return events
 
@@ -224,19 +228,32 @@ class EngineCore:
             self._executor.release(released)
 
     def _compute(self, plan: StepPlan, started: Seconds) -> None:
+        result = self._execute(plan)
+        if result is not None:
+            now = self._clock.now()
+            self._take(plan, result, now - started, now)
+
+    def _execute(self, plan: StepPlan) -> StepResult | None:
+        """None if the step failed; its requests have been told so then."""
         self._changed = True
         try:
             result = self._executor.execute(plan)
             _check_result(plan, result)
         except Exception as error:  # whatever an engine raises costs this step, not the core
             self._fail(plan, error)
-            return
-        now = self._clock.now()
-        self._failures = 0
-        took = now - started
-        if plan.chunks[0].sequence.first_token is not None:  # decodes come first
-            self._itl += (took - self._itl) * (_NEWEST if self._itl else 1.0)
+            return None
+        return result
+
+    def _take(self, plan: StepPlan, result: StepResult, took: Seconds, now: Seconds) -> None:
+        """Book a step that has been computed in `took` seconds."""
+        decodes = plan.chunks[0].sequence.first_token is not None  # decodes come first
+        self._count(took, decodes)
         self._deltas += self.scheduler.complete(plan, result, now, took)
+
+    def _count(self, took: Seconds, decodes: bool) -> None:
+        self._failures = 0
+        if decodes:
+            self._itl += (took - self._itl) * (_NEWEST if self._itl else 1.0)
         self._steps += 1
         self._step_seconds += took
 
@@ -250,12 +267,11 @@ class EngineCore:
         if isinstance(error, EngineDied) or self._failures >= _FAILURES_IN_A_ROW:
             self._broken = True
 
-    def _report(self) -> None:
+    def _report(self, now: Seconds) -> None:
         self._say_deltas()
         stored = self.pool.drain_events()
         if stored:
             self._events.append(KvEvents(events=stored))
-        now = self._clock.now()
         idle = not self.scheduler.has_work
         if self._changed and (idle or now - self._stats_at >= STATS_INTERVAL):
             self._stats_at, self._changed = now, False

@@ -2,8 +2,9 @@
 
 What is found is a factory without arguments that returns an `Executor`, which pdserve's scheduler
 then drives, or a whole `Core` for engines that schedule for themselves. Which of the two shows by
-its methods: a core has `step`, an executor has `execute`. Factories must be cheap; loading happens
-in their `load`, with progress.
+its methods: a core has `step`, an executor has `execute`, and an executor that is to be driven in a
+way of its own has `make_core(clock)`. Factories must be cheap; loading happens in their `load`,
+with progress.
 
 Nothing is imported before it is chosen, so an engine whose library is missing costs nothing until
 someone asks for it.
@@ -43,6 +44,8 @@ def load_core(engine: str, clock: Clock) -> Core:
     made = _factory(engine)()
     if hasattr(made, "step"):
         return cast("Core", made)
+    if hasattr(made, "make_core"):
+        return cast("Core", made.make_core(clock))
     if hasattr(made, "execute"):
         return EngineCore(cast("Executor", made), clock)
     raise ConfigError(f"engine {engine!r} made a {type(made).__name__}: no executor and no core")
