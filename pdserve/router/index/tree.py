@@ -1,0 +1,203 @@
+"""Which worker holds how much of a prompt: block names to the workers and tiers that hold them.
+
+A block's name stands for its tokens *and* everything before them, so a prompt's overlap with a
+worker is the leading run of its names that the worker holds. That rule alone defines every answer
+here: `parent` only says where new blocks are best kept, and events may come in any order. Names
+are u64, joined as little-endian bytes; workers are small slots that the caller hands out.
+
+`PureTree` is the plain statement of this and the oracle for the compiled twin
+(native/src/radix.cpp), which keeps runs of blocks together and answers in microseconds; `Tree` is
+the one in use. Neither knows what a worker is, where events come from or what is done with an
+answer. The router's index owns one per set of names and is its only caller.
+"""
+
+from __future__ import annotations
+
+from array import array
+from struct import unpack
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["DEVICE", "DISK", "HOST", "REMOTE", "PureTree", "Tree", "TreeCounters"]
+
+DEVICE, HOST, DISK, REMOTE = range(4)
+"""Tiers, nearest first. REMOTE is kept and counted; no answer includes it yet."""
+
+_TIERS = 4
+_MAX_WORKERS = 1 << 16
+_MAX_NAME = (1 << 64) - 1
+_BYTES_PER_BLOCK = 400  # a dict's entry, an int and a set: what CPython takes, roughly
+_BYTES_PER_WORKER_BLOCK = 130  # entries in two sets
+
+
+class TreeCounters(NamedTuple):
+    """What a tree holds, and what it could not do since it was made."""
+
+    nodes: int
+    """Pieces it is stored in: blocks in the pure tree, runs of blocks in the compiled one."""
+    worker_blocks: int
+    """Pairs of a block and a (worker, tier) that holds it."""
+    bytes: int
+    """Memory: exact in the compiled tree but for the allocator's share, an estimate in the pure."""
+    dropped_full: int
+    """Blocks not taken in because `max_blocks` were there already."""
+    unknown_removed: int
+    """Removals of what was not held: the events disagree with what is here."""
+
+
+class PureTree:
+    """The oracle: sets of workers by block name, and of names by worker, for each tier."""
+
+    def __init__(self, max_blocks: int) -> None:
+        """`max_blocks` bounds distinct blocks; what comes beyond it is counted, not kept."""
+        if max_blocks < 1:
+            raise ValueError("max_blocks must be positive")
+        self._max_blocks = max_blocks
+        self._workers: tuple[dict[int, set[int]], ...] = tuple({} for _ in range(_TIERS))
+        self._names: tuple[dict[int, set[int]], ...] = tuple({} for _ in range(_TIERS))
+        self._blocks = 0
+        self._worker_blocks = 0
+        self._dropped_full = 0
+        self._unknown_removed = 0
+
+    def __len__(self) -> int:
+        """Distinct blocks."""
+        return self._blocks
+
+    @property
+    def counters(self) -> TreeCounters:
+        """Plain numbers, cheap enough to read at every scrape."""
+        size = self._blocks * _BYTES_PER_BLOCK + self._worker_blocks * _BYTES_PER_WORKER_BLOCK
+        return TreeCounters(
+            self._blocks, self._worker_blocks, size, self._dropped_full, self._unknown_removed
+        )
+
+    def blocks(self, worker: int) -> int:
+        """How many blocks the worker holds, each tier counted for itself."""
+        _check(worker)
+        return sum(len(names.get(worker, ())) for names in self._names)
+
+    def stored(self, worker: int, tier: int, parent: int | None, names: bytes) -> int:
+        """The worker holds these blocks now: a chain after `parent`, or from a prompt's start.
+
+        Returns how many it did not hold on that tier before. Saying it twice changes nothing.
+        """
+        _check(worker, tier)
+        if parent is not None and not 0 <= parent <= _MAX_NAME:
+            raise ValueError("parent must be a u64 or None")
+        before = self._worker_blocks
+        for name in _unpacked(names):
+            if self._is_known(name):
+                self._hold(worker, tier, name)
+            elif self._blocks < self._max_blocks:
+                self._blocks += 1
+                self._hold(worker, tier, name)
+            else:
+                self._dropped_full += 1
+        return self._worker_blocks - before
+
+    def removed(self, worker: int, tier: int, names: bytes) -> int:
+        """The worker no longer holds these blocks on that tier; returns how many it held."""
+        _check(worker, tier)
+        before = self._worker_blocks
+        for name in _unpacked(names):
+            if name in self._names[tier].get(worker, ()):
+                self._let_go(worker, tier, name)
+            else:
+                self._unknown_removed += 1
+        return before - self._worker_blocks
+
+    def cleared(self, worker: int, tier: int) -> int:
+        """The worker holds nothing on that tier any more; returns how many blocks it held."""
+        _check(worker, tier)
+        held = list(self._names[tier].get(worker, ()))
+        for name in held:
+            self._let_go(worker, tier, name)
+        return len(held)
+
+    def drop(self, worker: int) -> int:
+        """The worker is gone; returns how many blocks it held. Takes time in proportion to them."""
+        return sum(self.cleared(worker, tier) for tier in range(_TIERS))
+
+    def match(self, names: bytes) -> dict[int, int]:
+        """For each worker that has any: how many leading blocks it holds on its device."""
+        return self._leading(_unpacked(names), HOST)
+
+    def match_into(self, names: bytes, depths: array[int]) -> int:
+        """`match` written by slot into u32 values, 0 where there is nothing; returns who has any.
+
+        A thousand workers make a dict that takes longer to build than the walk itself.
+        """
+        if memoryview(depths).itemsize != 4:
+            raise ValueError("depths must be a writable buffer of u32 values")
+        found = self.match(names)
+        if found and max(found) >= len(depths):
+            raise ValueError("depths is shorter than the slots in use")
+        depths[:] = array("I", bytes(4 * len(depths)))
+        for worker, depth in found.items():
+            depths[worker] = depth
+        return len(found)
+
+    def match_tiers(self, names: bytes) -> dict[int, tuple[int, int, int]]:
+        """For each worker: leading blocks on its device; there or on its host; there or on disk."""
+        wanted = _unpacked(names)
+        device, host, disk = (self._leading(wanted, below) for below in (HOST, DISK, REMOTE))
+        # The last holds every worker of the others: each tier can only lengthen a run.
+        return {w: (device.get(w, 0), host.get(w, 0), depth) for w, depth in disk.items()}
+
+    def _leading(self, names: tuple[int, ...], below: int) -> dict[int, int]:
+        """Leading names that each worker holds on any tier nearer than `below`."""
+        found: dict[int, int] = {}
+        active: set[int] | None = None
+        for depth, name in enumerate(names):
+            here = set[int]().union(*self._holders(name, below))
+            gone = set[int]() if active is None else active - here
+            found.update(dict.fromkeys(gone, depth))
+            active = here if active is None else active - gone
+            if not active:
+                return found
+        return found | dict.fromkeys(active or (), len(names))
+
+    def _holders(self, name: int, below: int) -> Iterator[set[int]]:
+        for workers in self._workers[:below]:
+            if name in workers:
+                yield workers[name]
+
+    def _is_known(self, name: int) -> bool:
+        return any(name in workers for workers in self._workers)
+
+    def _hold(self, worker: int, tier: int, name: int) -> None:
+        names = self._names[tier].setdefault(worker, set())
+        self._worker_blocks += name not in names
+        names.add(name)
+        self._workers[tier].setdefault(name, set()).add(worker)
+
+    def _let_go(self, worker: int, tier: int, name: int) -> None:
+        _discard(self._names[tier], worker, name)
+        _discard(self._workers[tier], name, worker)
+        self._worker_blocks -= 1
+        self._blocks -= not self._is_known(name)
+
+
+def _discard(sets: dict[int, set[int]], key: int, value: int) -> None:
+    sets[key].discard(value)
+    if not sets[key]:
+        del sets[key]
+
+
+def _unpacked(names: bytes) -> tuple[int, ...]:
+    if len(names) % 8:
+        raise ValueError("names must be whole little-endian u64 values")
+    return unpack(f"<{len(names) // 8}Q", names)
+
+
+def _check(worker: int, tier: int = DEVICE) -> None:
+    if not 0 <= worker < _MAX_WORKERS:
+        raise ValueError("worker must be a slot from 0 to 65535")
+    if not 0 <= tier < _TIERS:
+        raise ValueError("tier must be 0 (device), 1 (host), 2 (disk) or 3 (remote)")
+
+
+Tree = PureTree
