@@ -32,6 +32,7 @@ __all__ = [
     "BlockHash",
     "block_hashes",
     "chain_pure",
+    "names_id",
     "pack_tokens",
     "root_hash",
     "short_names",
@@ -88,6 +89,11 @@ def block_hashes(
 def short_names(hashes: bytes) -> bytes:
     """Of hashes that are joined, 16 bytes each, the short names, joined."""
     return b"".join([head for (head,) in iter_unpack("8s8x", hashes)])
+
+
+def names_id(secret: bytes) -> bytes:
+    """Which secret that is, to whoever does not know it: 8 bytes that tell nothing else."""
+    return blake2b(b"pdserve names v1", digest_size=SHORT_BYTES, key=secret).digest()
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

@@ -73,6 +73,10 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Names of what runs poorer than it could."""
     reason: str = ""
     """Why a worker serves no model, in words."""
+    names_id: bytes = b""
+    """Which hash secret the node holds (`blocks.hashing.names_id`); empty: none yet."""
+    names_birth: int = 0
+    """How that secret came to be: see `runtime.secret.Claim`."""
 
 
 def part_hash(data: bytes) -> bytes:

@@ -8,12 +8,14 @@ Numbers are 16 bits, chosen once and never reused. Those of actors and topics st
     0x0300-0x030f  routers         here
     0x0310-0x031f  workers         messages/channel.py
     0x0320-0x032f  any node        here
+    0x0330         the hash secret here
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from pdserve.messages.names import AskSecret, HashSecret
 from pdserve.messages.routing import Explained, Route, Routed
 from pdserve.messages.status import Ask, ClusterStatus, MetricPage, Report, Scrape
 from pdserve.wire.codec import Method
@@ -31,3 +33,6 @@ REPORT: Final = Method(0x0321, "report", Ask, Report)
 """A node asks another what it says of itself."""
 SCRAPE: Final = Method(0x0322, "scrape", Scrape, MetricPage)
 """A frontend asks one that shares its port for its numbers."""
+
+SECRET: Final = Method(0x0330, "hash secret", AskSecret, HashSecret)
+"""A node asks one that holds a better hash secret for it: see `runtime.secret`."""

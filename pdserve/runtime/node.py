@@ -16,6 +16,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from msgspec.structs import replace
+
 from pdserve.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -114,6 +116,7 @@ class Node:
         self.registry = Registry()
         self.tasks = Tasks(f"node {config.node}", self._task_failed)
         self.card: NodeCard | None = None
+        self._names: tuple[bytes, int] = (b"", 0)
         self.lives = 0
         """How often it has begun a life; more than once: others held it for dead."""
         self._network = network
@@ -263,6 +266,8 @@ class Node:
 
     def publish_card(self, card: NodeCard, parts: Mapping[bytes, bytes]) -> None:
         """Tell everybody; `parts` are the contents of what the card names by hash."""
+        names_id, birth = self._names
+        card = replace(card, names_id=names_id, names_birth=birth)
         body = encode(card)
         if len(body) > _CARD_LIMIT:
             raise ConfigError(
@@ -273,6 +278,14 @@ class Node:
         self._parts = dict(parts)
         if self._life is not None and not self._life.over:
             self._tell_card(self._life)
+
+    def publish_names(self, names_id: bytes, birth: int) -> None:
+        """Which hash secret this node holds; every card of its says so from now on."""
+        if self._names == (names_id, birth):
+            return
+        self._names = (names_id, birth)
+        if self.card is not None:
+            self.publish_card(self.card, self._parts)
 
     def _tell_card(self, life: _Life) -> None:
         if self.card is not None:
