@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.engine.api import Handle, TokenSink
+    from pdserve.engine.core import Core
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineCapabilities, EngineSpec, Event, Progress
     from pdserve.messages.kv import KvEvent
@@ -46,7 +47,7 @@ class InlineEngine:
         self._pace = pace
         self._load_time = load_time
         self._loop = asyncio.get_running_loop()
-        self._core: EngineCore | None = None
+        self._core: Core | None = None
         self._handles = 0
         self._sinks: dict[Handle, TokenSink] = {}
         self._choices: dict[Handle, int] = {}
@@ -68,10 +69,13 @@ class InlineEngine:
 
     def _boot(self) -> None:
         self._reboot = None
-        core = EngineCore(ScriptedExecutor(), self)
+        core = self._make_core(self._spec)
         self.capabilities = core.load(self._spec, lambda progress: None)
         self._core = core
         self.state, self.state_reason = EngineState.READY, ""
+
+    def _make_core(self, spec: EngineSpec) -> Core:
+        return EngineCore(ScriptedExecutor(), self)
 
     def die(self, restart_after: Seconds) -> bool:
         """The core's process is gone; False if there was none."""
@@ -148,7 +152,8 @@ class InlineEngine:
 
     def statistics(self) -> EngineStats:
         """See `engine.api.Engine`."""
-        return _NOTHING if self._core is None else self._core.statistics()
+        core = self._core
+        return core.statistics() if isinstance(core, EngineCore) else _NOTHING
 
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
         """Nobody listens in these worlds."""
