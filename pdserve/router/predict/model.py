@@ -32,6 +32,8 @@ class TimeModel:
     step_token: Seconds = 1e-7
     fitted: bool = False
     """The coefficients rest on observations, and predict them well enough."""
+    blind: bool = False
+    """Not even the number of uncached tokens says how long a prompt takes; never with `fitted`."""
 
     def prefill(self, length: int, cached: int = 0) -> Seconds:
         """Of a prompt of `length` tokens, `cached` of which need not be computed."""
