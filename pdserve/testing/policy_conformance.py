@@ -29,13 +29,24 @@ QUESTION = Route(request_id="r", model="m", prompt_tokens=100, max_tokens=10)
 
 
 def view(node: str, sequences: int = 0, max_sequences: int = 8) -> WorkerView:
-    """A worker with this much to do."""
-    return WorkerView(NodeId(node), 1, sequences, max_sequences, sequences / max_sequences)
+    """A worker with this much to do, all of it prompts that nobody has begun to compute."""
+    return WorkerView(
+        NodeId(node),
+        1,
+        sequences,
+        max_sequences,
+        sequences / max_sequences,
+        prefills=sequences,
+        prefill_tokens=sequences * 100,
+        work=sequences * 0.1,
+        kv_tokens=sequences * 100,
+        window_work=sequences * 0.1,
+    )
 
 
-def state_of(workers: Sequence[WorkerView], last: str = "") -> State:
+def state_of(workers: Sequence[WorkerView], last: str = "", count: int = 0) -> State:
     """A snapshot of these, in the order that it promises."""
-    return State(tuple(sorted(workers, key=lambda worker: worker.node)), NodeId(last))
+    return State(tuple(sorted(workers, key=lambda worker: worker.node)), NodeId(last), count)
 
 
 def some_states(count: int = 200) -> Iterator[State]:
@@ -89,8 +100,8 @@ class PolicyConformance:
         """Nothing ends; with the fixed seed the outcome is the same every time."""
         random, last = Random(1), ""
         placed = Counter({f"w{i}": 0 for i in range(8)})
-        for _ in range(80 * len(placed)):
-            state = state_of([view(node, count) for node, count in placed.items()], last)
+        for done in range(80 * len(placed)):
+            state = state_of([view(node, count) for node, count in placed.items()], last, done)
             last = self.policy(QUESTION, state, random).node
             placed[last] += 1
         assert all(60 <= count <= 100 for count in placed.values()), placed

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.router.policies import least_loaded, power_of_two, round_robin
+from pdserve.router.policies import (
+    least_loaded,
+    power_of_two,
+    random,
+    round_robin,
+    session,
+    weighted_round_robin,
+)
+from pdserve.router.policies.approx_prefix import ApproxPrefix
+from pdserve.router.policies.kv_load import KvLoad
 from pdserve.router.policies.load import installed_policies, load_policy
+from pdserve.router.policies.mooncake import Mooncake
+from pdserve.router.policies.preble import Preble
+from pdserve.router.policies.prefix_hash import PrefixHash
+from pdserve.router.policies.sticky import Sticky
+from pdserve.router.policies.weighted import Weighted
 from pdserve.testing.policy_conformance import PolicyConformance
 
 
@@ -22,7 +36,54 @@ class TestPowerOfTwo(PolicyConformance):
     policy = staticmethod(power_of_two.choose)
 
 
-COVERED = {TestRoundRobin.policy, TestLeastLoaded.policy, TestPowerOfTwo.policy}
+class TestRandom(PolicyConformance):
+    policy = staticmethod(random.choose)
+    heeds_load = False
+
+
+class TestWeightedRoundRobin(PolicyConformance):
+    policy = staticmethod(weighted_round_robin.choose)
+    heeds_load = False
+
+
+class TestSession(PolicyConformance):
+    policy = staticmethod(session.choose)
+
+
+class TestPrefixHash(PolicyConformance):
+    policy = staticmethod(PrefixHash())
+
+
+class TestApproxPrefix(PolicyConformance):
+    policy = staticmethod(ApproxPrefix(miss="least_loaded"))
+
+
+class TestApproxPrefixAsItComes(PolicyConformance):
+    policy = staticmethod(ApproxPrefix())
+    heeds_load = False
+
+
+class TestWeighted(PolicyConformance):
+    policy = staticmethod(Weighted())
+
+
+class TestKvLoad(PolicyConformance):
+    policy = staticmethod(KvLoad())
+
+
+class TestMooncake(PolicyConformance):
+    policy = staticmethod(Mooncake())
+
+
+class TestSticky(PolicyConformance):
+    policy = staticmethod(Sticky())
+
+
+class TestPreble(PolicyConformance):
+    policy = staticmethod(Preble())
+
+
+COVERED = {suite.policy for suite in PolicyConformance.__subclasses__()}
 
 
 @pytest.mark.parametrize("name", installed_policies())

@@ -91,6 +91,8 @@ class State:
     """Whoever may be chosen; at least one; by rising node id."""
     last: NodeId
     """Who was chosen last for this model; need not be among the workers."""
+    count: int = 0
+    """Decisions made for this model so far."""
     now: Seconds = 0.0
     overlaps: Mapping[NodeId, int] = field(default_factory=dict)
     """Leading blocks of the question's prompt in each worker's device tier; absent: none. Workers

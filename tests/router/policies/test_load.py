@@ -10,9 +10,25 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.router.config import RouterConfig
 from pdserve.router.policies import least_loaded
+from pdserve.router.policies.kv_load import KvLoad
 from pdserve.router.policies.load import installed_policies, load_policy
+from pdserve.router.policies.prefix_hash import PrefixHash
 
-BUILT_IN = {"least_loaded", "power_of_two", "round_robin"}
+BUILT_IN = {
+    "approx_prefix",
+    "kv_load",
+    "least_loaded",
+    "mooncake",
+    "power_of_two",
+    "preble",
+    "prefix_hash",
+    "random",
+    "round_robin",
+    "session",
+    "sticky",
+    "weighted",
+    "weighted_round_robin",
+}
 
 
 def test_the_policies_of_this_installation_are_listed():
@@ -33,7 +49,7 @@ def test_one_of_your_own_is_named_by_module_and_attribute(monkeypatch: pytest.Mo
 def test_an_unknown_name_suggests_the_nearest_and_lists_all():
     with pytest.raises(ConfigError, match="no policy 'least-load'; did you mean 'least_loaded'"):
         load_policy("least-load")
-    with pytest.raises(ConfigError, match=r"no policy 'zzz'\. Installed: least_loaded, power_of"):
+    with pytest.raises(ConfigError, match=r"no policy 'zzz'\. Installed: approx_prefix, kv_load, "):
         load_policy("zzz")
 
 
@@ -49,3 +65,23 @@ def test_an_unknown_name_suggests_the_nearest_and_lists_all():
 def test_what_cannot_be_used_says_why(name: str, words: str):
     with pytest.raises(ConfigError, match=words):
         load_policy(name)
+
+
+def test_options_are_read_by_the_type_of_their_defaults():
+    policy = load_policy("kv_load", {"overlap-credit": "1.5", "temperature": "0.1"})
+    assert policy == KvLoad(overlap_credit=1.5, temperature=0.1)
+    assert load_policy("prefix_hash", {"prefix_tokens": "64"}) == PrefixHash(prefix_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("kv_load", {"credit": "1"}, "no option 'credit'. Options: credit_decay, disk_weight"),
+        ("kv_load", {"temperature": "warm"}, "option temperature='warm' is no float"),
+        ("kv_load", {"temperature": "-1"}, "options must be numbers of at least 0"),
+        ("round_robin", {"speed": "1"}, "'round_robin' has no options, speed was given"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_remedy(name: str, options: dict[str, str], words: str):
+    with pytest.raises(ConfigError, match=words):
+        load_policy(name, options)

@@ -1,0 +1,94 @@
+"""Preble's choice: exploit a long match, explore otherwise.
+
+    exploit   more of the prompt matches than does not
+              -> of the workers that match as far, the least load; but if that one carries more than
+                 `imbalance` (1.5) times the lightest's load, the lightest
+    explore   -> the least  load + eviction + prefill
+    load      prefill and decode time placed there in the last three minutes
+    eviction  time to compute again what must go to make room: blocks lacking * time per token
+              * `reuse`, the chance that it is asked for again
+    prefill   time for what does not match
+
+E2 ("exploitation and exploration") of "Preble: Efficient Distributed Prompt Scheduling for LLM
+Serving" (ICLR'25). There the chance of reuse is counted per tree node over the same window; a
+router that knows only names takes one number for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from random import Random
+
+    from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.routing import Route
+    from pdserve.router.policies.base import State, Terms, WorkerView
+
+__all__ = ["Preble"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preble:
+    """See above."""
+
+    imbalance: float = 1.5
+    reuse: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.imbalance < 1 or not 0 <= self.reuse <= 1:
+            raise ValueError("imbalance must be at least 1, reuse between 0 and 1")
+
+    def __call__(self, question: Route, state: State, random: Random) -> WorkerView:
+        """O(workers)."""
+        workers = state.workers
+        cached = [state.cached_tokens(question, worker) for worker in workers]
+        best = max(cached)
+        if 2 * best > question.prompt_tokens:
+            holders = [w for w, tokens in zip(workers, cached, strict=True) if tokens == best]
+            chosen = min(holders, key=_load)
+            lightest = min(workers, key=_load)
+            if _load(chosen) > self.imbalance * _load(lightest) + state.model.base:
+                return lightest
+            return chosen
+        costs = [self._cost(worker, question, state) for worker in workers]
+        least = min(costs)
+        return random.choice([w for w, cost in zip(workers, costs, strict=True) if cost == least])
+
+    def terms(self, question: Route, state: State) -> Mapping[NodeId, Terms]:
+        """In seconds."""
+        return {
+            worker.node: {
+                "load": _load(worker),
+                "eviction": self._eviction(worker, question, state),
+                "prefill": self._prefill(worker, question, state),
+                "cost": self._cost(worker, question, state),
+            }
+            for worker in state.workers
+        }
+
+    def _cost(self, worker: WorkerView, question: Route, state: State) -> Seconds:
+        return (
+            _load(worker)
+            + self._eviction(worker, question, state)
+            + self._prefill(worker, question, state)
+        )
+
+    def _eviction(self, worker: WorkerView, question: Route, state: State) -> Seconds:
+        if not worker.blocks_total or not question.block_size:
+            return 0.0
+        uncached = question.prompt_tokens - state.cached_tokens(question, worker)
+        free = worker.blocks_total - worker.blocks_used - worker.blocks_cached
+        lacking = max(0, uncached - free * question.block_size)
+        return self.reuse * lacking * state.model.per_token * worker.speed
+
+    @staticmethod
+    def _prefill(worker: WorkerView, question: Route, state: State) -> Seconds:
+        cached = state.cached_tokens(question, worker)
+        return worker.speed * state.model.prefill(question.prompt_tokens, cached)
+
+
+def _load(worker: WorkerView) -> Seconds:
+    return worker.window_work

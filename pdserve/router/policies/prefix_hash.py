@@ -1,0 +1,55 @@
+"""Prompts that begin alike go together, unless their home is crowded.
+
+    key      the first `prefix_tokens` tokens (256), as the name of the last full block among them
+    allowed  workers with  occupancy <= load_factor (1.25) * mean occupancy
+    choose   the key's home among those, by rendezvous hashing;
+             without a full block, or if nobody is allowed, the least occupancy
+
+`prefix_hash` of SGLang's gateway (SMG), which walks a ring past crowded workers; to take the
+highest score among those that are not crowded is the same walk. A bounded load keeps one popular
+prefix from drowning its home (Mirrokni et al., "Consistent hashing with bounded loads", SODA 2018).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.blocks.hashing import SHORT_BYTES
+from pdserve.router.policies import least_loaded
+from pdserve.router.policies.hashing import home, key_of
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from pdserve.messages.routing import Route
+    from pdserve.router.policies.base import State, WorkerView
+
+__all__ = ["PrefixHash"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHash:
+    """See above."""
+
+    prefix_tokens: int = 256
+    """How much of a prompt's beginning tells where it goes."""
+    load_factor: float = 1.25
+    """Times the mean occupancy that a worker may have; at least 1."""
+
+    def __post_init__(self) -> None:
+        if self.prefix_tokens < 1 or self.load_factor < 1:
+            raise ValueError("prefix-tokens and load-factor must be at least 1")
+
+    def __call__(self, question: Route, state: State, random: Random) -> WorkerView:
+        """O(workers)."""
+        blocks = len(question.names) // SHORT_BYTES
+        if not blocks or not question.block_size:
+            return least_loaded.choose(question, state, random)
+        last = min(blocks, max(1, self.prefix_tokens // question.block_size)) * SHORT_BYTES
+        workers = state.workers
+        most = self.load_factor * sum(worker.occupancy for worker in workers) / len(workers)
+        allowed = [worker for worker in workers if worker.occupancy <= most]
+        if not allowed:
+            return least_loaded.choose(question, state, random)
+        return home(key_of(question.names[last - SHORT_BYTES : last]), allowed)
