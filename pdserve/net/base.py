@@ -265,13 +265,22 @@ class Link(Protocol):
         """Send one way. Raises `LinkLost` (not sent), `Overloaded`, `PayloadTooLarge`."""
         ...
 
-    async def request(self, method: Method[Q, R], message: Q, *, timeout: Seconds) -> R:
+    async def request(
+        self,
+        method: Method[Q, R],
+        message: Q,
+        *,
+        timeout: Seconds,
+        late: Callable[[R], None] | None = None,
+    ) -> R:
         """Ask and wait for the answer.
 
         Raises `DeadlineExceeded` after `timeout`; `LinkLost`, whose `sent` says whether the peer
         may have acted; `Overloaded` and `PayloadTooLarge` before anything is sent; whatever the
         peer failed with; `ProtocolError` for an answer of another type. Cancellation: the peer is
-        told."""
+        told. `late` hears the answer that comes all the same, if one was on its way when the wait
+        ended by cancellation or deadline; for answers that give something which must be given
+        back."""
         ...
 
     def open_stream(

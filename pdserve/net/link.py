@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -26,10 +28,11 @@ from pdserve.net.shell import DEAF
 from pdserve.net.streams import LinkStream
 from pdserve.wire import events as ev
 from pdserve.wire.codec import UNDECODABLE, encode
+from pdserve.wire.parser import Buffer
 from pdserve.wire.protocol import Leaving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.net.base import Handler, Peer, Sink
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from pdserve.net.timers import Timer, Timers
     from pdserve.wire.codec import Method
     from pdserve.wire.flow import Stream
-    from pdserve.wire.parser import Buffer
 
 __all__ = ["PeerLink"]
 
@@ -47,9 +49,13 @@ _log = logging.getLogger(__name__)
 Q = TypeVar("Q")
 R = TypeVar("R")
 
-Asking = tuple["asyncio.Future[Buffer]", int, float]
+Heir = Callable[[Buffer], None]
+"""Takes the body of an answer that nobody waits for any more."""
+
+Asking = tuple["asyncio.Future[Buffer]", int, float, Heir | None]
 """A request of ours, the context of its wire's call: the future that carries the answer's body, the
-bytes queued on the connection before it (below `taken`, it has left this process), the deadline."""
+bytes queued on the connection before it (below `taken`, it has left this process), the deadline,
+and who takes an answer that comes after it."""
 
 _LONGEST: Final = 0xFFFF_FFFF
 """Milliseconds that fit the header: 49 days."""
@@ -132,14 +138,22 @@ class PeerLink:
         if not self.shell.due:
             self.shell.wake()
 
-    async def request(self, method: Method[Q, R], message: Q, *, timeout: Seconds) -> R:
+    async def request(
+        self,
+        method: Method[Q, R],
+        message: Q,
+        *,
+        timeout: Seconds,
+        late: Callable[[R], None] | None = None,
+    ) -> R:
         connection, shell = self.connection, self.shell
         future: asyncio.Future[Buffer] = self._create_future()
         deadline = self.now() + timeout
         if timeout != self._timeout:  # most requests have that of the one before
             self._milliseconds = min(max(0, int(timeout * 1000)), _LONGEST)
             self._timeout = timeout
-        asking = (future, connection.queued, deadline)
+        heir = None if late is None else partial(self._late, method, late)
+        asking: Asking = (future, connection.queued, deadline, heir)
         call = connection.send_request(method.id, encode(message), self._milliseconds, asking)
         if not shell.due:
             shell.wake()
@@ -150,9 +164,29 @@ class PeerLink:
         except UNDECODABLE as error:
             raise method.bad_reply(error) from None
         except asyncio.CancelledError:
-            connection.cancel(call)
-            self.wake()
+            if future.cancelled():
+                self._withdraw(call, heir)
+            elif heir is not None and future.exception() is None:
+                heir(future.result())  # both in one turn of the loop
             raise
+
+    def _withdraw(self, call: int, heir: Heir | None) -> None:
+        """Wait no more; the answer may be on its way all the same."""
+        asking: Asking | None = None
+        if heir is not None:
+            future: asyncio.Future[Buffer] = self._create_future()
+            future.add_done_callback(partial(_inherit, heir))
+            asking = (future, self.connection.queued, inf, None)
+        self.connection.cancel(call, asking)
+        self.wake()
+
+    def _late(self, method: Method[Q, R], late: Callable[[R], None], body: Buffer) -> None:
+        try:
+            answer = method.unpack_reply(body)
+        except UNDECODABLE as error:
+            _log.debug("%r: a late answer of method %d: %s", self, method.id, error)
+        else:
+            late(answer)
 
     def _expire_asking(self, now: Seconds) -> Seconds:
         """Stop waiting for answers that are late: the peer is told, what it sends is dropped."""
@@ -160,12 +194,11 @@ class PeerLink:
         for call, asking in tuple(self.connection.calls.items()):
             if asking is None:
                 continue  # cancelled, not yet confirmed
-            future, _, deadline = cast("Asking", asking)
+            future, _, deadline, heir = cast("Asking", asking)
             if deadline > now:
                 earliest = min(earliest, deadline)
                 continue
-            self.connection.cancel(call)
-            self.wake()
+            self._withdraw(call, heir)
             if not future.done():
                 future.set_exception(DeadlineExceeded("the peer did not answer in time"))
         return earliest
@@ -367,7 +400,7 @@ class PeerLink:
                 future.set_result(body)
 
     def _on_failed(self, event: ev.Failed) -> None:
-        future, _, _ = cast("Asking", event.context)
+        future, *_ = cast("Asking", event.context)
         if not future.done():
             future.set_exception(event.error)
 
@@ -551,7 +584,7 @@ class PeerLink:
     def _fail_requests(self, down: Down) -> None:
         taken = self.connection.taken
         for asking in self.connection.abandon():
-            future, mark, _ = cast("Asking", asking)
+            future, mark, *_ = cast("Asking", asking)
             if future.done():
                 continue
             sent = mark < taken
@@ -605,6 +638,12 @@ class PeerLink:
         """Send what is queued at the end of this turn of the loop."""
         if not self.shell.due:
             self.shell.wake()
+
+
+def _inherit(heir: Heir, ended: asyncio.Future[Buffer]) -> None:
+    """An error says that there was no answer."""
+    if not ended.cancelled() and ended.exception() is None:
+        heir(ended.result())
 
 
 def _of(wire: Stream) -> LinkStream:

@@ -543,13 +543,14 @@ class Connection:
         self.queued += HEADER_BYTES + length
         return stream_id
 
-    def cancel(self, stream_id: int) -> None:
-        """The answer to a request of ours is no longer wanted: no event will come.
+    def cancel(self, stream_id: int, context: object = None) -> None:
+        """The answer to a request of ours is no longer wanted: no event will come, or, with another
+        `context`, the one event that ends it carries that.
 
         The slot stays taken until the peer confirms.
         """
         if self.calls.get(stream_id) is not None:
-            self.calls[stream_id] = None
+            self.calls[stream_id] = context
             self._put(Kind.CANCEL, stream=stream_id)
 
     def respond(self, stream_id: int, body: Buffer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -524,3 +524,41 @@ async def test_a_link_shows_who_it_leads_to() -> None:
     await t.a.close()
     await t.b.close()
     assert isinstance(t.at_a, RecordingHandler)
+
+
+@virtually
+async def test_an_answer_that_crosses_the_end_of_the_wait_is_not_lost() -> None:
+    """However a cancellation or a deadline and the answer meet: what was answered is heard of."""
+    heard = crossed = 0
+    for step in range(40):
+        async with two() as t:
+            given: list[Call] = []
+            late: list[Echo] = []
+
+            def answer(call: Call, given: list[Call] = given) -> None:
+                if not call.done:
+                    given.append(call)
+                    call.reply(Echo(b"yes"))
+
+            def later(call: Call, answer: Any = answer) -> None:
+                asyncio.get_running_loop().call_later(0.05, answer, call)
+
+            t.at_b.on_request = later  # type: ignore[method-assign]
+            t.world.set_conditions("a", "b", delay_min=0.02, delay_max=0.02)
+            t.world.set_conditions("b", "a", delay_min=0.02, delay_max=0.02)
+            moment = 0.005 * step
+            timeout = moment if step % 2 else 5.0
+            asking = asyncio.ensure_future(
+                t.link.request(ECHO, Echo(), timeout=timeout, late=late.append)
+            )
+            await asyncio.sleep(moment)
+            asking.cancel()
+            await asyncio.wait({asking})
+            await asyncio.sleep(0.5)
+            got = not asking.cancelled() and asking.exception() is None
+            assert len(given) == got + len(late)
+            assert t.link.statistics().pending == 0
+            heard += got
+            crossed += len(late)
+    assert heard
+    assert crossed
