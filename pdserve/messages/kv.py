@@ -1,10 +1,14 @@
-"""Events of a worker's KV pool, for whoever keeps an index of it."""
+"""Events of a worker's KV pool, for whoever keeps an index of it.
+
+Engines tell their node in full names (`KvEvent`); the node tells the routers in short ones.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 Tier = Literal["device", "host", "disk", "remote"]
 
@@ -32,3 +36,90 @@ class PoolCleared(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 KvEvent = BlockStored | BlockRemoved | PoolCleared
+
+
+KV = "kv"
+"""Topic of a worker, a log: what can be reused there, by short name (`blocks.hashing.short_names`).
+
+One event is a list of `NamesChange`, in order; a piece of a snapshot is a list of `NamesStored`,
+parents before their children. Only what really changes is said: no name is stored twice in a tier,
+and none is removed that is not there."""
+
+NAME_BYTES: Final = 8
+"""Of a short name on the wire."""
+
+TIERS: Final[tuple[Tier, ...]] = ("device", "host", "disk", "remote")
+"""As numbers on the wire: their places here."""
+
+TierNumber = Annotated[int, Meta(ge=0, le=3)]
+ShortName = Annotated[bytes, Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
+
+
+class NamesStored(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """`BlockStored` by short names: a run of one chain."""
+
+    tier: TierNumber
+    parent: ShortName
+    """The block before the first one; of a chain's first block, its root, which is no block."""
+    names: bytes
+    """8 bytes each."""
+
+
+class NamesRemoved(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """`BlockRemoved` by short names."""
+
+    tier: TierNumber
+    names: bytes
+
+
+class NamesCleared(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """`PoolCleared`."""
+
+    tier: TierNumber
+
+
+NamesChange = NamesStored | NamesRemoved | NamesCleared
+
+
+def xor_names(names: bytes) -> int:
+    """All names of 8 bytes XORed, as a little-endian number.
+
+    Folded in halves: what is done per name is done by the interpreter's long numbers."""
+    count = len(names) // NAME_BYTES
+    folded = int.from_bytes(names, "little")
+    while count > 1:
+        half = (count + 1) // 2
+        bits = half * 8 * NAME_BYTES
+        folded = (folded >> bits) ^ (folded & ((1 << bits) - 1))
+        count = half
+    return folded
+
+
+_SPREAD: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
+"""Odd numbers: the same name in two tiers must not cancel out."""
+
+
+class PoolDigest:
+    """64 bits that stand for the set of (tier, name), kept the same way at both ends of the topic.
+
+    Names are the output of a keyed hash, so the XOR of a tier's names is a hash of their set; it
+    sees no order, and changes only by what changes."""
+
+    __slots__ = ("_xors",)
+
+    def __init__(self) -> None:
+        self._xors = [0] * len(TIERS)
+
+    def change(self, tier: int, names: bytes) -> None:
+        """These came, or went."""
+        self._xors[tier] ^= xor_names(names)
+
+    def clear(self, tier: int) -> None:
+        """The tier is empty."""
+        self._xors[tier] = 0
+
+    def value(self) -> int:
+        total = 0
+        for xor, spread in zip(self._xors, _SPREAD, strict=True):
+            total ^= xor * spread
+        return total & 0xFFFF_FFFF_FFFF_FFFF
