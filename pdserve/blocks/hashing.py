@@ -32,10 +32,13 @@ __all__ = [
     "BlockHash",
     "block_hashes",
     "chain_pure",
+    "joined_hashes",
     "names_id",
     "pack_tokens",
+    "prompt_root",
     "root_hash",
     "short_names",
+    "split_hashes",
 ]
 
 BlockHash = NewType("BlockHash", bytes)
@@ -72,6 +75,14 @@ def root_hash(secret: bytes, *salt: str | None) -> BlockHash:
     return BlockHash(blake2b(message, digest_size=HASH_BYTES, key=secret).digest())
 
 
+def prompt_root(secret: bytes, model: str, cache_salt: str, lora: str | None = None) -> BlockHash:
+    """The root of a request's chain, for whoever names its blocks: frontend and engine agree here.
+
+    `model` is the compat hash: equal for all workers whose blocks may be exchanged.
+    """
+    return root_hash(secret, model, lora, cache_salt or None)
+
+
 def block_hashes(
     tokens: Sequence[int], block_size: int, *, parent: bytes, secret: bytes
 ) -> list[BlockHash]:
@@ -81,9 +92,18 @@ def block_hashes(
     Linear in the tokens and, when native, without the GIL: call it from a thread for long prompts.
     Raises ValueError or OverflowError when an argument is out of range.
     """
-    digests = _chain(pack_tokens(tokens), block_size, secret, parent)
+    return split_hashes(joined_hashes(tokens, block_size, parent=parent, secret=secret))
+
+
+def joined_hashes(tokens: Sequence[int], block_size: int, *, parent: bytes, secret: bytes) -> bytes:
+    """`block_hashes` as one run of bytes, the form in which names travel."""
+    return _chain(pack_tokens(tokens), block_size, secret, parent)
+
+
+def split_hashes(joined: bytes) -> list[BlockHash]:
+    """One by one again."""
     # One cast for all: calling a NewType per block would cost as much as hashing it.
-    return cast("list[BlockHash]", [digest for (digest,) in iter_unpack("16s", digests)])
+    return cast("list[BlockHash]", [digest for (digest,) in iter_unpack("16s", joined)])
 
 
 def short_names(hashes: bytes) -> bytes:

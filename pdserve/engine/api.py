@@ -95,6 +95,11 @@ class Engine(Protocol):
         """The newest snapshot at hand; at most about a second old while the engine works."""
         ...
 
+    def rekey(self, hash_secret: bytes) -> None:
+        """Name blocks with this secret from now on, in every later life, too. What is cached under
+        other names is forgotten, and reported as cleared."""
+        ...
+
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
         """Call `listener` with every later batch of KV events, in order."""
         ...

@@ -21,6 +21,8 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from msgspec.structs import replace
+
 from pdserve.clock import SystemClock
 from pdserve.engine.api import EngineState
 from pdserve.engine.carrier import Carrier, ProcessCarrier, ThreadCarrier
@@ -46,6 +48,7 @@ from pdserve.messages.engine import (
     QueryStats,
     Ready,
     Rejected,
+    Rekey,
     Stats,
     Step,
     Stopped,
@@ -127,6 +130,8 @@ class CoreClient:
         self._last_handle = 0
         # One life of the core
         self._life: CoreLife | None = None
+        self._secret = spec.hash_secret
+        """What it began with."""
         self._capabilities: EngineCapabilities | None = None
         self._stats = EngineStats()
         self.leaked_blocks = 0
@@ -248,6 +253,13 @@ class CoreClient:
         if self._life is not None and self.state is EngineState.READY:
             self._life.post(QueryStats())
 
+    def rekey(self, hash_secret: bytes) -> None:
+        """See `Engine`. A core that still loads has it before its first request."""
+        if hash_secret != self._spec.hash_secret:
+            self._spec = replace(self._spec, hash_secret=hash_secret)
+            if self._life is not None:
+                self._life.post(Rekey(hash_secret=hash_secret))
+
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
         """`listener` must neither block nor raise. A core's death reaches it as `PoolCleared`."""
         self._kv_listeners.append(listener)
@@ -315,6 +327,8 @@ class CoreClient:
         if self._stop.is_set():
             return
         self._capabilities = event.capabilities
+        if self._life is not None and self._spec.hash_secret != self._secret:
+            self._life.post(Rekey(hash_secret=self._spec.hash_secret))
         self._set_state(EngineState.READY, "ready")
         if self._restarts.total:
             _log.info("the engine is ready again, after restart %d", self._restarts.total)
@@ -372,6 +386,7 @@ class CoreClient:
             on_lost=self._lost,
             busy=lambda: bool(self._in_flight),
         )
+        self._secret = self._spec.hash_secret
         try:
             return await life.run(self._spec)
         finally:

@@ -19,6 +19,7 @@ import logging
 import secrets
 from typing import TYPE_CHECKING, Protocol
 
+from pdserve.blocks.hashing import names_id
 from pdserve.engine.prefix import BlockNames
 from pdserve.engine.rejection import failed, rejected
 from pdserve.engine.scheduler import Scheduler, SchedulerLimits
@@ -37,6 +38,7 @@ from pdserve.messages.engine import (
     Progress,
     QueryStats,
     Rejected,
+    Rekey,
     Stats,
     Step,
     Submit,
@@ -135,7 +137,8 @@ class EngineCore:
         progress(Progress(stage="allocating KV blocks"))
         self._executor.allocate(sizing.num_blocks)
         self.pool = BlockPool(sizing.num_blocks, info.layout.block_size)
-        self.scheduler = Scheduler(self.pool, limits, _names(spec, info))
+        self._names = _names(spec, info)
+        self.scheduler = Scheduler(self.pool, limits, self._names)
         return _capabilities(spec, info, limits, sizing.num_blocks)
 
     # ------------------------------------------------------------------ commands
@@ -153,6 +156,8 @@ class EngineCore:
             case ClearCache():
                 self.pool.clear()
                 self._changed = True
+            case Rekey():
+                self._rekey(command.hash_secret)
             case _:
                 raise ValueError(f"{type(command).__name__} is for the host")
 
@@ -163,6 +168,14 @@ class EngineCore:
             self._reject(command.handle, error)
         else:
             self._deltas += ended
+
+    def _rekey(self, secret: bytes) -> None:
+        names = self._names
+        if names is None or names.id == names_id(secret):
+            return
+        self._names = names.with_secret(secret)
+        self.scheduler.rename(self._names)
+        self._changed = True
 
     def _reject(self, handle: int, error: PdserveError) -> None:
         """What has been produced before is said before."""

@@ -1,17 +1,25 @@
 """Names of a sequence's blocks, computed as far as they are asked for.
 
-One object per engine core holds what all chains share: the secret, the block size and the salt
-that separates models. It does not know which blocks exist; that is the pool's business.
+One object per engine core and secret holds what all chains share: the secret, the block size and
+the salt that separates models. A prompt's names may have come with its request; then only what was
+generated is hashed here. It does not know which blocks exist; that is the pool's business.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.blocks.hashing import block_hashes, root_hash
+from pdserve.blocks.hashing import (
+    HASH_BYTES,
+    block_hashes,
+    names_id,
+    prompt_root,
+    split_hashes,
+)
 
 if TYPE_CHECKING:
     from pdserve.engine.sequence import Sequence
+    from pdserve.messages.request import GenerateRequest
 
 __all__ = ["BlockNames"]
 
@@ -21,13 +29,27 @@ class BlockNames:
 
     def __init__(self, secret: bytes, block_size: int, model: str) -> None:
         """`model` is the compat hash: equal for all workers whose blocks may be exchanged."""
+        self.id = names_id(secret)
         self._secret = secret
         self._block_size = block_size
         self._model = model
 
+    def with_secret(self, secret: bytes) -> BlockNames:
+        """The same for another secret."""
+        return BlockNames(secret, self._block_size, self._model)
+
     def root(self, cache_salt: str) -> bytes:
         """Parent of the first block: fields are model, LoRA adapter (none yet), tenant's salt."""
-        return root_hash(self._secret, self._model, None, cache_salt or None)
+        return prompt_root(self._secret, self._model, cache_salt)
+
+    def given(self, request: GenerateRequest) -> list[bytes]:
+        """The names of the prompt's blocks that came with a request; empty if they are none of
+        ours: made with another secret, or for another block size."""
+        names = request.block_names
+        wanted = HASH_BYTES * (len(request.prompt) // self._block_size)
+        if request.names_id != self.id or len(names) != wanted:
+            return []
+        return [*split_hashes(names)]
 
     def of(self, sequence: Sequence, count: int) -> list[bytes]:
         """Hashes of the sequence's first `count` blocks (and of further ones known already)."""

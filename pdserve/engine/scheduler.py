@@ -173,13 +173,31 @@ class Scheduler:
             submission.deadline = now + request.deadline
             self._deadlines.add(submission.deadline, submission.handle)
         if self._names is not None:
-            root = self._names.root(request.cache_salt)
-            for sequence in submission.live:
-                sequence.root = root
-                sequence.commit_at = self._pool.block_size
+            self._name(submission, self._names)
         self._submissions[submission.handle] = submission
         self._unstarted += 1
         self.waiting.push(stem)
+
+    def _name(self, submission: Submission, names: BlockNames) -> None:
+        """Begin the chains of a submission's choices."""
+        root = names.root(submission.request.cache_salt)
+        given = names.given(submission.request)
+        for sequence in submission.live:
+            sequence.root = root
+            sequence.hashes = given.copy()
+            sequence.num_committed = 0
+            sequence.commit_at = self._pool.block_size
+
+    def rename(self, names: BlockNames) -> None:
+        """From now on blocks are named by `names`: what is cached is forgotten, what is in use gets
+        its new name at once. Between two steps."""
+        self._names = names
+        self._pool.unname()
+        for submission in self._submissions.values():
+            self._name(submission, names)
+            for sequence in submission.live:
+                if sequence.status is Status.RUNNING:
+                    self._commit(sequence)
 
     def abort(self, handle: int) -> bool:
         """Drop a submission in whatever state; its blocks are free on return. False: unknown."""
@@ -479,10 +497,12 @@ class Scheduler:
         assert self._names is not None
         full = sequence.num_computed // self._pool.block_size
         hashes = self._names.of(sequence, full)
-        blocks = sequence.blocks
+        blocks, pool = sequence.blocks, self._pool
         for index in range(sequence.num_committed, full):
+            if pool.hash_of(blocks[index]) == hashes[index]:
+                continue  # shared: whoever else holds it was renamed first
             parent = hashes[index - 1] if index else sequence.root
-            blocks[index] = self._pool.commit(blocks[index], hashes[index], parent)
+            blocks[index] = pool.commit(blocks[index], hashes[index], parent)
         sequence.num_committed = full
         sequence.commit_at = (full + 1) * self._pool.block_size
 

@@ -192,6 +192,16 @@ class BlockPool:
             self._events.append(BlockRemoved(hashes=removed, tier=self.tier))
         return count
 
+    def unname(self) -> None:
+        """Take every name away: cached blocks become free, and those in use may be committed again,
+        under other names. O(num_blocks)."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._by_hash.clear()
+        self._hash = [None] * self.num_blocks
+        self.releases += 1
+        self._events.append(PoolCleared(tier=self.tier))
+
     def _evict(self, count: int) -> None:
         """Turn the `count` oldest cached leaves into free blocks."""
         removed = []

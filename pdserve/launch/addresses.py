@@ -43,6 +43,8 @@ class ClusterConfig:
     cluster_key_file: Path | None = None
     """One key per line in hexadecimal, two while one is replaced; None: the user's own, which is
     made at first use and good for this machine only."""
+    hash_secret_file: Path | None = None
+    """One key in hexadecimal, with which the nodes name KV blocks; None: they agree on one."""
     tls_cert: Path | None = None
     """With `tls_key`: encrypt what nodes say to each other. All nodes or none."""
     tls_key: Path | None = None

@@ -19,11 +19,12 @@ from pdserve.launch.addresses import advertise, listen_address, route_from
 from pdserve.messages.node import NodeCard
 from pdserve.net.address import join, split, without_port
 from pdserve.net.memory import MemoryWorld
-from pdserve.net.security import cluster_key_file
+from pdserve.net.security import cluster_key_file, read_hash_secret
 from pdserve.net.settings import NetSettings
 from pdserve.net.tcp import TcpNetwork
 from pdserve.net.tls import Tls
 from pdserve.runtime.node import Node, NodeConfig
+from pdserve.runtime.secret import HashSecrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pdserve.launch.addresses import ClusterConfig
     from pdserve.net.base import ByteNetwork
     from pdserve.net.security import KeyFile
+    from pdserve.observe.degraded import Degradations
 
 __all__ = ["Membership"]
 
@@ -53,6 +55,8 @@ class Membership:
         self._environ = environ
         self._tls: Tls | None = None
         self.keys: KeyFile | None = None
+        path = config.hash_secret_file
+        self._given = None if path is None else read_hash_secret(path)
         if not private:
             config.check_tls()
         if private:
@@ -103,6 +107,16 @@ class Membership:
             entropy=os.urandom,
             random=random.Random(secrets.randbits(64)),
             wall=time.time,
+        )
+
+    def secrets(self, node: Node, degradations: Degradations) -> HashSecrets:
+        """What `node` names blocks with."""
+        return HashSecrets(
+            node,
+            entropy=os.urandom,
+            wall=time.time,
+            degradations=degradations,
+            given=self._given,
         )
 
     def card(self, role: str) -> NodeCard:

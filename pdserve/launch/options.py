@@ -510,6 +510,15 @@ OPTIONS: tuple[Option, ...] = (
         unset="your own, made at first use",
     ),
     Option(
+        "hash-secret-file",
+        "cluster.hash_secret_file",
+        "security",
+        "Key that KV blocks are named with, in place of the one that the nodes agree on.",
+        "FILE",
+        _optional(_path),
+        unset="agreed on",
+    ),
+    Option(
         "tls-cert",
         "cluster.tls_cert",
         "security",

@@ -127,7 +127,14 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Abort what runs, free everything, end."""
 
 
-Command = Start | Submit | Abort | QueryStats | ClearCache | Stop
+class Rekey(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Name blocks with another secret: what is cached is forgotten. `EngineSpec.hash_secret` is
+    what the core began with; one that starts again begins with the newest."""
+
+    hash_secret: bytes
+
+
+Command = Start | Submit | Abort | QueryStats | ClearCache | Stop | Rekey
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -26,10 +26,19 @@ from pdserve.wire.handshake import KEY_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["KeyFile", "cluster_key_file", "default_key_path", "make_key_file", "read_keys"]
+__all__ = [
+    "KeyFile",
+    "cluster_key_file",
+    "default_key_path",
+    "make_key_file",
+    "read_hash_secret",
+    "read_keys",
+]
 
 _LARGEST: Final = 4096
 _MODE: Final = 0o600
+_LONGEST_SECRET: Final = 64
+"""Bytes that BLAKE2b takes as a key."""
 
 
 def default_key_path(environ: Mapping[str, str]) -> Path:
@@ -85,37 +94,48 @@ def make_key_file(path: Path) -> None:
         ) from None
 
 
-def read_keys(path: Path) -> tuple[bytes, ...]:
+def read_keys(path: Path, what: str = "cluster key file") -> tuple[bytes, ...]:
     """The keys in a file, first the one to prove with. Raises `ConfigError`, naming the remedy."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            _check_access(path, status)
+            _check_access(path, status, what)
             text = file.read(_LARGEST + 1)
     except OSError as error:
-        raise ConfigError(f"the cluster key file {path} cannot be read: {error.strerror}") from None
-    return _parse(path, text)
+        raise ConfigError(f"the {what} {path} cannot be read: {error.strerror}") from None
+    return _parse(path, text, what)
 
 
-def _check_access(path: Path, status: os.stat_result) -> None:
+def read_hash_secret(path: Path) -> bytes:
+    """The one key in a file of the same form, for naming blocks. Raises `ConfigError`."""
+    keys = read_keys(path, "hash secret file")
+    if len(keys) > 1 or len(keys[0]) > _LONGEST_SECRET:
+        raise ConfigError(
+            f"the hash secret file {path} must hold one line of {2 * KEY_BYTES} to "
+            f"{2 * _LONGEST_SECRET} hexadecimal digits"
+        )
+    return keys[0]
+
+
+def _check_access(path: Path, status: os.stat_result, what: str) -> None:
     """Only a regular file that is the owner's alone is a secret."""
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"the cluster key file {path} is not a regular file")
+        raise ConfigError(f"the {what} {path} is not a regular file")
     if status.st_mode & 0o077:
         mode = stat.S_IMODE(status.st_mode)
         raise ConfigError(
-            f"the cluster key file {path} has mode {mode:04o}: others can get at the key; "
+            f"the {what} {path} has mode {mode:04o}: others can get at the key; "
             f"do `chmod 600 {path}`"
         )
     if status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"the cluster key file {path} belongs to another user")
+        raise ConfigError(f"the {what} {path} belongs to another user")
 
 
-def _parse(path: Path, text: bytes) -> tuple[bytes, ...]:
+def _parse(path: Path, text: bytes, what: str) -> tuple[bytes, ...]:
     lines = [line.partition(b"#")[0].strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
     if len(text) > _LARGEST or not 1 <= len(lines) <= 2:
-        raise ConfigError(f"the cluster key file {path} must hold one key or two, one per line")
+        raise ConfigError(f"the {what} {path} must hold one key or two, one per line")
     keys = []
     for number, line in enumerate(lines, 1):
         try:

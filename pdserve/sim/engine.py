@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from pdserve.engine.api import EngineState
 from pdserve.engine.core import EngineCore
 from pdserve.engine.rejection import error_of
 from pdserve.errors import Draining, EngineDied, NotReady, Overloaded, PdserveError
-from pdserve.messages.engine import Abort, EngineStats, Rejected, Step, Submit
+from pdserve.messages.engine import Abort, EngineStats, Rejected, Rekey, Step, Submit
 from pdserve.testing.scripted import ScriptedExecutor
 
 if TYPE_CHECKING:
@@ -154,6 +156,13 @@ class InlineEngine:
         """See `engine.api.Engine`."""
         core = self._core
         return core.statistics() if isinstance(core, EngineCore) else _NOTHING
+
+    def rekey(self, hash_secret: bytes) -> None:
+        """See `engine.api.Engine`."""
+        self._spec = replace(self._spec, hash_secret=hash_secret)
+        if self._core is not None:
+            self._core.handle(Rekey(hash_secret=hash_secret))
+            self._arm()
 
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
         """Nobody listens in these worlds."""

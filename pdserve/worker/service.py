@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
+from pdserve.blocks.hashing import names_id
 from pdserve.engine.api import Engine, EngineState
 from pdserve.errors import Draining, NotReady
 from pdserve.messages.engine import EngineSpec, EngineStats
@@ -62,7 +63,7 @@ class WorkerService:
         *,
         hash_secret: bytes = b"",
     ) -> None:
-        """`hash_secret` keys the block hashes and outlives the engine's restarts."""
+        """`hash_secret` keys the block hashes and outlives the engine's restarts; see `rekey`."""
         # The worker's life
         self._config = config
         self._make_engine = make_engine
@@ -185,6 +186,18 @@ class WorkerService:
         if self._engine is None:
             raise NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER)
         return self._engine.submit(request, sink)
+
+    def rekey(self, hash_secret: bytes) -> None:
+        """Name blocks with this secret from now on; before `start`, from the beginning."""
+        self._hash_secret = hash_secret
+        if self._engine is not None:
+            self._engine.rekey(hash_secret)
+
+    @property
+    def names_id(self) -> bytes:
+        """Which secret the engine names its blocks with, or will once it has read its commands;
+        empty: none was given, so the names mean nothing elsewhere."""
+        return names_id(self._hash_secret) if self._hash_secret else b""
 
     def abort(self, handle: Handle) -> None:
         """Free everything within one step; the sink falls silent at once. Idempotent."""

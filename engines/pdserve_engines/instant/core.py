@@ -35,6 +35,7 @@ from pdserve.messages.engine import (
     Event,
     Progress,
     QueryStats,
+    Rekey,
     Stats,
     Step,
     Submit,
@@ -147,7 +148,7 @@ class InstantCore:
                 self._drop(command.handle)
             case QueryStats():
                 self._events.append(Stats(stats=self.statistics()))
-            case ClearCache():
+            case ClearCache() | Rekey():
                 pass
             case _:
                 raise ValueError(f"{type(command).__name__} is for the host")

@@ -40,6 +40,7 @@ class RouterPart:
             card(context, "router"),
             context.degradations,
         )
+        self.secrets = context.membership.secrets(node, context.degradations)
         self._context = context
         context.metrics.attach_node(self._sample)
         StatusService(node, self._report, time.time)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
 import time
 from typing import TYPE_CHECKING
 
@@ -53,8 +52,9 @@ class WorkerPart:
             dataclasses.replace(config, threads=threads),
             self._make_engine,
             context.metrics,
-            hash_secret=secrets.token_bytes(16),
         )
+        self.secrets = context.membership.secrets(node, context.degradations)
+        self.secrets.listen(self.service.rekey)
         self.member = WorkerMember(self.service, node, self.topics, card(context, "worker"))
         self._context = context
         self._on_state = on_state
@@ -89,6 +89,7 @@ class WorkerPart:
 
     async def load(self) -> None:
         """Find the model and start the engine. Errors: see `WorkerService.start`."""
+        self.service.rekey(self.secrets.need())
         await self.service.start(self._context.screen.progress)
         self._context.screen.finish()
         capabilities = self.service.capabilities
