@@ -76,6 +76,11 @@ class RemoteSequence:
         self.accepted = accepted
         self.tick = 0
 
+    @property
+    def worker(self) -> NodeId:
+        """Who has it."""
+        return self._channel.worker
+
     def cancel(self) -> None:
         """See `backend.OpenStream`."""
         self._channel.cancel(self)

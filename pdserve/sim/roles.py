@@ -55,6 +55,8 @@ class Settings:
     tokenizer_bytes: int = 1000
     """A large part of the card; much of it takes the bulk connection."""
     router_wait: Seconds = 5.0
+    router: RouterConfig | None = None
+    """None: the defaults, with `policy`."""
 
 
 class Part(Protocol):
@@ -75,7 +77,7 @@ class Router:
     def __init__(self, node: Node, settings: Settings) -> None:
         self.node = node
         self.topics = Topics(node, node.timers)
-        config = RouterConfig(policy=settings.policy)
+        config = settings.router or RouterConfig(policy=settings.policy)
         policy = load_policy(config.policy)
         self.service = RouterService(
             config, policy, node, self.topics, _card(node), Degradations(Metrics())
