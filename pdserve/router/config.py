@@ -40,14 +40,39 @@ class RouterConfig:
     soon, and clients that obey do not crowd in meanwhile."""
     assumed_max_sequences: int = 256
     """The size of a worker that has not said its own: the default of `--max-sequences`."""
+    index_max_blocks: int = 8_000_000
+    """Distinct blocks that the index knows; more are refused and counted. A guard of memory (under
+    1 GiB), above what the pools of a large cluster hold."""
+    predict_ttl: Seconds = 5.0
+    """A choice counts as cached at its worker at most this long, unless the worker's events say the
+    same: time enough for the prompt to be computed and told, short enough that one that was
+    abandoned is soon forgotten."""
+    approximate_ttl: Seconds = 120.0
+    """What was sent to a worker whose engine tells nothing counts as cached there at most this
+    long: a guess at how long a busy pool keeps a prompt."""
+    approximate_blocks: int = 1_000_000
+    """Blocks remembered so, of all workers together; what was sent least recently goes first."""
 
     def validate(self) -> None:
         """Raise `ConfigError` for what can never work, naming key and remedy. Whether the policy
         exists shows when it is loaded."""
-        for name in ("booking_ttl", "sweep_interval", "gone_model_memory", "retry_after"):
+        for name in (
+            "booking_ttl",
+            "sweep_interval",
+            "gone_model_memory",
+            "retry_after",
+            "predict_ttl",
+            "approximate_ttl",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_key(name)} must be more than 0 seconds")
-        for name in ("max_bookings", "gone_models", "assumed_max_sequences"):
+        for name in (
+            "max_bookings",
+            "gone_models",
+            "assumed_max_sequences",
+            "index_max_blocks",
+            "approximate_blocks",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_key(name)} must be at least 1")
 

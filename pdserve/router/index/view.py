@@ -1,0 +1,316 @@
+"""How much of a prompt each worker has: what the desk asks, once per question.
+
+Three sources, the longest run of which counts:
+
+    events      what workers tell of their pools, a `Feed` each
+    predicted   what was sent there in the last seconds: a choice counts at once
+    routed      what was sent there in the last minutes, only for workers that tell nothing
+
+It deals in nodes and short names; slots of trees stay inside. Workers are known by their lives:
+when one ends, all of it goes, in time proportional to its blocks. Pure: time is an argument. Owned
+by the desk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pdserve.router.bookings import Life
+from pdserve.router.index.feed import Feed
+from pdserve.router.index.routed import Memory
+from pdserve.router.index.slots import Slots
+from pdserve.router.index.tree import Tree
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.ids import NodeId, Seconds
+    from pdserve.router.config import RouterConfig
+    from pdserve.runtime.registry import Member
+
+__all__ = ["Found", "PrefixIndex"]
+
+_PREDICT_PARTS: Final = 2
+_ROUTED_PARTS: Final = 4
+
+
+class Found(NamedTuple):
+    """What one walk finds; who has nothing is in neither."""
+
+    overlaps: Mapping[NodeId, int]
+    """Leading blocks on the device tier."""
+    lower: Mapping[NodeId, tuple[int, int]]
+    """Leading blocks when the host tier counts too, and when the disk tier counts besides; only
+    of workers where that is more."""
+
+
+_NOTHING: Final = Found({}, {})
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One life."""
+
+    life: Life
+    feed: Feed | None = None
+    events: bool | None = None
+    """Its engine tells what it holds; None: not known yet."""
+    names_id: bytes = b""
+
+
+class PrefixIndex:
+    """See above."""
+
+    def __init__(self, config: RouterConfig, *, remember: bool = False) -> None:
+        """`remember`: keep what was sent to every worker, for a policy with `needs_routed`."""
+        self._config = config
+        self._remember = remember
+        self._workers: dict[NodeId, _Worker] = {}
+        self._tree, self._slots = Tree(config.index_max_blocks), Slots()
+        self._predicted = Memory(
+            self._tree,
+            self._slots,
+            ttl=config.predict_ttl,
+            parts=_PREDICT_PARTS,
+            most=max(1, config.index_max_blocks // 8),
+        )
+        self._routed_tree, self._routed_slots = Tree(config.approximate_blocks), Slots()
+        self._routed = Memory(
+            self._routed_tree,
+            self._routed_slots,
+            ttl=config.approximate_ttl,
+            parts=_ROUTED_PARTS,
+            most=config.approximate_blocks,
+        )
+        self._ids: Counter[bytes] = Counter()
+        """Of workers whose names are known to be made with a secret."""
+        self._lower_tiers = False
+        """Some worker has told of more than its device: the walk looks at all tiers."""
+        self._past: Counter[str] = Counter()  # counters of those that are gone
+        self.approximate: set[NodeId] = set()
+        """Workers of which nothing is known but what was sent there."""
+        self.asked = 0
+        """Questions with names."""
+        self.mismatched = 0
+        """Of those, questions whose names were made with another secret than some worker's."""
+
+    # ------------------------------------------------------------------ members
+
+    def worker_up(
+        self, life: Life, *, events: bool | None = None, names_id: bytes | None = None
+    ) -> None:
+        """A life begins, or more is known of it: whether it tells its pool's content, and which
+        secret its names are made with. None: nothing new. Idempotent."""
+        worker = self._workers.get(life.node)
+        if worker is not None and worker.life.epoch > life.epoch:
+            return
+        if worker is not None and worker.life != life:
+            self.worker_gone(worker.life)
+            worker = None
+        if worker is None:
+            worker = self._workers[life.node] = _Worker(life)
+        if events is not None:
+            worker.events = events
+            (self.approximate.discard if events else self.approximate.add)(life.node)
+        if names_id is not None and names_id != worker.names_id:
+            self._renamed(worker, names_id)
+
+    def _renamed(self, worker: _Worker, names_id: bytes) -> None:
+        """What was sent there had other names."""
+        self._count_id(worker.names_id, -1)
+        self._count_id(names_id, 1)
+        worker.names_id = names_id
+        self._predicted.forget(worker.life)
+        self._routed.forget(worker.life)
+
+    def _count_id(self, names_id: bytes, change: int) -> None:
+        if names_id:
+            self._ids[names_id] += change
+            if not self._ids[names_id]:
+                del self._ids[names_id]
+
+    def worker_gone(self, life: Life) -> None:
+        """Nothing is there any more. Idempotent."""
+        worker = self._workers.get(life.node)
+        if worker is None or worker.life != life:
+            return
+        del self._workers[life.node]
+        self._count_id(worker.names_id, -1)
+        self._end_feed(worker)
+        self._predicted.forget(life)
+        self._routed.forget(life)
+        self.approximate.discard(life.node)
+
+    def target(self, member: Member) -> Feed:
+        """For `Topics.subscribe_log(KV, ...)`."""
+        life = Life(member.node, member.epoch)
+        self.worker_up(life)
+        feed = Feed(
+            self._tree,
+            self._slots,
+            life,
+            self._predicted,
+            room=self._room,
+            on_lower=self._tiers_in_use,
+        )
+        worker = self._workers[life.node]
+        if worker.life != life:  # it has another life already
+            feed.close()
+            return feed
+        self._end_feed(worker)
+        worker.feed = feed
+        return feed
+
+    def _end_feed(self, worker: _Worker) -> None:
+        feed, worker.feed = worker.feed, None
+        if feed is not None:
+            feed.close()
+            self._past.update(_counted(feed))
+
+    def _tiers_in_use(self) -> None:
+        self._lower_tiers = True
+
+    def _room(self) -> int:
+        return self._config.index_max_blocks - len(self._tree)
+
+    # ------------------------------------------------------------------ questions
+
+    def find(self, now: Seconds, names: bytes, names_id: bytes = b"") -> Found:
+        """Who has how much of a prompt, in one walk."""
+        if not names or not self._workers:
+            return _NOTHING
+        self.asked += 1
+        self._predicted.expire(now)
+        lower: dict[NodeId, tuple[int, int]] = {}
+        if self._lower_tiers:
+            tiers = self._tree.match_tiers(names)
+            overlaps = self._slots.by_node({slot: depth for slot, (depth, _, _) in tiers.items()})
+            lower = self._lower(tiers, overlaps)
+        else:
+            overlaps = self._slots.by_node(self._tree.match(names))
+        if self.approximate:
+            routed = self.routed(now, names)
+            for node in self.approximate & routed.keys():
+                overlaps[node] = max(routed[node], overlaps.get(node, 0))
+        if names_id and self._ids and self._ids.keys() != {names_id}:
+            self._take_out_foreign(names_id, overlaps, lower)
+        return Found(overlaps, lower)
+
+    def _lower(
+        self, tiers: Mapping[int, tuple[int, int, int]], overlaps: Mapping[NodeId, int]
+    ) -> dict[NodeId, tuple[int, int]]:
+        found: dict[NodeId, tuple[int, int]] = {}
+        for slot, (_, host, disk) in tiers.items():
+            node = self._slots.shown.get(slot)
+            if node is None:
+                continue
+            best_host, best_disk = found.get(node, (overlaps.get(node, 0),) * 2)
+            found[node] = (max(host, best_host), max(disk, best_disk))
+        return {node: both for node, both in found.items() if both[1] > overlaps.get(node, 0)}
+
+    def _take_out_foreign(
+        self, names_id: bytes, overlaps: dict[NodeId, int], lower: dict[NodeId, tuple[int, int]]
+    ) -> None:
+        self.mismatched += 1
+        for node in tuple(overlaps.keys() | lower.keys()):
+            if self._workers[node].names_id not in (b"", names_id):
+                overlaps.pop(node, None)
+                lower.pop(node, None)
+
+    def overlaps(self, now: Seconds, names: bytes, names_id: bytes = b"") -> Mapping[NodeId, int]:
+        """`find`, for who needs no more; one walk of its own."""
+        return self.find(now, names, names_id).overlaps
+
+    def lower(
+        self, now: Seconds, names: bytes, names_id: bytes = b""
+    ) -> Mapping[NodeId, tuple[int, int]]:
+        """`find`, for who needs no more; one walk of its own."""
+        return self.find(now, names, names_id).lower
+
+    def routed(self, now: Seconds, names: bytes) -> Mapping[NodeId, int]:
+        """Leading blocks that were sent to each worker lately; of all workers only with
+        `remember`."""
+        self._routed.expire(now)
+        return self._routed_slots.by_node(self._routed_tree.match(names))
+
+    def routed_blocks(self) -> Mapping[NodeId, int]:
+        """The size of that memory, by worker."""
+        return {node: self._routed.blocks(worker.life) for node, worker in self._workers.items()}
+
+    def known_blocks(self, node: NodeId) -> int:
+        """What a worker's events say that it holds, on all tiers."""
+        worker = self._workers.get(node)
+        feed = None if worker is None else worker.feed
+        return 0 if feed is None else self._tree.blocks(feed.slot)
+
+    # ------------------------------------------------------------------ decisions
+
+    def placed(self, now: Seconds, life: Life, names: bytes, names_id: bytes = b"") -> None:
+        """A prompt goes to this worker: its blocks count there at once."""
+        worker = self._workers.get(life.node)
+        if not names or worker is None or worker.life != life:
+            return
+        if names_id and worker.names_id not in (b"", names_id):
+            return
+        if worker.events is not False:
+            self._predicted.note(now, life, names)
+        if self._remember or worker.events is False:
+            self._routed.note(now, life, names)
+
+    def sweep(self, now: Seconds) -> None:
+        """Forget what ran out; once a second or so."""
+        for memory in (self._predicted, self._routed):
+            memory.expire(now)
+            memory.reclaim(_RECLAIM)
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def full(self) -> bool:
+        """Some worker's blocks are not known for want of room."""
+        return any(w.feed is not None and w.feed.missing for w in self._workers.values())
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Numbers for status and metrics; what is counted ever only grows."""
+        total = Counter(self._past)
+        for worker in self._workers.values():
+            if worker.feed is not None:
+                total.update(_counted(worker.feed))
+        tree = self._tree.counters
+        return {
+            "workers": len(self._workers),
+            "approximate_workers": len(self.approximate),
+            "blocks": len(self._tree),
+            "worker_blocks": tree.worker_blocks,
+            "bytes": tree.bytes + self._routed_tree.counters.bytes,
+            "routed_blocks": self._routed_tree.counters.worker_blocks,
+            "refused_blocks": tree.dropped_full,
+            "events": total["events"],
+            "blocks_stored": total["stored"],
+            "blocks_removed": total["removed"],
+            "asked": self.asked,
+            "mismatched": self.mismatched,
+            "predicted": self._predicted.noted,
+        }
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless every slot has its owner. For tests and audits."""
+        feeds = [w.feed for w in self._workers.values() if w.feed is not None]
+        assert len(self._slots) == sum(feed.slots for feed in feeds) + self._predicted.slots
+        assert len(self._routed_slots) == self._routed.slots
+        assert all(self._slots.shown[feed.slot] == feed.life.node for feed in feeds)
+        assert {*self._slots.shown.values()} <= self._workers.keys()
+        assert {*self._routed_slots.shown.values()} <= self._workers.keys()
+        assert self.approximate <= self._workers.keys()
+        assert self._ids == Counter(w.names_id for w in self._workers.values() if w.names_id)
+
+
+_RECLAIM: Final = 64
+"""Workers whose expired memory is given back in one sweep."""
+
+
+def _counted(feed: Feed) -> dict[str, int]:
+    return {"events": feed.events, "stored": feed.stored, "removed": feed.removed}
