@@ -107,6 +107,8 @@ class State:
     """Size of that memory, by worker."""
     model: TimeModel = field(default_factory=TimeModel)
     """How long prompts and steps take, learnt; the same for all workers, times their `speed`."""
+    held: int = 0
+    """Questions for this model that wait in the router besides this one."""
 
     def cached_tokens(self, question: Route, worker: WorkerView) -> int:
         """Prompt tokens that need not be computed there; the last one always is."""

@@ -1,0 +1,252 @@
+"""The default: where the first token will come soonest, at the least harm to everybody else.
+
+    cost = wait + prefill + transfer                 the request's own time to first token
+         + gamma * prefills * prefill                externality: its work delays who waits there
+         + (kappa0 + kappa1 * n) * (prefill - warm)  opportunity: work a cached prefix would save
+         + lambda_decode * decode                    harm to streams that run there
+
+in seconds, the least wins. Of worker i, with its learnt `speed` and the learnt model of time:
+
+    prefill  speed * model.prefill(L, cached there)
+    warm     the same, were the longest prefix of any worker cached there
+    n        unfinished prompts per worker, those that are held in the router included
+    wait     the greatest of: predicted work before it, less what has passed (`WorkerView.wait`);
+             half a decode step, because a step that runs is not interrupted; and, where sequences
+             or blocks run out, the time until enough of them are free again: with the mean request
+             giving out `output_tokens`, one of d sequences ends every  output_tokens * step / d
+    transfer to the worker that decodes; 0 where the same one does (`predict.moves`)
+    decode   every stream waits while the prompt is computed, and each of its own tokens and theirs
+             takes longer afterwards:  d * prefill
+             + output_tokens * speed * (d * (q + r * L) + q * d + r * kv),  q and r the step's
+             prices of a sequence and a token (`step_sequence`, `step_token`)
+
+All within `tolerance` of the best count as equal and one is drawn, so that routers which know the
+same do not all choose the same; once in a while (`explore`) whoever is within `explore_within` of
+the best is drawn, so that every worker's speed stays known.
+
+Where the ideas are from. Least predicted time to first token: Mooncake (FAST'25), here with
+gamma = kappa = 0. Prefill times (1 + those before): LMetric (OSDI'26). Prefix first until
+saturated: Preble (ICLR'25) and llm-d, reached as kappa grows. The sum in one physical unit
+degenerates to each of these; its terms grow with load, so there is no threshold at which behaviour
+jumps. Near saturation the cache hit rate is capacity, and minimising only one's own time wastes it.
+
+If the model of time is not fitted (nothing learnt yet, or it predicts badly), the same sum counts
+uncached tokens at a fixed price; if even those say nothing (`TimeModel.blind`), requests:
+sequences there + the uncached part of the prompt, from 0 to 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from pdserve.router.predict.model import TimeModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from random import Random
+
+    from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.routing import Route
+    from pdserve.router.policies.base import State, Terms, WorkerView
+
+__all__ = ["Ttft"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ttft:
+    """Numbers without a unit are weights."""
+
+    gamma: float = 0.5
+    kappa0: float = 0.5
+    kappa1: float = 0.5
+    lambda_decode: float = 0.02
+    output_tokens: int = 256
+    """That a request is expected to give out, if it may give so many."""
+    tolerance: float = 0.02
+    """Of the best cost."""
+    explore: float = 0.01
+    """Share of decisions; 0: never."""
+    explore_within: float = 0.2
+    """Of the best cost."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0 <= getattr(self, field.name) < float("inf"):
+                raise ValueError(f"option {field.name} must be 0 or more")
+
+    def __call__(self, question: Route, state: State, random: Random) -> WorkerView:
+        workers = state.workers
+        if len(workers) == 1:
+            return workers[0]
+        costs = self.costs(question, state)
+        best = min(costs)
+        explores = random.random() < self.explore
+        margin = self.explore_within if explores else self.tolerance
+        limit = best + margin * best
+        near = [index for index, cost in enumerate(costs) if cost <= limit]
+        return workers[near[0] if len(near) == 1 else random.choice(near)]
+
+    def costs(self, question: Route, state: State) -> list[Seconds]:
+        """Of the state's workers, in their order."""
+        if state.model.fitted:
+            return self._timed(question, state)
+        waits, prices = _counted(question, state)
+        warm, kappa, gamma = min(prices), self._kappa(state), self.gamma
+        return [
+            wait + price + gamma * worker.prefills * price + kappa * (price - warm)
+            for worker, wait, price in zip(state.workers, waits, prices, strict=True)
+        ]
+
+    def _timed(self, question: Route, state: State) -> list[Seconds]:
+        """With a model of time: one pass, without calls for most workers, because it runs for each
+        request over hundreds of them. `terms` says the same at leisure."""
+        model, now, overlaps = state.model, state.now, state.overlaps
+        step, q, r = model.step_base, model.step_sequence, model.step_token
+        length, size = question.prompt_tokens, question.block_size
+        cold, each, pair = model.prefill(length), model.per_token, model.per_pair
+        most_cached = max(0, length - 1)
+        warm = _warmest(question, state)
+        gamma, kappa, harm = self.gamma, self._kappa(state), self.lambda_decode
+        output = self._output(question)
+        stream = output * (q + r * question.prompt_tokens)
+        n, block = question.n, size or _BLOCK
+        need = block * _blocks(question)
+        costs: list[Seconds] = []
+        add = costs.append
+        for worker in state.workers:
+            speed = worker.speed
+            price = cold
+            if cached := overlaps.get(worker.node, 0) * size:
+                if cached > most_cached:
+                    cached = most_cached
+                price -= cached * (each + pair * cached)
+            price *= speed
+            wait = worker.work
+            if wait:
+                passed, most = now - worker.as_of, 0.9 * worker.head
+                if passed > 0.0:
+                    wait -= most if passed > most else passed
+            decodes = worker.decodes
+            cost = price + gamma * worker.prefills * price + kappa * (price - speed * warm)
+            if decodes:
+                read = q * decodes + r * worker.kv_tokens
+                cost += harm * (decodes * price + speed * (decodes * stream + output * read))
+                half = 0.5 * speed * (step + read)
+                if wait < half:
+                    wait = half
+            free = block * (worker.blocks_total - worker.blocks_used)
+            if worker.sequences + n > worker.max_sequences or free < need + worker.prefill_tokens:
+                room = self._room(question, state, worker)
+                if wait < room:
+                    wait = room
+            add(wait + cost)
+        return costs
+
+    def terms(self, question: Route, state: State) -> Mapping[NodeId, Terms]:
+        """Seconds, or their stand-ins if the model of time is not fitted."""
+        if state.model.fitted:
+            waits = [self._wait(question, state, worker) for worker in state.workers]
+            length, model = question.prompt_tokens, state.model
+            cached = [state.cached_tokens(question, worker) for worker in state.workers]
+            prices = [
+                worker.speed * model.prefill(length, tokens)
+                for worker, tokens in zip(state.workers, cached, strict=True)
+            ]
+            warmest = _warmest(question, state)
+            warms = [w.speed * warmest for w in state.workers]
+            decodes = [
+                self.lambda_decode * self._decode(question, state, worker, price)
+                for worker, price in zip(state.workers, prices, strict=True)
+            ]
+        else:
+            waits, prices = _counted(question, state)
+            warms = [min(prices)] * len(prices)
+            decodes = [0.0] * len(prices)
+        found = {}
+        for i, worker in enumerate(state.workers):
+            terms = {
+                "wait": waits[i],
+                "prefill": prices[i],
+                "transfer": 0.0,
+                "externality": self.gamma * worker.prefills * prices[i],
+                "opportunity": self._kappa(state) * (prices[i] - warms[i]),
+                "decode": decodes[i],
+            }
+            found[worker.node] = {**terms, "cost": sum(terms.values())}
+        return found
+
+    def _wait(self, question: Route, state: State, worker: WorkerView) -> Seconds:
+        step = 0.0
+        if worker.decodes:
+            step = worker.speed * state.model.step(worker.decodes, worker.kv_tokens)
+        return max(worker.wait(state.now), 0.5 * step, self._room(question, state, worker))
+
+    def _decode(self, question: Route, state: State, worker: WorkerView, price: Seconds) -> Seconds:
+        if not worker.decodes:
+            return 0.0
+        model, output = state.model, self._output(question)
+        q, r = model.step_sequence, model.step_token
+        longer = q + r * question.prompt_tokens
+        own = q * worker.decodes + r * worker.kv_tokens
+        return worker.decodes * price + output * worker.speed * (worker.decodes * longer + own)
+
+    def _room(self, question: Route, state: State, worker: WorkerView) -> Seconds:
+        """Until sequences and blocks enough have ended there; 0: there is room."""
+        life = worker.speed * state.model.step(max(1, worker.decodes), worker.kv_tokens)
+        life *= self._output(question)
+        crowd = (worker.sequences + question.n - worker.max_sequences) / worker.max_sequences
+        return life * max(0.0, crowd, _lacking(question, state, worker))
+
+    def _kappa(self, state: State) -> float:
+        waiting = state.held + sum([worker.prefills for worker in state.workers])
+        return self.kappa0 + self.kappa1 * waiting / len(state.workers)
+
+    def _output(self, question: Route) -> int:
+        return min(self.output_tokens, question.max_tokens)
+
+
+_BLOCK = 32
+"""Tokens of a block, where the question does not say."""
+
+
+def _blocks(question: Route) -> int:
+    return -(-question.prompt_tokens // (question.block_size or _BLOCK))
+
+
+def _lacking(question: Route, state: State, worker: WorkerView) -> float:
+    """Blocks that would be missing, as a share of all. Of the cached prefix, as much takes up free
+    ones as of the worker's valid blocks is not in use."""
+    if not worker.blocks_total:
+        return 0.0
+    cached = state.overlaps.get(worker.node, 0)
+    valid = worker.blocks_used + worker.blocks_cached
+    shared = cached * worker.blocks_used / valid if valid else 0.0
+    coming = worker.prefill_tokens / (question.block_size or _BLOCK)
+    need = worker.blocks_used + coming + _blocks(question) - shared
+    return max(0.0, need / worker.blocks_total - 1.0)
+
+
+def _warmest(question: Route, state: State) -> Seconds:
+    """Prefill at speed 1, with the longest prefix that any of the workers has."""
+    length, overlaps, deepest = question.prompt_tokens, state.overlaps, 0
+    if overlaps:
+        deepest = max([overlaps.get(worker.node, 0) for worker in state.workers])
+    cached = min(deepest * question.block_size, max(0, length - 1))
+    return state.model.prefill(length, cached)
+
+
+def _counted(question: Route, state: State) -> tuple[list[float], list[float]]:
+    """Waits and prices without a model of time: by tokens at a fixed price, or by requests."""
+    length = max(1, question.prompt_tokens)
+    uncached = [length - state.cached_tokens(question, worker) for worker in state.workers]
+    if state.model.blind:
+        return [float(w.sequences) for w in state.workers], [u / length for u in uncached]
+    base, each = _FIXED.base, _FIXED.per_token
+    return (
+        [base * w.prefills + each * w.prefill_tokens for w in state.workers],
+        [base + each * u for u in uncached],
+    )
+
+
+_FIXED = TimeModel()
