@@ -3,8 +3,13 @@ from the worker itself.
 
 A request asks one router, takes its place on the channel to the worker that was named, and is out
 of this file's hands until it ends, when the router is told. A worker that cannot be reached or does
-not take the request is excluded and the router asked again. Without a router requests wait for one,
-up to `router_wait`; without a worker they are refused at once.
+not take the request is excluded and the router asked again (`errand`). Without a router requests
+wait for one, up to `router_wait`; without a worker they are refused at once.
+
+A router may hold a question for as long as the request has time. It is left for another when its
+link ends, when it is dead, and, if there is another in good standing, as soon as it is suspected:
+whoever stands still is suspected within a second or two, so nothing waits for it longer. Answers
+that come after all are given back.
 
 It owns the channels: one per worker for what is new, and those on links that another has replaced
 until their last request has ended. What is offered is `offers`' business, which worker is best the
@@ -21,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from pdserve.blocks.hashing import short_names
 from pdserve.errors import (
     DeadlineExceeded,
     DialTimeout,
@@ -62,10 +68,8 @@ __all__ = ["ClusterBackend"]
 
 _log = logging.getLogger(__name__)
 
-_ATTEMPTS: Final = 4
-"""Workers that one request may fail to reach before its client hears of it."""
-_ASK_TIMEOUT: Final[Seconds] = 2.0
-"""A router decides within a turn of its loop; one that takes longer is stuck."""
+_EXPLAIN_TIMEOUT: Final[Seconds] = 2.0
+"""A router explains within a turn of its loop; one that takes longer is stuck."""
 _AVOID: Final[Seconds] = 1.0
 """A router that did not answer is not asked for so long."""
 _CATCH_UP: Final[Seconds] = 2.0
@@ -78,10 +82,6 @@ _ACCEPT_TIMEOUT: Final[Seconds] = 5.0
 _LAST_WORDS: Final[Seconds] = 2.0
 """Who leaves in order ends its channels itself, when all is said."""
 _SWEEP: Final[Seconds] = 5.0
-_NOTICED: Final[Seconds] = 0.1
-"""Waiting for a router or a worker that shortens a request's deadline."""
-_ELSEWHERE: Final = (LinkError, Unavailable, Overloaded, EngineDied)
-"""What one worker may answer that another need not."""
 
 
 class ClusterBackend:
@@ -101,6 +101,10 @@ class ClusterBackend:
         """Those that answer, in the order in which this frontend asks them."""
         self._stuck: dict[NodeId, Seconds] = {}
         """Routers that did not answer, until when they are not asked."""
+        self._asking: dict[NodeId, dict[asyncio.Timeout, None]] = {}
+        """Questions that have no answer yet, each by what cuts it short."""
+        self._again: dict[Errand, None] = {}
+        """Those that are on their way to another worker after one had accepted them."""
         self._refreshing = False
         self._conflicts = ""
         self.rerouted = 0
@@ -129,32 +133,38 @@ class ClusterBackend:
 
     @property
     def requests(self) -> int:
-        """At workers, or on their way to one."""
-        return sum(c.requests for c in (*self._channels.values(), *self._retired))
+        """At workers, or on their way from one to another."""
+        channels = (*self._channels.values(), *self._retired)
+        return sum(c.requests for c in channels) + len(self._again)
 
-    async def open(self, request: GenerateRequest, sink: TokenSink) -> RemoteSequence:
+    async def open(
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        hints: Hints = NO_HINTS,
+        on_placed: Callable[[Placement], None] = lambda placement: None,
+    ) -> Errand:
         """See `backend.Backend`. Besides: `NoRouter`, `WorkerLost`."""
+        errand = Errand(self, request, sink, hints, on_placed)
+        await errand.dispatch()
+        return errand
+
+    async def explain(
+        self, request: GenerateRequest, hints: Hints = NO_HINTS
+    ) -> tuple[NodeId, Explained]:
+        """See `backend.Backend`."""
+        errand = Errand(self, request, _NOBODY, hints, lambda placement: None)
         start = self._node.now()
-        last: PdserveError | None = None
-        excluded: list[NodeId] = []
-        for attempt in range(_ATTEMPTS):
+        while True:
+            router = await self._next_router(start, set())
             try:
-                router, routed = await self._route(request, attempt, excluded)
-            except NoWorker as error:
-                raise (error if last is None else _refused(request.model, last)) from None
-            try:
-                remaining = _remaining(request, self._node.now() - start)
-                sequence = await self._place(remaining, sink, router, routed)
-            except _ELSEWHERE as error:
-                _log.info("worker %s did not take a request: %s", routed.worker, error)
-                self.rerouted += 1
-                last = error
-                excluded.append(routed.worker)
-                continue
-            if sequence is not None:
-                return sequence
-            await self.wait_news(timeout=_PAUSE)  # of the life that the worker has begun
-        raise _refused(request.model, last)
+                link = await self._node.link(router, timeout=_LINK_TIMEOUT)
+                question = errand.question()
+                return router, await link.request(EXPLAIN, question, timeout=_EXPLAIN_TIMEOUT)
+            except (LinkError, DeadlineExceeded) as error:
+                if errand.remaining is not None and errand.remaining <= 0:
+                    raise
+                self._leave_alone(router, error)
 
     def statistics(self) -> EngineStats:
         """Nothing: engines are the workers', who answer for them on their own ports."""
@@ -168,42 +178,81 @@ class ClusterBackend:
 
     def close(self, error: PdserveError) -> None:
         """End every channel; requests on them end with `error`."""
+        for errand in tuple(self._again):
+            errand.fail(error)
+            errand.cancel()
         for channel in (*self._channels.values(), *self._retired):
             channel.close(error)
 
     # ------------------------------------------------------------------ which worker
 
-    async def _route(
-        self, request: GenerateRequest, attempt: int, excluded: list[NodeId]
-    ) -> tuple[NodeId, Routed]:
+    def now(self) -> Seconds:
+        """See `errand.Ways`."""
+        return self._node.now()
+
+    def block_size(self, model: str) -> int:
+        """See `errand.Ways`."""
+        card = self._offers.cards().get(model)
+        return 0 if card is None else card.block_size
+
+    def run(self, errand: Errand, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """See `errand.Ways`."""
+        task = self._node.tasks.spawn(work, f"another worker for {errand.request.request_id}")
+        self._again[errand] = None
+        task.add_done_callback(lambda _: self._again.pop(errand, None))
+        return task
+
+    async def route(self, errand: Errand) -> tuple[NodeId, Routed]:
         """A router's answer. Raises `NoRouter`, and what the router decides: `NoWorker`, ..."""
-        question = Route(
-            request_id=request.request_id,
-            attempt=attempt,
-            model=request.model,
-            prompt_tokens=len(request.prompt) + max(map(len, request.output), default=0),
-            max_tokens=request.sampling.max_tokens,
-            n=request.n,
-            priority=request.priority,
-            excluded=tuple(excluded),
-        )
-        start = self._node.now()
+        model, hints = errand.request.model, errand.hints
+        now = self._node.now
+        start = now()
         behind: set[NodeId] = set()
         while True:
             router = await self._next_router(start, behind)
+            asked = now()
             try:
-                link = await self._node.link(router, timeout=_LINK_TIMEOUT)
-                return router, await link.request(ROUTE, question, timeout=_ASK_TIMEOUT)
+                return router, await self._ask(router, errand)
             except (ModelNotFound, NoWorker) as error:
-                if isinstance(error, NoWorker) and (excluded or not self._takes(request.model)):
+                takes = self._takes(model, hints)
+                if isinstance(error, NoWorker) and (errand.excluded or not takes):
                     raise
                 # This node sees a worker, or would not ask: the router has just joined.
-                if self._node.now() - start > _CATCH_UP or not self._takes(request.model):
-                    raise _refused(request.model, None) from None
+                if now() - start > _CATCH_UP or not takes:
+                    raise refused(model, None) from None
                 behind.add(router)
-            except (LinkError, DeadlineExceeded, ProtocolError) as error:
-                _log.info("router %s did not answer: %s", router, error)
-                self._stuck[router] = self._node.now() + _AVOID
+            except (LinkError, ProtocolError) as error:
+                self._leave_alone(router, error)
+                start += now() - asked  # being held is not waiting for a router
+
+    async def _ask(self, router: NodeId, errand: Errand) -> Routed:
+        """Wait for the answer as long as the request may, and the router is not in doubt."""
+        try:
+            link = await self._node.link(router, timeout=_LINK_TIMEOUT)
+        except DeadlineExceeded as error:  # the request has time left
+            raise DialTimeout(error.message) from None
+        question = errand.question()
+        timeout = question.deadline or self._config.request_timeout
+        asking = self._asking.setdefault(router, {})
+        try:
+            async with asyncio.timeout(None) as patience:
+                asking[patience] = None
+                try:
+                    return await link.request(
+                        ROUTE, question, timeout=timeout, late=partial(self._give_back, router)
+                    )
+                finally:
+                    del asking[patience]
+        except TimeoutError:
+            raise LinkLost(f"router {router} is in doubt, and another is not") from None
+
+    def _give_back(self, router: NodeId, routed: Routed) -> None:
+        """An answer that nobody waits for any more."""
+        _Releaser(self._node, router, routed.booking)("unreached")
+
+    def _leave_alone(self, router: NodeId, error: PdserveError) -> None:
+        _log.info("router %s did not answer: %s", router, error)
+        self._stuck[router] = self._node.now() + _AVOID
 
     async def _next_router(self, start: Seconds, behind: set[NodeId]) -> NodeId:
         """The router to ask; waits for one. Those in `behind` come last, after a pause, and are
@@ -222,9 +271,15 @@ class ClusterBackend:
             await self.wait_news(timeout=min(again, _PAUSE) if behind else again)
             behind.clear()
 
-    def _takes(self, model: str) -> bool:
-        """Some worker serves the model, and is not about to leave."""
-        members = map(self._node.registry.get, self._offers.workers(model))
+    def _block_size(self, request: GenerateRequest) -> int:
+        """Of the blocks that the request names."""
+        card = self._offers.cards().get(request.model) if request.block_names else None
+        return 0 if card is None else card.block_size
+
+    def _takes(self, model: str, hints: Hints = NO_HINTS) -> bool:
+        """Some worker serves the model, is not about to leave, and is one that the client will
+        have."""
+        members = map(self._node.registry.get, filter(hints.takes, self._offers.workers(model)))
         return any(m is not None and m.card is not None and not m.card.draining for m in members)
 
     def _order_routers(self) -> None:
@@ -234,12 +289,22 @@ class ClusterBackend:
         members = [m for m in self._node.registry.by_role("router") if m.card is not None]
         usable = [m for m in members if m.card is not None and not m.card.draining]
         usable.sort(key=lambda m: _affinity(self._node.id, m.node))
-        usable.sort(key=lambda m: m.suspect or not m.reachable)
+        usable.sort(key=_in_doubt)
         self._routers = tuple(m.node for m in usable)
+        if usable and not _in_doubt(usable[0]):
+            self._leave_doubtful(members)
+
+    def _leave_doubtful(self, routers: list[Member]) -> None:
+        """There is another to ask: wait no longer for those that may stand still."""
+        now = self._node.now()
+        for member in routers:
+            if _in_doubt(member):
+                for patience in self._asking.get(member.node, ()):
+                    patience.reschedule(now)
 
     # ------------------------------------------------------------------ to the worker
 
-    async def _place(
+    async def place(
         self, request: GenerateRequest, sink: TokenSink, router: NodeId, routed: Routed
     ) -> RemoteSequence | None:
         """Hand the request to the worker; however it ends, the router hears of it once. None: the
@@ -302,6 +367,7 @@ class ClusterBackend:
         member = event.member
         if isinstance(event, Gone):
             self._stuck.pop(member.node, None)
+            self._asking.pop(member.node, None)  # whoever still waits has its own hold of it
             error = WorkerLost(f"worker {member.node} is gone: {event.reason}", retry_after=1.0)
             for channel in (*self._channels.values(), *self._retired):
                 peer = channel.link.peer
@@ -378,12 +444,8 @@ class _Releaser:
             _log.debug("a release was not sent to %s: %s", self._router, error)
 
 
-def _remaining(request: GenerateRequest, waited: Seconds) -> GenerateRequest:
-    """The request with the time that is left of its deadline; what is too short to matter is not
-    worth a copy."""
-    if request.deadline is None or waited < _NOTICED:
-        return request
-    return replace(request, deadline=max(0.001, request.deadline - waited))
+def _in_doubt(router: Member) -> bool:
+    return router.suspect or not router.reachable
 
 
 def _affinity(frontend: NodeId, router: NodeId) -> bytes:
@@ -397,14 +459,13 @@ def _why_gone(event: Gone) -> str:
     return f"worker {event.member.node} is out of reach: this frontend was cut off from the cluster"
 
 
-def _refused(model: str, last: PdserveError | None) -> PdserveError:
-    """What a client hears when no worker is left to ask: what the last one said, if one spoke;
-    addresses that did not answer are the operator's concern."""
-    if last is None:
-        return NoWorker(f"no worker takes requests for {model!r} at the moment", retry_after=1.0)
-    if isinstance(last, LinkError):
-        return NoWorker(f"no worker of {model!r} could be reached", retry_after=1.0)
-    return last
+class _Nobody:
+    """Gets no tokens."""
+
+    def on_delta(self, delta: TokenDelta) -> None: ...
+
+    def on_error(self, error: PdserveError) -> None: ...
 
 
+_NOBODY: Final = _Nobody()
 _NOTHING: Final = EngineStats()

@@ -25,6 +25,7 @@ from pdserve.frontend.answer import Answer
 from pdserve.frontend.call import Call
 from pdserve.frontend.identity import check_request_id
 from pdserve.frontend.limits import Admission, Ticket
+from pdserve.frontend.naming import NAMELESS, Naming
 from pdserve.frontend.prompts import Context
 from pdserve.frontend.replies import Reply, connection_of
 from pdserve.frontend.stream import StreamAnswer
@@ -101,8 +102,10 @@ class Generations:
         pool: TextPool,
         bodies: BodyReader,
         metrics: Metrics,
+        naming: Naming = NAMELESS,
     ) -> None:
         self._config = config
+        self._naming = naming
         self._backend = backend
         self._models = models
         self._pool = pool
@@ -183,6 +186,7 @@ class Generations:
             config=self._config,
             pool=self._pool,
             request_id=call.request_id,
+            naming=self._naming,
             key=call.key,
             deadline=self._config.request_timeout,
         )

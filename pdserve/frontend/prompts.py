@@ -15,6 +15,7 @@ from pdserve.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.keys import ApiKey, shared_salt
 from pdserve.frontend.models import ServedModel
+from pdserve.frontend.naming import NAMELESS, Naming
 from pdserve.frontend.plan import Plan, Prompt
 from pdserve.frontend.sampling import (
     check_prompt_logprobs,
@@ -50,6 +51,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     config: FrontendConfig
     pool: TextPool
     request_id: str
+    naming: Naming = NAMELESS
     key: ApiKey | None = None
     deadline: Seconds | None = None
     """Seconds that remain."""
@@ -69,13 +71,13 @@ async def plan_chat(request: ChatRequest, context: Context) -> Plan:
             "the chat template writes nothing for these 'messages'", param="messages"
         )
     check_prompt_tokens(prompt.tokens, context.model.card, "messages")
-    return _plan(request, context, [prompt], chat=True, prefix="chatcmpl-")
+    return await _plan(request, context, [prompt], chat=True, prefix="chatcmpl-")
 
 
 async def plan_completion(request: CompletionRequest, context: Context) -> Plan:
     """Errors: `InvalidRequest` and its kin, `Overloaded`."""
     prompts = await _completion_prompts(request, context)
-    return _plan(request, context, prompts, chat=False, prefix="cmpl-")
+    return await _plan(request, context, prompts, chat=False, prefix="cmpl-")
 
 
 # ---------------------------------------------------------------- chat
@@ -254,7 +256,7 @@ def check_prompt_chars(text: str, model: ServedModel, param: str) -> None:
         )
 
 
-def _plan(
+async def _plan(
     request: ChatRequest | CompletionRequest,
     context: Context,
     prompts: list[Prompt],
@@ -269,7 +271,7 @@ def _plan(
         raise InvalidRequest("'stream_options' needs 'stream': true", param="stream_options")
     options = request.stream_options
     continuous = options is not None and bool(options.continuous_usage_stats)
-    requests = _submissions(request, context, prompts, n, card)
+    requests = await _submissions(request, context, prompts, n, card)
     return Plan(
         chat=chat,
         model=context.model,
@@ -295,7 +297,7 @@ def _plan(
     )
 
 
-def _submissions(
+async def _submissions(
     request: ChatRequest | CompletionRequest,
     context: Context,
     prompts: Sequence[Prompt],
@@ -305,6 +307,8 @@ def _submissions(
     seed = new_seed()
     wanted = request.cache_salt
     salt = shared_salt(wanted) if context.key is None else context.key.cache_salt(wanted)
+    tokens = [prompt.tokens for prompt in prompts]
+    names = await context.naming.of(card, salt, tokens, context.pool)
     return [
         GenerateRequest(
             request_id=context.request_id,
@@ -316,6 +320,8 @@ def _submissions(
             cache_salt=salt,
             priority=request.priority or 0,
             deadline=context.deadline,
+            block_names=named.hashes,
+            names_id=named.id,
         )
-        for index, prompt in enumerate(prompts)
+        for index, (prompt, named) in enumerate(zip(prompts, names, strict=True))
     ]

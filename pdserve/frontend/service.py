@@ -25,6 +25,7 @@ from pdserve.frontend.cors import Cors
 from pdserve.frontend.generation import Generations
 from pdserve.frontend.keys import KeyRing, parse_keys
 from pdserve.frontend.models import ModelDirectory
+from pdserve.frontend.naming import NAMELESS, Naming
 from pdserve.frontend.small import SmallEndpoints
 from pdserve.observe.metrics import Metrics
 from pdserve.text.pool import TextPool
@@ -56,9 +57,10 @@ class FrontendService:
         metrics: Metrics | None = None,
         degraded: Mapping[str, str] | None = None,
         pages: Pages | None = None,
+        naming: Naming = NAMELESS,
     ) -> None:
         """Args: `degraded` is a live view of reasons, shown by `/health`; `pages` answers
-        `/metrics`, by default with `metrics`.
+        `/metrics`, by default with `metrics`; `naming` names the blocks of prompts.
 
         Errors: `ConfigError` for settings that cannot be.
         """
@@ -66,6 +68,7 @@ class FrontendService:
         self.config = config
         self.metrics = metrics if metrics is not None else Metrics()
         self._backend = backend
+        self._naming = naming
         self._degraded = degraded if degraded is not None else {}
         self._pages = pages if pages is not None else self.metrics
         self._port = config.port
@@ -105,7 +108,7 @@ class FrontendService:
         self._models = ModelDirectory(self._backend, self._pool)
         bodies = BodyReader(config)
         self._generations = Generations(
-            config, self._backend, self._models, self._pool, bodies, metrics
+            config, self._backend, self._models, self._pool, bodies, metrics, self._naming
         )
         small = SmallEndpoints(
             config,

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from pdserve.errors import ConfigError, Draining
 from pdserve.frontend.cluster import ClusterBackend
 from pdserve.frontend.group import GroupMetrics
+from pdserve.frontend.naming import Naming
 from pdserve.frontend.service import FrontendService
 from pdserve.launch.announce import ready_line, served_line
 from pdserve.launch.parts.base import card, report
@@ -56,8 +57,14 @@ class FrontendPart:
             self.pages = GroupMetrics(node, config.group, context.metrics, context.degradations)
         self.siblings = Siblings(context.config, node, on_failed)
         self._on_failed = on_failed
+        self.secrets = context.membership.secrets(node, context.degradations)
         self.service = FrontendService(
-            config, self.backend, context.metrics, context.degradations.reasons(), self.pages
+            config,
+            self.backend,
+            context.metrics,
+            context.degradations.reasons(),
+            self.pages,
+            Naming(lambda: self.secrets.secret),
         )
         self._context = context
         context.metrics.attach_node(lambda: sample_node(node, rerouted=self.backend.rerouted))
