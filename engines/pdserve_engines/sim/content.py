@@ -1,0 +1,201 @@
+"""What the blocks of a simulated engine contain, and what tokens make of it.
+
+`Digests` keeps bytes: each token leaves an entry in its block that depends on the entry before, as
+attention does. When a sequence is activated (admitted, resumed, forked), the entries of the blocks
+it was given are read and digested; each step reads the last one again, and one earlier block,
+another one in turn. So a block that is lost, stale, mixed up or overwritten changes the output.
+`Nothing` keeps none, for replays of long prompts: tokens follow from a few tokens of the prompt.
+
+The executor owns one of the two; it knows what a step is, they do not know time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.kv.storage import BlockMemory
+from pdserve_engines.sim.tokens import (
+    ENTRY_BYTES,
+    chosen,
+    digested,
+    entry_of,
+    start_of,
+    walk,
+    word_at,
+)
+
+if TYPE_CHECKING:
+    from pdserve.engine.executor import Chunk
+    from pdserve.engine.sequence import Sequence
+    from pdserve.ids import SequenceKey, TokenId
+
+__all__ = ["Content", "Digests", "Nothing"]
+
+
+class Content(Protocol):
+    """The bytes of one pool."""
+
+    def copy(self, source: int, destination: int) -> None:
+        """Of one block to another."""
+        ...
+
+    def write(self, chunk: Chunk) -> None:
+        """Compute a chunk's tokens."""
+        ...
+
+    def next_token(self, sequence: Sequence) -> TokenId:
+        """After all tokens of a sequence have been written."""
+        ...
+
+    def foreseen(self, sequence: Sequence, steps: int) -> list[TokenId]:
+        """The next tokens, as many as are wanted, up to a stop id; empty if nobody can know."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget the sequence."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        ...
+
+
+class Nothing:
+    """Blocks without bytes."""
+
+    def __init__(self, words: tuple[TokenId, ...]) -> None:
+        self._words = words
+        self._some = frozenset(words)
+        self._starts: dict[SequenceKey, int] = {}
+
+    def copy(self, source: int, destination: int) -> None:
+        pass
+
+    def write(self, chunk: Chunk) -> None:
+        pass
+
+    def next_token(self, sequence: Sequence) -> TokenId:
+        start, position = self._start(sequence), len(sequence.tokens) - sequence.prompt_len
+        if position < sequence.request.sampling.min_tokens:
+            return word_at(self._words, start, position, sequence.request.sampling)
+        return self._words[(start + position) % len(self._words)]
+
+    def _start(self, sequence: Sequence) -> int:
+        key = (sequence.handle, sequence.choice)
+        start = self._starts.get(key)
+        if start is None:
+            start = self._starts[key] = start_of(sequence.request, sequence.choice)
+        return start
+
+    def foreseen(self, sequence: Sequence, steps: int) -> list[TokenId]:
+        start, position = self._start(sequence), len(sequence.tokens) - sequence.prompt_len
+        sampling = sequence.request.sampling
+        if position < sampling.min_tokens and not self._some.isdisjoint(
+            sampling.stop_token_ids + sampling.eos_token_ids
+        ):
+            return []
+        tokens = walk(self._words, start, position, steps)
+        stops = sequence.stop_ids
+        if stops and not stops.isdisjoint(self._some):
+            for index, token in enumerate(tokens):
+                if token in stops:
+                    return tokens[: index + 1]
+        return tokens
+
+    def release(self, sequence: Sequence) -> None:
+        self._starts.pop((sequence.handle, sequence.choice), None)
+
+    def close(self) -> None:
+        self._starts.clear()
+
+
+@dataclass(slots=True)
+class _Digest:
+    """What an active sequence has read and written so far."""
+
+    position: int
+    """Tokens that are in `state`."""
+    state: blake2b = field(default_factory=blake2b)
+    blocks: list[bytes] = field(default_factory=list)
+    """Digests of its full blocks."""
+    turn: int = 0
+
+
+class Digests:
+    """Blocks with bytes, in memory that could be exported."""
+
+    def __init__(self, words: tuple[TokenId, ...], num_blocks: int, block_size: int) -> None:
+        self.memory = BlockMemory(num_blocks, (block_size, ENTRY_BYTES))
+        self.mismatches = 0
+        """Blocks that were not any more what they had been."""
+        self._words = words
+        self._size = block_size
+        self._active: dict[SequenceKey, _Digest] = {}
+
+    def copy(self, source: int, destination: int) -> None:
+        self.memory.copy(source, destination)
+
+    def write(self, chunk: Chunk) -> None:
+        sequence, size = chunk.sequence, self._size
+        digest = self._activated(sequence, chunk.start)
+        before = self._read(sequence, chunk.start - 1) if chunk.start else b""
+        for position in range(chunk.start, chunk.start + chunk.count):
+            before = entry_of(sequence.tokens[position], position, before)
+            block, slot = sequence.blocks[position // size], position % size
+            self.memory.view(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = before
+            digest.state.update(before)
+            if slot == size - 1:
+                digest.blocks.append(self._digest_of(block))
+        digest.position = chunk.start + chunk.count
+
+    def _activated(self, sequence: Sequence, start: int) -> _Digest:
+        """The sequence's digest of all before `start`; of a new one the blocks are read."""
+        key = (sequence.handle, sequence.choice)
+        digest = self._active.get(key)
+        if digest is None or digest.position != start:
+            digest = self._active[key] = _Digest(start)
+            full, rest = divmod(start, self._size)
+            for block in sequence.blocks[:full]:
+                digest.state.update(self.memory.view(block))
+                digest.blocks.append(self._digest_of(block))
+            if rest:
+                digest.state.update(self.memory.view(sequence.blocks[full])[: rest * ENTRY_BYTES])
+        return digest
+
+    def _read(self, sequence: Sequence, position: int) -> bytes:
+        block, slot = sequence.blocks[position // self._size], position % self._size
+        return bytes(self.memory.view(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES])
+
+    def _digest_of(self, block: int) -> bytes:
+        return blake2b(self.memory.view(block), digest_size=8).digest()
+
+    def next_token(self, sequence: Sequence) -> TokenId:
+        digest = self._active[(sequence.handle, sequence.choice)]
+        self._recheck(sequence, digest)
+        number = digested(digest.state.digest(), sequence.request, sequence.choice)
+        position = len(sequence.tokens) - sequence.prompt_len
+        return chosen(self._words, number, sequence.request.sampling, position)
+
+    def _recheck(self, sequence: Sequence, digest: _Digest) -> None:
+        """One block per step, each in turn: what changed under a running sequence shows."""
+        if not digest.blocks:
+            return
+        index = digest.turn % len(digest.blocks)
+        digest.turn += 1
+        found = self._digest_of(sequence.blocks[index])
+        if found != digest.blocks[index]:
+            self.mismatches += 1
+            digest.state.update(found)
+
+    def foreseen(self, sequence: Sequence, steps: int) -> list[TokenId]:
+        """Only bytes tell."""
+        return []
+
+    def release(self, sequence: Sequence) -> None:
+        self._active.pop((sequence.handle, sequence.choice), None)
+
+    def close(self) -> None:
+        self._active.clear()
+        self.memory.close()

@@ -1,0 +1,186 @@
+"""The sim engine's core: pdserve's own scheduler and pool, steps that last without anyone waiting.
+
+A step that is planned at time t is in flight until t plus what the timing model says; then its
+results are booked with exactly that time, and the next step begins. `step` never waits: the host
+sleeps until `wake_at`, a simulation lets its clock jump there.
+
+Submissions enter the queue when they come. Whatever else comes during a flight (aborts, cleared
+caches) takes effect at its end, as it does in a core whose executor is busy.
+
+**Many steps as one flight.** With `steps_at_once` above 1, decode steps that nobody can disturb
+(`Scheduler.steady`) fly together: one delta per sequence with all its tokens, at the end of the
+last step. A command that comes meanwhile cuts the flight at the end of the step that is under way.
+The next deadline and the next report of statistics end it too. Tokens, times, counters and the
+pool are those of single steps.
+
+The host owns it, like any `Core`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.engine.core import STATS_INTERVAL, EngineCore
+from pdserve.messages.engine import QueryStats, Submit
+
+if TYPE_CHECKING:
+    from pdserve.clock import Clock
+    from pdserve.engine.executor import StepPlan
+    from pdserve.ids import Seconds, TokenId
+    from pdserve.messages.engine import Command, Event
+    from pdserve_engines.sim.executor import SimExecutor
+
+__all__ = ["SimCore"]
+
+_LATE: Seconds = 0.1
+"""A host that comes back so late has stood still: times shift. If it is less late, the next step
+begins when the last one ended, so that a pace is kept although sleeps are never exact."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """Steps that are under way."""
+
+    begin: Seconds
+    ends: list[Seconds]
+    """Of each step."""
+    plan: StepPlan | None
+    """None: plain decode steps of all running sequences."""
+
+    @property
+    def due(self) -> Seconds:
+        return self.ends[-1]
+
+
+class SimCore(EngineCore):
+    """A `Core` in simulated time."""
+
+    def __init__(self, executor: SimExecutor, clock: Clock) -> None:
+        super().__init__(executor, clock)
+        self._sim = executor
+        self._flight: _Flight | None = None
+        self._later: list[Command] = []
+        """For the end of the flight."""
+
+    # ------------------------------------------------------------------ commands
+
+    def handle(self, command: Command) -> None:
+        now = self._clock.now()
+        if self._flight is not None and self._flight.due <= now:
+            self._land(self._flight)
+        if self._flight is None or isinstance(command, Submit | QueryStats):
+            super().handle(command)
+        else:
+            self._later.append(command)
+        if self._flight is not None:
+            self._cut(self._flight, now)
+
+    @staticmethod
+    def _cut(flight: _Flight, now: Seconds) -> None:
+        """Only the step that is under way goes on."""
+        if len(flight.ends) > 1:
+            del flight.ends[bisect_left(flight.ends, now) + 1 :]
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def has_work(self) -> bool:
+        """Something waits to be said, or a step to be planned."""
+        if self._flight is not None:
+            return bool(self._events or self._deltas)
+        return super().has_work
+
+    def wake_at(self) -> Seconds | None:
+        """The end of what is in flight, else the next deadline of a request."""
+        return super().wake_at() if self._flight is None else self._flight.due
+
+    def step(self) -> list[Event]:
+        """Book what has ended and plan what comes next."""
+        begin = self._clock.now()
+        flight = self._flight
+        if flight is not None and flight.due <= begin:
+            self._land(flight)
+            if begin - flight.due < _LATE:
+                begin = flight.due
+        if self._flight is None:
+            self._expire(begin)
+            self._release()
+            self._report(begin)
+            if self.scheduler.has_work and not self._broken:
+                self._take_off(begin)
+        self._say_deltas()
+        events, self._events = self._events, []
+        return events
+
+    def _take_off(self, begin: Seconds) -> None:
+        steps = self._foreseen_steps()
+        if steps > 1:
+            self._flight = _Flight(begin, self._ends(begin, steps), None)
+            return
+        plan = self.scheduler.schedule(begin)
+        self._release()
+        if plan.chunks:
+            seconds = self._sim.seconds(plan, self._steps)
+            self._flight = _Flight(begin, [begin + seconds], plan)
+
+    def _foreseen_steps(self) -> int:
+        """How many steps from now on can be told beforehand."""
+        steps = self._sim.options.steps_at_once
+        if steps > 1:
+            steps = self.scheduler.steady(steps)
+        for sequence in self.scheduler.running:
+            if steps <= 1:
+                break
+            steps = len(self._sim.foresee(sequence, steps))
+        return steps
+
+    def _ends(self, begin: Seconds, steps: int) -> list[Seconds]:
+        """Of `steps` steps, or of as many as there are until somebody has to look."""
+        running = self.scheduler.running
+        decodes, kv_tokens = len(running), sum(sequence.num_computed for sequence in running)
+        deadline = self.scheduler.next_deadline()
+        seconds = self._sim.decode_seconds
+        at, ends = begin, []
+        for number in range(self._steps, self._steps + steps):
+            at += seconds(decodes, kv_tokens, number)
+            ends.append(at)
+            kv_tokens += decodes
+            if at - self._stats_at >= STATS_INTERVAL or (deadline is not None and at >= deadline):
+                break
+        return ends
+
+    def _land(self, flight: _Flight) -> None:
+        self._flight = None
+        if flight.plan is None:
+            self._book(flight)
+        else:
+            result = self._execute(flight.plan)
+            if result is not None:
+                self._take(flight.plan, result, flight.due - flight.begin, flight.due)
+        commands, self._later = self._later, []
+        for command in commands:
+            super().handle(command)
+
+    def _book(self, flight: _Flight) -> None:
+        """Of each sequence all the tokens that the steps have brought."""
+        self._changed = True
+        before = flight.begin
+        for end in flight.ends:
+            self._count(end - before, decodes=True)
+            before = end
+        steps = len(flight.ends)
+        tokens: list[list[TokenId]] = [
+            self._sim.foresee(sequence, steps) for sequence in self.scheduler.running
+        ]
+        self._deltas += self.scheduler.advance(tokens, flight.due)
+
+    # ------------------------------------------------------------------ ending
+
+    def close(self) -> int:
+        """What is in flight will never land."""
+        flight, self._flight = self._flight, None
+        if flight is not None and flight.plan is not None:
+            self.scheduler.fail(flight.plan)
+        return super().close()

@@ -1,0 +1,169 @@
+"""The sim engine's executor: tokens at once, and how long a real one would have taken for them.
+
+`execute` never waits. `seconds` says how long a step lasts, and `foresee` which tokens the next
+decode steps bring, so that `SimCore` can advance many steps as one. It reads sequences, never
+changes them; the core owns it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve.engine.executor import KvLayout, ModelInfo, StepPlan, StepResult
+from pdserve.errors import ConfigError
+from pdserve_engines.sim.content import Content, Digests, Nothing
+from pdserve_engines.sim.core import SimCore
+from pdserve_engines.sim.settings import Options, Vocabulary, parse_options, read_model
+from pdserve_engines.sim.timing import Noise, Preset, preset_of, read_timing
+from pdserve_engines.sim.tokens import ENTRY_BYTES, made_up
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from pdserve.clock import Clock
+    from pdserve.engine.executor import ProgressFn
+    from pdserve.engine.sequence import Sequence
+    from pdserve.ids import Seconds, TokenId
+    from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.request import TokenLogprob
+
+__all__ = ["SimExecutor"]
+
+
+class SimExecutor:
+    """See `engine.executor.Executor`; driven by a core of its own."""
+
+    options: Options
+    vocabulary: Vocabulary
+
+    def __init__(self) -> None:
+        self.content: Content | None = None
+        self._capacity = 1
+
+    def make_core(self, clock: Clock) -> SimCore:
+        """See `engine.load`."""
+        return SimCore(self, clock)
+
+    # ------------------------------------------------------------------ the executor's seam
+
+    def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
+        self.options = options = parse_options(spec.options)
+        preset = preset_of(options.preset)
+        self._block_size = spec.block_size
+        self._timing = read_timing(Path(options.timing)) if options.timing else preset.timing
+        self._noise = Noise(options.noise, spec.seed)
+        progress("reading the model's configuration", 0.0)
+        self.vocabulary = read_model(spec, options)
+        if options.load_time:
+            progress("pretending to load", 0.5)
+            time.sleep(options.load_time)
+        return _model_info(spec, options, preset, self.vocabulary)
+
+    def allocate(self, num_blocks: int) -> None:
+        words = self.vocabulary.words
+        self._capacity = num_blocks * self._block_size
+        if self.options.content:
+            self.content = Digests(words, num_blocks, self._block_size)
+        else:
+            self.content = Nothing(words)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        content = self._content
+        for source, destination in plan.copies:
+            content.copy(source, destination)
+        tokens: list[TokenId] = []
+        logprobs: list[TokenLogprob | None] = []
+        for chunk in plan.chunks:
+            content.write(chunk)
+            if chunk.samples:
+                token = content.next_token(chunk.sequence)
+                tokens.append(token)
+                logprobs.append(self._logprob(chunk.sequence, token))
+        return StepResult(tokens, logprobs, self._prompt_logprobs(plan))
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            self._content.release(sequence)
+
+    def close(self) -> None:
+        if self.content is not None:
+            self.content.close()
+            self.content = None
+
+    # ------------------------------------------------------------------ time
+
+    def seconds(self, plan: StepPlan, step: int) -> Seconds:
+        """How long the step of this number takes."""
+        prefill: list[tuple[int, int]] = []
+        decodes = kv_tokens = 0
+        for chunk in plan.chunks:
+            if chunk.count == 1 and chunk.samples:
+                decodes += 1
+                kv_tokens += chunk.start
+            else:
+                prefill.append((chunk.start, chunk.count))
+        return self._scaled(self._timing.step(prefill, decodes, kv_tokens, self._capacity), step)
+
+    def decode_seconds(self, decodes: int, kv_tokens: int, step: int) -> Seconds:
+        """The same of a step that only decodes."""
+        return self._scaled(self._timing.step((), decodes, kv_tokens, self._capacity), step)
+
+    def _scaled(self, seconds: Seconds, step: int) -> Seconds:
+        return seconds * self.options.slowdown * self._noise.of(step)
+
+    # ------------------------------------------------------------------ tokens
+
+    @property
+    def _content(self) -> Content:
+        assert self.content is not None
+        return self.content
+
+    def foresee(self, sequence: Sequence, steps: int) -> list[TokenId]:
+        """The next output tokens, `steps` at most, up to and with one that may end the sequence;
+        empty if they have to be computed one by one."""
+        if sequence.request.sampling.logprobs is not None:
+            return []
+        return self._content.foreseen(sequence, steps)
+
+    def _logprob(self, sequence: Sequence, token: TokenId) -> TokenLogprob | None:
+        top = sequence.request.sampling.logprobs
+        return None if top is None else made_up(self.vocabulary.words, token, top)
+
+    def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:
+        rows: dict[int, list[TokenLogprob]] = {}
+        for index, chunk in enumerate(plan.chunks):
+            sequence = chunk.sequence
+            top = sequence.request.sampling.prompt_logprobs
+            if top is not None and chunk.start < sequence.prompt_len - 1:
+                end = min(chunk.start + chunk.count, sequence.prompt_len - 1)
+                tokens = sequence.tokens[chunk.start + 1 : end + 1]
+                rows[index] = [made_up(self.vocabulary.words, token, top) for token in tokens]
+        return rows
+
+
+def _model_info(
+    spec: EngineSpec, options: Options, preset: Preset, vocabulary: Vocabulary
+) -> ModelInfo:
+    """With content, a block takes what its entries take; without, what the model's KV would."""
+    shape, size = preset.shape, spec.block_size
+    if options.content:
+        layout = KvLayout(1, 1, size, ENTRY_BYTES // 8, 4)
+    else:
+        layout = KvLayout(shape.layers, shape.kv_heads, size, shape.head_dim, shape.itemsize)
+    if options.blocks and spec.kv_memory:
+        raise ConfigError("blocks of the sim engine and --kv-memory say the same: leave one out")
+    blocks = options.blocks or max(1, preset.kv_tokens // size)
+    return ModelInfo(
+        model_type=vocabulary.model_type,
+        dtype="none",
+        device="none",
+        vocab_size=vocabulary.size,
+        max_model_len=vocabulary.max_len,
+        eos_token_ids=vocabulary.eos_token_ids,
+        layout=layout,
+        weight_bytes=preset.weight_bytes,
+        kv_memory=blocks * layout.block_bytes,
+        compat_hash=f"sim {vocabulary.model_type} {vocabulary.size} {layout}",
+    )

@@ -1,0 +1,154 @@
+"""Which token comes next: pure functions, so that a test knows an engine's output beforehand.
+
+Outputs consist of the vocabulary's `words`. Without content they walk through them from a start
+that a few tokens of the prompt choose; with content each follows from the bytes of all blocks.
+Greedy requests depend on the prompt alone, others also on seed, prompt index and choice.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from pdserve.messages.request import TokenLogprob
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from pdserve.ids import TokenId
+    from pdserve.messages.request import GenerateRequest, SamplingParams
+    from pdserve_engines.sim.settings import Vocabulary
+
+__all__ = [
+    "ENTRY_BYTES",
+    "chosen",
+    "entry_of",
+    "made_up",
+    "reference_tokens",
+    "start_of",
+    "stop_ids",
+    "walk",
+    "word_at",
+]
+
+ENTRY_BYTES = 16
+"""What one token leaves in its block."""
+
+_ENDS = 8
+"""Tokens at either end of a prompt that choose where its output starts."""
+
+
+def stop_ids(sampling: SamplingParams) -> frozenset[TokenId]:
+    """What ends a choice."""
+    ends = () if sampling.ignore_eos else sampling.eos_token_ids
+    return frozenset(sampling.stop_token_ids) | frozenset(ends)
+
+
+def _masked(sampling: SamplingParams, position: int) -> frozenset[TokenId]:
+    """What may not come at this place of the output."""
+    if position >= sampling.min_tokens:
+        return frozenset()
+    return frozenset(sampling.stop_token_ids) | frozenset(sampling.eos_token_ids)
+
+
+def _key(request: GenerateRequest, choice: int) -> bytes:
+    sampling = request.sampling
+    if sampling.temperature <= 0:
+        return b""
+    return struct.pack("<QII", sampling.seed & (2**64 - 1), request.prompt_index, choice)
+
+
+# ---------------------------------------------------------------- without content
+
+
+def start_of(request: GenerateRequest, choice: int) -> int:
+    """Where in the words the output starts; cheap however long the prompt is."""
+    prompt = request.prompt
+    ends = (len(prompt), *prompt[:_ENDS], *prompt[-_ENDS:])
+    state = blake2b(struct.pack(f"<{len(ends)}I", *ends), digest_size=8)
+    state.update(_key(request, choice))
+    return int.from_bytes(state.digest(), "little")
+
+
+def walk(words: Seq[TokenId], start: int, position: int, count: int) -> list[TokenId]:
+    """Output tokens `position` and following, nothing being masked."""
+    size = len(words)
+    first = (start + position) % size
+    whole = list(words[first : first + count])
+    while len(whole) < count:
+        whole += words[: count - len(whole)]
+    return whole
+
+
+def word_at(words: Seq[TokenId], start: int, position: int, sampling: SamplingParams) -> TokenId:
+    """The output token at `position`; masked ones are passed over."""
+    return chosen(words, start + position, sampling, position)
+
+
+def chosen(words: Seq[TokenId], number: int, sampling: SamplingParams, position: int) -> TokenId:
+    """The word of this number, or the next one that may come here."""
+    size = len(words)
+    if position < sampling.min_tokens:
+        masked = _masked(sampling, position)
+        for offset in range(size):
+            word = words[(number + offset) % size]
+            if word not in masked:
+                return word
+    return words[number % size]
+
+
+# ---------------------------------------------------------------- with content
+
+
+def entry_of(token: TokenId, position: int, before: bytes) -> bytes:
+    """What `token` leaves in its block; it depends on all before it."""
+    return blake2b(struct.pack("<II", token, position) + before, digest_size=ENTRY_BYTES).digest()
+
+
+def digested(digest: bytes, request: GenerateRequest, choice: int) -> int:
+    """The next word's number, of the digest of all entries so far."""
+    state = blake2b(digest, digest_size=8)
+    state.update(_key(request, choice))
+    return int.from_bytes(state.digest(), "little")
+
+
+# ---------------------------------------------------------------- the reference
+
+
+def reference_tokens(
+    request: GenerateRequest, vocabulary: Vocabulary, choice: int = 0, *, content: bool
+) -> list[TokenId]:
+    """The output of one choice, computed alone and without blocks; includes given output."""
+    sampling, words = request.sampling, vocabulary.words
+    output = list(request.output[choice]) if request.output else []
+    stops = stop_ids(sampling)
+    room = min(sampling.max_tokens, vocabulary.max_len - len(request.prompt))
+    start = start_of(request, choice)
+    state = blake2b()
+    entry = b""
+    computed = 0
+    while len(output) < room and not _ended(output, stops, sampling):
+        position = len(output)
+        if content:
+            tokens = [*request.prompt, *output]
+            for index in range(computed, len(tokens)):
+                entry = entry_of(tokens[index], index, entry)
+                state.update(entry)
+            computed = len(tokens)
+            number = digested(state.digest(), request, choice)
+            output.append(chosen(words, number, sampling, position))
+        else:
+            output.append(word_at(words, start, position, sampling))
+    return output
+
+
+def _ended(output: list[TokenId], stops: frozenset[TokenId], sampling: SamplingParams) -> bool:
+    return bool(output) and output[-1] in stops and len(output) > sampling.min_tokens
+
+
+def made_up(words: Seq[TokenId], token: TokenId, top: int) -> TokenLogprob:
+    """A logprob as the API wants one; `top` alternatives, the token itself first."""
+    others = [word for word in words[:top] if word != token]
+    ranked = [token, *others][:top]
+    return TokenLogprob(token, -0.25, 1, [(word, -0.25 - i) for i, word in enumerate(ranked)])
