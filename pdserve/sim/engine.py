@@ -17,7 +17,8 @@ from pdserve.engine.api import EngineState
 from pdserve.engine.core import EngineCore
 from pdserve.engine.rejection import error_of
 from pdserve.errors import Draining, EngineDied, NotReady, Overloaded, PdserveError
-from pdserve.messages.engine import Abort, EngineStats, Rejected, Rekey, Step, Submit
+from pdserve.messages.engine import Abort, EngineStats, KvEvents, Rejected, Rekey, Step, Submit
+from pdserve.messages.kv import PoolCleared
 from pdserve.testing.scripted import ScriptedExecutor
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class InlineEngine:
         self._sinks: dict[Handle, TokenSink] = {}
         self._choices: dict[Handle, int] = {}
         """Of each submission, those that have not ended."""
+        self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._reboot: asyncio.TimerHandle | None = None
 
@@ -88,6 +90,7 @@ class InlineEngine:
         self.restarts += 1
         self._reboot = self._loop.call_later(restart_after, self._boot)
         self._fail_all(EngineDied("the engine died", retry_after=1.0))
+        self._tell_listeners([PoolCleared()])
         return True
 
     async def stop(self) -> None:
@@ -165,7 +168,12 @@ class InlineEngine:
             self._arm()
 
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
-        """Nobody listens in these worlds."""
+        """See `engine.api.Engine`; a death reaches it as `PoolCleared`."""
+        self._kv_listeners.append(listener)
+
+    def _tell_listeners(self, events: Sequence[KvEvent]) -> None:
+        for listener in self._kv_listeners:
+            listener(events)
 
     # ------------------------------------------------------------------ steps
 
@@ -193,6 +201,8 @@ class InlineEngine:
             sink = self._forget(event.handle)
             if sink is not None:
                 sink.on_error(error_of(event))
+        elif isinstance(event, KvEvents):
+            self._tell_listeners(event.events)
 
     def _deliver(self, delta: TokenDelta) -> None:
         sink = self._sinks.get(delta.handle)

@@ -3,6 +3,7 @@
     card        the model, once the engine can serve it; the reason while it cannot
     load        topic, latest value: how busy the engine is
     sequences   topic, log: the bookings that are held here
+    kv          topic, log: what the engine can reuse; only if the engine tells it
     channels    one stream per frontend, see `channel`
 
 The service below it knows nothing of clusters; this file only puts the two together. Owned by
@@ -18,11 +19,13 @@ from msgspec.structs import replace
 
 from pdserve.errors import ConfigError, Draining
 from pdserve.messages.channel import CHANNEL
+from pdserve.messages.kv import KV
 from pdserve.messages.node import NodeCard, offer
 from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key
 from pdserve.runtime.registry import Gone
 from pdserve.wire.codec import encode
 from pdserve.worker.channel import Channels
+from pdserve.worker.kv_log import KvLog
 
 if TYPE_CHECKING:
     from pdserve.engine.api import Handle, TokenSink
@@ -51,7 +54,10 @@ class WorkerMember:
         self._node = node
         self._sequences = topics.publish_set(SEQUENCES)
         self._load = topics.publish_state(LOAD, encode)
-        self._card = replace(card, topics=topics.names)
+        self._kv = KvLog()
+        service.subscribe_kv(self._kv.apply)
+        self._topics = topics
+        self._card = card
         self._channels = Channels(self, on_begin=self._begin, on_end=self._end)
         self._told: NodeCard | None = None
         self._offers: dict[int, tuple[ModelCard, ModelOffer, dict[bytes, bytes]]] = {}
@@ -127,7 +133,18 @@ class WorkerMember:
             blocks_cached=stats.blocks_cached,
         )
 
+    def _publish_kv(self) -> None:
+        """Once the engine has loaded it is known whether it tells what it holds. If it does not,
+        the topic is missing from the card: an empty one would say that nothing is there."""
+        tells, published = self._service.tells_kv, KV in self._topics.names
+        if tells and not published:
+            self._kv.connect(self._topics.publish_log(KV, self._kv).append)
+        elif tells is False and published:
+            self._kv.connect(None)
+            self._topics.withdraw(KV)
+
     def _tell_card(self) -> None:
+        self._publish_kv()
         reason = self._service.unready_reason() or ""
         capabilities = self._service.capabilities
         models: list[ModelOffer] = []
@@ -138,6 +155,7 @@ class WorkerMember:
                 parts |= large
         card = replace(
             self._card,
+            topics=self._topics.names,
             models=tuple(models),
             draining=self._service.draining,
             reason=reason.partition(":")[0] if reason.startswith("starting") else reason[:_REASON],

@@ -20,12 +20,13 @@ from pdserve.worker.model import HubModel, LocalModel, ProgressFn, fetch, locate
 from pdserve.worker.totals import EngineTotals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdserve.engine.api import Handle, TokenSink
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
     from pdserve.messages.engine import EngineCapabilities, Progress
+    from pdserve.messages.kv import KvEvent
     from pdserve.messages.request import GenerateRequest
     from pdserve.observe.metrics import Metrics
     from pdserve.worker.config import WorkerConfig
@@ -72,6 +73,7 @@ class WorkerService:
         self._draining = False
         self._totals = EngineTotals()
         self._watcher: asyncio.Task[None] | None = None
+        self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
         metrics.attach_engine(self.sample)
         # From the moment the model is known
         self._engine: SupervisedEngine | None = None
@@ -93,6 +95,8 @@ class WorkerService:
 
         model = await self._find(note)
         self._engine = engine = self._make_engine(self._spec(model))
+        for listener in self._kv_listeners:
+            engine.subscribe_kv(listener)
 
         def forward(progress: Progress) -> None:
             note(progress.stage, progress.fraction)
@@ -198,6 +202,22 @@ class WorkerService:
         """Which secret the engine names its blocks with, or will once it has read its commands;
         empty: none was given, so the names mean nothing elsewhere."""
         return names_id(self._hash_secret) if self._hash_secret else b""
+
+    def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
+        """See `Engine`; before `start`, so that nothing is missed."""
+        if self._engine is not None:
+            raise RuntimeError("the engine has said things already")
+        self._kv_listeners.append(listener)
+
+    @property
+    def tells_kv(self) -> bool | None:
+        """Its KV events say all that can be reused there, which may be nothing; None while no
+        engine is loaded."""
+        capabilities = self.capabilities
+        if capabilities is None:
+            return None
+        keeps = self._config.prefix_cache and capabilities.num_blocks > 0
+        return capabilities.kv_events or not keeps
 
     def abort(self, handle: Handle) -> None:
         """Free everything within one step; the sink falls silent at once. Idempotent."""

@@ -25,10 +25,11 @@ from tests.runtime.cluster import cluster
 from tests.worker.test_channel import request
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from pdserve.engine.api import TokenSink
     from pdserve.messages.card import ModelCard
+    from pdserve.messages.kv import KvEvent
     from pdserve.messages.request import GenerateRequest
     from pdserve.runtime.registry import Member
     from tests.runtime.cluster import Cluster
@@ -60,10 +61,20 @@ class FakeService:
         self.sinks: dict[int, TokenSink] = {}
         self.aborted: list[int] = []
         self.idle = asyncio.Event()
+        self.tells_kv: bool | None = None
+        self.kv: list[Callable[[Sequence[KvEvent]], None]] = []
 
     def ready(self, *cards: ModelCard) -> None:
         self.models = {name: card for card in cards for name in (card.name, *card.aliases)}
         self.capabilities, self.reason = CAPABILITIES, None
+        self.tells_kv = CAPABILITIES.kv_events if self.tells_kv is None else self.tells_kv
+
+    def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
+        self.kv.append(listener)
+
+    def say(self, *events: KvEvent) -> None:
+        for listener in self.kv:
+            listener(events)
 
     def cards(self) -> Mapping[str, ModelCard]:
         return self.models
