@@ -23,12 +23,13 @@ COMMANDS = {
     "chat": ("pdserve.cli.chat", "talk to a running server in the terminal"),
     "status": ("pdserve.cli.status", "members, models and load of a cluster"),
     "top": ("pdserve.cli.top", "the same, live in the terminal"),
+    "simulate": ("pdserve.cli.simulate", "what a cluster would do with a trace of requests"),
     "doctor": ("pdserve.cli.doctor", "what this machine has, and what pdserve will use"),
     "config": ("pdserve.cli.config", "the settings in force, and where each comes from"),
     "version": ("pdserve.cli.version", "the version"),
 }
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-UNBUILT = ("bench", "drain", "simulate")
+UNBUILT = ("bench", "drain")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -69,7 +69,7 @@ def test_what_is_not_built_is_absent_from_help():
         (["--port", "1", "stray"], "unexpected argument 'stray'"),
         (["chatt"], "unknown sub-command 'chatt', did you mean 'chat'?"),
         (["xyzzy"], "unknown sub-command 'xyzzy' (try pdserve --help)"),
-        (["simulate"], "sub-command 'simulate' is not built yet"),
+        (["drain"], "sub-command 'drain' is not built yet"),
         (["config", "--jsn"], "--jsn is unknown, did you mean --json?"),
         (["chat", "--temperature", "hot"], "--temperature: invalid float value"),
         (["--engine-option", "novalue"], "--engine-option: 'novalue' is not of the form"),

@@ -1,0 +1,1 @@
+"""A trace through a virtual cluster of production code, timed by a model instead of an engine."""

@@ -1,0 +1,271 @@
+"""The virtual cluster of a replay: production roles on production nodes, and nothing that fails.
+
+Frontends, routers and workers are what `launch.parts` makes of them in real processes, without HTTP
+and with a timed engine inline. What only matters when something fails (pings, digests) is done
+rarely here: it would be most of the work, and change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace as replace_spec
+
+from pdserve.blocks.hashing import HASH_SECRET_TEST
+from pdserve.errors import ConfigError
+from pdserve.gossip.config import GossipConfig
+from pdserve.ids import NodeId
+from pdserve.messages.card import ModelCard
+from pdserve.messages.node import NodeCard
+from pdserve.net.memory import MemoryWorld
+from pdserve.net.settings import NetSettings
+from pdserve.observe.metrics import Metrics
+from pdserve.router.config import RouterConfig
+from pdserve.runtime.node import Node, NodeConfig
+from pdserve.runtime.topics.service import Topics
+from pdserve.sim.dice import Dice
+from pdserve.sim.replay.engine import TimedEngine
+from pdserve.sim.roles import Frontend, Router, Settings
+from pdserve.sim.traces.base import VOCABULARY
+from pdserve.worker.config import WorkerConfig
+from pdserve.worker.member import WorkerMember
+from pdserve.worker.model import LocalModel
+from pdserve.worker.service import WorkerService
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from pdserve.ids import Seconds
+    from pdserve.messages.engine import EngineSpec
+    from pdserve.sim.replay.config import ReplayConfig
+    from pdserve.worker.model import ProgressFn
+
+__all__ = ["MODEL", "Cluster", "Worker", "router_config"]
+
+MODEL: Final = "sim"
+_KEY: Final = b"the key of all simulated clusters, 32 bytes or more"
+_PORT: Final = 7000
+_EPOCH: Final = 1_700_000_000
+"""Unix seconds at which replays begin."""
+_RARELY: Final[Seconds] = 1e6
+_UP_WITHIN: Final[Seconds] = 60.0
+_SETTLE: Final[Seconds] = 1.0
+"""From the last card to the first request: topics and channels are open."""
+_GOSSIP: Final = GossipConfig(
+    ping_interval=_RARELY, sync_interval=_RARELY, reunion_interval=_RARELY
+)
+_NET: Final = NetSettings(ping_after=_RARELY, silent_after=2 * _RARELY)
+
+
+class Worker:
+    """See `sim.roles.Worker`."""
+
+    def __init__(self, node: Node, config: WorkerConfig, random: Random) -> None:
+        self.node = node
+        self.topics = Topics(node, node.timers)
+        self.service = _Service(config, random.getrandbits(32))
+        self.member = WorkerMember(self.service, node, self.topics, _card(node))
+
+    @property
+    def engine(self) -> TimedEngine:
+        """Once it has started."""
+        assert self.service.engine is not None
+        return self.service.engine
+
+    async def start(self) -> None:
+        await self.node.start()
+        await self.service.start(lambda stage, fraction: None)
+        self.member.tell()
+
+    async def stop(self) -> None:
+        self.member.close()
+        self.topics.close()
+        await self.service.stop()
+        await self.node.close()
+
+
+class _Service(WorkerService):
+    """A worker's service whose engine runs inline, and whose model is no directory."""
+
+    def __init__(self, config: WorkerConfig, seed: int) -> None:
+        super().__init__(config, self._inline, Metrics(), hash_secret=HASH_SECRET_TEST)
+        self.engine: TimedEngine | None = None
+        self._seed = seed
+
+    def _inline(self, spec: EngineSpec) -> TimedEngine:
+        self.engine = TimedEngine(replace_spec(spec, seed=self._seed))
+        return self.engine
+
+    async def _find(self, on_progress: ProgressFn) -> LocalModel:
+        return LocalModel(Path("/model"), MODEL)
+
+    async def _make_card(self, model: LocalModel, engine: object) -> None:
+        capabilities = self.capabilities
+        assert capabilities is not None
+        card = ModelCard(
+            name=model.name,
+            max_model_len=capabilities.max_model_len,
+            vocab_size=capabilities.vocab_size,
+            block_size=capabilities.block_size,
+            eos_token_ids=capabilities.eos_token_ids,
+            tokenizer_json=b"{}",
+            compat_hash=capabilities.compat_hash,
+        )
+        self._cards = {card.name: card}
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """How many digits, so that names sort as their numbers."""
+
+    count: int
+
+    def of(self, role: str, index: int) -> str:
+        return f"{role}-{index:0{len(str(self.count - 1))}}"
+
+
+class Cluster:
+    """All of it. Make it inside the running loop; `start`, then `stop`."""
+
+    def __init__(self, config: ReplayConfig) -> None:
+        self._config = config
+        self._dice = Dice(config.seed)
+        self._net = MemoryWorld(self._dice.fork("network"))
+        self._net.set_conditions(delay_min=config.delay, delay_max=config.delay)
+        self._seed = f"{_Names(config.routers).of('router', 0)}:{_PORT}"
+        settings = Settings(router=router_config(config))
+        self.routers = [Router(node, settings) for node in self._nodes("router", config.routers)]
+        self.frontends = [
+            Frontend(node, settings) for node in self._nodes("frontend", config.frontends)
+        ]
+        self.workers = [
+            Worker(node, self._worker_config(index), self._dice.fork("engine", index))
+            for index, node in enumerate(self._nodes("worker", config.workers))
+        ]
+
+    def _nodes(self, role: str, count: int) -> list[Node]:
+        names = _Names(count)
+        return [self._node(names.of(role, index), role) for index in range(count)]
+
+    def _node(self, name: str, role: str) -> Node:
+        loop, address = asyncio.get_running_loop(), f"{name}:{_PORT}"
+        config = NodeConfig(
+            node=NodeId(name),
+            role=role,
+            listen=address,
+            join=() if address == self._seed else (self._seed,),
+            cluster="replay",
+            leave_timeout=0.0,
+            gossip=_GOSSIP,
+            net=_NET,
+        )
+        return Node(
+            config,
+            self._net.network(name),
+            keys=lambda: (_KEY,),
+            entropy=self._dice.fork("entropy", name).randbytes,
+            random=self._dice.fork("node", name),
+            wall=lambda: _EPOCH + loop.time(),
+        )
+
+    def _worker_config(self, index: int) -> WorkerConfig:
+        config = self._config
+        options = {
+            "blocks": str(max(1, config.kv_tokens // config.block_size)),
+            "vocab": str(VOCABULARY),
+            "max_len": str(config.max_model_len),
+            "steps_at_once": str(config.steps_at_once),
+        }
+        if config.noise:
+            options["noise"] = f"{config.noise:g}"
+        if index >= config.workers - config.slow_workers:
+            options["slowdown"] = f"{config.slow_factor:g}"
+        return WorkerConfig(
+            engine=config.engine,
+            engine_options=options | dict(config.engine_options),
+            block_size=config.block_size,
+            max_batch_tokens=config.max_batch_tokens,
+            max_sequences=config.max_sequences,
+            max_waiting=config.max_waiting,
+        )
+
+    @property
+    def quiet_spec(self) -> EngineSpec:
+        """Of a worker without noise and of speed 1. Its engine has started."""
+        spec = self.workers[0].engine.spec
+        options = {k: v for k, v in spec.options.items() if k not in ("noise", "slowdown")}
+        return replace_spec(spec, options=options)
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Returns when every frontend and router knows every worker's model."""
+        parts: list[Router | Frontend | Worker] = [*self.routers, *self.frontends, *self.workers]
+        for part in parts:
+            await part.start()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _UP_WITHIN
+        while not self._up():
+            if loop.time() > until:
+                raise RuntimeError(f"the cluster has not come up within {_UP_WITHIN:g} s")
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(_SETTLE)
+
+    def _up(self) -> bool:
+        return all(
+            sum(bool(m.card and m.card.models) for m in node.registry.by_role("worker"))
+            == len(self.workers)
+            and sum(m.card is not None for m in node.registry.by_role("router"))
+            >= len(self.routers) - (node.config.role == "router")
+            for node in self._askers()
+        )
+
+    def _askers(self) -> list[Node]:
+        return [r.node for r in self.routers] + [f.node for f in self.frontends]
+
+    async def stop(self) -> None:
+        """End every role."""
+        for frontend in self.frontends:
+            await frontend.stop(leave=False)
+        for router in self.routers:
+            await router.stop(leave=False)
+        for worker in self.workers:
+            await worker.stop()
+
+
+def router_config(config: ReplayConfig) -> RouterConfig:
+    """Raises `ConfigError` for an option that routers do not have."""
+    known = {field.name: getattr(_DEFAULT, field.name) for field in fields(RouterConfig)}
+    values: dict[str, Any] = {}
+    for name, text in config.router_options.items():
+        key = name.replace("-", "_")
+        if key not in known:
+            raise ConfigError(f"routers have no option {name!r}. Options: {', '.join(known)}")
+        values[key] = _parsed(name, text, known[key])
+    if config.policy:
+        values["policy"] = config.policy
+    if config.policy_options:
+        values["policy_options"] = dict(config.policy_options)
+    made = replace(_DEFAULT, **values)
+    made.validate()
+    return made
+
+
+def _parsed(name: str, text: str, default: object) -> object:
+    kind = type(default)
+    try:
+        if kind is bool:
+            return {"true": True, "false": False, "on": True, "off": False}[text]
+        return kind(text)  # type: ignore[call-arg]
+    except (ValueError, KeyError):
+        raise ConfigError(f"router option {name}={text!r} is no {kind.__name__}") from None
+
+
+_DEFAULT: Final = RouterConfig()
+
+
+def _card(node: Node) -> NodeCard:
+    return NodeCard(version="0", role=node.config.role, started=_EPOCH, host=node.id)

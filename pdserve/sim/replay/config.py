@@ -1,0 +1,92 @@
+"""What a replay is told: the cluster, its engines, and what counts as good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.ids import Seconds
+
+__all__ = ["ReplayConfig", "Slo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """When a request was served well: its first token came within `ttft` + `cold` times what its
+    prompt takes on an idle worker with an empty cache, and its tokens followed each other within
+    `itl` on average."""
+
+    ttft: Seconds = 1.0
+    cold: float = 2.0
+    """Long prompts may take longer."""
+    itl: Seconds = 0.0
+    """0: any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    """One replay; with equal ones, and one trace, all numbers are equal."""
+
+    workers: int = 4
+    routers: int = 1
+    frontends: int = 1
+    policy: str = ""
+    """Empty: the router's default."""
+    policy_options: Mapping[str, str] = field(default_factory=dict)
+    router_options: Mapping[str, str] = field(default_factory=dict)
+    """Other fields of `RouterConfig`, as text."""
+    seed: int = 0
+    engine: str = "sim"
+    engine_options: Mapping[str, str] = field(default_factory=dict)
+    """Of all workers; see the engine's own."""
+    slow_share: float = 0.0
+    """So many of the workers take `slow_factor` times as long for everything."""
+    slow_factor: float = 1.0
+    noise: float = 0.0
+    """Standard deviation of a step's time, as a share of it."""
+    block_size: int = 512
+    """Tokens. That of the known traces: smaller blocks cost time and find no more."""
+    kv_tokens: int = 500_000
+    """Of each worker's pool."""
+    max_model_len: int = 262_144
+    max_batch_tokens: int = 2048
+    max_sequences: int = 256
+    max_waiting: int = 65_536
+    steps_at_once: int = 32
+    """Decode steps that the engine advances as one while its batch stays as it is. Tokens then come
+    in bursts; first and last ones come when they do."""
+    delay: Seconds = 0.0002
+    """One way, between any two nodes."""
+    sample_every: Seconds = 5.0
+    """Between two looks at the workers' load, for plots."""
+    patience: Seconds = 0.0
+    """A request that has not ended after this is given up by its deadline; 0: none is."""
+    slo: Slo = field(default_factory=Slo)
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for what can never work."""
+        for name in ("workers", "routers", "frontends", "block_size", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name.replace('_', '-')} must be at least 1")
+        if not 0 <= self.slow_share <= 1 or not self.slow_factor > 0:
+            raise ConfigError(
+                f"slow {self.slow_share:g}:{self.slow_factor:g} is not possible: give the share "
+                "of the workers (0 to 1) and how many times as long they take"
+            )
+        for name in ("noise", "delay", "patience"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative")
+        if self.kv_tokens < self.block_size:
+            raise ConfigError(f"kv-tokens {self.kv_tokens} is less than one block")
+        if not self.sample_every > 0:
+            raise ConfigError("sample-every must be more than 0 seconds")
+
+    @property
+    def slow_workers(self) -> int:
+        """The last ones."""
+        return round(self.slow_share * self.workers)

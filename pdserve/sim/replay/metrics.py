@@ -1,0 +1,123 @@
+"""Numbers from records: what a replay is judged by.
+
+Quantiles are nearest-rank. Times are in seconds, shares between 0 and 1. Requests that did not
+complete count against goodput and in `outcomes`, nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.sim.replay.record import OUTCOMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pdserve.ids import Seconds
+    from pdserve.sim.replay.config import Slo
+    from pdserve.sim.replay.record import Record
+
+__all__ = ["errors_by_bucket", "good", "jain", "quantile", "spread", "summary"]
+
+BUCKETS: Final = (512, 2048, 8192, 32768)
+"""Upper ends of the uncached lengths by which predictions are judged; then all longer ones."""
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of ascending values; 0 without any."""
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Mean and quantiles."""
+    ordered = sorted(values)
+    mean = sum(ordered) / len(ordered) if ordered else 0.0
+    return {
+        "mean": mean,
+        **{f"p{percent}": quantile(ordered, percent / 100) for percent in (50, 90, 99)},
+    }
+
+
+def jain(values: Sequence[float]) -> float:
+    """Jain's index: 1 if all are equal, 1/n if one has all."""
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
+
+
+def good(record: Record, slo: Slo, cold: Callable[[int], Seconds]) -> bool:
+    """Whether it was served as the objective says; `cold`: see `Slo`."""
+    if not record.completed:
+        return False
+    if record.ttft > slo.ttft + slo.cold * cold(record.prompt_tokens):
+        return False
+    return not slo.itl or record.itl <= slo.itl
+
+
+def summary(
+    records: Sequence[Record], slo: Slo, cold: Callable[[int], Seconds], workers: Sequence[str]
+) -> dict[str, Any]:
+    """All of it; `workers`: every one there is."""
+    done = [record for record in records if record.completed]
+    outcomes = Counter(record.outcome for record in records)
+    begin = min((record.arrival for record in records), default=0.0)
+    end = max((record.end for record in records), default=0.0)
+    took = max(end - begin, 1e-9)
+    served = sum(good(record, slo, cold) for record in records)
+    prompt = sum(record.prompt_tokens for record in done)
+    computed: dict[str, float] = dict.fromkeys(workers, 0.0)
+    for record in done:
+        computed[record.worker] += record.prompt_tokens - record.cached_tokens
+    return {
+        "requests": len(records),
+        "outcomes": {word: outcomes[word] for word in OUTCOMES},
+        "seconds": took,
+        "ttft": spread(record.ttft for record in done),
+        "itl": spread(record.itl for record in done if record.itl >= 0),
+        "held": spread(record.held for record in done),
+        "queue": spread(record.queue_seconds for record in done),
+        "hit_rate": sum(record.cached_tokens for record in done) / prompt if prompt else 0.0,
+        "good": served / len(records) if records else 0.0,
+        "goodput": served / took,
+        "throughput": {
+            "requests": len(done) / took,
+            "prompt_tokens": prompt / took,
+            "output_tokens": sum(record.output_tokens for record in done) / took,
+        },
+        "preemptions": sum(record.preemptions for record in records),
+        "balance": jain(list(computed.values())),
+        "prediction": errors_by_bucket(done),
+    }
+
+
+def errors_by_bucket(records: Iterable[Record]) -> dict[str, dict[str, float]]:
+    """Predicted over actual time from arrival to the first token, by uncached length."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        if record.predicted >= 0 and record.first >= 0:
+            bucket = _bucket(record.prompt_tokens - record.cached_tokens)
+            found.setdefault(bucket, []).append((record.predicted, record.ttft))
+    return {name: _errors(found[name]) for name in map(_name, (*BUCKETS, None)) if name in found}
+
+
+def _bucket(uncached: int) -> str:
+    return _name(next((most for most in BUCKETS if uncached <= most), None))
+
+
+def _name(most: int | None) -> str:
+    return f"over {BUCKETS[-1]}" if most is None else f"to {most}"
+
+
+def _errors(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    ratios = sorted(predicted / max(actual, 1e-6) for predicted, actual in pairs)
+    relative = sorted(abs(predicted - actual) / max(actual, 1e-6) for predicted, actual in pairs)
+    return {
+        "count": len(pairs),
+        "ratio_p10": quantile(ratios, 0.1),
+        "ratio_p50": quantile(ratios, 0.5),
+        "ratio_p90": quantile(ratios, 0.9),
+        "error_p50": quantile(relative, 0.5),
+        "error_p90": quantile(relative, 0.9),
+    }
