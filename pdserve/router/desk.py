@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pdserve.errors import Overloaded
 from pdserve.router.bookings import Bookings, Life
 from pdserve.router.decide import Refusal, decide
+from pdserve.router.index.view import PrefixIndex
 from pdserve.router.pool import Pool
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Desk:
         self._random = random
         self.bookings = Bookings(config, random, on_end)
         self.pool = Pool(config, self.bookings)
+        self.index = PrefixIndex(config, remember=getattr(policy, "needs_routed", False))
 
     def worker(self, now: Seconds, facts: Facts) -> None:
         """A worker appeared, or something about it changed."""
@@ -53,6 +55,7 @@ class Desk:
     def gone(self, now: Seconds, life: Life) -> None:
         """A member's life is over, whatever its role."""
         self.bookings.worker_gone(life)
+        self.index.worker_gone(life)
         self.bookings.asker_gone(life)
         self.bookings.peer_gone(life)
         self.pool.gone(now, life)
@@ -86,4 +89,5 @@ class Desk:
     def sweep(self, now: Seconds) -> None:
         """Drop what ran out; every `RouterConfig.sweep_interval`."""
         self.bookings.expire(now)
+        self.index.sweep(now)
         self.pool.forget(now)

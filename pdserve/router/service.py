@@ -1,7 +1,7 @@
 """The router role on a node: questions in, answers out, and what keeps its view true.
 
     serves      Route, Release
-    follows     load and sequences of workers, bookings of other routers
+    follows     load, sequences and KV events of workers, bookings of other routers
     publishes   its own bookings
 
 Everything is decided by `desk`; this file turns messages and topics into calls of it. Owned by
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec.structs import replace
 
+from pdserve.messages.kv import KV
 from pdserve.messages.routing import (
     BOOKINGS,
     LOAD,
@@ -86,6 +87,8 @@ class RouterService:
         self._card = replace(card, topics=topics.names)
         self._conflicts: Mapping[NodeId, str] = {}
         self._conflict_words = ""
+        self._blind: frozenset[NodeId] = frozenset()
+        """Workers whose content is guessed."""
         self.routed = 0
         self.refused = 0
         self.released = 0
@@ -96,6 +99,7 @@ class RouterService:
         topics.subscribe_state(LOAD, _decode_load, self._on_load, self._on_load_gone)
         topics.subscribe_log(SEQUENCES, self._follow_sequences)
         topics.subscribe_log(BOOKINGS, self._follow_bookings)
+        topics.subscribe_log(KV, self.desk.index.target)
         self._sweep()
 
     def open(self) -> None:
@@ -140,6 +144,7 @@ class RouterService:
         life = Life(member.node, member.epoch)
         if isinstance(event, Gone):
             self.desk.gone(now, life)
+            self._judge_index()
         elif member.role == "router":
             self.desk.bookings.peer_up(life)
         if member.role == "worker":
@@ -169,6 +174,30 @@ class RouterService:
         if member.node in self._conflicts:
             facts = Facts(facts.worker, ())
         self.desk.worker(self._node.now(), facts)
+        self._tell_index(member)
+
+    def _tell_index(self, member: Member) -> None:
+        """Once a worker offers a model, it is known whether it tells what it holds."""
+        card = member.card
+        if card is None:
+            return
+        events = KV in card.topics if card.models else None
+        life = Life(member.node, member.epoch)
+        self.desk.index.worker_up(life, events=events, names_id=card.names_id)
+        self._judge_index()
+
+    def _judge_index(self) -> None:
+        """Say which workers' content is guessed."""
+        blind = frozenset(self.desk.index.approximate)
+        if blind != self._blind:
+            self._blind = blind
+            self._degradations.clear("approximate_index")
+            if blind:
+                self._degradations.add(
+                    "approximate_index",
+                    f"no KV events from {', '.join(sorted(blind))}: what they hold is guessed from "
+                    "what was sent there",
+                )
 
     # ------------------------------------------------------------------ workers and routers
 
