@@ -421,8 +421,10 @@ def test_an_end_in_the_middle_leaves_nothing_behind(caplog: pytest.LogCaptureFix
             for name in ("a", "c"):
                 nodes.nodes[name]._answers[SECRET.id] = lambda call: None  # it never answers
             await agreed.add("b", needs=False)
-            await nodes.until(lambda: "hash secret" in nodes.nodes["b"].tasks.names())
-            node = nodes.nodes.pop("b")
+            node = nodes.nodes["b"]
+            await nodes.until(lambda: len(offers_of(node.registry).claims) == 2)
+            await nodes.until(lambda: "hash secret" in node.tasks.names())
+            del nodes.nodes["b"]
             await node.close()
             assert len(node.tasks) == 0
 
