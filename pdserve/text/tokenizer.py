@@ -21,6 +21,7 @@ from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.text.incremental import Detokenizer, detokenizer
 from pdserve.text.length import chars_per_token
 from pdserve.text.pieces import Pieces, decoder_shape, is_panic
+from pdserve.text.segments import SegmentCache, plan_cuts
 from pdserve.text.tokenizer_config import TokenizerConfig, parse_tokenizer_config
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ class Tokenizer:
         self._pieces = pieces
         self._json = tokenizer_json
         self.config = config
+        cuts = plan_cuts(raw)
+        self.segments = None if cuts is None else SegmentCache(cuts)
+        """Pieces of earlier texts; None where a text cannot be cut."""
 
     @classmethod
     def from_card(cls, card: ModelCard) -> Tokenizer:
@@ -130,7 +134,12 @@ class Tokenizer:
         With `add_special_tokens` the tokenizer's first and last tokens are added; leave it off for
         the output of a chat template, which has written them already.
         """
+        if self.segments is not None and not add_special_tokens:
+            return self.segments.encode(text, self._encode_pieces)
         return self.encode_batch([text], add_special_tokens)[0]
+
+    def _encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.encode_batch(texts, add_special_tokens=False)
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
