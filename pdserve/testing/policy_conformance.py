@@ -111,4 +111,4 @@ class PolicyConformance:
             workers = tuple(_Counting(NodeId(f"w{i:03}"), 1, 1, 8, 0.125) for i in range(size))
             _Counting.looks = 0
             self.policy(QUESTION, State(workers, NodeId("w004")), Random(1))
-            assert _Counting.looks <= 8 * size
+            assert _Counting.looks <= 16 * size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import pytest
 
 from pdserve.router.policies import (
@@ -19,8 +22,15 @@ from pdserve.router.policies.mooncake import Mooncake
 from pdserve.router.policies.preble import Preble
 from pdserve.router.policies.prefix_hash import PrefixHash
 from pdserve.router.policies.sticky import Sticky
+from pdserve.router.policies.ttft import Ttft
 from pdserve.router.policies.weighted import Weighted
 from pdserve.testing.policy_conformance import PolicyConformance
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from pdserve.messages.routing import Route
+    from pdserve.router.policies.base import State, WorkerView
 
 
 class TestRoundRobin(PolicyConformance):
@@ -81,6 +91,16 @@ class TestSticky(PolicyConformance):
 
 class TestPreble(PolicyConformance):
     policy = staticmethod(Preble())
+
+
+class TestTtft(PolicyConformance):
+    policy = staticmethod(Ttft())
+
+
+class TestTtftWhenItHasLearnt(PolicyConformance):
+    @staticmethod
+    def policy(question: Route, state: State, random: Random) -> WorkerView:
+        return Ttft()(question, replace(state, model=replace(state.model, fitted=True)), random)
 
 
 COVERED = {suite.policy for suite in PolicyConformance.__subclasses__()}

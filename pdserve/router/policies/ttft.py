@@ -1,7 +1,7 @@
 """The default: where the first token will come soonest, at the least harm to everybody else.
 
     cost = wait + prefill + transfer                 the request's own time to first token
-         + gamma * prefills * prefill                externality: its work delays who waits there
+         + gamma * n * prefill                       externality: its work delays who waits there
          + (kappa0 + kappa1 * n) * (prefill - warm)  opportunity: work a cached prefix would save
          + lambda_decode * decode                    harm to streams that run there
 
@@ -9,7 +9,9 @@ in seconds, the least wins. Of worker i, with its learnt `speed` and the learnt 
 
     prefill  speed * model.prefill(L, cached there)
     warm     the same, were the longest prefix of any worker cached there
-    n        unfinished prompts per worker, those that are held in the router included
+    n        unfinished prompts there, and its share of those that are held in the router; not the
+             mean of all workers: an idle one has nobody to harm, however long queues are elsewhere,
+             and a prefix that all want must spread
     wait     the greatest of: predicted work before it, less what has passed (`WorkerView.wait`);
              half a decode step, because a step that runs is not interrupted; and, where sequences
              or blocks run out, the time until enough of them are free again: with the mean request
@@ -92,9 +94,9 @@ class Ttft:
         if state.model.fitted:
             return self._timed(question, state)
         waits, prices = _counted(question, state)
-        warm, kappa, gamma = min(prices), self._kappa(state), self.gamma
+        warm, held = min(prices), state.held / len(state.workers)
         return [
-            wait + price + gamma * worker.prefills * price + kappa * (price - warm)
+            wait + price + self._harm(worker.prefills + held, price, warm)
             for worker, wait, price in zip(state.workers, waits, prices, strict=True)
         ]
 
@@ -107,7 +109,8 @@ class Ttft:
         cold, each, pair = model.prefill(length), model.per_token, model.per_pair
         most_cached = max(0, length - 1)
         warm = _warmest(question, state)
-        gamma, kappa, harm = self.gamma, self._kappa(state), self.lambda_decode
+        gamma, kappa0, kappa1, harm = self.gamma, self.kappa0, self.kappa1, self.lambda_decode
+        held = state.held / len(state.workers)
         output = self._output(question)
         stream = output * (q + r * question.prompt_tokens)
         n, block = question.n, size or _BLOCK
@@ -127,16 +130,22 @@ class Ttft:
                 passed, most = now - worker.as_of, 0.9 * worker.head
                 if passed > 0.0:
                     wait -= most if passed > most else passed
+                    if wait < 0.0:
+                        wait = 0.0
             decodes = worker.decodes
-            cost = price + gamma * worker.prefills * price + kappa * (price - speed * warm)
+            waiting = worker.prefills + held
+            cost = price + gamma * waiting * price
+            cost += (kappa0 + kappa1 * waiting) * (price - speed * warm)
             if decodes:
                 read = q * decodes + r * worker.kv_tokens
                 cost += harm * (decodes * price + speed * (decodes * stream + output * read))
                 half = 0.5 * speed * (step + read)
                 if wait < half:
                     wait = half
-            free = block * (worker.blocks_total - worker.blocks_used)
-            if worker.sequences + n > worker.max_sequences or free < need + worker.prefill_tokens:
+            if worker.sequences + n > worker.max_sequences or (
+                (total := worker.blocks_total)
+                and block * (total - worker.blocks_used) < need + worker.prefill_tokens
+            ):
                 room = self._room(question, state, worker)
                 if wait < room:
                     wait = room
@@ -164,13 +173,15 @@ class Ttft:
             warms = [min(prices)] * len(prices)
             decodes = [0.0] * len(prices)
         found = {}
+        held = state.held / len(state.workers)
         for i, worker in enumerate(state.workers):
+            waiting = worker.prefills + held
             terms = {
                 "wait": waits[i],
                 "prefill": prices[i],
                 "transfer": 0.0,
-                "externality": self.gamma * worker.prefills * prices[i],
-                "opportunity": self._kappa(state) * (prices[i] - warms[i]),
+                "externality": self.gamma * waiting * prices[i],
+                "opportunity": (self.kappa0 + self.kappa1 * waiting) * (prices[i] - warms[i]),
                 "decode": decodes[i],
             }
             found[worker.node] = {**terms, "cost": sum(terms.values())}
@@ -198,9 +209,9 @@ class Ttft:
         crowd = (worker.sequences + question.n - worker.max_sequences) / worker.max_sequences
         return life * max(0.0, crowd, _lacking(question, state, worker))
 
-    def _kappa(self, state: State) -> float:
-        waiting = state.held + sum([worker.prefills for worker in state.workers])
-        return self.kappa0 + self.kappa1 * waiting / len(state.workers)
+    def _harm(self, waiting: float, price: Seconds, warm: Seconds) -> Seconds:
+        """Externality and opportunity."""
+        return self.gamma * waiting * price + (self.kappa0 + self.kappa1 * waiting) * (price - warm)
 
     def _output(self, question: Route) -> int:
         return min(self.output_tokens, question.max_tokens)

@@ -13,6 +13,7 @@ from pdserve.router.policies import least_loaded
 from pdserve.router.policies.kv_load import KvLoad
 from pdserve.router.policies.load import installed_policies, load_policy
 from pdserve.router.policies.prefix_hash import PrefixHash
+from pdserve.router.policies.ttft import Ttft
 
 BUILT_IN = {
     "approx_prefix",
@@ -26,6 +27,7 @@ BUILT_IN = {
     "round_robin",
     "session",
     "sticky",
+    "ttft",
     "weighted",
     "weighted_round_robin",
 }
@@ -36,7 +38,7 @@ def test_the_policies_of_this_installation_are_listed():
 
 
 def test_the_default_is_found():
-    assert load_policy(RouterConfig().policy) is least_loaded.choose
+    assert load_policy(RouterConfig().policy) == Ttft()
 
 
 def test_one_of_your_own_is_named_by_module_and_attribute(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,309 @@
+"""The default policy: its sum term by term, and what it must never do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.ids import NodeId
+from pdserve.router.policies.load import load_policy
+from pdserve.router.policies.ttft import Ttft
+from pdserve.router.predict.model import TimeModel
+from tests.router.policies.support import ask, snapshot, weighed, worker
+
+if TYPE_CHECKING:
+    from pdserve.router.policies.base import State, WorkerView
+
+MODEL = TimeModel(0.01, 6e-5, 6e-10, 0.008, 1e-4, 1e-8, fitted=True)
+PLAIN = Ttft(gamma=0, kappa0=0, kappa1=0, lambda_decode=0)
+KINDS = [MODEL, TimeModel(), TimeModel(blind=True)]
+
+
+def state(*workers: WorkerView, **fields: Any) -> State:
+    return snapshot(workers, **{"model": MODEL, "now": 100.0, **fields})
+
+
+def some_cluster(seed: int, model: TimeModel = MODEL) -> State:
+    """Workers of all kinds, with and without room."""
+    random = Random(seed)
+    workers = []
+    for index in range(random.randint(2, 12)):
+        prefills, decodes = random.randrange(4), random.randrange(8)
+        workers.append(
+            worker(
+                f"w{index}",
+                prefills + decodes,
+                max_sequences=random.choice((4, 8, 64)),
+                prefills=prefills,
+                prefill_tokens=prefills * random.randrange(5000),
+                decodes=decodes,
+                kv_tokens=random.randrange(100_000),
+                work=prefills * random.random(),
+                head=0.2 * bool(prefills),
+                as_of=100.0 - random.random(),
+                speed=random.choice((0.5, 1.0, 2.0)),
+                blocks_total=random.choice((0, 1000, 10_000)),
+                blocks_used=random.randrange(1000),
+                blocks_cached=random.randrange(1000),
+            )
+        )
+    overlaps = {w.node: random.choice((0, 0, 5, 200)) for w in workers}
+    return state(*workers, overlaps=overlaps, model=model, held=random.choice((0, 9)))
+
+
+# ---------------------------------------------------------------------- the sum
+
+
+def term(name: str, policy: Ttft, question: Any = None, **fields: Any) -> float:
+    """Of a worker with these numbers, beside an idle one."""
+    given = state(worker("a", **fields), worker("b"), overlaps={NodeId("b"): 100})
+    return weighed(policy, question or ask(200), given)["a"][name]
+
+
+def test_an_idle_worker_costs_the_prefill():
+    given = state(worker("a"), worker("b", speed=2.0), overlaps={NodeId("b"): 100})
+    found = weighed(PLAIN, ask(200), given)
+    assert found["a"]["cost"] == found["a"]["prefill"] == pytest.approx(MODEL.prefill(6400))
+    assert found["b"]["cost"] == pytest.approx(2 * MODEL.prefill(6400, 3200))
+
+
+def test_work_passes_but_not_all_of_who_is_late():
+    for as_of, wait in ((100.0, 1.0), (99.8, 0.8), (90.0, 0.55), (101.0, 1.0)):
+        assert term("wait", PLAIN, work=1.0, head=0.5, as_of=as_of) == pytest.approx(wait)
+
+
+def test_a_running_step_is_waited_for_but_only_once():
+    step = MODEL.step(10, 50_000)
+    running = {"decodes": 10, "kv_tokens": 50_000, "speed": 3.0}
+    assert term("wait", PLAIN, **running) == pytest.approx(1.5 * step)
+    assert term("wait", PLAIN, **running, work=1.0) == 1.0
+
+
+def test_a_full_worker_is_waited_for():
+    full = {"sequences": 8, "max_sequences": 8, "decodes": 8, "kv_tokens": 8000}
+    policy = replace(PLAIN, output_tokens=100)
+    question = ask(200, max_tokens=1000)
+    life = 100 * MODEL.step(8, 8000)
+    assert term("wait", policy, question, **full) == pytest.approx(life / 8)
+    full["sequences"] = 11
+    assert term("wait", policy, question, **full) == pytest.approx(life * 4 / 8)
+    short = ask(200, max_tokens=10)
+    assert term("wait", policy, short, **full) == pytest.approx(life / 10 * 4 / 8)
+
+
+def test_blocks_that_are_lacking_are_waited_for():
+    short = {"blocks_total": 1000, "blocks_used": 900, "decodes": 4, "kv_tokens": 28_800}
+    policy, question = replace(PLAIN, output_tokens=100), ask(200, max_tokens=1000)
+    life = 100 * MODEL.step(4, 28_800)
+    assert term("wait", policy, question, **short) == pytest.approx(life * 100 / 1000)
+    coming = {**short, "prefill_tokens": 6400, "prefills": 1}
+    assert term("wait", policy, question, **coming) == pytest.approx(life * 300 / 1000)
+    assert term("wait", policy, question, **{**short, "blocks_used": 500}) < life / 50
+
+
+def test_externality_and_opportunity_grow_with_load():
+    price, warm = MODEL.prefill(6400), MODEL.prefill(6400, 3200)
+    policy = Ttft(gamma=0.5, kappa0=0.25, kappa1=1.0, lambda_decode=0)
+    assert term("externality", policy, prefills=3) == pytest.approx(1.5 * price)
+    assert term("opportunity", policy, prefills=3) == pytest.approx(3.25 * (price - warm))
+    given = state(worker("a"), worker("b"), overlaps={NodeId("b"): 100}, held=4)
+    assert weighed(policy, ask(200), given)["a"]["opportunity"] == pytest.approx(
+        2.25 * (price - warm)
+    )
+
+
+def test_running_streams_are_harmed_now_and_later():
+    policy = replace(PLAIN, lambda_decode=0.5, output_tokens=100)
+    now = 10 * MODEL.prefill(6400)
+    later = 100 * (10 * (1e-4 + 1e-8 * 6400) + 1e-4 * 10 + 1e-8 * 50_000)
+    found = term("decode", policy, ask(200, max_tokens=500), decodes=10, kv_tokens=50_000)
+    assert found == pytest.approx(0.5 * (now + later))
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_what_is_compared_is_the_sum_of_the_terms(model: TimeModel):
+    for seed in range(200):
+        given, policy = some_cluster(seed, model), Ttft(lambda_decode=0.1)
+        question = ask(Random(seed).choice((1, 50, 400)), max_tokens=100)
+        terms = policy.terms(question, given)
+        for view, cost in zip(given.workers, policy.costs(question, given), strict=True):
+            parts = terms[view.node]
+            assert cost == pytest.approx(parts["cost"])
+            assert sum(parts.values()) - parts["cost"] == pytest.approx(cost)
+
+
+# ---------------------------------------------------------------------- without a model
+
+
+def test_without_a_model_tokens_are_counted():
+    given = state(
+        worker("a", prefills=1, prefill_tokens=3000), worker("b", speed=9.0), model=TimeModel()
+    )
+    found = weighed(PLAIN, ask(100), given)
+    prior = TimeModel()
+    assert found["b"]["cost"] == pytest.approx(prior.base + 3200 * prior.per_token)
+    assert found["a"]["wait"] == pytest.approx(prior.base + 3000 * prior.per_token)
+
+
+def test_blind_it_counts_requests_and_the_uncached_share():
+    given = state(
+        worker("a", 2), worker("b", 1), overlaps={NodeId("a"): 75}, model=TimeModel(blind=True)
+    )
+    found = weighed(PLAIN, ask(100), given)
+    assert found["a"]["cost"] == pytest.approx(2.25)
+    assert found["b"]["cost"] == pytest.approx(2.0)
+
+
+# ---------------------------------------------------------------------- what it must never do
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_permuting_the_workers_changes_nothing(model: TimeModel):
+    for seed in range(100):
+        given, question = some_cluster(seed, model), ask(100)
+        random = Random(seed)
+        shuffled = list(given.workers)
+        random.shuffle(shuffled)
+        renamed = {old.node: new.node for old, new in zip(given.workers, shuffled, strict=True)}
+        moved = replace(
+            given,
+            workers=tuple(
+                sorted(
+                    (replace(w, node=renamed[w.node]) for w in given.workers),
+                    key=lambda w: w.node,
+                )
+            ),
+            overlaps={renamed[node]: blocks for node, blocks in given.overlaps.items()},
+        )
+        before, after = weighed(Ttft(), question, given), weighed(Ttft(), question, moved)
+        assert all(
+            before[old]["cost"] == pytest.approx(after[new]["cost"]) for old, new in renamed.items()
+        )
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_an_idle_identical_worker_never_raises_the_best_cost(model: TimeModel):
+    for seed in range(100):
+        given, question = some_cluster(seed, model), ask(100)
+        best = min(Ttft().costs(question, given))
+        more = replace(given, workers=(*given.workers, worker("z")))
+        assert min(Ttft().costs(question, more)) <= best * (1 + 1e-9)
+
+
+def test_speeds_scale_all_times():
+    for seed in range(100):
+        given, question = some_cluster(seed), ask(100)
+        slower = replace(
+            given,
+            workers=tuple(
+                replace(w, speed=3 * w.speed, work=3 * w.work, head=3 * w.head, as_of=100.0)
+                for w in given.workers
+            ),
+        )
+        still = replace(given, workers=tuple(replace(w, as_of=100.0) for w in given.workers))
+        for one, three in zip(
+            Ttft().costs(question, still), Ttft().costs(question, slower), strict=True
+        ):
+            assert three == pytest.approx(3 * one)
+
+
+class Cluster:
+    """Workers that take prompts one after the other, and remember all they saw."""
+
+    def __init__(self, policy: Ttft, speeds: list[float], seed: int = 1) -> None:
+        self.policy, self.random = policy, Random(seed)
+        self.speeds = {f"w{i}": speed for i, speed in enumerate(speeds)}
+        self.queues: dict[str, list[tuple[float, float, int]]] = {n: [] for n in self.speeds}
+        self.cached: dict[str, Counter[int]] = {n: Counter() for n in self.speeds}
+        self.now = 0.0
+
+    def view(self, node: str) -> WorkerView:
+        self.queues[node] = [item for item in self.queues[node] if item[0] > self.now]
+        queue = self.queues[node]
+        left = sum(min(work, end - self.now) for end, work, _ in queue)
+        return worker(
+            node,
+            len(queue),
+            max_sequences=64,
+            prefills=len(queue),
+            prefill_tokens=sum(tokens for _, _, tokens in queue),
+            work=left,
+            as_of=self.now,
+            speed=self.speeds[node],
+        )
+
+    def place(self, group: int, blocks: int, common: int) -> str:
+        """A prompt whose first `common` blocks are its group's."""
+        question = ask(blocks, first=group)
+        overlaps = {NodeId(n): self.cached[n][group] for n in self.speeds if self.cached[n][group]}
+        given = state(*map(self.view, self.speeds), overlaps=overlaps, now=self.now)
+        chosen = str(self.policy(question, given, self.random).node)
+        work = self.speeds[chosen] * MODEL.prefill(
+            blocks * 32, min(self.cached[chosen][group] * 32, blocks * 32 - 1)
+        )
+        queue = self.queues[chosen]
+        begin = max([self.now, *(end for end, _, _ in queue)])
+        queue.append((begin + work, work, blocks * 32))
+        self.cached[chosen][group] = common
+        return chosen
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.005, 0.02])
+def test_a_common_system_prompt_does_not_send_all_to_one(gap: float):
+    """8,000 tokens of every prompt are the same."""
+    cluster, placed = Cluster(Ttft(), [1.0] * 8), Counter[str]()
+    for _ in range(400):
+        placed[cluster.place(group=1, blocks=270, common=250)] += 1
+        cluster.now += gap
+    assert len(placed) == 8 or gap == 0.02
+    assert max(placed.values()) < (200 if gap == 0.02 else 80), placed
+
+
+def test_a_slow_worker_never_gains_share():
+    shares = []
+    for speed in (1.0, 2.0, 4.0, 8.0):
+        cluster, placed = Cluster(Ttft(), [speed, 1.0, 1.0, 1.0]), Counter[str]()
+        for number in range(1000):
+            placed[cluster.place(group=number % 50, blocks=100, common=90)] += 1
+            cluster.now += 0.03
+        shares.append(placed["w0"])
+    assert shares[0] > 100
+    assert all(less <= more + 15 for more, less in pairwise(shares)), shares
+    assert shares[-1] < shares[0] / 2
+
+
+# ---------------------------------------------------------------------- ties and exploration
+
+
+def test_near_equals_share_and_the_rest_get_nothing():
+    views = [worker("a"), worker("b", work=0.0005), worker("c", work=5.0)]
+    policy, random = Ttft(explore=0), Random(1)
+    drawn = Counter(policy(ask(100), state(*views), random).node for _ in range(400))
+    assert set(drawn) == {"a", "b"}
+    assert min(drawn.values()) > 120
+
+
+def test_exploration_looks_a_little_further():
+    views = [worker("a"), worker("b", work=0.02), worker("c", work=5.0)]
+    policy, random = Ttft(explore=0.5, gamma=0), Random(1)
+    drawn = Counter(policy(ask(100), state(*views), random).node for _ in range(400))
+    assert set(drawn) == {"a", "b"}
+    assert 50 < drawn[NodeId("b")] < 150
+
+
+# ---------------------------------------------------------------------- options
+
+
+def test_options_are_given_by_name():
+    assert load_policy("pdserve.router.policies.ttft:Ttft", {"kappa0": "0"}) == Ttft(kappa0=0.0)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_options_are_never_negative(value: float):
+    with pytest.raises(ValueError, match="option gamma must be 0 or more"):
+        Ttft(gamma=value)
