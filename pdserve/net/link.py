@@ -398,6 +398,10 @@ class PeerLink:
             future = asking[0]  # type: ignore[index]  # an Asking: all contexts are
             if not future.done():
                 future.set_result(body)
+                continue
+            heir = asking[3]  # type: ignore[index]
+            if heir is not None:  # cancelled in this turn: the asker has not run yet
+                heir(body)
 
     def _on_failed(self, event: ev.Failed) -> None:
         future, *_ = cast("Asking", event.context)

@@ -617,7 +617,8 @@ class Connection:
         stream_id = header[4]
         if stream_id in self._asked:
             self.fail(stream_id, Cancelled("the caller no longer waits"))
-            events.append(ev.RequestCancelled(stream_id))
+            if not _unask(events, stream_id):
+                events.append(ev.RequestCancelled(stream_id))
         elif (stream := self._streams.get(stream_id)) is not None and stream.sending:
             error = Cancelled("the peer no longer listens")
             self._end_sending(stream, Kind.RESET, encode_failure(failure_of(error)))
@@ -847,6 +848,18 @@ class Connection:
         stream.credit += header[5]
         if blocked and stream.credit > 0 and stream.listening:
             events.append(ev.Unblocked(stream))
+
+
+def _unask(events: list[ev.Event], stream_id: int) -> bool:
+    """Take back a request that came in the same read as its cancellation: nobody has seen it. False
+    if it is not among `events`."""
+    for event in events:
+        if isinstance(event, ev.Asked):
+            for request in event.requests:
+                if request[0] == stream_id:
+                    event.requests.remove(request)
+                    return True
+    return False
 
 
 def _join_small(pieces: list[Buffer]) -> list[Buffer]:

@@ -396,3 +396,27 @@ def test_refuse_after_open_is_a_mistake() -> None:
         a.refuse(Why.BUSY, HandshakeRefused("x"))
     assert Goodbye(0) == Goodbye(0, "")
     assert Cancelled("x").http_status == 499
+
+
+def test_a_request_that_comes_with_its_cancellation_is_not_seen() -> None:
+    d, a = pair()
+    kept = d.send_request(7, b"kept", 1000, "kept")
+    call = d.send_request(7, b"question", 1000, "context")
+    d.cancel(call)
+    (asked,) = move(d, a)
+    assert isinstance(asked, ev.Asked)
+    assert [request[0] for request in asked.requests] == [kept]
+    assert a.serving == 1
+    move(a, d)
+    assert d.pending == 1
+
+
+def test_a_cancelled_request_may_still_want_to_hear_an_answer() -> None:
+    d, a = pair()
+    call = d.send_request(7, b"question", 1000, "context")
+    move(d, a)
+    a.respond(call, b"answer")
+    d.cancel(call, "heir")
+    (answered,) = move(a, d)
+    assert answered.answers == [("heir", b"answer")]
+    assert move(d, a) == []
