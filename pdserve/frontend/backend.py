@@ -9,13 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from pdserve.engine.api import TokenSink
     from pdserve.errors import PdserveError
+    from pdserve.frontend.hints import Hints
+    from pdserve.frontend.placement import Placement
+    from pdserve.ids import NodeId
     from pdserve.messages.card import ModelCard
     from pdserve.messages.engine import EngineStats
     from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.routing import Explained
 
 
 class OpenStream(Protocol):
@@ -42,11 +46,26 @@ class Backend(Protocol):
         not."""
         ...
 
-    async def open(self, request: GenerateRequest, sink: TokenSink) -> OpenStream:
-        """Hand the request on; tokens arrive at `sink`.
+    async def open(
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        hints: Hints,
+        on_placed: Callable[[Placement], None],
+    ) -> OpenStream:
+        """Hand the request on, which may have to wait for room; tokens arrive at `sink`.
 
-        Errors: `NotReady`, `Draining`, `NoWorker`, `NoRouter`, `WorkerLost`, `Overloaded`.
-        Cancellation: nothing was opened.
+        `on_placed` hears, before the first token, of each worker that is asked to take it.
+
+        Errors: `NotReady`, `Draining`, `NoWorker`, `NoRouter`, `WorkerLost`, `Overloaded`,
+        `DeadlineExceeded`. Cancellation: nothing was opened.
+        """
+        ...
+
+    async def explain(self, request: GenerateRequest, hints: Hints) -> tuple[NodeId, Explained]:
+        """What would be done with the request now, and the router that says so; nothing is.
+
+        Errors: `NoRouter`, `LinkError`, `DeadlineExceeded`, `ModelNotFound`.
         """
         ...
 

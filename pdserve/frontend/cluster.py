@@ -24,45 +24,44 @@ from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
-from msgspec.structs import replace
-
-from pdserve.blocks.hashing import short_names
 from pdserve.errors import (
     DeadlineExceeded,
     DialTimeout,
-    EngineDied,
     LinkError,
+    LinkLost,
     ModelNotFound,
     NoRouter,
     NoWorker,
-    Overloaded,
     PdserveError,
     ProtocolError,
-    Unavailable,
     WorkerLost,
 )
 from pdserve.frontend.channel import WorkerChannel
+from pdserve.frontend.errand import Errand, refused
+from pdserve.frontend.hints import NO_HINTS
 from pdserve.frontend.offers import Offers
 from pdserve.messages.engine import EngineStats
-from pdserve.messages.routing import Release, Route
-from pdserve.runtime.methods import RELEASE, ROUTE
+from pdserve.messages.routing import Release
+from pdserve.runtime.methods import EXPLAIN, RELEASE, ROUTE
 from pdserve.runtime.registry import Changed, Gone
 from pdserve.wire.codec import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
     from pdserve.engine.api import TokenSink
     from pdserve.frontend.channel import RemoteSequence
     from pdserve.frontend.config import FrontendConfig
+    from pdserve.frontend.hints import Hints
+    from pdserve.frontend.placement import Placement
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.card import ModelCard
-    from pdserve.messages.request import GenerateRequest
-    from pdserve.messages.routing import Outcome, Routed
+    from pdserve.messages.request import GenerateRequest, TokenDelta
+    from pdserve.messages.routing import Explained, Outcome, Routed
     from pdserve.net.base import Link
     from pdserve.observe.degraded import Degradations
     from pdserve.runtime.node import Node
-    from pdserve.runtime.registry import MemberEvent
+    from pdserve.runtime.registry import Member, MemberEvent
 
 __all__ = ["ClusterBackend"]
 
@@ -243,6 +242,10 @@ class ClusterBackend:
                     )
                 finally:
                     del asking[patience]
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"the request's time ran out while router {router} held it: no worker had room"
+            ) from None
         except TimeoutError:
             raise LinkLost(f"router {router} is in doubt, and another is not") from None
 

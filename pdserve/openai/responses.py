@@ -19,6 +19,33 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     """Leading prompt tokens whose KV was reused instead of computed."""
 
 
+class Served(msgspec.Struct, kw_only=True):
+    """By whom a request was served and how soon; an extension of OpenAI's usage.
+
+    Of several prompts: names once each, joined by commas; tokens added up; attempts and times the
+    largest. Null: not known.
+    """
+
+    worker: str
+    router: str
+    policy: str
+    """That chose the worker."""
+    attempts: int
+    """Workers that were asked to take it."""
+    overlap_tokens: int | None = None
+    """Leading prompt tokens that the router believed to be cached at the worker."""
+    cached_tokens: int | None = None
+    """Those that were."""
+    predicted_ttft_ms: float | None = None
+    ttft_ms: float | None = None
+    """From the request's arrival to its first token."""
+    held_ms: float | None = None
+    """Kept by the router until a worker had room."""
+    queue_ms: float | None = None
+    """In the worker's own queue."""
+    prefill_ms: float | None = None
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Tokens of the whole request: prompts once, completions of all choices."""
 
@@ -26,6 +53,40 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    pdserve: Served | msgspec.UnsetType = msgspec.UNSET
+    """With the answer's last usage."""
+
+
+# ---------------------------------------------------------------- routing, explained
+
+
+class RouteCandidate(msgspec.Struct, kw_only=True):
+    """One worker as the policy saw it."""
+
+    worker: str
+    standing: str
+    """`sound`, `doubtful`, `draining`, `unready`, or why the request's own filters leave it out."""
+    chosen: bool
+    overlap_tokens: int
+    terms: dict[str, float]
+    """What the policy weighed, by name; `cost` is the sum that was compared, where there is one."""
+
+
+class RouteExplanation(msgspec.Struct, kw_only=True):
+    """What a router would do with a request now; nothing was sent or counted."""
+
+    object: Literal["route"] = "route"
+    model: str
+    router: str
+    policy: str
+    worker: str | None
+    """Null: it would be held or refused."""
+    refusal: str | None
+    held: int
+    """Requests of the model that wait in the router now."""
+    predicted_ttft_ms: float | None
+    prompt_tokens: int
+    candidates: list[RouteCandidate]
 
 
 # ---------------------------------------------------------------- logprobs

@@ -13,10 +13,10 @@ from pdserve.ids import NodeId
 from pdserve.messages.channel import CHANNEL
 from pdserve.messages.node import NodeCard, offer
 from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, TokenDelta
-from pdserve.messages.routing import Release, Routed
+from pdserve.messages.routing import Explained, Release, Routed
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
-from pdserve.runtime.methods import RELEASE, ROUTE
+from pdserve.runtime.methods import EXPLAIN, RELEASE, ROUTE
 from pdserve.runtime.registry import Gone
 from pdserve.wire.codec import decoder
 from pdserve.worker.channel import Channels
@@ -106,6 +106,12 @@ class Worker:
             if end:
                 del self.running[handle]
 
+    def refuse(self, error: PdserveError) -> None:
+        """All that run, after they were accepted."""
+        for sink in self.running.values():
+            sink.on_error(error)
+        self.running.clear()
+
     def serve(self, **card: Any) -> None:
         """Announce the model."""
         small, parts = offer(model())
@@ -121,26 +127,50 @@ class Router:
         self.workers: list[tuple[str, int]] = []
         """Name and life."""
         self.refusal: Exception | None = None
-        self.silent = False
+        self.holds = False
+        """Questions wait until `answer`."""
+        self.held: list[tuple[Route, Call]] = []
+        self.dropped: list[str] = []
+        """Questions that were held and are no longer asked."""
+        self.policy: dict[str, Any] = {}
+        """What answers say besides the worker."""
+        self.explained: Explained | None = None
         self.questions: list[Route] = []
         self.open: dict[int, str] = {}
         """Bookings that were not released, and the worker of each."""
         self.releases: list[str] = []
         node.serve(ROUTE, self._route)
+        node.serve(EXPLAIN, self._explain)
         node.serve_tell(RELEASE, self._released)
 
     def _route(self, question: Route, call: Call) -> Routed | None:
         self.questions.append(question)
-        if self.silent:
+        if self.holds:
+            self.held.append((question, call))
+            call.on_cancel = lambda: self.dropped.append(question.request_id)
             return None
         if self.refusal is not None:
             raise self.refusal
+        return self._decide(question)
+
+    def answer(self) -> None:
+        """All that is held."""
+        while self.held:
+            question, call = self.held.pop(0)
+            if not call.done:
+                call.reply(self._decide(question))
+
+    def _decide(self, question: Route) -> Routed:
         for name, epoch in self.workers:
-            if name not in question.excluded:
+            if name not in question.excluded and name in (question.allowed or (name,)):
                 booking = len(self.open) + len(self.releases) + 1
                 self.open[booking] = name
-                return Routed(NodeId(name), epoch, booking)
+                return Routed(NodeId(name), epoch, booking, **self.policy)
         raise NoWorker("nobody is left", retry_after=4.0)
+
+    def _explain(self, question: Route, call: Call) -> Explained | None:
+        self.questions.append(question)
+        return self.explained
 
     def _released(self, link: Link, body: Buffer) -> None:
         release = _decode_release(body)

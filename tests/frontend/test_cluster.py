@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.errors import (
+    DeadlineExceeded,
     Draining,
     EngineDied,
     InvalidRequest,
@@ -18,14 +19,17 @@ from pdserve.errors import (
     ProtocolError,
     WorkerLost,
 )
+from pdserve.frontend.hints import Hints
 from pdserve.ids import NodeId
 from pdserve.messages.node import NodeCard, offer
+from pdserve.messages.routing import Explained
 from pdserve.runtime.registry import Gone
 from tests.frontend.clusters import Sink, request, world
 from tests.frontend.test_offers import model
 from tests.net.world import virtually
 
 if TYPE_CHECKING:
+    from pdserve.frontend.placement import Placement
     from tests.frontend.clusters import World
 
 
@@ -124,7 +128,7 @@ async def test_a_router_that_dies_while_it_is_asked_is_replaced_by_another() -> 
         worker = await w.worker("a")
         await w.ready()
         first = w.backend._routers[0]
-        w.routers[first].silent = True
+        w.routers[first].holds = True
         opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
         await asyncio.sleep(0.1)
         assert len(w.routers[first].questions) == 1
@@ -139,16 +143,77 @@ async def test_a_router_that_dies_while_it_is_asked_is_replaced_by_another() -> 
 
 
 @virtually
-async def test_a_router_that_does_not_answer_is_not_asked_for_a_while() -> None:
+async def test_a_router_may_hold_a_request_as_long_as_it_has_time() -> None:
+    async with world(router_wait=5.0) as w:
+        router, worker = await w.router("r"), await w.worker("a")
+        await w.ready()
+        router.holds = True
+        opening = asyncio.ensure_future(w.backend.open(request(deadline=100.0), Sink()))
+        late = asyncio.ensure_future(w.backend.open(request("late", deadline=20.0), Sink()))
+        await asyncio.sleep(30.0)
+        assert isinstance(late.exception(), DeadlineExceeded)
+        await w.nodes.until(lambda: router.dropped == ["late"])
+        assert not opening.done()
+        router.answer()
+        sequence = await opening
+        (left,) = worker.deadlines
+        assert left is not None
+        assert 65.0 < left < 71.0
+        assert len(router.questions) == 2
+        sequence.cancel()
+
+
+@virtually
+async def test_a_router_that_stands_still_is_left_for_another() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            await w.router(name)
+        worker = await w.worker("a")
+        await w.ready()
+        first, second = (w.routers[name] for name in w.backend._routers)
+        first.holds = True
+        opening = asyncio.ensure_future(w.backend.open(request(deadline=100.0), Sink()))
+        await asyncio.sleep(1.0)
+        before = w.nodes.loop.time()
+        w.nodes.world.pause(first.node.id)
+        sequence = await opening
+        assert w.nodes.loop.time() - before < 4.0
+        assert (len(second.questions), len(worker.names)) == (1, 1)
+        assert second.questions[0].waited > 1.0
+        sequence.cancel()
+        w.nodes.world.resume(first.node.id)
+        await w.nodes.until(lambda: first.dropped == ["r"], 30.0)
+        assert w.backend._asking.get(first.node.id, {}) == {}
+
+
+@virtually
+async def test_the_only_router_is_waited_for_while_it_is_in_doubt() -> None:
+    """Nobody else could be asked; its death is another matter."""
+    async with world(router_wait=3.0) as w:
+        router = await w.router("r")
+        await w.worker("a")
+        await w.ready()
+        router.holds = True
+        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(30.0)  # being held does not count as waiting for a router
+        w.nodes.world.pause("r")
+        before = w.nodes.loop.time()
+        with pytest.raises(NoRouter):
+            await opening
+        assert 3.0 < w.nodes.loop.time() - before < 30.0
+
+
+@virtually
+async def test_a_router_that_cannot_be_reached_is_not_asked_for_a_while() -> None:
     async with world(router_wait=5.0) as w:
         router = await w.router("r")
         await w.worker("a")
         await w.ready()
-        router.silent = True
+        router.refusal = ProtocolError("what is that?")
         before = w.nodes.loop.time()
         await refused(w, NoRouter)
-        assert w.nodes.loop.time() - before < 8.0
-        assert len(router.questions) == 2
+        assert w.nodes.loop.time() - before < 6.0
+        assert 3 <= len(router.questions) <= 6
         await asyncio.sleep(10.0)
         assert w.backend._stuck == {}
 
@@ -500,7 +565,7 @@ async def test_cancelled_at_any_moment_nothing_is_left() -> None:
             assert (sink.tokens, sink.errors) == ([], [])
             assert worker.channels.requests == 0
             # A question that was cancelled on its way may have been answered all the same.
-            assert len(router.open) <= (not router.releases)
+            assert router.open == {}
     assert done, "the loop has more turns than were tried"
 
 
@@ -539,6 +604,207 @@ async def test_closing_ends_what_runs() -> None:
         await w.backend.open(request(), sink)
         w.backend.close(Draining("shutting down"))
         assert [type(error) for error in sink.errors] == [Draining]
+
+
+@virtually
+async def test_cancelled_while_it_is_held_the_router_hears_at_once() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        await w.worker("a")
+        await w.ready()
+        router.holds = True
+        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(1.0)
+        opening.cancel()
+        await asyncio.sleep(0.01)
+        assert opening.cancelled()
+        assert router.dropped == ["r"]
+
+
+@virtually
+async def test_an_answer_that_crosses_the_cancellation_is_given_back() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        await w.worker("a")
+        await w.ready()
+        router.holds = True
+        w.nodes.world.set_conditions("r", "f", delay_min=0.05, delay_max=0.05)
+        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await asyncio.sleep(0.5)
+        router.answer()
+        await asyncio.sleep(0.01)
+        assert router.open == {1: "a"}
+        opening.cancel()
+        await asyncio.sleep(0.5)
+        assert opening.cancelled()
+        assert (router.open, router.releases) == ({}, ["unreached"])
+
+
+# ---------------------------------------------------------------------- accepted, then refused
+
+
+@virtually
+async def test_a_worker_that_has_no_room_after_all_is_replaced() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        first, second = await w.worker("a"), await w.worker("b")
+        await w.ready()
+        sink = Sink()
+        placed: list[Placement] = []
+        stream = await w.backend.open(request(), sink, on_placed=placed.append)
+        first.refuse(Overloaded("the queue is full", retry_after=9.0))
+        await w.nodes.until(lambda: bool(second.running))
+        assert w.backend.rerouted == 1
+        assert [p.worker for p in placed] == ["a", "b"]
+        assert [q.excluded for q in router.questions] == [(), ("a",)]
+        second.say(5)
+        second.say(6, end=True)
+        await w.nodes.until(lambda: sink.ends == 1)
+        assert (sink.tokens, sink.errors) == ([5, 6], [])
+        await w.nodes.until(lambda: router.releases == ["failed", "finished"])
+        stream.cancel()
+
+
+@virtually
+async def test_after_a_token_a_refusal_is_final() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        first = await w.worker("a")
+        await w.worker("b")
+        await w.ready()
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        first.say(5)
+        first.refuse(Overloaded("the queue is full", retry_after=9.0))
+        await w.nodes.until(lambda: bool(sink.errors))
+        assert [error.message for error in sink.errors] == ["the queue is full"]
+        assert len(router.questions) == 1
+
+
+@virtually
+async def test_when_no_worker_has_room_after_all_the_client_hears_the_last_one() -> None:
+    async with world() as w:
+        await w.router("r")
+        for name in "ab":
+            await w.worker(name)
+        await w.ready()
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        for name in "ab":
+            worker = w.workers[name]
+            await w.nodes.until(lambda worker=worker: bool(worker.running))  # type: ignore[misc]
+            worker.refuse(Overloaded(f"{name} is full", retry_after=9.0))
+        await w.nodes.until(lambda: bool(sink.errors))
+        assert [(e.message, e.retry_after) for e in sink.errors] == [("b is full", 9.0)]
+
+
+@virtually
+async def test_cancelled_at_any_moment_of_the_second_way_nothing_is_left() -> None:
+    reached = False
+    for turns in range(60):
+        async with world() as w:
+            router = await w.router("r")
+            first, second = await w.worker("a"), await w.worker("b")
+            await w.ready()
+            sink = Sink()
+            stream = await w.backend.open(request(), sink)
+            first.refuse(Overloaded("the queue is full"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            reached = bool(second.running) and not w.backend._again
+            stream.cancel()
+            second.say(5, end=True)
+            await asyncio.sleep(0.1)
+            assert (sink.tokens, sink.errors) == ([], [])
+            assert router.open == {}
+            assert w.backend._again == {}
+    assert reached, "the way has more turns than were tried"
+
+
+@virtually
+async def test_closing_ends_what_is_on_its_second_way() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        first = await w.worker("a")
+        await w.worker("b")
+        await w.ready()
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        router.holds = True
+        first.refuse(Overloaded("the queue is full"))
+        await w.nodes.until(lambda: bool(router.held))
+        assert w.backend.requests == 1
+        w.backend.close(Draining("shutting down"))
+        assert [type(error) for error in sink.errors] == [Draining]
+        await w.nodes.until(lambda: router.dropped == ["r"])
+
+
+# ---------------------------------------------------------------------- what a router is told
+
+
+@virtually
+async def test_a_router_hears_what_the_client_wishes() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        for name in "ab":
+            await w.worker(name)
+        await w.ready()
+        hints = Hints(
+            session_id="s",
+            tenant="t",
+            weight=2.0,
+            allowed=(NodeId("a"), NodeId("b")),
+            denied=(NodeId("a"),),
+            slo_ttft=0.5,
+            waited=0.25,
+        )
+        wanted = request(block_names=bytes(range(32)), names_id=b"12345678", deadline=60.0)
+        placed: list[Placement] = []
+        router.policy = {"policy": "ttft", "overlap_blocks": 2, "predicted_ttft": 0.5, "held": 0.1}
+        stream = await w.backend.open(wanted, Sink(), hints, placed.append)
+        (question,) = router.questions
+        assert (question.session_id, question.tenant, question.weight) == ("s", "t", 2.0)
+        assert (question.allowed, question.excluded) == (("a", "b"), ("a",))
+        assert question.slo_ttft == 0.5
+        assert question.deadline == pytest.approx(60.0, abs=0.1)
+        assert question.waited == pytest.approx(0.25, abs=0.1)
+        assert question.names == bytes((*range(8), *range(16, 24)))
+        assert (question.names_id, question.block_size) == (b"12345678", model().block_size)
+        (placement,) = placed
+        assert (placement.worker, placement.router, placement.policy) == ("b", "r", "ttft")
+        assert placement.overlap_tokens == 2 * model().block_size
+        assert placement.predicted_ttft == pytest.approx(0.75, abs=0.1)
+        assert (placement.held, placement.attempts) == (0.1, 1)
+        stream.cancel()
+
+
+@virtually
+async def test_a_wish_that_nobody_fits_is_answered_at_once() -> None:
+    async with world() as w:
+        await w.router("r")
+        await w.worker("a")
+        await w.ready()
+        before = w.nodes.loop.time()
+        with pytest.raises(NoWorker, match="nobody is left"):
+            await w.backend.open(request(), Sink(), Hints(allowed=(NodeId("z"),)))
+        assert w.nodes.loop.time() - before < 0.1
+
+
+@virtually
+async def test_a_router_explains_without_counting_anything() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            router = await w.router(name)
+            router.explained = Explained(policy="ttft", worker=NodeId("a"))
+        worker = await w.worker("a")
+        await w.ready()
+        assert await w.backend.explain(request()) == (w.backend._routers[0], router.explained)
+        silent = w.routers[w.backend._routers[0]]
+        silent.explained = None
+        name, _ = await w.backend.explain(request())
+        assert name == w.backend._routers[1]
+        assert worker.names == []
+        assert all(r.open == {} for r in w.routers.values())
 
 
 # ---------------------------------------------------------------------- links that are replaced

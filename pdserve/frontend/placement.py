@@ -1,0 +1,107 @@
+"""Where a request was placed and how soon it answered, as clients hear it: headers and usage.
+
+A request of several prompts has a placement for each. Told as one: names once each, in the order of
+the prompts; tokens added up; attempts and times the largest. What is not known of every prompt is
+left out, since a part of a sum is wrong. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.ids import NodeId, Seconds
+from pdserve.openai.responses import Served
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Course", "Placement", "header_lines", "served"]
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt's worker, and what its router thought of it."""
+
+    worker: NodeId
+    router: NodeId
+    policy: str
+    attempts: int
+    """Answers of routers that it took, this one included."""
+    overlap_tokens: int
+    """Leading prompt tokens believed to be in the worker's pool."""
+    predicted_ttft: Seconds | None
+    """From the request's arrival at the frontend, as `ttft` is measured."""
+    held: Seconds
+    """By routers, all attempts together."""
+
+
+class Course(msgspec.Struct):
+    """What is known of one prompt so far."""
+
+    placement: Placement | None = None
+    cached_tokens: int | None = None
+    """Leading prompt tokens that the worker did not compute."""
+    queue: Seconds | None = None
+    """In the worker's queue."""
+    prefill: Seconds | None = None
+
+
+def served(courses: Sequence[Course], ttft: Seconds | None) -> Served | None:
+    """All of it; None: nothing was placed."""
+    placements = [course.placement for course in courses if course.placement is not None]
+    if not placements:
+        return None
+    complete = len(placements) == len(courses)
+    return Served(
+        worker=_names(p.worker for p in placements),
+        router=_names(p.router for p in placements),
+        policy=_names(p.policy for p in placements),
+        attempts=max(p.attempts for p in placements),
+        overlap_tokens=sum(p.overlap_tokens for p in placements) if complete else None,
+        cached_tokens=_sum([course.cached_tokens for course in courses]),
+        predicted_ttft_ms=_longest([p.predicted_ttft for p in placements]),
+        ttft_ms=_ms(ttft),
+        held_ms=_ms(max(p.held for p in placements)),
+        queue_ms=_longest([course.queue for course in courses]),
+        prefill_ms=_longest([course.prefill for course in courses]),
+    )
+
+
+_HEADERS = (
+    *("worker", "router", "policy", "attempts", "overlap_tokens", "cached_tokens"),
+    *("predicted_ttft_ms", "ttft_ms", "held_ms"),
+)
+_LINES = {name: f"x-pdserve-{name.replace('_', '-')}: ".encode() + b"%s\r\n" for name in _HEADERS}
+
+
+def header_lines(told: Served | None) -> bytes:
+    """The same as headers, whole lines; what is unknown has none."""
+    if told is None:
+        return b""
+    values = ((line, getattr(told, name)) for name, line in _LINES.items())
+    return b"".join(
+        [
+            line % str(value).encode("ascii", "replace")
+            for line, value in values
+            if value not in (None, "")
+        ]
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ",".join(dict.fromkeys(name for name in names if name))
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _longest(times: Sequence[Seconds | None]) -> float | None:
+    known = [time for time in times if time is not None]
+    return _ms(max(known)) if len(known) == len(times) else None
+
+
+def _ms(time: Seconds | None) -> float | None:
+    return None if time is None else round(1000 * time, 1)
