@@ -5,6 +5,7 @@
 #include <string>
 
 #include "bind_cpu.hpp"
+#include "bind_radix.hpp"
 #include "pdserve/hash.hpp"
 
 namespace nb = nanobind;
@@ -65,4 +66,5 @@ NB_MODULE(_native, m) {
         nb::arg("parent"),
         "Digests of the full blocks in `tokens` (little-endian u32), 16 bytes each, concatenated.");
   bind_cpu(m);
+  bind_radix(m);
 }

@@ -17,6 +17,8 @@ from array import array
 from struct import unpack
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdserve import accel
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -200,4 +202,19 @@ def _check(worker: int, tier: int = DEVICE) -> None:
         raise ValueError("tier must be 0 (device), 1 (host), 2 (disk) or 3 (remote)")
 
 
-Tree = PureTree
+if TYPE_CHECKING:
+    Tree = PureTree  # one description of both
+elif accel.NATIVE:
+
+    class Tree(accel.native.RadixTree):
+        """The compiled twin."""
+
+        __slots__ = ()
+
+        @property
+        def counters(self) -> TreeCounters:
+            """Plain numbers, cheap enough to read at every scrape."""
+            return TreeCounters(*self.numbers())
+
+else:
+    Tree = PureTree
