@@ -92,6 +92,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def names(self) -> dict[bytes, bytes]:
+        """Every hash that can be matched, and its parent's. O(all), for audits."""
+        return {name: self._parent[block] for name, block in self._by_hash.items()}
+
     def references(self, block: int) -> int:
         """How many holders `block` has."""
         return self._refs[block]

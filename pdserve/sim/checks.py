@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdserve.blocks.hashing import short_names
+from pdserve.engine.core import EngineCore
+from pdserve.messages.kv import KV, NAME_BYTES
 from pdserve.messages.routing import BOOKINGS, LOAD, SEQUENCES
-from pdserve.router.bookings import Charge
+from pdserve.router.bookings import Charge, Life
 from pdserve.runtime.topics.service import LogTopic, StateTopic
 from pdserve.runtime.topics.subscription import LogFollower, StateFollower
 from pdserve.sim.roles import Frontend, Router, Worker
@@ -17,10 +20,11 @@ from pdserve.sim.roles import Frontend, Router, Worker
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pdserve.router.index.view import PrefixIndex
     from pdserve.runtime.topics.service import Topics
     from pdserve.sim.world import Host, World
 
-__all__ = ["at_rest", "membership", "ready", "unfinished"]
+__all__ = ["at_rest", "membership", "pool_chains", "ready", "unfinished"]
 
 
 def membership(world: World) -> Iterator[str]:
@@ -94,12 +98,60 @@ def _router(world: World, host: Host, router: Router) -> Iterator[str]:
                 yield f"router {host.name} charges {other.name} {charge}"
             yield from _follows(host, router.topics, other, SEQUENCES, other.part.topics)
             yield from _follows(host, router.topics, other, LOAD, other.part.topics)
+            yield from _follows(host, router.topics, other, KV, other.part.topics)
+            index = router.service.desk.index
+            yield from _indexed(f"{host.name} of {other.name}", index, other.part)
         elif isinstance(other.part, Router) and other is not host:
             yield from _follows(host, router.topics, other, BOOKINGS, other.part.topics)
     try:
         bookings.check()
     except AssertionError as error:
         yield f"the ledger of {host.name} contradicts itself: {error}"
+    yield from _index(world, host, router.service.desk.index)
+
+
+def _index(world: World, host: Host, index: PrefixIndex) -> Iterator[str]:
+    """It knows the workers that live, and everything in it belongs to one of them."""
+    nodes = [h.part.node for h in _up(world) if isinstance(h.part, Worker)]
+    lives = {Life(node.id, node.epoch) for node in nodes}
+    if index.lives != lives:
+        yield f"the index of {host.name} knows {sorted(index.lives)}, there are {sorted(lives)}"
+    try:
+        index.check()
+    except AssertionError as error:
+        yield f"the index of {host.name} contradicts itself: {error}"
+
+
+def _indexed(where: str, index: PrefixIndex, worker: Worker) -> Iterator[str]:
+    """What a router knows of a worker's pool is what is in it."""
+    chains = list(pool_chains(worker))
+    node = worker.node.id
+    known, held = index.known_blocks(node), len({n for chain in chains for n in _split(chain)})
+    if known != held:
+        yield f"the index at {where} knows {known} blocks, its pool holds {held}"
+    for chain in chains:
+        depth, wanted = index.told(node, chain), len(chain) // NAME_BYTES
+        if depth != wanted:
+            yield f"the index at {where} finds {depth} of a chain of {wanted} blocks"
+
+
+def pool_chains(worker: Worker) -> Iterator[bytes]:
+    """Short names of every chain in the pool, from its first block to a leaf."""
+    engine = worker.service.engine
+    core = None if engine is None else engine.core
+    if not isinstance(core, EngineCore):
+        return
+    parents = core.pool.names()
+    for leaf in parents.keys() - set(parents.values()):
+        chain = [leaf]
+        while (parent := parents[chain[-1]]) in parents:
+            chain.append(parent)
+        yield short_names(b"".join(reversed(chain)))
+
+
+def _split(names: bytes) -> Iterator[bytes]:
+    for start in range(0, len(names), NAME_BYTES):
+        yield names[start : start + NAME_BYTES]
 
 
 def _follows(

@@ -63,6 +63,11 @@ class InlineEngine:
         """See `clock.Clock`."""
         return self._loop.time()
 
+    @property
+    def core(self) -> Core | None:
+        """None while it is down."""
+        return self._core
+
     # ------------------------------------------------------------------ life
 
     async def start(self, on_progress: Callable[[Progress], None] | None = None) -> None:

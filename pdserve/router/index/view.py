@@ -245,6 +245,17 @@ class PrefixIndex:
         feed = None if worker is None else worker.feed
         return 0 if feed is None else self._tree.blocks(feed.slot)
 
+    def told(self, node: NodeId, names: bytes) -> int:
+        """Leading blocks that are there by the worker's own events, for audits."""
+        worker = self._workers.get(node)
+        feed = None if worker is None else worker.feed
+        return 0 if feed is None else self._tree.match(names).get(feed.slot, 0)
+
+    @property
+    def lives(self) -> set[Life]:
+        """Workers that are known."""
+        return {worker.life for worker in self._workers.values()}
+
     # ------------------------------------------------------------------ decisions
 
     def placed(self, now: Seconds, life: Life, names: bytes, names_id: bytes = b"") -> None:
