@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Callers"]
 
+_MOST_TOKENS: Final = 4096
+"""What clients ask for, who do not know what they will get."""
 _NAMES_ID: Final = names_id(HASH_SECRET_TEST)
 
 
@@ -141,13 +143,16 @@ class Callers:
         return Hints(session_id=caller.record.session) if caller.record.session else NO_HINTS
 
     def _request(self, caller: _Caller, backend: ClusterBackend) -> GenerateRequest:
-        number, wanted = caller.record.number, caller.record.wanted_tokens
+        wanted = caller.record.wanted_tokens
         return GenerateRequest(
-            request_id=f"r{number}",
+            request_id=f"r{caller.record.number}",
             model=MODEL,
             prompt=caller.prompt,
             sampling=SamplingParams(
-                max_tokens=wanted, temperature=0.0, ignore_eos=True, seed=number
+                max_tokens=max(wanted, _MOST_TOKENS),
+                temperature=0.0,
+                ignore_eos=True,
+                seed=wanted,  # see `engine`
             ),
             deadline=self._deadline,
             block_names=self._names(caller.prompt, backend),

@@ -2,20 +2,28 @@
 
 `sim.engine` gives every step one length; here the core says when its next results are due. What the
 worker hears of its state is what a worker hears of a core in another process: the `Stats` events.
+
+How long an answer becomes is nobody's business before it ends: callers ask for up to some bound, as
+clients do, and the true length travels where no router looks, in the seed, which greedy requests
+have no use for. It is put in force here.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from pdserve.engine.load import load_core
 from pdserve.messages.engine import EngineStats, Stats
 from pdserve.sim.engine import InlineEngine
 
 if TYPE_CHECKING:
+    from pdserve.engine.api import Handle, TokenSink
     from pdserve.engine.core import Core
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec, Event
+    from pdserve.messages.request import GenerateRequest
 
 __all__ = ["TimedEngine"]
 
@@ -36,6 +44,11 @@ class TimedEngine(InlineEngine):
     def statistics(self) -> EngineStats:
         """As of the last `Stats` event."""
         return self._stats
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
+        """See `engine.api.Engine`."""
+        sampling = replace(request.sampling, max_tokens=max(1, request.sampling.seed))
+        return super().submit(replace(request, sampling=sampling), sink)
 
     def _arm(self) -> None:
         core = self._core
