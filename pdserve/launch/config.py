@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from pdserve.observe.logs import LogFormat
 
 PREFIX = "PDSERVE_"
-RESERVED = ("PDSERVE_PURE", "PDSERVE_REQUIRE_NATIVE", "PDSERVE_URL", "PDSERVE_API_KEY")
+RESERVED = (
+    *("PDSERVE_PURE", "PDSERVE_REQUIRE_NATIVE", "PDSERVE_URL", "PDSERVE_API_KEY"),
+    "PDSERVE_TRACES",
+)
 """Variables with a reader of their own: the twins, the build, the chat client."""
 RESERVED_PREFIXES = ("PDSERVE_TEST_", "PDSERVE_BENCH_")
 
