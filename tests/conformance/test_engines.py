@@ -1,4 +1,4 @@
-"""One suite over every engine behind the port: core in a thread, core in a process, instant."""
+"""One suite over every engine behind the port: core in a thread, in a process, instant, sim."""
 
 from __future__ import annotations
 
@@ -64,3 +64,36 @@ class TestInstant(EngineConformance):
 
 class TestInstantPaced(TestInstant):
     options: ClassVar[dict[str, str]] = {"tokens_per_second": "2000", "ttft_ms": "2"}
+
+
+class TestSim(EngineConformance):
+    prompt = (17, 42, 8)
+    options: ClassVar[dict[str, str]] = {"slowdown": "0.1"}
+
+    @pytest.fixture(autouse=True)
+    def _model(self, tmp_path: Path) -> None:
+        write_model(tmp_path)
+        self.spec = EngineSpec(
+            engine="sim",
+            model=str(tmp_path),
+            block_size=4,
+            max_batch_tokens=32,
+            max_sequences=8,
+            options={"blocks": "64"} | self.options,
+        )
+
+    def make_engine(self) -> Engine:
+        return CoreClient(self.spec, ClientOptions(carrier="thread"))
+
+
+class TestSimWithContent(TestSim):
+    options: ClassVar[dict[str, str]] = {"slowdown": "0", "content": "on", "noise": "0.3"}
+
+
+class TestSimInStrides(TestSim):
+    options: ClassVar[dict[str, str]] = {"slowdown": "0.1", "steps_at_once": "16"}
+
+
+class TestSimInAProcess(TestSim):
+    def make_engine(self) -> Engine:
+        return CoreClient(self.spec)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.engine.executor import KvLayout, ModelInfo, StepPlan, StepResult
-from pdserve.errors import ConfigError
 from pdserve_engines.sim.content import Content, Digests, Nothing
 from pdserve_engines.sim.core import SimCore
 from pdserve_engines.sim.settings import Options, Vocabulary, parse_options, read_model
@@ -152,8 +151,6 @@ def _model_info(
         layout = KvLayout(1, 1, size, ENTRY_BYTES // 8, 4)
     else:
         layout = KvLayout(shape.layers, shape.kv_heads, size, shape.head_dim, shape.itemsize)
-    if options.blocks and spec.kv_memory:
-        raise ConfigError("blocks of the sim engine and --kv-memory say the same: leave one out")
     blocks = options.blocks or max(1, preset.kv_tokens // size)
     return ModelInfo(
         model_type=vocabulary.model_type,

@@ -49,7 +49,7 @@ class Options:
     content: bool = False
     """`on`: blocks have bytes, and tokens follow from them, so that a wrong block shows."""
     blocks: int = 0
-    """KV blocks; 0: as `--kv-memory` says, else the preset's."""
+    """KV blocks when `--kv-memory` is not given; 0: as many as the preset has room for."""
     vocab: int = 0
     """Invent a vocabulary of this size, read no files; 0: the model's own."""
     max_len: int = 0
