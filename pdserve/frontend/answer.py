@@ -12,17 +12,22 @@ import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec import UNSET
+
 from pdserve.errors import EngineError, PdserveError
+from pdserve.frontend.placement import Course, cached_tokens, header_lines, served
 from pdserve.openai.responses import PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.frontend.backend import OpenStream
+    from pdserve.frontend.placement import Placement
     from pdserve.frontend.plan import Plan, Prompt
     from pdserve.ids import Seconds
     from pdserve.messages.request import Finish, TokenDelta
     from pdserve.observe.metrics import Metrics
+    from pdserve.openai.responses import Served
 
 logger = logging.getLogger("pdserve.frontend")
 
@@ -41,14 +46,21 @@ class Choice(Protocol):
 class PromptSink:
     """Receives one prompt's tokens and hands each delta to its choice."""
 
-    __slots__ = ("_answer", "_choices", "_left", "_stream", "cached_tokens")
+    __slots__ = ("_answer", "_begun", "_choices", "_finished", "_left", "_stream", "course")
 
     def __init__(self, answer: Answer, choices: list[Choice]) -> None:
         self._answer = answer
         self._choices = choices
         self._left = len(choices)
         self._stream: OpenStream | None = None
-        self.cached_tokens: int | None = None
+        self._begun = False
+        self._finished = False
+        self.course = Course()
+        """By whom it is served, and how soon."""
+
+    def on_placed(self, placement: Placement) -> None:
+        """A worker is asked to take it."""
+        self.course.placement = placement
 
     def opened(self, stream: OpenStream) -> None:
         """The backend has taken the prompt; it may have ended already."""
@@ -71,8 +83,8 @@ class PromptSink:
             finish = delta.finish
             if finish is not None:
                 self._check(finish)
-            if answer.first_token is None:
-                answer.begin(now)
+            if not self._begun:
+                self._begin(delta, now)
             choice.on_delta(delta, now)
             if choice.done:
                 self._on_choice_done(finish)
@@ -86,9 +98,25 @@ class PromptSink:
     def on_error(self, error: PdserveError) -> None:
         self._answer.fail(error)
 
+    def _begin(self, delta: TokenDelta, now: Seconds) -> None:
+        """The prompt's first token."""
+        self._begun = True
+        started = delta.started
+        if started is not None:
+            course = self.course
+            course.cached_tokens = started.cached_tokens
+            course.queue, course.prefill = started.queue_seconds, started.prefill_seconds
+        answer = self._answer
+        if answer.first_token is None:
+            answer.begin(now)
+
     def _check(self, finish: Finish) -> None:
-        if self.cached_tokens is None:
-            self.cached_tokens = finish.cached_tokens
+        if not self._finished:
+            self._finished = True
+            course = self.course
+            if course.cached_tokens is None:  # the engine did not say so at the start
+                course.cached_tokens = finish.cached_tokens
+                course.queue, course.prefill = finish.queue_seconds, finish.prefill_seconds
             self._answer.on_first_finish(finish)
         if finish.reason == "error" or finish.reason == "abort":
             raise EngineError(finish.message or "the engine gave the request up")
@@ -165,20 +193,30 @@ class Answer(ABC):
         """Where the request is, in words for an error."""
         return "waiting for the first token" if self.first_token is None else "generating"
 
-    def usage(self) -> Usage:
-        """Tokens so far. Cached tokens are told once every prompt's are known."""
+    def usage(self, *, last: bool = False) -> Usage:
+        """Tokens so far. Cached tokens are told once every prompt's are known. `last`: nothing
+        follows, and it is told how the request was served."""
         prompt, completion = self.plan.prompt_tokens, self.completion_tokens
-        cached = [sink.cached_tokens for sink in self.sinks]
-        known = [count for count in cached if count is not None]
-        details = (
-            PromptTokensDetails(cached_tokens=sum(known)) if len(known) == len(cached) else None
-        )
+        cached = cached_tokens([sink.course for sink in self.sinks])
+        told = self._served() if last else None
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=details,
+            prompt_tokens_details=(
+                None if cached is None else PromptTokensDetails(cached_tokens=cached)
+            ),
+            pdserve=UNSET if told is None else told,
         )
+
+    def served_lines(self) -> bytes:
+        """How the request was served, as far as it is known, as header lines."""
+        return header_lines(self._served())
+
+    def _served(self) -> Served | None:
+        first = self.first_token
+        ttft = None if first is None else first - self.arrival
+        return served([sink.course for sink in self.sinks], ttft)
 
     def _sink(self, prompt_index: int, prompt: Prompt) -> PromptSink:
         first = prompt_index * self.plan.n

@@ -58,6 +58,10 @@ class FrontendConfig:
     request_timeout: Seconds = 600.0
     """From a request's last byte to its last token (504, naming the stage). OpenAI's SDK gives up
     after 600 s."""
+    header_wait: Seconds = 10.0
+    """A stream's status and headers wait so long for the first token, which gives them more to say:
+    an error its status, the rest who served it. Then they go out as they are, and a comment as
+    often. Below the 30 to 60 s after which proxies give a silent server up."""
     router_wait: Seconds = 5.0
     """A request waits this long for a router when there is none (503): a router that restarts is
     back sooner."""
@@ -106,5 +110,5 @@ _POSITIVE = (
     *("backlog", "max_connections", "max_in_flight", "max_body", "max_buffered"),
     *("max_header_line", "max_headers", "max_prompts", "max_choices", "header_timeout"),
     *("body_timeout", "keepalive_timeout", "request_timeout", "drain_timeout", "write_buffer"),
-    *("write_stall_timeout", "retry_after", "router_wait", "remember_models"),
+    *("write_stall_timeout", "retry_after", "router_wait", "remember_models", "header_wait"),
 )

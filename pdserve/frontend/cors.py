@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdserve.frontend.placement import NAMES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PREFLIGHT = (
     b"Access-Control-Allow-Methods: GET, POST, OPTIONS\r\n"
-    b"Access-Control-Allow-Headers: authorization, content-type, x-request-id\r\n"
+    b"Access-Control-Allow-Headers: authorization, content-type, x-request-id, "
+    b"x-pdserve-slo-ttft-ms, x-pdserve-worker\r\n"
     b"Access-Control-Max-Age: 600\r\n"
 )
+
+
+_EXPOSED = b", ".join((b"x-request-id", b"x-pdserve-seed", b"retry-after", *NAMES))
 
 
 class Cors:
@@ -28,8 +34,7 @@ class Cors:
         allowed = "*" if self._any else origin
         return (
             b"Access-Control-Allow-Origin: %s\r\nVary: Origin\r\n"
-            b"Access-Control-Expose-Headers: x-request-id, x-pdserve-seed, retry-after\r\n"
-            % allowed.encode("ascii")
+            b"Access-Control-Expose-Headers: %s\r\n" % (allowed.encode("ascii"), _EXPOSED)
         )
 
     def preflight_lines(self, origin: str | None) -> bytes:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from pdserve.clock import SystemClock
 from pdserve.errors import (
@@ -23,6 +24,7 @@ from pdserve.errors import (
 )
 from pdserve.frontend.answer import Answer
 from pdserve.frontend.call import Call
+from pdserve.frontend.hints import NO_HINTS, Hints, hints_of
 from pdserve.frontend.identity import check_request_id
 from pdserve.frontend.limits import Admission, Ticket
 from pdserve.frontend.naming import NAMELESS, Naming
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pdserve.frontend")
 
+_NOTICED: Final[Seconds] = 0.1
+"""What has passed of a request's time and is worth a copy of it."""
+
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
 
@@ -67,6 +72,9 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
 
     call: Call
     arrival: Seconds
+    hints: Hints = NO_HINTS
+    expires: Seconds = 0.0
+    """When its time is over; 0: the body is not here."""
     task: asyncio.Task[Any]
     stage: str = "reading the request"
     answer: Answer | None = None
@@ -159,6 +167,7 @@ class Generations:
     ) -> web.StreamResponse:
         body = await self._bodies.read(exchange.call.http)
         limit = self._config.request_timeout
+        exchange.expires = self._time() + limit
         deadline = self._loop.call_later(limit, _expire, exchange, limit)
         try:
             plan = await self._plan(route, body, exchange)
@@ -177,6 +186,7 @@ class Generations:
             self._unknown.report(decoded.unknown)
         request = decoded.request
         call = exchange.call
+        exchange.hints = hints_of(call.http.headers, request.session_id, call.key)
         if request.request_id is not None:
             call.name(check_request_id(request.request_id))
         model = await self._model(request.model, exchange)
@@ -206,7 +216,12 @@ class Generations:
     async def _dispatch(self, plan: Plan, answer: Answer, exchange: Exchange) -> None:
         exchange.stage = "waiting for a worker"
         for request, sink in zip(plan.requests, answer.sinks, strict=True):
-            sink.opened(await self._backend.open(request, sink))
+            now = self._time()
+            hints = replace(exchange.hints, waited=max(0.0, now - exchange.arrival))
+            left = exchange.expires - now
+            if request.deadline is not None and request.deadline - left > _NOTICED:
+                request = replace(request, deadline=max(0.001, left))
+            sink.opened(await self._backend.open(request, sink, hints, sink.on_placed))
         exchange.answer = answer
         await answer.finished
 
@@ -218,7 +233,8 @@ class Generations:
             await self._dispatch(plan, answer, exchange)
             exchange.composing = True
             body = await self._pool.run(answer.work, answer.body)
-            return Reply(200, body, headers=exchange.call.headers + _seed_line(plan))
+            lines = exchange.call.headers + _seed_line(plan) + answer.served_lines()
+            return Reply(200, body, headers=lines)
         finally:
             self._close(answer)
 
@@ -226,10 +242,13 @@ class Generations:
         lines = exchange.call.headers + _seed_line(plan)
         wire = EventWire(exchange.call.http, lines, self._config.write_buffer, self._flusher)
         answer = StreamAnswer(plan, self._metrics, exchange.arrival, self._time, wire)
+        pulse = _Pulse(self._loop, answer, self._config.header_wait)
+        pulse.begin(self._time() - exchange.arrival)
         try:
             await self._run_stream(plan, answer, exchange)
             return await wire.reply()
         finally:
+            pulse.end()
             self._close(answer)
             wire.release()
 
@@ -275,6 +294,30 @@ class Generations:
             metrics.e2e_request_latency.observe(now - exchange.arrival)
             metrics.request_prompt_tokens.observe(answer.plan.prompt_tokens)
             metrics.request_generation_tokens.observe(output)
+
+
+class _Pulse:
+    """Tells a client that waits for its first token, from time to time, that it is served."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, answer: StreamAnswer, interval: Seconds
+    ) -> None:
+        self._call_later = loop.call_later
+        self._answer = answer
+        self._interval = interval
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, passed: Seconds) -> None:
+        """`passed` since the request arrived."""
+        self._timer = self._call_later(max(0.0, self._interval - passed), self._beat)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _beat(self) -> None:
+        if self._answer.tell_waiting():
+            self._timer = self._call_later(self._interval, self._beat)
 
 
 def _end_early(answer: StreamAnswer, error: PdserveError) -> None:

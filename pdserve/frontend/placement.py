@@ -7,7 +7,7 @@ left out, since a part of a sum is wrong. Pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -17,7 +17,7 @@ from pdserve.openai.responses import Served
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Course", "Placement", "header_lines", "served"]
+__all__ = ["NAMES", "Course", "Placement", "cached_tokens", "header_lines", "served"]
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ def served(courses: Sequence[Course], ttft: Seconds | None) -> Served | None:
         policy=_names(p.policy for p in placements),
         attempts=max(p.attempts for p in placements),
         overlap_tokens=sum(p.overlap_tokens for p in placements) if complete else None,
-        cached_tokens=_sum([course.cached_tokens for course in courses]),
+        cached_tokens=cached_tokens(courses),
         predicted_ttft_ms=_longest([p.predicted_ttft for p in placements]),
         ttft_ms=_ms(ttft),
         held_ms=_ms(max(p.held for p in placements)),
@@ -72,7 +72,9 @@ _HEADERS = (
     *("worker", "router", "policy", "attempts", "overlap_tokens", "cached_tokens"),
     *("predicted_ttft_ms", "ttft_ms", "held_ms"),
 )
-_LINES = {name: f"x-pdserve-{name.replace('_', '-')}: ".encode() + b"%s\r\n" for name in _HEADERS}
+NAMES: Final = tuple(f"x-pdserve-{name.replace('_', '-')}".encode() for name in _HEADERS)
+"""Of all headers that may come."""
+_LINES = {name: header + b": %s\r\n" for name, header in zip(_HEADERS, NAMES, strict=True)}
 
 
 def header_lines(told: Served | None) -> bytes:
@@ -93,9 +95,10 @@ def _names(names: Iterable[str]) -> str:
     return ",".join(dict.fromkeys(name for name in names if name))
 
 
-def _sum(counts: Sequence[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+def cached_tokens(courses: Sequence[Course]) -> int | None:
+    """Of all prompts together; None: not known of every one."""
+    known = [c.cached_tokens for c in courses if c.cached_tokens is not None]
+    return sum(known) if len(known) == len(courses) else None
 
 
 def _longest(times: Sequence[Seconds | None]) -> float | None:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _json = msgspec.json.Encoder().encode
 
+_WAITING = b": waiting for the first token\n\n"
+
 _LOGPROB_BYTES = 128
 """About what one logprob entry takes while it is held back."""
 
@@ -66,20 +68,32 @@ class StreamAnswer(Answer):
         wire.on_resume(self._flush)
 
     def begin(self, now: Seconds) -> None:
-        """Headers, and for chat the chunks that name the role, go out with the first token."""
+        """Headers, unless they could not wait, and for chat the chunks that name the role go out
+        with the first token."""
         super().begin(now)
         plan = self.plan
-        self.wire.begin()
+        if not self.wire.started:
+            self.wire.begin(self.served_lines())
         if plan.chat:
             ids = plan.prompts[0].tokens if plan.token_ids else None
             self.wire.write(
                 b"".join([self.chunks.role(index, ids) for index in range(len(self.choices))])
             )
 
+    def tell_waiting(self) -> bool:
+        """No token has come for long: headers go out as far as they are known, and a comment that
+        clients skip, lest somebody in between gives the silent connection up. False: one has."""
+        if self.first_token is not None or self.finished.done() or self.wire.ended:
+            return False
+        if not self.wire.started:
+            self.wire.begin(self.served_lines())
+        self.wire.write(_WAITING)
+        return True
+
     def finish(self) -> None:
         """All choices have ended: usage if it was asked for, and the end of the stream."""
         self._flush()
-        last = self.chunks.usage(self.usage()) if self.plan.include_usage else b""
+        last = self.chunks.usage(self.usage(last=True)) if self.plan.include_usage else b""
         self.wire.end(last + DONE_EVENT)
 
     def abort(self, error: PdserveError) -> None:

@@ -153,7 +153,7 @@ class UnaryAnswer(Answer):
             model=plan.model_name,
             system_fingerprint=plan.model.fingerprint,
             choices=[self._chat_choice(choice) for choice in self.choices],
-            usage=self.usage(),
+            usage=self.usage(last=True),
         )
         if plan.token_ids:
             answer.prompt_token_ids = plan.prompts[0].tokens
@@ -181,7 +181,7 @@ class UnaryAnswer(Answer):
             model=plan.model_name,
             system_fingerprint=plan.model.fingerprint,
             choices=[self._completion_choice(choice) for choice in self.choices],
-            usage=self.usage(),
+            usage=self.usage(last=True),
         )
 
     def _completion_choice(self, choice: GatheredChoice) -> CompletionChoice:

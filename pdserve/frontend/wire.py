@@ -129,8 +129,8 @@ class EventWire:
 
     # ------------------------------------------------------------------ from the stream
 
-    def begin(self) -> None:
-        """Send status and headers."""
+    def begin(self, lines: bytes = b"") -> None:
+        """Send status and headers, `lines` among them."""
         self.started = True
         self._add(
             (
@@ -140,6 +140,7 @@ class EventWire:
                 b"Transfer-Encoding: chunked\r\n" if self._chunked else b"",
                 date_line(),
                 self._lines,
+                lines,
                 connection_line(self._request, self._keep_alive),
                 b"\r\n",
             )

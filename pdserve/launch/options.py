@@ -352,6 +352,12 @@ OPTIONS: tuple[Option, ...] = (
         "limits",
         "From a request's last byte to its last token; then 504.",
     ),
+    _duration(
+        "header-wait",
+        "frontend.header_wait",
+        "limits",
+        "A stream's headers wait this long for its first token; then they go out without it.",
+    ),
     _count(
         "max-connections",
         "frontend.max_connections",

@@ -90,7 +90,6 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
-        "session_id",
         "store",
     }
 )

@@ -115,6 +115,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
     request_id: str | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    session_id: Annotated[str, Meta(max_length=256)] | None = None
     user: str | None = None
 
 

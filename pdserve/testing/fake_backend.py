@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pdserve.errors import NotReady, PdserveError
+from pdserve.errors import NoRouter, NotReady, PdserveError
+from pdserve.ids import NodeId
 from pdserve.messages.engine import EngineStats
 from pdserve.messages.request import (
     Finish,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.backend import OpenStream
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
+    from pdserve.messages.routing import Explained
 
 __all__ = ["FakeBackend", "FakeStream", "Script", "logprob_of"]
 
@@ -56,6 +58,8 @@ class Script:
     hold_open: Seconds = 0.0
     """How long `open` takes."""
     cached_tokens: int = 0
+    placement: Any = None
+    """A frontend's `Placement`, told before the first token."""
 
 
 class FakeStream:
@@ -206,6 +210,10 @@ class FakeBackend:
     """Why requests cannot be served."""
     requests: list[GenerateRequest] = field(default_factory=list)
     """Everything that `open` was asked for."""
+    hints: list[Any] = field(default_factory=list)
+    """What came with each."""
+    explained: Explained | None = None
+    """What `explain` answers."""
     streams: list[FakeStream] = field(default_factory=list)
     """Everything that was opened."""
 
@@ -218,19 +226,36 @@ class FakeBackend:
     def refusal(self, card: ModelCard) -> PdserveError | None:
         return None if self.unready is None else NotReady(self.unready, retry_after=1.0)
 
-    async def open(self, request: GenerateRequest, sink: TokenSink) -> OpenStream:
+    async def open(
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        hints: Any = None,
+        on_placed: Callable[[Any], None] = lambda placement: None,
+    ) -> OpenStream:
         if self.unready is not None:
             raise NotReady(self.unready, retry_after=1.0)
         self.requests.append(request)
+        self.hints.append(hints)
         script = self.script if isinstance(self.script, Script) else self.script(request)
         if script.hold_open:
             await asyncio.sleep(script.hold_open)
         if script.refuse is not None:
             raise script.refuse
+        if script.placement is not None:
+            on_placed(script.placement)
         stream = FakeStream(request, sink, script)
         self.streams.append(stream)
         stream.start()
         return stream
+
+    async def explain(
+        self, request: GenerateRequest, hints: Any = None
+    ) -> tuple[NodeId, Explained]:
+        self.hints.append(hints)
+        if self.explained is None:
+            raise NoRouter("no router is scripted", retry_after=1.0)
+        return NodeId("router"), self.explained
 
     def statistics(self) -> EngineStats:
         running = sum(not stream.done for stream in self.streams)

@@ -69,7 +69,7 @@ async def test_a_stop_string_ends_the_stream_and_the_engines_work():
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", "wo th")
     used = chunks[-1]["usage"]["completion_tokens"]
     assert "wo th" in TOKENIZER.decode(tokens("one two three ")[:used])
-    assert chunks[-1]["usage"]["prompt_tokens_details"] is None  # the engine never said
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 async def test_a_stop_string_ends_only_its_own_choice():

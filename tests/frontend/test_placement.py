@@ -1,0 +1,66 @@
+from typing import Any
+
+from pdserve.frontend.placement import Course, Placement, header_lines, served
+from pdserve.ids import NodeId
+
+
+def course(worker: str = "w", cached: int | None = 64, **changes: Any) -> Course:
+    fields: dict[str, Any] = {
+        "worker": NodeId(worker),
+        "router": NodeId("r"),
+        "policy": "ttft",
+        "attempts": 1,
+        "overlap_tokens": 96,
+        "predicted_ttft": 0.25,
+        "held": 0.0,
+    }
+    return Course(Placement(**fields | changes), cached, queue=0.001, prefill=0.02)
+
+
+def lines(*courses: Course, ttft: float | None = 0.5) -> dict[str, str]:
+    text = header_lines(served(courses, ttft)).decode()
+    return dict(line.split(": ", 1) for line in text.splitlines())
+
+
+def test_what_is_known_is_told() -> None:
+    assert lines(course()) == {
+        "x-pdserve-worker": "w",
+        "x-pdserve-router": "r",
+        "x-pdserve-policy": "ttft",
+        "x-pdserve-attempts": "1",
+        "x-pdserve-overlap-tokens": "96",
+        "x-pdserve-cached-tokens": "64",
+        "x-pdserve-predicted-ttft-ms": "250.0",
+        "x-pdserve-ttft-ms": "500.0",
+        "x-pdserve-held-ms": "0.0",
+    }
+
+
+def test_what_is_not_known_has_no_header() -> None:
+    found = lines(course(cached=None, predicted_ttft=None, policy=""), ttft=None)
+    assert set(found) == {
+        *("x-pdserve-worker", "x-pdserve-router", "x-pdserve-attempts"),
+        *("x-pdserve-overlap-tokens", "x-pdserve-held-ms"),
+    }
+
+
+def test_nothing_placed_is_nothing_told() -> None:
+    assert served([Course()], None) is None
+    assert header_lines(None) == b""
+
+
+def test_several_prompts_are_told_as_one() -> None:
+    told = served(
+        [course("b", 32, attempts=3, held=0.5), course("a", 64), course("b", 0, held=0.25)], 0.5
+    )
+    assert told is not None
+    assert (told.worker, told.router, told.attempts) == ("b,a", "r", 3)
+    assert (told.overlap_tokens, told.cached_tokens) == (288, 96)
+    assert (told.held_ms, told.queue_ms, told.prefill_ms) == (500.0, 1.0, 20.0)
+
+
+def test_a_part_of_a_sum_is_not_told() -> None:
+    told = served([course("a"), Course()], 0.5)
+    assert told is not None
+    assert (told.worker, told.overlap_tokens, told.cached_tokens) == ("a", None, None)
+    assert told.queue_ms is None
