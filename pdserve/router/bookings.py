@@ -10,8 +10,14 @@ holds is kept apart from the bookings (`_Account.fresh`, `.reported`), and only 
 word make a booking. So a worker's late word revives nothing that has ended, for any length of time
 and without a memory of the dead.
 
+Until its first token a booking weighs by its prompt besides: the tokens that were not believed to
+be cached, and the time that they were predicted to take. The worker's word of the first token ends
+this part, as does the booking's end. Times are kept in whole microseconds: sums return to zero.
+
 Only a booking that its worker never reported runs out (`RouterConfig.booking_ttl`). Bookings of
-other routers are charged like own ones, but end when their router says so, or dies.
+other routers are charged like own ones, but end when their router says so, or dies. While a busy
+router has not been heard for a moment, what it is believed to have placed is blended into what this
+one has placed itself: both serve the same cluster, and old news makes herds.
 
 Pure: time and randomness come in. The router's service owns it and brings it the news of members,
 of the topics `load`, `sequences` and `bookings`, and of frontends; per life, news comes between its
@@ -24,7 +30,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve.messages.routing import Booked
 
@@ -33,12 +39,22 @@ if TYPE_CHECKING:
     from random import Random
 
     from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.request import Started
     from pdserve.router.config import RouterConfig
 
-__all__ = ["Booking", "Bookings", "Charge", "End", "Life"]
+__all__ = ["Booking", "Bookings", "Charge", "Dispatch", "End", "Life", "Prefills"]
 
 _COUNTER_BITS = 32
 _PART_BITS = 31
+_MICRO = 1_000_000
+_NEWEST = 0.1
+"""Weight of one observation in a mean of the last ones."""
+_TRUSTED: Final[Seconds] = 0.3
+"""A busy router's word is as good as new for so long,"""
+_WORTHLESS: Final[Seconds] = 1.0
+"""and worth nothing after this; between the two it loses weight evenly."""
+_WINDOW: Final[Seconds] = 180.0
+_BUCKETS: Final = 12
 
 
 class Life(NamedTuple):
@@ -68,6 +84,41 @@ class Charge(NamedTuple):
     prompt_tokens: int
 
 
+class Prefills(NamedTuple):
+    """What bookings without a first token weigh besides, and what is known of those that had it."""
+
+    requests: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    """Not believed to be cached."""
+    work: Seconds = 0.0
+    """Predicted, each in full."""
+    head: Seconds = 0.0
+    """Of that, the one that came first."""
+    as_of: Seconds = 0.0
+    """Since when that one is the first."""
+    strangers: int = 0
+    """Held without a first token, and nobody's booking that is known here."""
+    left: int = 0
+    """Sequences that the worker's last report contains and that it has let go since."""
+    ttft: Seconds = 0.0
+    """Mean time from the decision to the first token, lately; 0: unknown."""
+    window: Seconds = 0.0
+    """Work of the last three minutes."""
+
+
+class Dispatch(NamedTuple):
+    """What an own decision rested on, to be compared with what came of it."""
+
+    model: str
+    policy: str = ""
+    predicted_ttft: Seconds | None = None
+    sequences: int = 0
+    """At the worker, before it."""
+    kv_tokens: int = 0
+    load_age: Seconds = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Booking:
     """One request's place at one worker."""
@@ -76,6 +127,14 @@ class Booking:
     worker: Life
     sequences: int
     prompt_tokens: int
+    cached_tokens: int = 0
+    """Of those, believed to be in the worker's pool."""
+    work: int = 0
+    """Predicted microseconds to compute the others."""
+    placed: Seconds = 0.0
+    """When it was, or when this router heard of it."""
+    dispatch: Dispatch | None = None
+    """Only of own bookings."""
     owner: Life | None = None
     """The router that placed it; None: this one."""
     asker: Life | None = None
@@ -85,7 +144,39 @@ class Booking:
     def record(self) -> Booked:
         """As other routers hear of it."""
         node, epoch = self.worker
-        return Booked(self.id, node, epoch, self.sequences, self.prompt_tokens)
+        return Booked(self.id, node, epoch, self.sequences, self.prompt_tokens, self.cached_tokens)
+
+    @property
+    def uncached(self) -> int:
+        """Prompt tokens to be computed, as far as was believed; at least one is."""
+        return max(1, self.prompt_tokens - self.cached_tokens)
+
+
+@dataclass(slots=True)
+class _Window:
+    """A sum over the last minutes, in coarse buckets."""
+
+    buckets: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+    sum: int = 0
+    at: int = 0
+    """Number of the newest bucket since the clock's zero."""
+
+    def add(self, now: Seconds, amount: int) -> None:
+        self.pass_to(now)
+        self.buckets[self.at % _BUCKETS] += amount
+        self.sum += amount
+
+    def pass_to(self, now: Seconds) -> bool:
+        """Forget what is too old; True if that was anything."""
+        at = int(now * _BUCKETS / _WINDOW)
+        if at <= self.at:
+            return False
+        before = self.sum
+        for number in range(max(self.at + 1, at - _BUCKETS + 1), at + 1):
+            self.sum -= self.buckets[number % _BUCKETS]
+            self.buckets[number % _BUCKETS] = 0
+        self.at = at
+        return self.sum != before
 
 
 @dataclass(slots=True)
@@ -105,19 +196,77 @@ class _Account:
     reported_sequences: int = 0
     reported_tokens: int = 0
     """Of those in `open` that are in `reported`."""
+    left: int = 0
+    """Sequences in the last report that have been let go since."""
 
-    def charge(self, booking: Booking) -> None:
-        if booking.id not in self.open:
-            self.open[booking.id] = booking
-            self._add(booking, 1)
+    started: set[int] = field(default_factory=set)
+    """Ids it holds whose first token has come."""
+    strangers: set[int] = field(default_factory=set)
+    """Ids it holds without a first token, and not in `open`."""
+    prefill: dict[int, Booking] = field(default_factory=dict)
+    """Of `open`, those without a first token, in the order in which they came."""
+    prefill_sequences: int = 0
+    prefill_tokens: int = 0
+    work: int = 0
+    """Of all in `prefill`."""
+    head_since: Seconds = 0.0
+    """Since when the first in `prefill` is the first."""
+    window: _Window = field(default_factory=_Window)
+    ttft: Seconds = 0.0
 
-    def discharge(self, booking: Booking) -> bool:
+    def charge(self, now: Seconds, booking: Booking) -> None:
+        id = booking.id
+        if id in self.open:
+            return
+        self.open[id] = booking
+        self._add(booking, 1)
+        self.window.add(now, booking.work)
+        self.strangers.discard(id)
+        if id not in self.started:
+            if not self.prefill:
+                self.head_since = now
+            self.prefill[id] = booking
+            self.prefill_sequences += booking.sequences
+            self.prefill_tokens += booking.uncached
+            self.work += booking.work
+
+    def discharge(self, now: Seconds, booking: Booking) -> bool:
         """False if it was not charged (any more)."""
-        if self.open.get(booking.id) is not booking:
+        id = booking.id
+        if self.open.get(id) is not booking:
             return False
         self._add(booking, -1)
-        del self.open[booking.id]
+        del self.open[id]
+        if self.end_prefill(now, booking) and (id in self.fresh or id in self.reported):
+            self.strangers.add(id)
         return True
+
+    def end_prefill(self, now: Seconds, booking: Booking) -> bool:
+        """False if it had ended."""
+        id, prefill = booking.id, self.prefill
+        if id not in prefill:
+            return False
+        first = next(iter(prefill)) == id
+        del prefill[id]
+        if first:
+            self.head_since = now
+        self.prefill_sequences -= booking.sequences
+        self.prefill_tokens -= booking.uncached
+        self.work -= booking.work
+        return True
+
+    def start(self, now: Seconds, id: int) -> Booking | None:
+        """The first token of one that it holds has come; its booking, if that is news."""
+        if id in self.started:
+            return None
+        self.started.add(id)
+        self.strangers.discard(id)
+        booking = self.prefill.get(id)
+        if booking is not None:
+            self.end_prefill(now, booking)
+            took = max(0.0, now - booking.placed)
+            self.ttft += (took - self.ttft) * (_NEWEST if self.ttft else 1.0)
+        return booking
 
     def _add(self, booking: Booking, sign: int) -> None:
         self.sequences += sign * booking.sequences
@@ -136,17 +285,22 @@ class _Account:
                 self._add_reported(self.open[id], 1)
         self.reported |= self.fresh
         self.fresh.clear()
+        self.left = 0
 
     def report_lost(self) -> None:
         """There is no report (any more)."""
         self.fresh |= self.reported
         self.reported.clear()
-        self.reported_sequences = self.reported_tokens = 0
+        self.reported_sequences = self.reported_tokens = self.left = 0
 
-    def let_go(self, id: int) -> None:
+    def let_go(self, id: int, sequences: int = 1) -> None:
         """It no longer holds this one. To be called when nothing is charged for it."""
         self.fresh.discard(id)
-        self.reported.discard(id)
+        if id in self.reported:
+            self.reported.discard(id)
+            self.left += sequences
+        self.started.discard(id)
+        self.strangers.discard(id)
 
     @property
     def unreported(self) -> Charge:
@@ -163,10 +317,16 @@ class Bookings:
         config: RouterConfig,
         random: Random,
         on_end: Callable[[Booking, End], None] = lambda booking, why: None,
+        predict: Callable[[Life, int, int], Seconds] = lambda worker, prompt, cached: 0.0,
+        clock: Callable[[], Seconds] = lambda: 0.0,
     ) -> None:
-        """`on_end` hears of each own booking exactly once; it must not call back."""
+        """`on_end` hears of each own booking exactly once; it must not call back. `predict` says
+        how long a prompt of so many tokens, so many of them cached, takes a worker. `clock` is for
+        what happens without a time of its own."""
+        self._clock = clock
         self._config = config
         self._on_end = on_end
+        self._predict = predict
         self._part = random.randrange(1, 1 << _PART_BITS) << _COUNTER_BITS  # 0 means "none"
         self._count = 0
         self._accounts: dict[NodeId, _Account] = {}
@@ -176,6 +336,10 @@ class Bookings:
         self._by_asker: dict[Life, dict[int, Booking]] = {}
         self._peers: dict[Life, dict[int, Booking]] = {}
         """What each router has open, whether or not its worker is known here."""
+        self._beats: dict[Life, Seconds | None] = {}
+        """When each router was last heard; None: it said that it is idle."""
+        self._trust: dict[Life, float] = {}
+        """Of routers that were not heard lately: how much their word is worth, below 1."""
         self.placed = 0
         """Ever."""
         self.ended: Counter[End] = Counter()
@@ -195,17 +359,35 @@ class Bookings:
         return len(self._own) >= self._config.max_bookings
 
     def place(
-        self, now: Seconds, worker: Life, asker: Life, sequences: int, prompt_tokens: int
+        self,
+        now: Seconds,
+        worker: Life,
+        asker: Life,
+        sequences: int,
+        prompt_tokens: int,
+        cached_tokens: int = 0,
+        work: Seconds = 0.0,
+        dispatch: Dispatch | None = None,
     ) -> Booking:
         """Charge a worker. Raises `ValueError` if it is not up, or if the ledger is full."""
         account = self._account(worker)
         if account is None or self.full:
             raise ValueError(f"{worker.node} cannot be booked")
-        booking = Booking(self._next_id(account), worker, sequences, prompt_tokens, asker=asker)
+        booking = Booking(
+            self._next_id(account),
+            worker,
+            sequences,
+            prompt_tokens,
+            cached_tokens,
+            round(work * _MICRO),
+            now,
+            dispatch,
+            asker=asker,
+        )
         self._own[booking.id] = booking
         self._unseen[booking.id] = now + self._config.booking_ttl
         self._by_asker.setdefault(asker, {})[booking.id] = booking
-        account.charge(booking)
+        account.charge(now, booking)
         self.touched.add(worker.node)
         self.placed += 1
         return booking
@@ -240,6 +422,57 @@ class Bookings:
         account = self._accounts.get(worker)
         return account.unreported if account else Charge(0, 0)
 
+    def prefills(self, worker: NodeId) -> Prefills:
+        """What is charged there and has no first token. O(1), unless a peer is silent."""
+        account = self._accounts.get(worker)
+        if account is None:
+            return _NO_PREFILLS
+        count, tokens, work = len(account.prefill), account.prefill_tokens, account.work
+        if self._trust:
+            count, tokens, work = self._blended(account)
+        head = next(iter(account.prefill.values())).work if account.prefill else 0
+        return Prefills(
+            count,
+            account.prefill_sequences,
+            tokens,
+            work / _MICRO,
+            min(head, work) / _MICRO,
+            account.head_since,
+            len(account.strangers),
+            account.left,
+            account.ttft,
+            account.window.sum / _MICRO,
+        )
+
+    def _blended(self, account: _Account) -> tuple[int, int, int]:
+        """The sums, with each silent peer's part moved towards the own one."""
+        parts: dict[Life | None, list[int]] = {None: [0, 0, 0]}
+        for silent in self._trust:
+            parts[silent] = [0, 0, 0]
+        for booking in account.prefill.values():
+            part = parts.setdefault(booking.owner, [0, 0, 0])
+            part[0] += 1
+            part[1] += booking.uncached
+            part[2] += booking.work
+        own, sums = parts[None], [0.0, 0.0, 0.0]
+        for owner, part in parts.items():
+            trust = 1.0 if owner is None else self._trust.get(owner, 1.0)
+            for i in range(3):
+                sums[i] += trust * part[i] + (1.0 - trust) * own[i]
+        return round(sums[0]), round(sums[1]), round(sums[2])
+
+    def occupied(self, worker: NodeId) -> int:
+        """Sequences that are charged there, and requests that it holds besides: known at once,
+        when a report is not."""
+        account = self._accounts.get(worker)
+        return account.sequences + len(account.strangers) if account else 0
+
+    def pass_to(self, now: Seconds) -> None:
+        """Time has passed: what was long ago no longer counts."""
+        for node, account in self._accounts.items():
+            if account.window.sum and account.window.pass_to(now):
+                self.touched.add(node)
+
     # ------------------------------------------------------------------ members
 
     def worker_up(self, worker: Life) -> None:
@@ -253,7 +486,7 @@ class Bookings:
         for bookings in self._peers.values():
             for booking in bookings.values():
                 if booking.worker == worker:
-                    account.charge(booking)
+                    account.charge(self._clock(), booking)
         self.touched.add(worker.node)
 
     def worker_gone(self, worker: Life) -> None:
@@ -286,14 +519,24 @@ class Bookings:
             account.report_lost()
             self.touched.add(worker.node)
 
-    def held(self, worker: Life, id: int) -> None:
-        """The worker has this booking's request."""
+    def held(self, worker: Life, id: int, started: Started | None = None) -> Booking | None:
+        """The worker has this booking's request, and `started` if its first token has come. Returns
+        the booking if that is news and it is one of ours."""
         account = self._account(worker)
-        if account is None or id in account.reported:
-            return
-        account.fresh.add(id)
-        if id in account.open:
-            self._unseen.pop(id, None)
+        if account is None:
+            return None
+        if id not in account.reported and id not in account.fresh:
+            account.fresh.add(id)
+            if id in account.open:
+                self._unseen.pop(id, None)
+            elif started is None:
+                account.strangers.add(id)
+            self.touched.add(worker.node)
+        if started is None:
+            return None
+        self.touched.add(worker.node)
+        booking = account.start(self._clock(), id)
+        return booking if booking is not None and booking.owner is None else None
 
     def let_go(self, worker: Life, id: int) -> None:
         """The worker no longer has it, so it had it."""
@@ -305,12 +548,12 @@ class Bookings:
             account.let_go(id)
         elif booking.owner is None:
             self._end(booking, End.LET_GO)
-            account.let_go(id)
+            account.let_go(id, booking.sequences)
         else:
             # Its owner will say so too; until then it stays in `_peers`, without a charge.
-            account.discharge(booking)
-            account.let_go(id)
-            self.touched.add(worker.node)
+            account.discharge(self._clock(), booking)
+            account.let_go(id, booking.sequences)
+        self.touched.add(worker.node)
 
     def holds(self, worker: Life, ids: Iterable[int]) -> None:
         """The worker has these and no others. What it has not seen yet stays placed."""
@@ -329,8 +572,34 @@ class Bookings:
         """Its bookings are heard from here on. Idempotent."""
         self._peers.setdefault(router, {})
 
+    def peer_beat(self, now: Seconds, router: Life, busy: bool) -> None:
+        """It was heard. `busy`: it will be heard again soon, or something is wrong."""
+        if router in self._peers:
+            self._beats[router] = now if busy else None
+            if router in self._trust:
+                self.judge_peers(now)
+
+    def judge_peers(self, now: Seconds) -> None:
+        """How much of what is known of each peer is to be believed; to be called often."""
+        trust: dict[Life, float] = {}
+        for router, heard in self._beats.items():
+            if heard is not None and now - heard > _TRUSTED:
+                late = (now - heard - _TRUSTED) / (_WORTHLESS - _TRUSTED)
+                trust[router] = max(0.0, 1.0 - late)
+        if trust != self._trust:
+            self._trust = trust
+            self.touched.update(self._accounts)
+
+    @property
+    def silent_peers(self) -> list[NodeId]:
+        """Routers whose word is late."""
+        return sorted(router.node for router in self._trust)
+
     def peer_gone(self, router: Life) -> None:
         """What it had placed no longer counts: frontends ask again, workers report what runs."""
+        self._beats.pop(router, None)
+        if self._trust.pop(router, None) is not None:
+            self.touched.update(self._accounts)
         for booking in self._peers.pop(router, {}).values():
             self._discharge(booking)
 
@@ -340,13 +609,22 @@ class Bookings:
         if bookings is None or booked.booking in bookings:
             return
         worker = Life(booked.worker, booked.epoch)
+        now = self._clock()
+        work = self._predict(worker, booked.prompt_tokens, booked.cached_tokens)
         booking = Booking(
-            booked.booking, worker, booked.sequences, booked.prompt_tokens, owner=router
+            booked.booking,
+            worker,
+            booked.sequences,
+            booked.prompt_tokens,
+            booked.cached_tokens,
+            round(work * _MICRO),
+            now,
+            owner=router,
         )
         bookings[booking.id] = booking
         account = self._account(worker)
         if account:
-            account.charge(booking)
+            account.charge(now, booking)
             self.touched.add(worker.node)
 
     def peer_ended(self, router: Life, id: int) -> None:
@@ -392,7 +670,7 @@ class Bookings:
 
     def _discharge(self, booking: Booking) -> None:
         account = self._account(booking.worker)
-        if account and account.discharge(booking):
+        if account and account.discharge(self._clock(), booking):
             self.touched.add(booking.worker.node)
 
     def check(self) -> None:
@@ -417,6 +695,15 @@ class Bookings:
     def _check_account(self, node: NodeId, account: _Account) -> None:
         assert not account.fresh & account.reported
         in_report = [account.open[id] for id in account.open.keys() & account.reported]
+        held = account.fresh | account.reported
+        assert account.started <= held
+        assert account.strangers == held - account.started - account.open.keys()
+        assert account.prefill.keys() == account.open.keys() - account.started
+        waiting = account.prefill.values()
+        assert account.prefill_sequences == sum(b.sequences for b in waiting)
+        assert account.prefill_tokens == sum(b.uncached for b in waiting)
+        assert account.work == sum(b.work for b in waiting)
+        assert account.window.sum == sum(account.window.buckets)
         everything, counted = _sum(account.open.values()), _sum(in_report)
         assert everything == (account.sequences, account.prompt_tokens)
         assert counted == (account.reported_sequences, account.reported_tokens)
@@ -429,3 +716,6 @@ class Bookings:
 def _sum(bookings: Iterable[Booking]) -> Charge:
     listed = list(bookings)
     return Charge(sum(b.sequences for b in listed), sum(b.prompt_tokens for b in listed))
+
+
+_NO_PREFILLS: Final = Prefills()

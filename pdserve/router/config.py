@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
+from pdserve.router.hold import ORDERS
 
 if TYPE_CHECKING:
-    from pdserve.ids import Seconds
+    from collections.abc import Mapping
+
+    from pdserve.ids import Bytes, Seconds
 
 __all__ = ["RouterConfig"]
 
@@ -17,9 +20,23 @@ __all__ = ["RouterConfig"]
 class RouterConfig:
     """One router. Routers of a cluster may differ; each stands by its own decisions."""
 
-    policy: str = "least_loaded"
-    """Entry-point name in the group `pdserve.policies`, or `module:attribute`. The default keeps
-    all workers equally busy relative to their size, and needs no tuning."""
+    policy: str = "ttft"
+    """Entry-point name in the group `pdserve.policies`, or `module:attribute`. The default predicts
+    the time to the first token, learns what it needs for that, and needs no tuning."""
+    policy_options: Mapping[str, str] = field(default_factory=dict)
+    """What the policy is made with, by name; which ones there are is in its docstring."""
+    hold_work: Seconds = 0.1
+    """A worker with less predicted work than this before it is open. While none is, requests wait
+    here, where the next one can still be chosen and can still go anywhere; 0: they never do. Enough
+    for one or two engine steps, so that no engine runs dry while the router hears of it."""
+    queue_order: str = "sjf"
+    """Among the waiting requests of a tenant: `sjf`, least predicted work first, corrected by the
+    time waited; `fifo`, by arrival."""
+    hold_limit: int = 4096
+    """Requests of one model that may wait here; one more is refused with 429, or displaces one of
+    lower priority. Several seconds' worth for a large cluster."""
+    hold_bytes: Bytes = 256 * 1024 * 1024
+    """What they may occupy, names of blocks included."""
     booking_ttl: Seconds = 10.0
     """A booking that its worker never reported ends this long after the decision. Well above the
     time from an answer to the worker's report, a dial and a retry included; short, because until
@@ -66,7 +83,13 @@ class RouterConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_key(name)} must be more than 0 seconds")
+        if not self.hold_work >= 0:
+            raise ConfigError("hold-work must be 0 seconds or more")
+        if self.queue_order not in ORDERS:
+            raise ConfigError(f"queue-order must be one of {', '.join(ORDERS)}")
         for name in (
+            "hold_limit",
+            "hold_bytes",
             "max_bookings",
             "gone_models",
             "assumed_max_sequences",

@@ -1,8 +1,9 @@
 """One decision: a question and what is known of its model in, a worker or a named refusal out.
 
 Who may be chosen is decided here, once, for every policy: never a worker that drains, that is not
-ready, or that the request has failed at; one in doubt only if nobody else is left. Which of those
-that remain is the policy's choice. Nothing is changed here; `desk.py` acts on it.
+ready, that the request has failed at, or that its own filters leave out; one in doubt only if
+nobody else is left. Which of those that remain is the policy's choice. Nothing is changed here;
+`desk.py` acts on it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import ModelNotFound, NotReady, NoWorker, PdserveError
 from pdserve.openai.fields import shorten
-from pdserve.router.policies.base import State, WorkerView
+from pdserve.router.pool import Standing
 
 if TYPE_CHECKING:
-    from random import Random
+    from collections.abc import Collection
 
-    from pdserve.ids import Seconds
+    from pdserve.ids import NodeId, Seconds
     from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import Policy
+    from pdserve.router.policies.base import WorkerView
     from pdserve.router.pool import ModelView
 
-__all__ = ["Refusal", "Why", "decide"]
+__all__ = ["Refusal", "Why", "candidates", "standing"]
 
 
 class Why(Enum):
@@ -33,6 +34,10 @@ class Why(Enum):
     """Nobody serves such a model, and nobody did lately: the client's mistake."""
     NO_WORKER = "no_worker"
     """Its last worker left not long ago."""
+    NOT_ALLOWED = "not_allowed"
+    """The client named its workers, and none of them is there."""
+    NO_ADAPTER = "no_adapter"
+    """No worker of the model has the adapter."""
     EXCLUDED = "excluded"
     """The request has failed at every worker that could take it."""
     NOT_READY = "not_ready"
@@ -44,6 +49,9 @@ class Why(Enum):
 _MESSAGES = {
     Why.UNKNOWN_MODEL: "the model '{model}' is not served here",
     Why.NO_WORKER: "no worker serves the model '{model}' now; the last one has left",
+    Why.NOT_ALLOWED: "none of the workers that the request allows ({allowed}) is there and takes "
+    "requests for the model '{model}'",
+    Why.NO_ADAPTER: "no worker of the model '{model}' has the adapter '{lora}'",
     Why.EXCLUDED: "the request failed at every worker of the model '{model}'",
     Why.NOT_READY: "no worker of the model '{model}' is ready",
     Why.DRAINING: "all workers of the model '{model}' are shutting down",
@@ -55,43 +63,64 @@ class Refusal:
     """Nobody, and why."""
 
     why: Why
-    model: str
+    question: Route
 
     def error(self, retry_after: Seconds) -> PdserveError:
         """As the frontend, and its client, hear it."""
-        message = _MESSAGES[self.why].format(model=shorten(self.model))
+        question = self.question
+        message = _MESSAGES[self.why].format(
+            model=shorten(question.model),
+            allowed=shorten(", ".join(question.allowed)),
+            lora=shorten(question.lora),
+        )
         if self.why is Why.UNKNOWN_MODEL:
             return ModelNotFound(message, param="model")
         kind = NotReady if self.why is Why.NOT_READY else NoWorker
         return kind(message, retry_after=retry_after)
 
 
-def decide(
-    question: Route, model: ModelView, policy: Policy, random: Random
-) -> WorkerView | Refusal:
-    """Whatever the policy raises passes through."""
+def candidates(
+    question: Route, model: ModelView, adapted: Collection[NodeId] | None = None
+) -> tuple[WorkerView, ...] | Refusal:
+    """Who may take it; at least one. `adapted`: who has the adapter, if it wants one."""
+    excluded, allowed = question.excluded, question.allowed
     for workers in (model.sound, model.doubtful):
-        allowed = _without(workers, question.excluded)
+        if excluded:
+            workers = tuple(w for w in workers if w.node not in excluded)
         if allowed:
-            last = model.last
-            if last is None:  # routers that start together should not begin at the same worker
-                last = random.choice(allowed).node
-            return policy(question, State(allowed, last), random)
-    return Refusal(_why(model), question.model)
+            workers = tuple(w for w in workers if w.node in allowed)
+        if adapted is not None:
+            workers = tuple(w for w in workers if w.node in adapted)
+        if workers:
+            return workers
+    return Refusal(_why(question, model, adapted), question)
 
 
-def _without(workers: tuple[WorkerView, ...], excluded: tuple[str, ...]) -> tuple[WorkerView, ...]:
-    if not excluded:
-        return workers
-    nodes = frozenset(excluded)
-    return tuple(worker for worker in workers if worker.node not in nodes)
+def standing(
+    question: Route, worker: WorkerView, known: Standing, adapted: Collection[NodeId] | None = None
+) -> str:
+    """For an explanation: the worker's own standing, or why the request will not have it."""
+    if known in (Standing.DRAINING, Standing.UNREADY):
+        return str(known.value)
+    if worker.node in question.excluded:
+        return "excluded by the request"
+    if question.allowed and worker.node not in question.allowed:
+        return "not allowed by the request"
+    if adapted is not None and worker.node not in adapted:
+        return f"has no adapter {question.lora!r}"
+    return str(known.value)
 
 
-def _why(model: ModelView) -> Why:
+def _why(question: Route, model: ModelView, adapted: Collection[NodeId] | None) -> Why:
     """Of a model that nobody can take a request for."""
     if not model.known:
         return Why.UNKNOWN_MODEL
-    if model.sound or model.doubtful:
+    takers = (*model.sound, *model.doubtful)
+    if question.allowed and not any(w.node in question.allowed for w in takers):
+        return Why.NOT_ALLOWED if takers or model.unready or model.draining else Why.NO_WORKER
+    if takers and adapted is not None and not any(w.node in adapted for w in takers):
+        return Why.NO_ADAPTER
+    if takers:
         return Why.EXCLUDED
     if model.unready:
         return Why.NOT_READY

@@ -1,32 +1,84 @@
-"""All that a router knows and does, without its sockets: the pool, the ledger and the policy.
+"""All that a router knows and does, without its sockets: pool, ledger, index, predictor, policy,
+and the questions that wait.
+
+    offer ─┬─ refused                                   raised
+           ├─ placed at once                            returned
+           └─ held ─┬─ placed, refused, expired         `Held.answer`
+                    └─ withdrawn: nobody wants it now   silence
+
+exactly one of these for each question. While some worker is *open* (little predicted work before
+it, and room for a sequence) the first in the hold queue is placed, by the policy, which chooses
+among all that may take it. The service calls `look` when something has happened (`stirred`) and at
+the moment `next_look` names, so that nobody is forgotten when nothing happens.
 
 The service turns what arrives into calls here, and what comes back into answers and publications.
-News of members and load goes through the desk, because both the pool and the ledger must hear it;
-what workers and other routers say of single bookings goes to `bookings` itself.
+News of members and load goes through the desk, because all parts must hear it; what other routers
+say of single bookings goes to `bookings` itself.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
-from pdserve.errors import Overloaded
-from pdserve.router.bookings import Bookings, Life
-from pdserve.router.decide import Refusal, decide
+from pdserve.errors import DeadlineExceeded, Draining, NoWorker, Overloaded, PdserveError
+from pdserve.messages.routing import Candidate, Explained, Routed
+from pdserve.router.admission import best_chance, drain_time, hopeless, over_bound
+from pdserve.router.bookings import Bookings, Dispatch, Life
+from pdserve.router.decide import Refusal, candidates, standing
+from pdserve.router.hold import Held, HoldQueue, Placement
 from pdserve.router.index.view import PrefixIndex
+from pdserve.router.policies.base import Explains, State
 from pdserve.router.pool import Pool
+from pdserve.router.predict.predictor import Observation, Predictor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from random import Random
+    from collections.abc import Callable, Iterator, Mapping
 
-    from pdserve.ids import Seconds
+    from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.request import Started
     from pdserve.messages.routing import Route, WorkerLoad
     from pdserve.router.bookings import Booking, End
     from pdserve.router.config import RouterConfig
-    from pdserve.router.policies.base import Policy
-    from pdserve.router.pool import Facts
+    from pdserve.router.policies.base import Policy, WorkerView
+    from pdserve.router.pool import Facts, ModelView
 
-__all__ = ["Desk"]
+__all__ = ["Desk", "Numbers"]
+
+_LOOK_AGAIN: Final[Seconds] = 0.25
+"""While questions wait they are looked at this often, whatever was predicted."""
+_LATE: Final[Seconds] = 0.001
+"""A predicted moment is met when it has surely passed."""
+
+
+@dataclass(slots=True)
+class Numbers:
+    """What was counted in this life; `offered` is the sum of the ends and of what is held."""
+
+    offered: int = 0
+    placed: int = 0
+    refused: int = 0
+    expired: int = 0
+    """Held beyond their deadlines."""
+    withdrawn: int = 0
+    """Held, and no longer wanted."""
+    held: int = 0
+    """Ever; each of them is in one of the others too, or waits."""
+    held_seconds: float = 0.0
+    """Of those that were placed."""
+    prompt_tokens: int = 0
+    """Of own bookings whose first token has come."""
+    expected_tokens: int = 0
+    """Of those, believed to be cached when they were placed."""
+    cached_tokens: int = 0
+    """Of those, found to be."""
+    waited_seconds: float = 0.0
+    """From the decision to the first token, of those for which it was predicted,"""
+    predicted_seconds: float = 0.0
+    """and what was predicted."""
 
 
 class Desk:
@@ -38,56 +90,554 @@ class Desk:
         policy: Policy,
         random: Random,
         on_end: Callable[[Booking, End], None] = lambda booking, why: None,
+        clock: Callable[[], Seconds] = lambda: 0.0,
+        predictor: Predictor | None = None,
     ) -> None:
-        """`on_end` hears of each booking that `route` made, once, when it ends."""
+        """`on_end` hears of each booking that was made here, once, when it ends. `clock` says the
+        time where a call does not."""
         self._config = config
         self._policy = policy
         self._random = random
-        self.bookings = Bookings(config, random, on_end)
-        self.pool = Pool(config, self.bookings)
-        self.index = PrefixIndex(config, remember=getattr(policy, "needs_routed", False))
+        self._wants_routed = bool(getattr(policy, "needs_routed", False))
+        self.predictor = predictor or Predictor()
+        self.index = PrefixIndex(config, remember=self._wants_routed)
+        self.bookings = Bookings(config, random, self._ended(on_end), self._predict, clock)
+        self.pool = Pool(
+            config,
+            self.bookings,
+            speed=self.predictor.speed,
+            predict=lambda worker, tokens: self._predict(worker, tokens, 0),
+            known_blocks=lambda worker: self.index.known_blocks(worker.node),
+        )
+        self.numbers = Numbers()
+        self.decisions: Counter[str] = Counter()
+        """By who made them: the policy, or what it fell back to."""
+        self.stirred = False
+        """Something has happened that may let a held question go."""
+        self.draining = False
+        """Nothing is held any more."""
+        self._queues: dict[str, HoldQueue] = {}
+        """By model as asked for; only those in which somebody waits."""
+        self._asked = 0
+        self._looking = False
+
+    # ------------------------------------------------------------------ news
 
     def worker(self, now: Seconds, facts: Facts) -> None:
         """A worker appeared, or something about it changed."""
         self.bookings.worker_up(facts.worker)
+        self.index.worker_up(facts.worker)
         self.pool.put(now, facts)
+        self.stirred = True
 
     def gone(self, now: Seconds, life: Life) -> None:
         """A member's life is over, whatever its role."""
         self.bookings.worker_gone(life)
-        self.index.worker_gone(life)
         self.bookings.asker_gone(life)
         self.bookings.peer_gone(life)
+        self.index.worker_gone(life)
+        self.predictor.worker_gone(life)
         self.pool.gone(now, life)
+        for item in [item for item in self._held() if item.asker == life]:
+            self.withdraw(item)
+        self.stirred = True
 
-    def load(self, worker: Life, load: WorkerLoad | None) -> None:
+    def load(self, worker: Life, load: WorkerLoad | None, now: Seconds = 0.0) -> None:
         """A worker's newest report; None: its reports no longer arrive."""
-        self.pool.report(worker, load)
+        self.pool.report(worker, load, now)
         if load is None:
             self.bookings.report_lost(worker)
         else:
             self.bookings.reported(worker)
+            if model := self.pool.model_of(worker.node):
+                self.predictor.report(now, model, worker, load)
+        self.stirred = True
+
+    def holds(self, now: Seconds, worker: Life, id: int, started: Started | None) -> None:
+        """A worker has a booking's request; `started`: and its first token has come."""
+        booking = self.bookings.held(worker, id, started)
+        if started is None:
+            return
+        self.stirred = True
+        if booking is not None:
+            self._learn(now, booking, started)
+
+    def let_go(self, worker: Life, id: int) -> None:
+        """A worker no longer has a booking's request."""
+        self.bookings.let_go(worker, id)
+
+    def sweep(self, now: Seconds) -> None:
+        """Drop what ran out; every `RouterConfig.sweep_interval`."""
+        self.bookings.expire(now)
+        self.bookings.pass_to(now)
+        self.pool.forget(now)
+        self.index.sweep(now)
+
+    def _ended(self, on_end: Callable[[Booking, End], None]) -> Callable[[Booking, End], None]:
+        def ended(booking: Booking, why: End) -> None:
+            self.stirred = True
+            on_end(booking, why)
+
+        return ended
+
+    def _learn(self, now: Seconds, booking: Booking, started: Started) -> None:
+        numbers, dispatch = self.numbers, booking.dispatch
+        cached = min(started.cached_tokens, booking.prompt_tokens)
+        numbers.prompt_tokens += booking.prompt_tokens
+        numbers.expected_tokens += booking.cached_tokens
+        numbers.cached_tokens += cached
+        if dispatch is None:
+            return
+        if dispatch.predicted_ttft is not None:
+            numbers.waited_seconds += now - booking.placed
+            numbers.predicted_seconds += dispatch.predicted_ttft
+        seen = Observation(
+            model=dispatch.model,
+            worker=booking.worker,
+            prompt_tokens=booking.prompt_tokens,
+            cached_tokens=cached,
+            work_seconds=started.work_seconds,
+            queue_seconds=started.queue_seconds,
+            prefill_seconds=started.prefill_seconds,
+            predicted_ttft=dispatch.predicted_ttft,
+            predicted_work=booking.work / 1e6,
+            sequences=dispatch.sequences,
+            kv_tokens=dispatch.kv_tokens,
+            load_age=dispatch.load_age,
+        )
+        self.predictor.observe(now, seen)
+
+    def _predict(self, worker: Life, prompt_tokens: int, cached_tokens: int) -> Seconds:
+        """How long a prompt takes that worker."""
+        model = self.predictor.model(self.pool.model_of(worker.node))
+        cached = min(cached_tokens, max(0, prompt_tokens - 1))
+        return model.prefill(prompt_tokens, cached) * self.predictor.speed(worker)
+
+    # ------------------------------------------------------------------ questions
+
+    def offer(
+        self,
+        now: Seconds,
+        asker: Life,
+        question: Route,
+        answer: Callable[[Placement | PdserveError], None],
+    ) -> Placement | Held:
+        """Decide, and charge the worker at once; or hold the question: then `answer` gets what
+        became of it, once, unless it is withdrawn.
+
+        Errors: `ModelNotFound`, `NotReady`, `NoWorker`, `Overloaded`, `Draining`; what the policy
+        raises.
+        """
+        self.numbers.offered += 1
+        try:
+            return self._offer(now, asker, question, answer)
+        except Exception:
+            self.numbers.refused += 1
+            raise
 
     def route(self, now: Seconds, asker: Life, question: Route) -> Booking:
-        """Decide, and charge the worker at once.
+        """The same without waiting: decide now, however busy everybody is."""
+        self.numbers.offered += 1
+        try:
+            state = self._state(now, question)
+            return self._place(now, asker, question, state).booking
+        except Exception:
+            self.numbers.refused += 1
+            raise
 
-        Errors: `ModelNotFound`, `NotReady`, `NoWorker`, `Overloaded`; what the policy raises.
-        """
-        chosen = decide(question, self.pool.view(now, question.model), self._policy, self._random)
-        if isinstance(chosen, Refusal):
-            raise chosen.error(self._config.retry_after)
+    def withdraw(self, item: Held) -> bool:
+        """Nobody wants the answer any more; False if there was one, or it was withdrawn."""
+        queue = self._queues.get(item.question.model)
+        if queue is None or not queue.remove(item):
+            return False
+        self._forget_empty(item.question.model)
+        self.numbers.withdrawn += 1
+        return True
+
+    def close(self) -> None:
+        """The router is going away: whoever waits is to ask another, from now on at once."""
+        self.draining = True
+        for item in list(self._held()):
+            self._drop(item, _leaving())
+
+    def _offer(
+        self,
+        now: Seconds,
+        asker: Life,
+        question: Route,
+        answer: Callable[[Placement | PdserveError], None],
+    ) -> Placement | Held:
+        model = question.model
+        queue = self._queues.get(model)
+        state: State | None = None
+        if queue is None or question.slo_ttft is not None:
+            state = self._state(now, question)
+            if question.slo_ttft is not None:
+                self._refuse_hopeless(now, question, state)
+            if queue is None and self._may_go(now, model, state):
+                return self._place(now, asker, question, state)
+        workers = self._candidates(now, question) if state is None else state.workers
+        if self.draining:
+            raise _leaving()
+        return self._hold(now, asker, question, workers, answer)
+
+    def _refuse_hopeless(self, now: Seconds, question: Route, state: State) -> None:
+        """Raises `Overloaded` if the client's own limit cannot be kept by anybody."""
+        queue = self._queues.get(question.model)
+        ahead = queue.work / len(state.workers) if queue else 0.0
+        age = max(self.pool.load_age(now, worker.node) for worker in state.workers)
+        name = self.pool.model_of(state.workers[0].node)
+        chance = best_chance(self.predictor, name, question, state, ahead, age)
+        refusal = hopeless(
+            question, (chance,), self._drain_time(now, question.model, state.workers)
+        )
+        if refusal is not None:
+            raise refusal
+
+    def _hold(
+        self,
+        now: Seconds,
+        asker: Life,
+        question: Route,
+        workers: tuple[WorkerView, ...],
+        answer: Callable[[Placement | PdserveError], None],
+    ) -> Held:
+        self._make_room(now, question, workers)
+        self._asked += 1
+        deadline = None if question.deadline is None else now + question.deadline
+        cost = self._least_cost(now, question, workers)
+        item = Held(question, asker, answer, now, cost, deadline, self._asked)
+        queue = self._queues.get(question.model)
+        if queue is None:
+            queue = self._queues[question.model] = HoldQueue(self._config.queue_order)
+        elif queue.restricted:  # who waits there need not be why this one would
+            self.stirred = True
+        queue.push(item)
+        self.numbers.held += 1
+        return item
+
+    def _make_room(self, now: Seconds, question: Route, workers: tuple[WorkerView, ...]) -> None:
+        """Raises `Overloaded` at a bound, unless somebody less important can go instead."""
+        queue = self._queues.get(question.model)
+        if queue is None:
+            return
+        size = sum(one.bytes for one in self._queues.values())
+        drain = self._drain_time(now, question.model, workers)
+        refusal = over_bound(self._config, len(queue), size, drain)
+        if refusal is None:
+            return
+        victim = queue.last_below(question.priority)
+        if victim is None:
+            raise refusal
+        self._drop(victim, refusal)
+
+    def _least_cost(
+        self, now: Seconds, question: Route, workers: tuple[WorkerView, ...]
+    ) -> Seconds:
+        """Predicted time where most of the prompt is cached: what orders the queue."""
+        found = self.index.find(now, question.names, question.names_id).overlaps
+        most = max((found.get(w.node, 0) for w in workers), default=0) if found else 0
+        cached = min(most * question.block_size, max(0, question.prompt_tokens - 1))
+        model = self.predictor.model(self.pool.model_of(workers[0].node))
+        return model.prefill(question.prompt_tokens, cached)
+
+    def _drain_time(self, now: Seconds, model: str, workers: tuple[WorkerView, ...]) -> Seconds:
+        queue = self._queues.get(model)
+        held = queue.work if queue else 0.0
+        return drain_time(now, workers, held, self._config.retry_after)
+
+    # ------------------------------------------------------------------ one decision
+
+    def _candidates(self, now: Seconds, question: Route) -> tuple[WorkerView, ...]:
+        """Who may take it. Raises what it is refused with."""
+        return self._among(question, self.pool.view(now, question.model))
+
+    def _among(self, question: Route, model: ModelView) -> tuple[WorkerView, ...]:
+        adapted = self.pool.with_lora(question.lora) if question.lora else None
+        found = candidates(question, model, adapted)
+        if isinstance(found, Refusal):
+            raise found.error(self._config.retry_after)
+        return found
+
+    def _state(self, now: Seconds, question: Route) -> State:
+        """What the policy sees. Raises what the question is refused with."""
+        model = self.pool.view(now, question.model)
+        workers = self._among(question, model)
         if self.bookings.full:
             raise Overloaded(
                 f"this router has {len(self.bookings)} requests under way, as many as it may",
                 retry_after=self._config.retry_after,
             )
-        worker = Life(chosen.node, chosen.epoch)
-        booking = self.bookings.place(now, worker, asker, question.n, question.prompt_tokens)
-        self.pool.chosen(question.model, worker.node)
-        return booking
+        last = model.last
+        if last is None:  # routers that start together should not begin at the same worker
+            last = self._random.choice(workers).node
+        index, queue = self.index, self._queues.get(question.model)
+        found = index.find(now, question.names, question.names_id)
+        routed = self._wants_routed
+        return State(
+            workers=workers,
+            last=last,
+            now=now,
+            overlaps=found.overlaps,
+            lower=found.lower,
+            routed=index.routed(now, question.names) if routed else _NOTHING,
+            routed_blocks=index.routed_blocks() if routed else _NOTHING,
+            model=self.predictor.model(self.pool.model_of(workers[0].node)),
+            held=len(queue) if queue else 0,
+        )
 
-    def sweep(self, now: Seconds) -> None:
-        """Drop what ran out; every `RouterConfig.sweep_interval`."""
-        self.bookings.expire(now)
-        self.index.sweep(now)
-        self.pool.forget(now)
+    def _place(
+        self, now: Seconds, asker: Life, question: Route, state: State, held: Seconds = 0.0
+    ) -> Placement:
+        """The policy's choice, charged. Raises what the policy raises."""
+        chosen = self._policy(question, state, self._random)
+        worker = Life(chosen.node, chosen.epoch)
+        cached = state.cached_tokens(question, chosen)
+        work = state.model.prefill(question.prompt_tokens, cached) * chosen.speed
+        ttft = chosen.wait(now) + work
+        name = self.pool.model_of(chosen.node)
+        policy = self._policy_name(name)
+        dispatch = Dispatch(
+            name,
+            policy,
+            ttft,
+            chosen.sequences,
+            chosen.kv_tokens,
+            self.pool.load_age(now, chosen.node),
+        )
+        booking = self.bookings.place(
+            now, worker, asker, question.n, question.prompt_tokens, cached, work, dispatch
+        )
+        self.pool.chosen(question.model, chosen.node)
+        self.index.placed(now, worker, question.names, question.names_id)
+        self.numbers.placed += 1
+        self.decisions[policy] += 1
+        overlap = state.overlaps.get(chosen.node, 0)
+        routed = Routed(worker.node, worker.epoch, booking.id, policy, overlap, ttft, held)
+        return Placement(booking, routed)
+
+    def _policy_name(self, model: str) -> str:
+        poor = self.predictor.model(model)
+        if poor.blind:
+            return f"{self._config.policy} (requests)"
+        if self.predictor.poor(model):
+            return f"{self._config.policy} (tokens)"
+        return self._config.policy
+
+    # ------------------------------------------------------------------ who waits
+
+    def _may_go(self, now: Seconds, model: str, state: State) -> bool:
+        """Somebody is open, or nobody is ever held."""
+        if not self._holding(state):
+            return True
+        work = self._config.hold_work
+        return any(_open(worker, now, work) for worker in state.workers)
+
+    def _holding(self, state: State) -> bool:
+        """Predictions that are known to be off would only keep workers idle."""
+        if self._config.hold_work <= 0:
+            return False
+        return not self.predictor.poor(self.pool.model_of(state.workers[0].node))
+
+    def look(self, now: Seconds) -> None:
+        """Let go whoever can. Answers are called from here; they may ask, not look."""
+        if self._looking:
+            return
+        self.stirred, self._looking = False, True
+        try:
+            for model in list(self._queues):
+                self._expire(now, model)
+                self._let_go(now, model)
+        finally:
+            self._looking = False
+
+    def _expire(self, now: Seconds, model: str) -> None:
+        for item in self._queues[model].expired(now):
+            held = now - item.arrived
+            error = DeadlineExceeded(
+                f"the deadline passed while it waited {held:.1f} s in the router for a worker"
+            )
+            self._drop(item, error)
+
+    def _drop(self, item: Held, error: PdserveError) -> None:
+        """Answer it with an error."""
+        self._queues[item.question.model].remove(item)
+        self._forget_empty(item.question.model)
+        if isinstance(error, DeadlineExceeded):
+            self.numbers.expired += 1
+        else:
+            self.numbers.refused += 1
+        item.answer(error)
+
+    def _forget_empty(self, model: str) -> None:
+        if not self._queues[model]:
+            del self._queues[model]
+
+    def _let_go(self, now: Seconds, model: str) -> None:
+        """Place the first in order, as long as somebody is open."""
+        self._refuse_impossible(now, model)
+        while (queue := self._queues.get(model)) is not None:
+            view = self.pool.view(now, model)
+            fits = self._fits(now, view)
+            item = queue.take(fits) if fits else None
+            if item is None:
+                return
+            self._forget_empty(model)
+            self._answer(now, item)
+
+    def _answer(self, now: Seconds, item: Held) -> None:
+        """Place one that was taken out of its queue."""
+        held = now - item.arrived
+        try:
+            state = self._state(now, item.question)
+            outcome: Placement | PdserveError = self._place(
+                now, item.asker, item.question, state, held
+            )
+        except Exception as error:  # of the policy: it costs this question, not the others
+            self.numbers.refused += 1
+            outcome = error if isinstance(error, PdserveError) else _broken(error)
+        else:
+            self.numbers.held_seconds += held
+        item.answer(outcome)
+
+    def _refuse_impossible(self, now: Seconds, model: str) -> None:
+        """Whom nobody can take any more need not wait."""
+        view = self.pool.view(now, model)
+        nobody = not (view.sound or view.doubtful)
+        queue = self._queues.get(model)
+        if queue is None or not (nobody or queue.restricted):
+            return
+        for item in [item for item in queue if nobody or item.restricted]:
+            try:
+                self._among(item.question, view)
+            except PdserveError as error:
+                self._drop(item, error)
+
+    def _fits(self, now: Seconds, view: ModelView) -> Callable[[Held], bool] | None:
+        """Whether a question can be placed at once; None: none can."""
+        work = self._config.hold_work
+        takers = view.sound or view.doubtful
+        if self.bookings.full or not takers:
+            return None
+        if not self._holding(State(takers, takers[0].node)):
+            return lambda item: True
+        if not any(_open(worker, now, work) for worker in (*view.sound, *view.doubtful)):
+            return None
+        free = any(_open(worker, now, work) for worker in takers)
+
+        def fits(item: Held) -> bool:
+            if not item.restricted:
+                return free
+            return any(_open(worker, now, work) for worker in self._among(item.question, view))
+
+        return fits
+
+    def next_look(self, now: Seconds) -> Seconds | None:
+        """When `look` may have something to do although nothing happens; None: nobody waits."""
+        if not self._queues:
+            return None
+        moments = [now + _LOOK_AGAIN]
+        for model, queue in self._queues.items():
+            if queue.next_deadline is not None:
+                moments.append(queue.next_deadline)
+            view = self.pool.view(now, model)
+            moments += [
+                moment
+                for worker in view.sound or view.doubtful
+                if (moment := _opening(worker, self._config.hold_work)) is not None
+            ]
+        return max(now, min(moments)) + _LATE
+
+    def _held(self) -> Iterator[Held]:
+        for queue in self._queues.values():
+            yield from queue
+
+    @property
+    def held(self) -> int:
+        """Questions that wait now."""
+        return sum(map(len, self._queues.values()))
+
+    # ------------------------------------------------------------------ explaining
+
+    def explain(self, now: Seconds, question: Route) -> Explained:
+        """What would be decided now, and why. Changes nothing."""
+        queue = self._queues.get(question.model)
+        held, policy = len(queue) if queue else 0, self._config.policy
+        adapted = self.pool.with_lora(question.lora) if question.lora else None
+        known = self.pool.workers(question.model)
+        found = self.index.find(now, question.names, question.names_id).overlaps
+        standings = {view.node: standing(question, view, how, adapted) for how, view in known}
+        terms: Mapping[NodeId, Mapping[str, float]] = {}
+        chosen, ttft, refusal = None, None, ""
+        try:
+            state = self._state(now, question)
+        except PdserveError as error:
+            refusal = error.message
+        else:
+            policy = self._policy_name(self.pool.model_of(state.workers[0].node))
+            if isinstance(self._policy, Explains):
+                terms = self._policy.terms(question, state)
+            if queue or not self._may_go(now, question.model, state):
+                refusal = "held: every worker has enough to do"
+            else:
+                best = self._policy(question, state, Random(0))
+                chosen = best.node
+                work = state.model.prefill(
+                    question.prompt_tokens, state.cached_tokens(question, best)
+                )
+                ttft = best.wait(now) + work * best.speed
+        listed = tuple(
+            Candidate(
+                worker=node,
+                standing=how,
+                chosen=node == chosen,
+                overlap_blocks=found.get(node, 0),
+                terms={name: float(value) for name, value in terms.get(node, {}).items()},
+            )
+            for node, how in standings.items()
+        )
+        return Explained(
+            policy=policy,
+            candidates=listed,
+            worker=chosen,
+            refusal=refusal,
+            held=held,
+            predicted_ttft=ttft,
+        )
+
+    # ------------------------------------------------------------------ for tests
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless every question is accounted for. O(all)."""
+        numbers = self.numbers
+        ends = numbers.placed + numbers.refused + numbers.expired + numbers.withdrawn
+        assert numbers.offered == ends + self.held
+        assert numbers.placed == self.bookings.placed
+        assert all(self._queues.values())
+        for queue in self._queues.values():
+            queue.check()
+        self.bookings.check()
+        self.index.check()
+
+
+def _open(worker: WorkerView, now: Seconds, work: Seconds) -> bool:
+    """It has little enough to do."""
+    return worker.sequences < worker.max_sequences and worker.wait(now) < work
+
+
+def _opening(worker: WorkerView, work: Seconds) -> Seconds | None:
+    """When it will be open, if time alone can do that."""
+    if worker.sequences >= worker.max_sequences or worker.work - 0.9 * worker.head >= work:
+        return None
+    return worker.as_of + worker.work - work
+
+
+_NOTHING: Final[Mapping[NodeId, int]] = MappingProxyType({})
+
+
+def _leaving() -> PdserveError:
+    return Draining("this router is going away", retry_after=1.0)
+
+
+def _broken(error: Exception) -> PdserveError:
+    return NoWorker(f"the policy failed: {type(error).__name__}: {error}", retry_after=1.0)

@@ -21,6 +21,8 @@ from pdserve.router.bookings import Life
 from pdserve.router.policies.base import WorkerView
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.ids import NodeId, Seconds
     from pdserve.router.bookings import Bookings
     from pdserve.router.config import RouterConfig
@@ -43,6 +45,8 @@ class Facts:
     """This router's own link to it has not been lost."""
     max_sequences: int = 0
     """From its card; 0: not said."""
+    loras: frozenset[str] = frozenset()
+    """Adapters that it has."""
 
     @classmethod
     def of(cls, member: Member) -> Facts:
@@ -92,6 +96,8 @@ class _Worker:
     facts: Facts
     load: WorkerLoad | None = None
     """Its newest report; None: there is none."""
+    load_at: Seconds = 0.0
+    """When that came."""
     reported_size: int = 0
     """What it last reported as `max_sequences`; outlives the report."""
     standing: Standing = Standing.SOUND
@@ -104,6 +110,9 @@ class _Model:
         default_factory=lambda: {standing: [] for standing in Standing}
     )
     last: NodeId | None = None
+    sound: tuple[WorkerView, ...] | None = None
+    doubtful: tuple[WorkerView, ...] | None = None
+    """Copies of two of the lists; None: they have changed since."""
 
     def __bool__(self) -> bool:
         """Somebody serves it."""
@@ -116,10 +125,22 @@ _node = attrgetter("node")
 class Pool:
     """All workers of the cluster, by model."""
 
-    def __init__(self, config: RouterConfig, bookings: Bookings) -> None:
-        """Of `bookings` it reads `load` and empties `touched`; it changes nothing else there."""
+    def __init__(
+        self,
+        config: RouterConfig,
+        bookings: Bookings,
+        speed: Callable[[Life], float] = lambda worker: 1.0,
+        predict: Callable[[Life, int], Seconds] = lambda worker, tokens: 0.0,
+        known_blocks: Callable[[Life], int] = lambda worker: 0,
+    ) -> None:
+        """Of `bookings` it reads loads and empties `touched`; it changes nothing else there.
+        The functions are asked whenever a view is made: a worker's factor, its time for so many
+        tokens, the blocks known there."""
         self._config = config
         self._bookings = bookings
+        self._speed = speed
+        self._predict = predict
+        self._known_blocks = known_blocks
         self._workers: dict[NodeId, _Worker] = {}
         self._models: dict[str, _Model] = {}
         """Those that have workers."""
@@ -156,11 +177,11 @@ class Pool:
         if found and found.facts.worker == worker:
             self._forget(now, worker.node)
 
-    def report(self, worker: Life, load: WorkerLoad | None) -> None:
+    def report(self, worker: Life, load: WorkerLoad | None, now: Seconds = 0.0) -> None:
         """Its newest load; None: it is no longer known."""
         found = self._workers.get(worker.node)
         if found and found.facts.worker == worker:
-            found.load = load
+            found.load, found.load_at = load, now
             found.reported_size = (load and load.max_sequences) or found.reported_size
             self._refresh(found)
 
@@ -185,14 +206,45 @@ class Pool:
         if found is None:
             return ModelView(known=self._gone.get(model, now) > now)
         standing = found.standing
+        if found.sound is None or found.doubtful is None:
+            found.sound = tuple(standing[Standing.SOUND])
+            found.doubtful = tuple(standing[Standing.DOUBTFUL])
         return ModelView(
-            tuple(standing[Standing.SOUND]),
-            tuple(standing[Standing.DOUBTFUL]),
+            found.sound,
+            found.doubtful,
             len(standing[Standing.DRAINING]),
             len(standing[Standing.UNREADY]),
             found.last,
             known=True,
         )
+
+    def workers(self, model: str) -> list[tuple[Standing, WorkerView]]:
+        """All of the model, by rising node id."""
+        self._catch_up()
+        found = self._models.get(model)
+        if found is None:
+            return []
+        pairs = [(standing, view) for standing, views in found.standing.items() for view in views]
+        return sorted(pairs, key=lambda pair: pair[1].node)
+
+    def facts(self, node: NodeId) -> Facts | None:
+        """What is known of a worker; None: there is none of that name."""
+        found = self._workers.get(node)
+        return found.facts if found else None
+
+    def with_lora(self, lora: str) -> set[NodeId]:
+        """Who has the adapter."""
+        return {node for node, found in self._workers.items() if lora in found.facts.loras}
+
+    def load_age(self, now: Seconds, node: NodeId) -> Seconds:
+        """How old the worker's report is; 0 without one."""
+        found = self._workers.get(node)
+        return max(0.0, now - found.load_at) if found and found.load else 0.0
+
+    def model_of(self, node: NodeId) -> str:
+        """The first name of what a worker serves; empty: nothing."""
+        found = self._workers.get(node)
+        return found.facts.models[0] if found and found.facts.models else ""
 
     def models(self) -> dict[str, dict[Standing, int]]:
         """Per served model, its workers by standing: for status and metrics."""
@@ -219,7 +271,9 @@ class Pool:
             return
         view = self._view(worker)
         for name in worker.facts.models:
-            views = self._models[name].standing[worker.standing]
+            model = self._models[name]
+            model.sound = None
+            views = model.standing[worker.standing]
             views[bisect_left(views, view.node, key=_node)] = view
 
     def _offer(self, worker: _Worker) -> None:
@@ -231,13 +285,16 @@ class Pool:
             if model is None:
                 model = self._models[name] = _Model()
                 self._gone.pop(name, None)
+            model.sound = None
             insort(model.standing[worker.standing], view, key=_node)
 
     def _withdraw(self, worker: _Worker) -> None:
         """Take it out of each of its models; they may be left without workers for a moment."""
         node = worker.facts.worker.node
         for name in worker.facts.models:
-            views = self._models[name].standing[worker.standing]
+            model = self._models[name]
+            model.sound = None
+            views = model.standing[worker.standing]
             del views[bisect_left(views, node, key=_node)]
 
     def _forget(self, now: Seconds, node: NodeId) -> None:
@@ -263,22 +320,44 @@ class Pool:
         return Standing.DOUBTFUL if facts.suspect or not facts.reachable else Standing.SOUND
 
     def _view(self, worker: _Worker) -> WorkerView:
-        node, epoch = worker.facts.worker
+        life = worker.facts.worker
+        node, epoch = life
         load = worker.load or _NO_REPORT
-        placed, tokens = self._bookings.load(node)
+        placed, placed_tokens = self._bookings.load(node)
+        prefills = self._bookings.prefills(node)
         said = worker.reported_size or worker.facts.max_sequences
         size = said or self._config.assumed_max_sequences
-        sequences = load.running + load.waiting + placed
+        sequences = max(0, load.running + load.waiting - prefills.left) + placed
+        requests, tokens, work, head = prefills[0], prefills[2], prefills[3], prefills[4]
+        speed = self._speed(life)
+        if prefills.strangers:  # known by the worker's word only: its report says how much it is
+            strange = max(0, load.uncomputed_tokens - tokens)
+            requests += prefills.strangers
+            tokens += strange
+            work += self._predict(life, strange) if strange else 0.0
+            head = head or work / requests
         return WorkerView(
-            node,
-            epoch,
-            sequences,
-            size,
-            sequences / size,
-            tokens,
-            load.blocks_total,
-            load.blocks_used,
-            load.blocks_cached,
+            node=node,
+            epoch=epoch,
+            sequences=sequences,
+            max_sequences=size,
+            occupancy=sequences / size,
+            placed_tokens=placed_tokens,
+            blocks_total=load.blocks_total,
+            blocks_used=load.blocks_used,
+            blocks_cached=load.blocks_cached,
+            prefills=requests,
+            prefill_tokens=tokens,
+            work=work,
+            head=head,
+            as_of=prefills.as_of,
+            decodes=max(0, sequences - prefills.sequences - prefills.strangers),
+            kv_tokens=load.kv_tokens + placed_tokens,
+            speed=speed,
+            ttft=prefills.ttft,
+            itl=load.itl,
+            known_blocks=self._known_blocks(life),
+            window_work=prefills.window,
         )
 
 

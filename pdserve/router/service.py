@@ -1,26 +1,31 @@
 """The router role on a node: questions in, answers out, and what keeps its view true.
 
-    serves      Route, Release
+    serves      Route, Release, Explain
     follows     load, sequences and KV events of workers, bookings of other routers
     publishes   its own bookings
 
-Everything is decided by `desk`; this file turns messages and topics into calls of it. Owned by
-whoever starts the role; `close` before the node.
+Everything is decided by `desk`; this file turns messages and topics into calls of it, and looks
+after the questions that wait: once at the end of each turn of the loop in which something happened
+that may let one go, and by a timer at the moment the desk names. Owned by whoever starts the role;
+`close` before the node.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec.structs import replace
 
 from pdserve.messages.kv import KV
+from pdserve.messages.request import Started
 from pdserve.messages.routing import (
     BOOKINGS,
     LOAD,
     SEQUENCES,
     Booked,
+    Explained,
     Release,
     Route,
     Routed,
@@ -30,8 +35,9 @@ from pdserve.messages.routing import (
 )
 from pdserve.router.bookings import Life
 from pdserve.router.desk import Desk
+from pdserve.router.hold import Placement
 from pdserve.router.pool import Facts
-from pdserve.runtime.methods import RELEASE, ROUTE
+from pdserve.runtime.methods import EXPLAIN, RELEASE, ROUTE
 from pdserve.runtime.models import catalogue
 from pdserve.runtime.registry import Changed, Gone
 from pdserve.runtime.topics.sets import SetView
@@ -40,12 +46,15 @@ from pdserve.wire.codec import decoder, encode
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from pdserve.errors import PdserveError
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.node import NodeCard
     from pdserve.net.base import Call, Link
+    from pdserve.net.timers import Timer
     from pdserve.observe.degraded import Degradations
     from pdserve.router.bookings import Booking, End
     from pdserve.router.config import RouterConfig
+    from pdserve.router.hold import Held
     from pdserve.router.policies.base import Policy
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import Member, MemberEvent
@@ -61,7 +70,16 @@ T = TypeVar("T")
 _SETTLE: Final[Seconds] = 0.3
 """A router that has joined hears of workers and their load before frontends ask it."""
 
+_BEAT: Final[Seconds] = 0.1
+"""A router with work says so this often, that its silence can be told from idleness."""
+_BEAT_KEY: Final = booking_key(0)
+"""No booking has this id."""
+_IDLE: Final = b""
+_BUSY_FOR: Final[Seconds] = 1.0
+"""After its last decision a router still counts as busy."""
+
 _decode_load = decoder(WorkerLoad)
+_decode_started = decoder(Started)
 _decode_booked = decoder(Booked)
 _decode_release = decoder(Release)
 
@@ -79,7 +97,7 @@ class RouterService:
         degradations: Degradations,
     ) -> None:
         """`card` is what every node says of itself."""
-        self.desk = Desk(config, policy, node.random, self._booking_ended)
+        self.desk = Desk(config, policy, node.random, self._booking_ended, node.now)
         self._config = config
         self._node = node
         self._degradations = degradations
@@ -93,7 +111,16 @@ class RouterService:
         self.refused = 0
         self.released = 0
         """Answers that frontends have given back: each one once, unless a message was lost."""
+        self._looks = False
+        """A look is due at the end of this turn."""
+        self._flushes = False
+        self._timer: Timer | None = None
+        self._timer_at: Seconds = 0.0
+        self._beats = 0
+        self._decided: Seconds = float("-inf")
+        self._noted: dict[str, str] = {}
         node.serve(ROUTE, self._route)
+        node.serve(EXPLAIN, self._explain)
         node.serve_tell(RELEASE, self._released)
         node.on_member(self._on_member)
         topics.subscribe_state(LOAD, _decode_load, self._on_load, self._on_load_gone)
@@ -101,15 +128,30 @@ class RouterService:
         topics.subscribe_log(BOOKINGS, self._follow_bookings)
         topics.subscribe_log(KV, self.desk.index.target)
         self._sweep()
+        self._beat()
 
     def open(self) -> None:
         """The node has joined: be there for frontends, once the view has settled."""
         self._node.timers.call_later(_SETTLE, lambda: self._node.publish_card(self._card, {}))
 
     def drain(self) -> None:
-        """Frontends ask others from now on, if there are any."""
+        """Frontends ask others from now on, if there are any; who waits here is sent to them."""
         self._card = replace(self._card, draining=True)
         self._node.publish_card(self._card, {})
+        if self._others():
+            self.desk.close()
+
+    def close(self) -> None:
+        """Answer whoever still waits. Idempotent."""
+        self.desk.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _others(self) -> bool:
+        """Some other router takes questions."""
+        routers = self._node.registry.by_role("router")
+        return any(m.card is not None and not m.card.draining for m in routers)
 
     def unready_reason(self) -> str | None:
         """For probes: a router can always answer, if only that there is no worker."""
@@ -117,25 +159,93 @@ class RouterService:
 
     # ------------------------------------------------------------------ frontends
 
-    def _route(self, question: Route, call: Call) -> Routed:
+    def _route(self, question: Route, call: Call) -> Routed | None:
         peer = call.link.peer
         asker = Life(peer.node, peer.epoch)
         try:
-            booking = self.desk.route(self._node.now(), asker, question)
+            outcome = self.desk.offer(
+                self._node.now(), asker, question, partial(self._answer, call)
+            )
         except Exception:
             self.refused += 1
             raise
+        if isinstance(outcome, Placement):
+            return self._placed(outcome)
+        call.on_cancel = partial(self._withdraw, outcome)
+        self._stir()
+        self._arm()
+        return None
+
+    def _placed(self, placement: Placement) -> Routed:
+        booking = placement.booking
         self.routed += 1
+        self._decided = booking.placed
         self._bookings.put(booking_key(booking.id), encode(booking.record))
-        return Routed(booking.worker.node, booking.worker.epoch, booking.id)
+        self._flush_soon()
+        return placement.routed
+
+    def _answer(self, call: Call, outcome: Placement | PdserveError) -> None:
+        """Of a question that was held."""
+        if not isinstance(outcome, Placement):
+            self.refused += 1
+            call.fail(outcome)
+        elif call.done:
+            self.desk.bookings.release(outcome.booking.id)
+        else:
+            call.reply(self._placed(outcome))
+
+    def _withdraw(self, item: Held) -> None:
+        self.desk.withdraw(item)
+
+    def _explain(self, question: Route, call: Call) -> Explained:
+        return self.desk.explain(self._node.now(), question)
 
     def _released(self, link: Link, body: Buffer) -> None:
         booking = _decode_release(body).booking
         self.released += 1
         self.desk.bookings.release(booking)
+        self._stir()
 
     def _booking_ended(self, booking: Booking, why: End) -> None:
         self._bookings.drop(booking_key(booking.id))
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Other routers hear of it at the end of this turn, with whatever else happens in it."""
+        if not self._flushes:
+            self._flushes = True
+            self._node.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushes = False
+        self._bookings.flush()
+
+    # ------------------------------------------------------------------ who waits
+
+    def _stir(self) -> None:
+        """Look at the end of this turn, if that may help anybody."""
+        if self.desk.stirred and not self._looks and self.desk.held:
+            self._looks = True
+            self._node.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looks = False
+        self.desk.look(self._node.now())
+        self._arm()
+
+    def _arm(self) -> None:
+        """Look again when the desk says, at the latest."""
+        when = self.desk.next_look(self._node.now())
+        if when is None or (self._timer is not None and self._timer_at <= when):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = when
+        self._timer = self._node.timers.call_at(when, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._look()
 
     # ------------------------------------------------------------------ members
 
@@ -152,6 +262,7 @@ class RouterService:
                 self._judge_models()
             if not isinstance(event, Gone):
                 self._tell_desk(member)
+        self._stir()
 
     def _judge_models(self) -> None:
         """A worker that offers another model under a taken name gets no requests."""
@@ -202,19 +313,24 @@ class RouterService:
     # ------------------------------------------------------------------ workers and routers
 
     def _on_load(self, member: Member, load: WorkerLoad) -> None:
-        self.desk.load(Life(member.node, member.epoch), load)
+        self.desk.load(Life(member.node, member.epoch), load, self._node.now())
+        self._stir()
 
     def _on_load_gone(self, member: Member) -> None:
         self.desk.load(Life(member.node, member.epoch), None)
+        self._stir()
 
     def _follow_sequences(self, member: Member) -> SetView:
-        worker, bookings = Life(member.node, member.epoch), self.desk.bookings
+        worker, desk = Life(member.node, member.epoch), self.desk
 
         def changed(puts: Mapping[bytes, bytes], drops: Collection[bytes]) -> None:
-            for key in puts:
-                bookings.held(worker, booking_of(key))
+            now = self._node.now()
+            for key, value in puts.items():
+                started = _decode_started(value) if value else None
+                desk.holds(now, worker, booking_of(key), started)
             for key in drops:
-                bookings.let_go(worker, booking_of(key))
+                desk.let_go(worker, booking_of(key))
+            self._stir()
 
         return SetView(changed)
 
@@ -222,13 +338,52 @@ class RouterService:
         router, bookings = Life(member.node, member.epoch), self.desk.bookings
 
         def changed(puts: Mapping[bytes, bytes], drops: Collection[bytes]) -> None:
-            for value in puts.values():
-                bookings.peer_placed(router, _decode_booked(value))
+            beat = puts.get(_BEAT_KEY)
+            bookings.peer_beat(self._node.now(), router, beat != _IDLE)
+            for key, value in puts.items():
+                if key != _BEAT_KEY:
+                    bookings.peer_placed(router, _decode_booked(value))
             for key in drops:
-                bookings.peer_ended(router, booking_of(key))
+                if key != _BEAT_KEY:
+                    bookings.peer_ended(router, booking_of(key))
+            self.desk.stirred = True
+            self._stir()
 
         return SetView(changed)
 
     def _sweep(self) -> None:
         self._node.timers.call_later(self._config.sweep_interval, self._sweep)
         self.desk.sweep(self._node.now())
+        self._note_degraded()
+        self._stir()
+
+    def _beat(self) -> None:
+        """Say that there is work here, and see who has fallen silent."""
+        self._node.timers.call_later(_BEAT, self._beat)
+        now, bookings = self._node.now(), self.desk.bookings
+        bookings.judge_peers(now)
+        busy = len(bookings) > 0 or now - self._decided < _BUSY_FOR
+        if busy and any(True for _ in self._node.registry.by_role("router")):
+            self._beats += 1
+            self._bookings.put(_BEAT_KEY, encode(self._beats))
+            self._flush_soon()
+        elif self._beats:
+            self._beats = 0
+            self._bookings.put(_BEAT_KEY, _IDLE)
+            self._flush_soon()
+
+    def _note_degraded(self) -> None:
+        """What runs poorer than it could, once when it begins and once when it ends."""
+        predictor = self.desk.predictor
+        poor = (predictor.poor(each.model) for each in predictor.calibration())
+        full = "blocks of some workers are not indexed for want of room: see index-max-blocks"
+        notes = {
+            "prediction_poor": "; ".join(why for why in poor if why),
+            "index_full": full if self.desk.index.full else "",
+        }
+        for name, words in notes.items():
+            if self._noted.get(name, "") != words:
+                self._noted[name] = words
+                self._degradations.clear(name)
+                if words:
+                    self._degradations.add(name, words)

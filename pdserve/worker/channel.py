@@ -25,7 +25,7 @@ from pdserve.errors import (
     WorkerLost,
 )
 from pdserve.messages.channel import Abort, Assembler, Batch, Open, Piece, split
-from pdserve.messages.request import Finish, TokenDelta
+from pdserve.messages.request import Finish, Started, TokenDelta
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
@@ -69,11 +69,14 @@ class Channels:
         engine: Engine,
         *,
         on_begin: Callable[[int], None] = lambda booking: None,
+        on_start: Callable[[int, Started], None] = lambda booking, started: None,
         on_end: Callable[[int], None] = lambda booking: None,
     ) -> None:
-        """`on_begin` and `on_end` hear of each booking that is held here, once each."""
+        """`on_begin` and `on_end` hear of each booking that is held here, once each; in between
+        `on_start`, if its first token comes."""
         self._engine = engine
         self._on_begin = on_begin
+        self._on_start = on_start
         self._on_end = on_end
         self._open: dict[_Channel, None] = {}
 
@@ -122,6 +125,10 @@ class Channels:
         if request.booking:
             self._on_begin(request.booking)
 
+    def started(self, request: _Request, started: Started) -> None:
+        if request.booking:
+            self._on_start(request.booking, started)
+
     def ended(self, request: _Request) -> None:
         if request.booking:
             self._on_end(request.booking)
@@ -133,7 +140,7 @@ class Channels:
 class _Request:
     """One request of a frontend; the engine's sink for it."""
 
-    __slots__ = ("booking", "channel", "choices", "handle", "number")
+    __slots__ = ("begun", "booking", "channel", "choices", "handle", "number", "started")
 
     def __init__(self, channel: _Channel, opening: Open) -> None:
         self.channel = channel
@@ -143,9 +150,17 @@ class _Request:
         """Those that have not ended."""
         self.handle: Handle | None = None
         """None until it is submitted."""
+        self.begun = False
+        """Its booking was said to be here."""
+        self.started: Started | None = None
+        """How its first token came about, of whatever choice."""
 
     def on_delta(self, delta: TokenDelta) -> None:
         channel = self.channel
+        if delta.started is not None and self.started is None:
+            self.started = delta.started
+            if self.begun:
+                channel.start(self)
         channel.deltas.append(delta)
         if not channel.due:
             channel.wake()
@@ -221,6 +236,8 @@ class _Channel:
         self._accepted.append((number, request.handle))
         self.wake()
         self._owner.began(request)
+        request.begun = True
+        self.start(request)
         if number not in self.requests:
             self._owner.ended(request)
 
@@ -256,6 +273,11 @@ class _Channel:
         self.end(request)
 
     # ------------------------------------------------------------------ to the frontend
+
+    def start(self, request: _Request) -> None:
+        """Say that its first token has come, if it has."""
+        if request.started is not None:
+            self._owner.started(request, request.started)
 
     def end(self, request: _Request) -> None:
         """Nothing more comes of it."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
     from pdserve.messages.node import ModelOffer
-    from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.request import GenerateRequest, Started
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
     from pdserve.runtime.topics.service import Topics
@@ -58,7 +58,12 @@ class WorkerMember:
         service.subscribe_kv(self._kv.apply)
         self._topics = topics
         self._card = card
-        self._channels = Channels(self, on_begin=self._begin, on_end=self._end)
+        self._channels = Channels(
+            self, on_begin=self._begin, on_start=self._start, on_end=self._end
+        )
+        self._started: set[int] = set()
+        """Bookings whose first token has come and was not yet told."""
+        self._flushes = False
         self._told: NodeCard | None = None
         self._offers: dict[int, tuple[ModelCard, ModelOffer, dict[bytes, bytes]]] = {}
         """By the card's identity: its large parts are hashed once."""
@@ -92,10 +97,34 @@ class WorkerMember:
         self._service.abort(handle)
 
     def _begin(self, booking: int) -> None:
+        """Nobody waits for this: it may linger."""
         self._sequences.put(booking_key(booking))
 
+    def _start(self, booking: int, started: Started) -> None:
+        """Routers that hold requests wait for this, and for the end."""
+        self._sequences.put(booking_key(booking), encode(started))
+        self._started.add(booking)
+        self._flush_soon()
+
     def _end(self, booking: int) -> None:
+        if booking in self._started:  # in this very turn: a put and a drop would leave nothing
+            self._flush()
         self._sequences.drop(booking_key(booking))
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """At the end of this turn of the loop: an engine's step tells of many requests at once."""
+        if not self._flushes:
+            self._flushes = True
+            self._node.call_soon(self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._flushes = False
+        self._flush()
+
+    def _flush(self) -> None:
+        self._started.clear()
+        self._sequences.flush()
 
     # ------------------------------------------------------------------ what it tells
 
@@ -117,20 +146,25 @@ class WorkerMember:
     def _tell_load(self) -> None:
         """Routers add their own bookings to a report until one follows that contains them: what is
         held here is told first."""
-        self._sequences.flush()
+        self._flush()
         self._load.set(self.load())
 
     def load(self) -> WorkerLoad:
         """How busy it is: what is held here counts whatever the engine's last numbers say."""
         stats, capabilities = self._service.statistics(), self._service.capabilities
+        choices = self._channels.choices
+        running = min(stats.running, choices)  # what has ended since the engine said so is gone
         return WorkerLoad(
             ready=self._service.unready_reason() is None,
-            running=stats.running,
-            waiting=max(stats.waiting, self._channels.choices - stats.running),
+            running=running,
+            waiting=choices - running,
             max_sequences=0 if capabilities is None else capabilities.max_sequences,
             blocks_total=stats.blocks_total,
             blocks_used=stats.blocks_used,
             blocks_cached=stats.blocks_cached,
+            uncomputed_tokens=stats.uncomputed_tokens,
+            kv_tokens=stats.kv_tokens,
+            itl=stats.itl,
         )
 
     def _publish_kv(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve import errors
 from pdserve.ids import NodeId
-from pdserve.router.decide import Refusal, Why, decide
+from pdserve.router.decide import Refusal, Why, candidates, standing
 from pdserve.router.policies import round_robin
 from pdserve.router.policies.base import State, WorkerView
-from pdserve.router.pool import ModelView
+from pdserve.router.pool import ModelView, Standing
 from pdserve.testing.policy_conformance import view
 from tests.router.support import route
 
@@ -19,7 +20,12 @@ A, B, C = view("a"), view("b"), view("c")
 
 
 def decided(model: ModelView, *excluded: str) -> WorkerView | Refusal:
-    return decide(route("m", *excluded), model, round_robin.choose, Random())
+    question = route("m", *excluded)
+    found = candidates(question, model)
+    if isinstance(found, Refusal):
+        return found
+    assert model.last is not None
+    return round_robin.choose(question, State(found, model.last), Random())
 
 
 @pytest.mark.parametrize(
@@ -48,7 +54,7 @@ def test_the_sound_come_first_and_the_excluded_never(model, excluded, chosen):
     ],
 )
 def test_a_refusal_names_the_reason(model, excluded, why):
-    assert decided(model, *excluded) == Refusal(why, "m")
+    assert decided(model, *excluded) == Refusal(why, route("m", *excluded))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,7 @@ def test_a_refusal_names_the_reason(model, excluded, why):
     ],
 )
 def test_a_refusal_is_an_error_of_the_one_tree(why, kind, status):
-    error = Refusal(why, "mod\nel" + "l" * 1000).error(2.0)
+    error = Refusal(why, route("mod\nel" + "l" * 1000)).error(2.0)
     assert type(error) is kind
     assert error.http_status == status
     assert error.retry_after == (2.0 if error.retryable else None)
@@ -71,23 +77,32 @@ def test_a_refusal_is_an_error_of_the_one_tree(why, kind, status):
 
 
 def test_every_reason_has_words():
-    assert all(Refusal(why, "m").error(1.0).message for why in Why)
+    assert all(Refusal(why, route()).error(1.0).message for why in Why)
 
 
-def test_the_first_turn_is_anybodys():
-    """Over seeds every worker begins somewhere: many routers do not start at the same one."""
-    model = ModelView(sound=(A, B, C))
-    chosen = [decide(route(), model, round_robin.choose, Random(seed)) for seed in range(64)]
-    assert all(any(worker is first for first in chosen) for worker in model.sound)
+@pytest.mark.parametrize(
+    ("wants", "adapted", "found"),
+    [
+        ({"allowed": ("b", "c")}, None, (B,)),
+        ({"allowed": ("c",)}, None, (C,)),
+        ({"allowed": ("x",)}, None, Why.NOT_ALLOWED),
+        ({"allowed": ("a",), "excluded": ("a",)}, None, Why.EXCLUDED),
+        ({"lora": "wit"}, {"b", "c"}, (B,)),
+        ({"lora": "wit"}, set(), Why.NO_ADAPTER),
+        ({"lora": "wit", "allowed": ("c",)}, {"b"}, Why.EXCLUDED),
+    ],
+)
+def test_a_request_has_filters_of_its_own(wants, adapted, found):
+    """Its own workers in doubt are better than none of its own."""
+    question = replace(route(), **wants)
+    model = ModelView(sound=(A, B), doubtful=(C,), known=True)
+    got = candidates(question, model, adapted)
+    assert (got.why if isinstance(got, Refusal) else got) == found
 
 
-def test_a_policy_sees_only_those_it_may_choose():
-    seen: list[State] = []
-
-    def choose(question, state, random):
-        seen.append(state)
-        return state.workers[0]
-
-    model = ModelView(sound=(A, B), doubtful=(C,), last=NodeId("b"))
-    decide(route("m", "a"), model, choose, Random())
-    assert seen == [State((B,), NodeId("b"))]
+def test_an_explanation_says_why_a_worker_is_left_out():
+    question = replace(route("m", "a"), allowed=(NodeId("a"), NodeId("b")))
+    words = [standing(question, worker, Standing.SOUND) for worker in (A, B, C)]
+    assert words == ["excluded by the request", "sound", "not allowed by the request"]
+    assert standing(question, A, Standing.DRAINING) == "draining"
+    assert "adapter" in standing(replace(route(), lora="wit"), A, Standing.SOUND, set())

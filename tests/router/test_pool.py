@@ -133,7 +133,21 @@ def test_load_is_the_report_and_what_was_placed_since(world):
     world.pool.report(life("w1"), load(3, 2, blocks_total=9, blocks_used=4, blocks_cached=1))
     world.bookings.reported(life("w1"))
     world.bookings.place(0.0, life("w1"), life("f"), 2, 70)
-    assert world.only() == WorkerView(NodeId("w1"), 1, 7, 8, 7 / 8, 70, 9, 4, 1)
+    assert world.only() == WorkerView(
+        NodeId("w1"),
+        1,
+        7,
+        8,
+        7 / 8,
+        70,
+        9,
+        4,
+        1,
+        prefills=1,
+        prefill_tokens=70,
+        decodes=5,
+        kv_tokens=70,
+    )
 
 
 def test_a_view_follows_every_change(world):

@@ -1,0 +1,81 @@
+"""Whether a question may wait at all, and what it is told if not.
+
+Two refusals, both with the time after which asking again makes sense: a bound of the hold queue is
+reached; or the client has said by when it needs its first token, and nobody can have it ready by
+then. Clients that say nothing are never refused for the second reason.
+
+Pure functions; the desk acts on what they say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import Overloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.routing import Route
+    from pdserve.router.config import RouterConfig
+    from pdserve.router.policies.base import State, WorkerView
+    from pdserve.router.predict.predictor import Predictor
+
+__all__ = ["best_chance", "drain_time", "hopeless", "over_bound"]
+
+_LONGEST: Final[Seconds] = 60.0
+"""Nobody is sent away for longer: predictions do not reach far."""
+HOPELESS: Final = 0.05
+"""Less likely than this is as good as impossible."""
+
+
+def drain_time(
+    now: Seconds, workers: Sequence[WorkerView], held: Seconds, least: Seconds
+) -> Seconds:
+    """Predicted time until what waits here and at the workers is done, within reason."""
+    if not workers:
+        return least
+    there = sum(worker.wait(now) for worker in workers)
+    return min(max((there + held) / len(workers), least), _LONGEST)
+
+
+def over_bound(config: RouterConfig, held: int, size: Bytes, drain: Seconds) -> Overloaded | None:
+    """The refusal, if one more question is too many for `held` that occupy `size`."""
+    if held < config.hold_limit and size < config.hold_bytes:
+        return None
+    return Overloaded(
+        f"{held} requests wait for a worker in this router, as many as may", retry_after=drain
+    )
+
+
+def best_chance(
+    predictor: Predictor, model: str, question: Route, state: State, ahead: Seconds, age: Seconds
+) -> float:
+    """Probability that the first token comes in time where that is likeliest. `ahead`: what it
+    would wait in this router."""
+    assert question.slo_ttft is not None
+    limit = question.slo_ttft - question.waited
+    best = 0.0
+    for worker in state.workers:
+        cached = state.cached_tokens(question, worker)
+        work = state.model.prefill(question.prompt_tokens, cached) * worker.speed
+        chance = predictor.in_time(
+            model,
+            ahead + worker.wait(state.now) + work,
+            limit,
+            uncached=question.prompt_tokens - cached,
+            sequences=worker.sequences,
+            age=age,
+        )
+        best = max(best, chance)
+    return best
+
+
+def hopeless(question: Route, chances: Iterable[float], drain: Seconds) -> Overloaded | None:
+    """The refusal, if no chance is worth it."""
+    if max(chances, default=1.0) >= HOPELESS:
+        return None
+    return Overloaded(
+        f"a first token within {question.slo_ttft:g} s cannot be had now", retry_after=drain
+    )

@@ -1,0 +1,260 @@
+"""The questions of one model that wait until a worker has little enough left to do.
+
+Work that waits here can still go anywhere; work that waits in an engine cannot. So the order in
+which requests are begun is decided here:
+
+    bands        higher priority first, strictly
+    tenants      of a band: start-time fair queueing on predicted seconds over weight (Goyal et al.,
+                 SIGCOMM'96): whoever was served least, for its weight, is next. Who was away gets
+                 no credit for it
+    questions    of a tenant: least `predicted - AGEING * waited` first, so that short ones overtake
+                 long ones and nobody waits for ever; or by arrival alone
+
+It knows neither workers nor why somebody waits: `take` is told which questions could be placed now.
+Nothing is bounded here but the memory of tenants; `admission` bounds what comes in. Pure; the
+desk owns one per model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from sortedcontainers import SortedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.errors import PdserveError
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.routing import Route, Routed
+    from pdserve.router.bookings import Booking, Life
+
+__all__ = ["AGEING", "ORDERS", "Held", "HoldQueue", "Placement"]
+
+AGEING: Final = 0.3
+"""A second of waiting outweighs so many seconds of predicted work."""
+ORDERS: Final = ("sjf", "fifo")
+_MICRO: Final = 1_000_000
+_ENTRY_BYTES: Final[Bytes] = 1024
+"""Of a held question beyond its texts."""
+_IDLE_TENANTS: Final = 4096
+"""Tenants without questions whose share is remembered, for each band."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A question's good end."""
+
+    booking: Booking
+    routed: Routed
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A question that waits, or has waited."""
+
+    question: Route
+    asker: Life
+    answer: Callable[[Placement | PdserveError], None]
+    """Called once, unless it is withdrawn."""
+    arrived: Seconds
+    cost: Seconds
+    """Predicted time to compute it where most of it is cached."""
+    deadline: Seconds | None = None
+    number: int = 0
+    """In the order of arrival at this router."""
+    waiting: bool = False
+    """It is in a queue."""
+
+    @property
+    def bytes(self) -> Bytes:
+        """What it occupies, about."""
+        return _ENTRY_BYTES + len(self.question.names)
+
+    @property
+    def restricted(self) -> bool:
+        """Not every worker of the model may take it."""
+        question = self.question
+        return bool(question.excluded or question.allowed or question.lora)
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """One tenant's questions in one band."""
+
+    name: str
+    virtual: float
+    """Seconds per weight that it was served, on the band's scale: its next start tag."""
+    items: SortedDict[tuple[float, int], Held] = field(default_factory=SortedDict)
+
+    @property
+    def rank(self) -> tuple[float, str]:
+        return (self.virtual, self.name)
+
+
+class _Band:
+    """The questions of one priority."""
+
+    def __init__(self) -> None:
+        self.active: SortedDict[tuple[float, str], _Tenant] = SortedDict()
+        """Tenants that have questions, the next one first."""
+        self.tenants: dict[str, _Tenant] = {}
+        self.virtual = 0.0
+        """Start tag of what was served last."""
+        self._idle: dict[str, float] = {}
+        """Tenants that were served ahead of the band's time and have nothing now."""
+
+    def push(self, key: float, item: Held) -> None:
+        name = item.question.tenant
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            start = max(self.virtual, self._idle.pop(name, 0.0))
+            tenant = self.tenants[name] = _Tenant(name, start)
+            self.active[tenant.rank] = tenant
+        tenant.items[key, item.number] = item
+
+    def remove(self, key: float, item: Held) -> None:
+        tenant = self.tenants[item.question.tenant]
+        del tenant.items[key, item.number]
+        if not tenant.items:
+            self._retire(tenant)
+
+    def serve(self, key: float, item: Held) -> None:
+        """Remove it and charge its tenant."""
+        tenant = self.tenants[item.question.tenant]
+        del tenant.items[key, item.number]
+        self.virtual = max(self.virtual, tenant.virtual)
+        del self.active[tenant.rank]
+        tenant.virtual += item.cost / item.question.weight
+        self.active[tenant.rank] = tenant
+        if not tenant.items:
+            self._retire(tenant)
+
+    def _retire(self, tenant: _Tenant) -> None:
+        del self.active[tenant.rank]
+        del self.tenants[tenant.name]
+        if tenant.virtual > self.virtual:
+            self._idle[tenant.name] = tenant.virtual
+            if len(self._idle) > _IDLE_TENANTS:
+                del self._idle[next(iter(self._idle))]
+
+    def __iter__(self) -> Iterator[Held]:
+        """In order."""
+        for tenant in self.active.values():
+            yield from tenant.items.values()
+
+
+class HoldQueue:
+    """One model's."""
+
+    def __init__(self, order: str = "sjf") -> None:
+        self._by_arrival = order == "fifo"
+        self._bands: SortedDict[int, _Band] = SortedDict()
+        """By falling priority: the key is its negative."""
+        self._deadlines: SortedDict[tuple[Seconds, int], Held] = SortedDict()
+        self._length = 0
+        self._micros = 0
+        self.bytes: Bytes = 0
+        self.restricted = 0
+        """Of the questions, those that not every worker may take."""
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Held]:
+        """In the order in which they would be taken now."""
+        for band in self._bands.values():
+            yield from band
+
+    @property
+    def work(self) -> Seconds:
+        """Predicted, of all."""
+        return self._micros / _MICRO
+
+    def push(self, item: Held) -> None:
+        band = self._bands.get(-item.question.priority)
+        if band is None:
+            band = self._bands[-item.question.priority] = _Band()
+        band.push(self._key(item), item)
+        if item.deadline is not None:
+            self._deadlines[item.deadline, item.number] = item
+        item.waiting = True
+        self._count(item, 1)
+
+    def remove(self, item: Held) -> bool:
+        """Without serving it; False if it does not wait."""
+        if not item.waiting:
+            return False
+        self._bands[-item.question.priority].remove(self._key(item), item)
+        self._removed(item)
+        return True
+
+    def take(self, fits: Callable[[Held], bool]) -> Held | None:
+        """Remove and serve the first that fits."""
+        for item in self:
+            if fits(item):
+                self._bands[-item.question.priority].serve(self._key(item), item)
+                self._removed(item)
+                return item
+        return None
+
+    def last_below(self, priority: int) -> Held | None:
+        """The one that would be served last, if its priority is lower."""
+        if not self._bands:
+            return None
+        lowest, band = self._bands.peekitem(-1)
+        if -lowest >= priority:
+            return None
+        item: Held = band.active.peekitem(-1)[1].items.peekitem(-1)[1]
+        return item
+
+    def expired(self, now: Seconds) -> list[Held]:
+        """Those whose deadline has passed; they are still in the queue."""
+        passed = []
+        for (deadline, _), item in self._deadlines.items():
+            if deadline > now:
+                break
+            passed.append(item)
+        return passed
+
+    @property
+    def next_deadline(self) -> Seconds | None:
+        return self._deadlines.peekitem(0)[0][0] if self._deadlines else None
+
+    # ------------------------------------------------------------------ inside
+
+    def _key(self, item: Held) -> float:
+        """`cost - AGEING * waited`, but for what is the same for all at any moment; it never
+        changes, so nothing has to be sorted anew as time passes."""
+        reached = item.arrived - item.question.waited
+        return reached if self._by_arrival else item.cost + AGEING * reached
+
+    def _count(self, item: Held, sign: int) -> None:
+        self._length += sign
+        self._micros += sign * round(item.cost * _MICRO)
+        self.bytes += sign * item.bytes
+        self.restricted += sign * item.restricted
+
+    def _removed(self, item: Held) -> None:
+        """A band without questions is forgotten, and with it who was served: its time is over."""
+        item.waiting = False
+        if item.deadline is not None:
+            del self._deadlines[item.deadline, item.number]
+        if not self._bands[-item.question.priority].tenants:
+            del self._bands[-item.question.priority]
+        self._count(item, -1)
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless all sums are those of the parts. For tests."""
+        items = list(self)
+        assert len(items) == self._length == len(set(map(id, items)))
+        assert all(item.waiting for item in items)
+        assert self._micros == sum(round(item.cost * _MICRO) for item in items)
+        assert self.restricted == sum(item.restricted for item in items)
+        assert self.bytes == sum(item.bytes for item in items)
+        timed = {id(item) for item in items if item.deadline is not None}
+        assert timed == {id(item) for item in self._deadlines.values()}
+        for band in self._bands.values():
+            assert set(band.active) == {tenant.rank for tenant in band.tenants.values()}
+            assert all(tenant.items for tenant in band.tenants.values())
