@@ -232,6 +232,21 @@ BUGS: Final[dict[str, Bug]] = {
     "watermark not checked": Bug(
         "pdserve.runtime.topics.reader", "LogReader._watermark", _never, "a lost event stays lost"
     ),
+    "a pool's events are lost": Bug(
+        "pdserve.worker.kv_log", "KvLog.apply", _each(5, _skip), "routers hear of old pools"
+    ),
+    "removed blocks are not told": Bug(
+        "pdserve.worker.kv_log", "KvLog._remove", _never, "routers send prompts to what is gone"
+    ),
+    "a dead engine's blocks stay": Bug(
+        "pdserve.worker.kv_log", "KvLog._clear", _never, "a new engine is taken for a full one"
+    ),
+    "a snapshot is not put in place": Bug(
+        "pdserve.router.index.feed", "Feed.commit", _never, "who comes late knows nothing"
+    ),
+    "an index keeps dead workers": Bug(
+        "pdserve.router.index.view", "PrefixIndex.worker_gone", _never, "memory is never given back"
+    ),
     "gossip timer left behind": Bug(
         "pdserve.gossip.service", "GossipService.close", _keeps_timer, "timers leak"
     ),

@@ -28,6 +28,8 @@ FAULTS = {
     "channel outlives its end": RESETS,
     "epoch not compared": CRASH,
     "Gone told twice": CRASH,
+    "an index keeps dead workers": CRASH,
+    "a dead engine's blocks stay": [Fault("engine", 0.0, 0.0, "w0")],
     "LinkDown dropped": [Fault("reset", 0.0, 0.0, "w0", "w1")],
     "failed dials not told": [Fault("cut", 0.0, 30.0, "w0", "w1")],
     "own death not heard": CUT_OFF,
