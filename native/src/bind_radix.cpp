@@ -137,12 +137,17 @@ class RadixTree {
     const Depths& found = tree_.match(buffer.names(), 3);
     nb::object out = nb::steal(PyDict_New());
     if (!out.is_valid()) throw nb::python_error();
+    nb::object three;  // many workers have the same one: a new tuple for each would cost most
+    std::uint32_t last[3] = {};
     found.each([&](std::size_t worker) {
-      nb::object three = nb::steal(PyTuple_Pack(3, ints_[found.depth[0][worker]],
-                                                ints_[found.depth[1][worker]],
-                                                ints_[found.depth[2][worker]]));
-      if (!three.is_valid() || PyDict_SetItem(out.ptr(), ints_[worker], three.ptr()) != 0)
-        throw nb::python_error();
+      const std::uint32_t now[3] = {found.depth[0][worker], found.depth[1][worker],
+                                    found.depth[2][worker]};
+      if (!three.is_valid() || !std::equal(now, now + 3, last)) {
+        three = nb::steal(PyTuple_Pack(3, ints_[now[0]], ints_[now[1]], ints_[now[2]]));
+        if (!three.is_valid()) throw nb::python_error();
+        std::copy(now, now + 3, last);
+      }
+      if (PyDict_SetItem(out.ptr(), ints_[worker], three.ptr()) != 0) throw nb::python_error();
     });
     return out;
   }

@@ -1,5 +1,6 @@
 #include "pdserve/radix/runs.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 #include <random>
@@ -137,8 +138,8 @@ bool Table::insert(Name name, Place place, Meter& meter) {
   const std::uint64_t hashed = hash(name);
   Shard& there = shard(hashed);
   if ((there.count + 1) * std::size_t{5} > there.capacity * std::size_t{4}) {
-    const std::size_t wanted = there.capacity + there.capacity / 2 + 8;
-    if (wanted > kMaxCapacity) return false;
+    const std::size_t wanted = std::min(there.capacity * std::size_t{2} + 8, kMaxCapacity);
+    if (wanted == there.capacity) return false;
     resize(there, wanted, meter);
   }
   ++there.count;
@@ -179,7 +180,7 @@ void Table::resize(Shard& there, std::size_t capacity, Meter& meter) {
   }
   there.capacity = static_cast<std::uint32_t>(capacity);
   meter += (capacity - old.capacity) * sizeof(Slot);
-  constexpr std::size_t kAhead = 8;  // each name is likely a cache miss: ask for it early
+  constexpr std::size_t kAhead = 16;  // each name is likely a cache miss: ask for it early
   for (std::size_t i = 0; i < old.capacity; ++i) {
     if (i + kAhead < old.capacity && old.slots[i + kAhead] != 0) {
       const Place ahead = unpacked(old.slots[i + kAhead]);
