@@ -14,8 +14,10 @@ import textwrap
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
+from pdserve.blocks.hashing import block_hashes, prompt_root
 from pdserve.engine.api import EngineState
 from pdserve.engine.carrier import ProcessCarrier
 from pdserve.engine.client import ClientOptions, CoreClient
@@ -30,7 +32,7 @@ from pdserve.errors import (
     PayloadTooLarge,
 )
 from pdserve.messages.engine import EngineSpec, Ready
-from pdserve.messages.kv import KvEvent, PoolCleared
+from pdserve.messages.kv import BlockStored, KvEvent, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.scripted import ENGINE, reference_tokens
 from pdserve.testing.sinks import LedgerSink, until
@@ -39,7 +41,7 @@ from tests.engine.test_host import CAPABILITIES
 from tests.engine.test_life import PlayedCarrier
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from pdserve.messages.request import TokenDelta
 
@@ -147,6 +149,39 @@ async def test_a_killed_core_ends_every_request_once_and_comes_back():
         EngineState.READY,
         EngineState.STOPPED,
     ]
+
+
+async def test_a_secret_reaches_the_core_and_its_successor():
+    async with running(msgspec.structs.replace(spec(), hash_secret=b"first")) as watched:
+        client, stored = watched.client, list[bytes]()
+
+        def note(events: Sequence[KvEvent]) -> None:
+            for event in events:
+                stored.extend(event.hashes if isinstance(event, BlockStored) else ())
+
+        client.subscribe_kv(note)
+
+        async def names(secret: bytes) -> None:
+            stored.clear()
+            wanted = request(*range(10, 10 + 3 * 4))
+            await LedgerSink(client, wanted).wait()
+            await until(lambda: len(stored) >= 3)
+            root = prompt_root(secret, "scripted", "")
+            expected = block_hashes(wanted.prompt, 4, parent=root, secret=secret)
+            assert stored[:3] == expected
+
+        await names(b"first")
+        client.rekey(b"second")
+        await names(b"second")
+        os.kill(watched.pid, signal.SIGKILL)
+        await until(lambda: client.state is EngineState.RESTARTING)
+        client.rekey(b"third")
+        await watched.ready_again()
+        await names(b"third")
+        os.kill(watched.pid, signal.SIGKILL)
+        await until(lambda: client.state is EngineState.RESTARTING)
+        await watched.ready_again()
+        await names(b"third")
 
 
 async def test_the_last_line_of_stderr_is_in_the_error():

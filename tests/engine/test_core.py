@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from pdserve.blocks.hashing import block_hashes, names_id, prompt_root
 from pdserve.clock import ManualClock
 from pdserve.engine.core import STATS_INTERVAL, EngineCore
 from pdserve.errors import ConfigError, DeadlineExceeded, EngineDied, EngineError, Overloaded
@@ -15,6 +16,7 @@ from pdserve.messages.engine import (
     ClearCache,
     EngineSpec,
     QueryStats,
+    Rekey,
     Start,
     Stats,
     Step,
@@ -22,7 +24,7 @@ from pdserve.messages.engine import (
 from pdserve.messages.kv import BlockStored, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline import InlineEngine
-from pdserve.testing.scripted import ENGINE, ScriptedExecutor
+from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
 
 if TYPE_CHECKING:
     from pdserve.engine.executor import StepPlan, StepResult
@@ -221,6 +223,80 @@ def test_hashes_repeat_with_a_secret_and_are_private_without(executor: TimedExec
     secret = msgspec.structs.replace(SPEC, hash_secret=b"cluster")
     assert stored(secret) == stored(secret)
     assert stored(SPEC) != stored(SPEC)
+
+
+def names_of(tokens: list[int], secret: bytes) -> list[bytes]:
+    root = prompt_root(secret, "scripted", "")
+    return [*block_hashes(tokens, 4, parent=root, secret=secret)]
+
+
+def test_another_secret_renames_what_is_in_use_and_forgets_the_rest():
+    spec = msgspec.structs.replace(SPEC, hash_secret=b"old")
+    with InlineEngine.of(ScriptedExecutor(), spec) as engine:
+        engine.generate([request(*range(40, 52), max_tokens=1)])  # cached, and soon forgotten
+        prompt = list(range(10, 22))
+        ledgers = [engine.submit(request(*prompt, n=2, max_tokens=6)) for _ in range(2)]
+        for _ in range(3):
+            engine.step()
+        assert max(map(engine.pool.references, range(64))) > 1  # choices share blocks
+        engine.core.handle(Rekey(hash_secret=b"new"))
+        engine.pool.check()
+        assert engine.pool.match(names_of(prompt, b"new")[:2])
+        assert not engine.pool.match(names_of(prompt, b"old"))
+        assert not engine.pool.match(names_of(list(range(40, 52)), b"new"))
+        engine.core.handle(Rekey(hash_secret=b"new"))  # it has that one already
+        assert len(engine.pool.match(names_of(prompt, b"new"))) >= 2
+        engine.run()
+        for ledger in ledgers:
+            assert ledger.tokens == [
+                reference_tokens(ledger.request, choice) for choice in range(2)
+            ]
+        cleared = engine.kv_events.index(PoolCleared())
+        stored = [
+            h for e in engine.kv_events[cleared:] if isinstance(e, BlockStored) for h in e.hashes
+        ]
+        assert stored[:3] == names_of(prompt, b"new")
+        hit = engine.submit(request(*prompt, 5, max_tokens=1))
+        engine.run()
+        assert hit.finishes[0] is not None
+        assert hit.finishes[0].cached_tokens == 12
+
+
+def test_a_prompts_names_may_come_with_it():
+    """They are taken unseen, so here they lie: nothing else shows that they were taken."""
+    spec = msgspec.structs.replace(SPEC, hash_secret=b"key")
+    lies = [bytes([n]) * 16 for n in range(3)]
+    prompt = list(range(10, 23))
+    named = request(*prompt, max_tokens=5, block_names=b"".join(lies), names_id=names_id(b"key"))
+    with InlineEngine.of(ScriptedExecutor(), spec) as engine:
+        engine.generate([named])
+        assert engine.pool.match(lies) == engine.pool.match(lies[:3])
+        assert len(engine.pool.match(lies)) == 3
+        (generated,) = [
+            e.hashes for e in engine.kv_events if isinstance(e, BlockStored) and len(e.hashes) == 1
+        ]
+        output = reference_tokens(named)
+        tokens = [*prompt, *output][12:16]
+        assert generated == block_hashes(tokens, 4, parent=lies[-1], secret=b"key")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"names_id": names_id(b"another")}, {"names_id": b""}, {"block_names": b"x" * 32}]
+)
+def test_names_of_another_making_are_ignored(changes: dict[str, Any]):
+    spec = msgspec.structs.replace(SPEC, hash_secret=b"key")
+    prompt = list(range(10, 22))
+    named = request(*prompt, max_tokens=1, block_names=b"x" * 48, names_id=names_id(b"key"))
+    with InlineEngine.of(ScriptedExecutor(), spec) as engine:
+        engine.generate([msgspec.structs.replace(named, **changes)])
+        assert len(engine.pool.match(names_of(prompt, b"key"))) == 3
+
+
+def test_without_prefix_cache_a_secret_changes_nothing(executor: TimedExecutor):
+    with InlineEngine.of(executor, msgspec.structs.replace(SPEC, prefix_cache=False)) as engine:
+        engine.core.handle(Rekey(hash_secret=b"new"))
+        engine.generate([request(*range(10, 30))])
+        assert engine.kv_events == []
 
 
 def test_statistics_come_while_it_works_and_once_more_at_the_end(

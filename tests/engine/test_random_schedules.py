@@ -23,10 +23,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pdserve.blocks.hashing import block_hashes, names_id, prompt_root
 from pdserve.clock import ManualClock
 from pdserve.engine.core import EngineCore
 from pdserve.errors import DeadlineExceeded, EngineError, InvalidRequest, Overloaded
-from pdserve.messages.engine import ClearCache, EngineSpec
+from pdserve.messages.engine import ClearCache, EngineSpec, Rekey
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline import InlineEngine
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from pdserve.testing.ledger import Ledger
 
 MAX_LEN = 48
+BLOCK = 4
+MODEL = "scripted"
+SECRETS = (b"one", b"two", b"three")
 POISON = 5
 
 tokens = st.integers(3, 12)
@@ -73,6 +77,11 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
     )
 
 
+def reference_names(tokens: list[int], secret: bytes, salt: str) -> list[bytes]:
+    """The names of the full blocks."""
+    return [*block_hashes(tokens, BLOCK, parent=prompt_root(secret, MODEL, salt), secret=secret)]
+
+
 class CoreMachine(RuleBasedStateMachine):
     """An `EngineCore` around the scripted executor, under a clock that only rules move."""
 
@@ -89,12 +98,13 @@ class CoreMachine(RuleBasedStateMachine):
         self.spec = EngineSpec(
             engine=ENGINE,
             model="",
-            block_size=4,
+            block_size=BLOCK,
             max_batch_tokens=batch,
             max_sequences=sequences,
             max_waiting=waiting,
             max_model_len=MAX_LEN,
             prefix_cache=cache,
+            hash_secret=SECRETS[0],
             options={"blocks": str(blocks), "raise_on": str(POISON), "vocab": "40"},
         )
         self.clock = ManualClock()
@@ -103,6 +113,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.core = EngineCore(self.executor, self.clock)
         self.engine = InlineEngine(self.core, self.spec)
         self.index: set[bytes] = set()
+        self.secret = SECRETS[0]
 
     # ------------------------------------------------------------------ what happens
 
@@ -110,6 +121,17 @@ class CoreMachine(RuleBasedStateMachine):
     def submit(self, request: GenerateRequest, copies: int) -> None:
         for _ in range(copies):
             self.engine.submit(request)
+
+    @rule(request=requests(), secret=st.sampled_from(SECRETS), whole=st.booleans())
+    def submit_named(self, request: GenerateRequest, secret: bytes, whole: bool) -> None:
+        """With names from a frontend, which may know another secret, or make blocks of other
+        sizes."""
+        names = reference_names(request.prompt, secret, request.cache_salt)
+        joined = b"".join(names if whole else names[1:])
+        self.visited["named"] += bool(joined) and whole and secret == self.secret
+        self.engine.submit(
+            msgspec.structs.replace(request, block_names=joined, names_id=names_id(secret))
+        )
 
     @rule(token=st.integers(6, 12), size=st.integers(2, 6), count=st.integers(8, 40))
     def crowd(self, token: int, size: int, count: int) -> None:
@@ -154,6 +176,13 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def clear_cache(self) -> None:
         self.core.handle(ClearCache())
+
+    @rule(secret=st.sampled_from(SECRETS))
+    def rekey(self, secret: bytes) -> None:
+        running = any(sequence.num_committed for sequence in self.core.scheduler.running)
+        self.visited["renamed"] += running and secret != self.secret
+        self.core.handle(Rekey(hash_secret=secret))
+        self.secret = secret
 
     def one_step(self) -> None:
         self.engine.step()
@@ -207,6 +236,7 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_balance(self) -> None:
         self.core.pool.check()
+        self.the_names_are_right()
         for event in self.engine.kv_events:
             match type(event).__name__:
                 case "BlockStored":
@@ -216,6 +246,17 @@ class CoreMachine(RuleBasedStateMachine):
                 case _:
                     self.index.clear()
         self.engine.kv_events.clear()
+
+    def the_names_are_right(self) -> None:
+        """Whoever made them, and whatever they were before."""
+        for sequence in self.core.scheduler.running:
+            count = sequence.num_committed
+            if self.spec.prefix_cache and count:
+                expected = reference_names(
+                    sequence.tokens[: count * BLOCK], self.secret, sequence.request.cache_salt
+                )
+                names = [self.core.pool.hash_of(block) for block in sequence.blocks[:count]]
+                assert names == expected
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -270,6 +311,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 CORNERS = {"preempted", "cached", "copied", "completed", "aborted", "continued"}
+CORNERS |= {"named", "renamed"}
 CORNERS |= {Overloaded.__name__, DeadlineExceeded.__name__, EngineError.__name__}
 
 
