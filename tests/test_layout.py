@@ -39,6 +39,7 @@ ASYNCIO = {
     "pdserve/frontend/bodies.py": "reads bodies under a deadline",
     "pdserve/frontend/channel.py": "waits until a worker has taken a request",
     "pdserve/frontend/cluster.py": "waits for routers and for channels to workers",
+    "pdserve/frontend/explain.py": "ends an explanation at its deadline",
     "pdserve/frontend/generation.py": "one request's life, cancelled with its connection",
     "pdserve/frontend/group.py": "asks siblings under one deadline",
     "pdserve/frontend/models.py": "loads tokenizers off the loop, once per card",

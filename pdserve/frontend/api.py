@@ -26,6 +26,7 @@ from pdserve.openai.fields import shorten
 
 if TYPE_CHECKING:
     from pdserve.frontend.cors import Cors
+    from pdserve.frontend.explain import Explanations
     from pdserve.frontend.keys import KeyRing
     from pdserve.frontend.small import SmallEndpoints
     from pdserve.observe.metrics import Metrics
@@ -63,6 +64,7 @@ class Api:
     def __init__(
         self,
         generations: Generations,
+        explanations: Explanations,
         small: SmallEndpoints,
         metrics: Metrics,
         keys: KeyRing | None,
@@ -80,6 +82,7 @@ class Api:
             for target in (
                 Target("/v1/chat/completions", {"POST": self._chat}),
                 Target("/v1/completions", {"POST": self._completion}),
+                Target("/route", {"POST": explanations.route}),
                 Target("/v1/models", {"GET": small.models}),
                 Target("/tokenize", {"POST": small.tokenize}),
                 Target("/detokenize", {"POST": small.detokenize}),

@@ -138,9 +138,7 @@ class Generations:
             raise Draining("the server is shutting down")
         arrival = self._time()
         ticket = self.admission.admit(call.key, arrival)
-        task = asyncio.current_task()
-        assert task is not None  # aiohttp runs every handler in a task
-        exchange = Exchange(call=call, arrival=arrival, task=task)
+        exchange = self.exchange(call, arrival)
         self.active.add(exchange)
         try:
             return await self._serve(route, exchange, ticket)
@@ -151,7 +149,7 @@ class Generations:
             if exchange.error is None:
                 exchange.error = Cancelled("the client went away")
                 raise
-            task.uncancel()  # it was cancelled to deliver this error, and goes on
+            exchange.task.uncancel()  # it was cancelled to deliver this error, and goes on
             raise exchange.error from None
         except ConnectionError:
             exchange.error = Cancelled("the client went away")
@@ -162,6 +160,13 @@ class Generations:
         finally:
             self._release(exchange, ticket)
 
+    def exchange(self, call: Call, arrival: Seconds | None = None) -> Exchange:
+        """The record of a request that begins now."""
+        task = asyncio.current_task()
+        assert task is not None  # aiohttp runs every handler in a task
+        now = self._time() if arrival is None else arrival
+        return Exchange(call=call, arrival=now, task=task)
+
     async def _serve(
         self, route: Route[R], exchange: Exchange, ticket: Ticket
     ) -> web.StreamResponse:
@@ -170,7 +175,7 @@ class Generations:
         exchange.expires = self._time() + limit
         deadline = self._loop.call_later(limit, _expire, exchange, limit)
         try:
-            plan = await self._plan(route, body, exchange)
+            plan = await self.plan(route, body, exchange)
             ticket.check_tokens(plan.prompt_tokens, self._time())
             if plan.stream:
                 return await self._stream(plan, exchange)
@@ -180,7 +185,11 @@ class Generations:
 
     # ------------------------------------------------------------------ before the answer
 
-    async def _plan(self, route: Route[R], body: bytes, exchange: Exchange) -> Plan:
+    async def plan(self, route: Route[R], body: bytes, exchange: Exchange) -> Plan:
+        """What is to be done for a body, and into the exchange what its client wishes.
+
+        Errors: `InvalidRequest` and its kin, `NoWorker`, `Overloaded`.
+        """
         decoded = route.decoder.decode(body, strict=self._config.strict_api)
         if decoded.unknown:
             self._unknown.report(decoded.unknown)

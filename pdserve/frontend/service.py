@@ -22,6 +22,7 @@ from pdserve.frontend.api import Api
 from pdserve.frontend.bodies import BodyReader
 from pdserve.frontend.connection import ConnectionServer
 from pdserve.frontend.cors import Cors
+from pdserve.frontend.explain import Explanations
 from pdserve.frontend.generation import Generations
 from pdserve.frontend.keys import KeyRing, parse_keys
 from pdserve.frontend.models import ModelDirectory
@@ -123,7 +124,9 @@ class FrontendService:
             self._degraded,
             self._pages,
         )
-        self._api = Api(self._generations, small, metrics, keys, Cors(config.cors_origins))
+        explanations = Explanations(config, self._backend, bodies, self._generations)
+        cors = Cors(config.cors_origins)
+        self._api = Api(self._generations, explanations, small, metrics, keys, cors)
         self._server = ConnectionServer(self._api.handle, config, metrics)
         metrics.http_requests_in_flight.read_from(lambda: self.active_requests)
         metrics.http_connections.read_from(lambda: self._server.open_connections)

@@ -19,6 +19,7 @@ _RECORDS = (
     responses.ChatCompletion,
     responses.ChatChunk,
     responses.Completion,
+    responses.RouteExplanation,
     responses.ModelList,
     responses.Model,
     responses.Tokenized,
@@ -73,6 +74,7 @@ def _paths() -> dict[str, Any]:
         "/v1/completions": {
             "post": _generation("Continue a text", "Completion", "Completion", "Completion")
         },
+        "/route": {"post": _explanation()},
         "/v1/models": {"get": _get("List the models served here", "ModelList", "401")},
         "/v1/models/{id}": {
             "parameters": [
@@ -96,6 +98,14 @@ def _generation(summary: str, kind: str, answer: str, chunk: str) -> dict[str, A
         "schema": {"type": "string", "description": _EVENTS.format(chunk=f"`{chunk}`")},
         "x-event-schema": _ref(chunk),
     }
+    operation["responses"]["504"] = {"$ref": "#/components/responses/Error504"}
+    return operation
+
+
+def _explanation() -> dict[str, Any]:
+    operation = _post("What would be done with a request now", "ChatRequest", "RouteExplanation")
+    either = {"anyOf": [_ref("ChatRequest"), _ref("CompletionRequest")]}
+    operation["requestBody"]["content"]["application/json"]["schema"] = either
     operation["responses"]["504"] = {"$ref": "#/components/responses/Error504"}
     return operation
 
