@@ -72,7 +72,7 @@ async def test_every_prompt_carries_the_names_that_the_engine_would_give(pool: T
 
 
 async def test_salts_and_tenants_have_names_of_their_own(pool: TextPool) -> None:
-    tenant = context(pool, NAMING, ApiKey(b"d" * 32, "t", cache_isolation=True))
+    tenant = context(pool, NAMING, ApiKey(digest=b"d" * 32, tenant="t", cache_isolation=True))
     anybody = context(pool, NAMING)
     made = []
     for where, fields in ((anybody, {}), (anybody, {"cache_salt": "s"}), (tenant, {})):

@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from pdserve.blocks.hashing import names_id
 from pdserve.engine.api import EngineState
 from pdserve.errors import ConfigError, Draining, EngineDied, NotReady
 from pdserve.messages.engine import EngineCapabilities, EngineStats, Progress
@@ -18,6 +19,7 @@ class FakeEngine:
         self.spec = spec
         self.state = EngineState.NEW
         self.state_reason = "not started"
+        self.secrets = []
         self.restarts = 0
         self.capabilities = None
         self.stats = EngineStats()
@@ -72,6 +74,9 @@ class FakeEngine:
 
     def statistics(self):
         return self.stats
+
+    def rekey(self, hash_secret):
+        self.secrets.append(hash_secret)
 
     def subscribe_kv(self, listener):
         raise AssertionError("nobody listens yet")
@@ -133,6 +138,18 @@ async def test_a_started_worker_serves_its_model_under_every_name(model):
     assert world.service.unready_reason() is None
     assert world.progress == [("reading weights", 0.5)]
     assert (world.engine.spec.threads, world.engine.spec.hash_secret) == (3, b"s")
+    await world.service.stop()
+
+
+async def test_a_secret_reaches_the_engine_whenever_it_comes(model):
+    world = World(model)
+    assert world.service.names_id == names_id(b"s")
+    world.service.rekey(b"before")
+    await world.start()
+    assert world.engine.spec.hash_secret == b"before"
+    world.service.rekey(b"after")
+    assert world.engine.secrets == [b"after"]
+    assert world.service.names_id == names_id(b"after")
     await world.service.stop()
 
 
