@@ -1,0 +1,255 @@
+"""What the grid says, as a page. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from bench.policy_grid.cells import ABLATIONS, KV_LOAD, RIVALS, TTFT, Arm, Scale, World, few_worlds
+from bench.policy_grid.compare import Difference, difference, mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from bench.policy_grid.runner import Result
+
+__all__ = ["Findings", "page"]
+
+_ALLOWED: Final = -0.03
+"""The aim: goodput never further below a rival's."""
+_NEAR: Final = (1.0,)
+"""Loads that count as near saturation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Everything that was measured."""
+
+    scale: Scale
+    knees: dict[str, float]
+    """By preset: times the trace's own speed."""
+    tuned: Arm
+    tuning: list[tuple[Arm, float, float]]
+    """(candidate, share of good requests, mean time to first token) on the first half."""
+    results: dict[tuple[World, str], list[Result]]
+    """By world and arm, in order of seeds."""
+    cpu_seconds: float
+
+    def has(self, world: World, arm: Arm) -> bool:
+        return (world, arm.name) in self.results
+
+    def values(self, world: World, arm: Arm, read: Callable[[Result], float]) -> list[float]:
+        return [read(result) for result in self.results[world, arm.name]]
+
+    def compare(self, world: World, rival: Arm, read: Callable[[Result], float]) -> Difference:
+        """Of `ttft` with a rival."""
+        return difference(self.values(world, TTFT, read), self.values(world, rival, read))
+
+    @property
+    def worlds(self) -> list[World]:
+        """In which `ttft` ran."""
+        return [world for world, arm in self.results if arm == TTFT.name]
+
+
+def good(result: Result) -> float:
+    """Share of good requests: at one load, goodput by another unit."""
+    return float(result["good"])
+
+
+def first(result: Result) -> float:
+    """Mean time to first token."""
+    return float(result["ttft"]["mean"])
+
+
+def page(findings: Findings, facts: Sequence[str], how: Sequence[str]) -> str:
+    """The whole result."""
+    sections = [
+        ["# Routing policies in simulation", "", *how, "", *(f"- {fact}" for fact in facts)],
+        _verdict(findings),
+        ["## Against tuned `kv_load`, cell by cell", "", *_grid(findings)],
+        ["## All policies", "", *_everybody(findings)],
+        ["## What each part of `ttft` is worth", "", *_ablations(findings)],
+        ["## How good predictions are", "", *_predictions(findings)],
+        ["## How `kv_load` was tuned", "", *_tuning(findings)],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def rivals_in(findings: Findings, world: World) -> list[Arm]:
+    arms = (findings.tuned, KV_LOAD, *RIVALS)
+    return [arm for arm in arms if findings.has(world, arm)]
+
+
+def _verdict(findings: Findings) -> list[str]:
+    worlds = findings.worlds
+    words: list[str] = []
+    lost: list[str] = []
+    worst = 0.0
+    for world in worlds:
+        found = {arm.name: findings.compare(world, arm, good) for arm in rivals_in(findings, world)}
+        worst = min([worst, *(one.mean for one in found.values())])
+        losing = [name for name, one in found.items() if one.word == "worse"]
+        words.append("lost" if losing else "held")
+        lost += [
+            f"- {world.words}: {name} has {-found[name].mean:.1%} more "
+            f"({-found[name].high:.1%} to {-found[name].low:.1%})"
+            for name in losing
+        ]
+    held = words.count("held") / max(1, len(words))
+    near = [world for world in worlds if world.load in _NEAR]
+    gains = [-findings.compare(world, findings.tuned, first).mean for world in near]
+    return [
+        "## In short",
+        "",
+        f"- `ttft` is best or statistically equal in goodput in {held:.0%} of {len(words)} cells "
+        "(aim: 90 %)",
+        f"- its largest deficit in a cell is {-worst:.1%} (aim: at most {-_ALLOWED:.0%})",
+        f"- its mean time to first token at load 1 is {mean(gains):.0%} shorter than that of tuned "
+        f"`kv_load` (aim: 15 %); by cell {min(gains, default=0):.0%} "
+        f"to {max(gains, default=0):.0%}",
+        "",
+        "Cells that it loses:" if lost else "It loses no cell.",
+        *([""] if lost else []),
+        *lost,
+    ]
+
+
+def _grid(findings: Findings) -> Iterator[str]:
+    yield _row(
+        "cell",
+        "good, ttft",
+        "kv_load",
+        "difference (95 %)",
+        "",
+        "mean TTFT s, ttft",
+        "kv_load",
+        "difference (95 %)",
+    )
+    yield _row("---", *["---:"] * 3, "---", *["---:"] * 3)
+    for world in findings.worlds:
+        tuned = findings.tuned
+        goods, firsts = (findings.compare(world, tuned, read) for read in (good, first))
+        yield _row(
+            world.words,
+            f"{mean(findings.values(world, TTFT, good)):.1%}",
+            f"{mean(findings.values(world, tuned, good)):.1%}",
+            _spread(goods),
+            goods.word,
+            f"{mean(findings.values(world, TTFT, first)):.2f}",
+            f"{mean(findings.values(world, tuned, first)):.2f}",
+            _spread(firsts),
+        )
+
+
+def _everybody(findings: Findings) -> Iterator[str]:
+    yield _row(
+        *("load", "policy", "good", "goodput/s", "TTFT mean", "p50", "p90", "p99"),
+        *("ITL p50 ms", "p99 ms", "hits", "balance", "`ttft` against it"),
+    )
+    yield _row("---:", "---", *["---:"] * 10, "---")
+    for world in few_worlds(findings.scale):
+        arms = [arm for arm in (TTFT, *rivals_in(findings, world)) if findings.has(world, arm)]
+        arms.sort(key=lambda arm: -mean(findings.values(world, arm, good)))
+        for arm in arms:
+            yield _one(findings, world, arm)
+
+
+def _one(findings: Findings, world: World, arm: Arm) -> str:
+    def at(*path: str) -> float:
+        return mean(findings.values(world, arm, lambda result: _dig(result, path)))
+
+    against = "" if arm == TTFT else findings.compare(world, arm, good)
+    return _row(
+        f"{world.load:g}",
+        f"**{arm.name}**" if arm == TTFT else arm.name,
+        f"{at('good'):.1%}",
+        f"{at('goodput'):.2f}",
+        *(f"{at('ttft', key):.2f}" for key in ("mean", "p50", "p90", "p99")),
+        *(f"{1000 * at('itl', key):.0f}" for key in ("p50", "p99")),
+        f"{at('hit_rate'):.1%}",
+        f"{at('balance'):.2f}",
+        against if isinstance(against, str) else f"{_spread(against)} {against.word}",
+    )
+
+
+def _ablations(findings: Findings) -> Iterator[str]:
+    world = World(load=1.0)
+    if not findings.has(world, TTFT):
+        return
+    yield "At load 1, jittered, equal workers, one router; differences to the whole of it."
+    yield ""
+    yield _row("arm", "good", "difference (95 %)", "mean TTFT s", "difference (95 %)", "hits")
+    yield _row("---", *["---:"] * 5)
+    for arm in (TTFT, *ABLATIONS):
+        if not findings.has(world, arm):
+            continue
+        base = findings.tuned if arm.policy == "kv_load" else TTFT
+        base = KV_LOAD if arm.policy == "kv_load" and findings.has(world, KV_LOAD) else base
+        goods, firsts = (
+            difference(findings.values(world, arm, read), findings.values(world, base, read))
+            for read in (good, first)
+        )
+        hits = mean(findings.values(world, arm, lambda result: float(result["hit_rate"])))
+        yield _row(
+            arm.name,
+            f"{mean(findings.values(world, arm, good)):.1%}",
+            "" if arm == TTFT else _spread(goods),
+            f"{mean(findings.values(world, arm, first)):.2f}",
+            "" if arm == TTFT else _spread(firsts),
+            f"{hits:.1%}",
+        )
+
+
+def _predictions(findings: Findings) -> Iterator[str]:
+    yield "Of `ttft`, predicted over actual time to first token, by uncached tokens of the prompt;"
+    yield "means over seeds of each run's quantiles, the time in which everything was still to be"
+    yield "learnt included."
+    yield ""
+    yield _row("load", "workers", "uncached", "p10", "p50", "p90", "median error", "p90 error")
+    yield _row("---:", "---", "---", *["---:"] * 5)
+    for slow in (False, True):
+        for load in findings.scale.few_loads:
+            world = World(load=load, slow=slow)
+            if findings.has(world, TTFT):
+                yield from _buckets(findings, world)
+
+
+def _buckets(findings: Findings, world: World) -> Iterator[str]:
+    results = findings.results[world, TTFT.name]
+    names = {name: None for result in results for name in result["prediction"]}
+    for name in names:
+        having = [r["prediction"][name] for r in results if name in r["prediction"]]
+        ratios = [mean([one[key] for one in having]) for key in ("ratio_p10", "ratio_p50")]
+        ratios.append(mean([one["ratio_p90"] for one in having]))
+        errors = [mean([one[key] for one in having]) for key in ("error_p50", "error_p90")]
+        yield _row(
+            f"{world.load:g}",
+            "a quarter slow" if world.slow else "equal",
+            f"{name} tokens",
+            *(f"{ratio:.2f}" for ratio in ratios),
+            *(f"{error:.0%}" for error in errors),
+        )
+
+
+def _tuning(findings: Findings) -> Iterator[str]:
+    yield "On the first half of the trace, mean of loads 0.85 and 1; the first line is in force:"
+    yield "most good requests, then the least mean time to first token."
+    yield ""
+    yield _row("credit / decay / request weight / temperature", "good", "mean TTFT s")
+    yield _row("---", "---:", "---:")
+    for arm, share, seconds in findings.tuning:
+        yield _row(arm.name.removeprefix("kv_load "), f"{share:.2%}", f"{seconds:.3f}")
+
+
+def _dig(result: Any, path: Sequence[str]) -> float:
+    for key in path:
+        result = result[key]
+    return float(result)
+
+
+def _spread(one: Difference) -> str:
+    return f"{one.mean:+.1%} ({one.low:+.1%} to {one.high:+.1%})"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

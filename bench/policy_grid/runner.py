@@ -1,0 +1,151 @@
+"""Runs cells in processes, keeps each result as one line, and takes finished ones from there.
+
+A line is found again by what it is a result of: the cell, the scale, and the sources; so a run that
+was interrupted goes on, and one after a change of code starts anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pdserve
+from bench.policy_grid.cells import Arm, Scale, World
+from pdserve.sim.replay.config import ReplayConfig
+from pdserve.sim.replay.run import replay
+from pdserve.sim.traces.mooncake import MooncakeTrace
+from pdserve.sim.traces.shape import Shape, shaped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Runner", "run_one"]
+
+Job = tuple[World, Arm, int, float]
+"""(world, arm, seed, speed of the trace)."""
+Result = dict[str, Any]
+
+_NICE = 10
+_TELL_EVERY = 10
+
+
+class Runner:
+    """See above."""
+
+    def __init__(self, trace: Path, scale: Scale, data: Path, processes: int) -> None:
+        self._trace = trace
+        self._scale = scale
+        self._data = data
+        self._sources = sources()
+        self._known = self._read()
+        self._pool = multiprocessing.get_context("spawn").Pool(processes, initializer=_be_nice)
+        self.seconds = 0.0
+        """Of processes, spent on what is known, in earlier runs too."""
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+        self._pool.join()
+
+    def run(self, jobs: Sequence[Job]) -> list[Result]:
+        """Results in order of `jobs`."""
+        keys = [self._key(job) for job in jobs]
+        missing = [
+            (key, job) for key, job in zip(keys, jobs, strict=True) if key not in self._known
+        ]
+        todo = [(str(self._trace), self._scale, key, job) for key, job in dict(missing).items()]
+        if todo:
+            self._fill(todo)
+        self.seconds += sum(self._known[key]["seconds"] for key in dict.fromkeys(keys))
+        return [self._known[key]["result"] for key in keys]
+
+    def _fill(self, todo: list[tuple[str, Scale, str, Job]]) -> None:
+        self._data.parent.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        with self._data.open("a", encoding="utf-8") as file:
+            for count, line in enumerate(self._pool.imap_unordered(_run_line, todo), 1):
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                self._known[line["key"]] = line
+                if count % _TELL_EVERY == 0:
+                    took = time.monotonic() - began
+                    rest = took / count * (len(todo) - count)
+                    print(f"{count}/{len(todo)}, {rest:.0f} s to go", file=sys.stderr)
+
+    def _key(self, job: Job) -> str:
+        world, arm, seed, speed = job
+        what = [asdict(world), arm.policy, dict(arm.options), dict(arm.router), seed]
+        text = json.dumps([self._sources, asdict(self._scale), what, round(speed, 6)])
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+    def _read(self) -> dict[str, Any]:
+        known: dict[str, Any] = {}
+        if self._data.exists():
+            for text in self._data.read_text(encoding="utf-8").splitlines():
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue  # the last line of a run that was killed
+                known[line["key"]] = line
+        return known
+
+
+def sources() -> str:
+    """Names the code that a result is of."""
+    root = Path(pdserve.__file__).parent
+    digest = hashlib.sha256()
+    for path in _files((root, root.parent / "engines")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _files(folders: Iterable[Path]) -> list[Path]:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def _be_nice() -> None:
+    os.nice(_NICE)
+
+
+def _run_line(task: tuple[str, Scale, str, Job]) -> dict[str, Any]:
+    trace, scale, key, job = task
+    began = time.process_time()
+    result = run_one(Path(trace), scale, job)
+    return {"key": key, "result": result, "seconds": time.process_time() - began}
+
+
+def run_one(trace: Path, scale: Scale, job: Job) -> Result:
+    """One replay's summary."""
+    world, arm, seed, speed = job
+    config = ReplayConfig(
+        workers=scale.workers,
+        routers=world.routers,
+        frontends=1 if world.routers == 1 else 3 * world.routers,
+        policy=arm.policy,
+        policy_options=arm.options,
+        router_options=arm.router,
+        seed=seed,
+        engine_options={"preset": world.preset},
+        slow_share=0.25 if world.slow else 0.0,
+        slow_factor=2.0,
+        noise=scale.noise,
+        kv_tokens=scale.kv_tokens,
+    )
+    shape = Shape(
+        begin=0.0 if world.tuning else 0.5,
+        end=0.5 if world.tuning else 1.0,
+        jitter=world.jitter,
+        speed=speed * world.load,
+        limit=scale.requests,
+        seed=seed,
+    )
+    result = replay(config, shaped(MooncakeTrace(trace), shape))
+    numbers: Result = result.plain(requests=False)["summary"]
+    return numbers
