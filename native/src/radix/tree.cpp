@@ -121,9 +121,10 @@ void Tree::weed(Holdings& holdings, Worker worker, int tier) {
   std::vector<RunId>& runs = holdings.runs;
   std::sort(runs.begin(), runs.end());
   runs.erase(std::unique(runs.begin(), runs.end()), runs.end());
-  const auto left = [&](RunId id) {
-    const Span span = held(worker, tier, runs_[id]);
-    return span.from == span.to;
+  const auto left = [&](RunId id) {  // not by its span: a run that has just begun is empty
+    const Plane* plane = runs_[id].peek(tier);
+    return plane == nullptr ||
+           (!plane->full.contains(worker) && plane->parts.find(worker) == nullptr);
   };
   runs.erase(std::remove_if(runs.begin(), runs.end(), left), runs.end());
 }

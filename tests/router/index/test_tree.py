@@ -239,6 +239,18 @@ class TestMeaning:
                 call()
         assert tree.counters[:2] == (0, 0)
 
+    def test_blocks_that_come_and_go_leave_nothing(self, make: Callable[[int], Tree]) -> None:
+        """Many short runs begin and end beside one that stays."""
+        for count in range(80):
+            tree = make(MANY)
+            store(tree, 1, CHAIN[:1])
+            for name in ELSEWHERE[:count]:
+                store(tree, 1, [name])
+                assert tree.removed(1, DEVICE, packed([name])) == 1
+            store(tree, 1, ELSEWHERE[500:501])
+            assert tree.drop(1) == 2
+            assert len(tree) == 0
+
 
 # ------------------------------------------------------------- random lives
 
