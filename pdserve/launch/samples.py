@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
-from pdserve.observe.node_metrics import NodeSample
+from pdserve.observe.node_metrics import NodeSample, RouterSample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,7 @@ def sample_node(
     refused: int = 0,
     bookings: int = 0,
     bookings_ended: Mapping[str, float] | None = None,
+    router: RouterSample | None = None,
     rerouted: int | None = None,
 ) -> NodeSample:
     """One node, now; what belongs to a role comes as arguments."""
@@ -43,6 +45,7 @@ def sample_node(
         refused=refused,
         bookings=bookings,
         bookings_ended=bookings_ended or {},
+        **({} if router is None else asdict(router)),
         rerouted=rerouted,
     )
 

@@ -29,6 +29,24 @@ class RouterNumbers(msgspec.Struct, frozen=True, array_like=True):
     refused: Count = 0
     bookings: Count = 0
     """Its own, open at the moment."""
+    held: Count = 0
+    """Requests that wait for a worker at the moment."""
+    ever_held: Count = 0
+    held_seconds: float = 0.0
+    """Of those that were given a worker then."""
+    policy: str = ""
+    decisions: dict[str, int] = {}
+    """By the policy, or what it fell back to for want of good predictions."""
+    prompt_tokens: Count = 0
+    """Of requests whose first token has come."""
+    expected_tokens: Count = 0
+    """Of those, believed to be cached when the worker was chosen."""
+    cached_tokens: Count = 0
+    """Of those, found cached by the worker."""
+    prediction: float = 0.0
+    """Time to first token, observed over predicted: the median lately; 0: none was predicted."""
+    index_blocks: Count = 0
+    """Distinct blocks of workers' pools that it knows."""
 
 
 class FrontendNumbers(msgspec.Struct, frozen=True, array_like=True):

@@ -13,11 +13,29 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["NODE_METRICS", "NodeMetric", "NodeSample"]
+__all__ = ["NODE_METRICS", "NodeMetric", "NodeSample", "RouterSample"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSample:
+class RouterSample:
+    """One router's decisions, now; None: the node is none."""
+
+    decisions: Mapping[str, float] = field(default_factory=dict)
+    held: float | None = None
+    ever_held: float | None = None
+    held_seconds: float | None = None
+    held_ended: Mapping[str, float] = field(default_factory=dict)
+    prompt_tokens: Mapping[str, float] = field(default_factory=dict)
+    first_token_seconds: Mapping[str, float] = field(default_factory=dict)
+    prediction: Mapping[str, float] = field(default_factory=dict)
+    index_blocks: Mapping[str, float] = field(default_factory=dict)
+    index_bytes: float | None = None
+    approximate_workers: float | None = None
+    silent_routers: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSample(RouterSample):
     """One node, now. Mappings are by the second label's value."""
 
     role: str
@@ -100,6 +118,74 @@ NODE_METRICS = (
         "bookings_ended",
         "Bookings by how they ended: released, let_go, worker_gone, asker_gone, never_seen.",
         "reason",
+    ),
+    NodeMetric(
+        "router_decisions_total",
+        "counter",
+        "decisions",
+        "Requests that were given a worker, by the policy or what it fell back to.",
+        "policy",
+    ),
+    NodeMetric("router_held", "gauge", "held", "Requests that wait in this router for a worker."),
+    NodeMetric("router_held_total", "counter", "ever_held", "Requests that had to wait there."),
+    NodeMetric(
+        "router_held_seconds_total",
+        "counter",
+        "held_seconds",
+        "Time that requests waited there before they were given a worker.",
+    ),
+    NodeMetric(
+        "router_held_ended_total",
+        "counter",
+        "held_ended",
+        "Requests that waited there in vain: expired, withdrawn.",
+        "reason",
+    ),
+    NodeMetric(
+        "router_prompt_tokens_total",
+        "counter",
+        "prompt_tokens",
+        "Prompt tokens of requests whose first token has come: all; of those, believed to be "
+        "cached (expected), and found by the worker (cached).",
+        "tokens",
+    ),
+    NodeMetric(
+        "router_first_token_seconds_total",
+        "counter",
+        "first_token_seconds",
+        "Time from decision to first token, as predicted and as observed.",
+        "time",
+    ),
+    NodeMetric(
+        "router_prediction_ratio",
+        "gauge",
+        "prediction",
+        "Time to first token, observed over predicted: quantiles of the last requests.",
+        "quantile",
+        combine="max",
+    ),
+    NodeMetric(
+        "router_index_blocks",
+        "gauge",
+        "index_blocks",
+        "Blocks that the index knows: distinct ones, counted once for each worker, and refused "
+        "for want of room.",
+        "kind",
+    ),
+    NodeMetric("router_index_bytes", "gauge", "index_bytes", "Memory of the index."),
+    NodeMetric(
+        "router_approximate_workers",
+        "gauge",
+        "approximate_workers",
+        "Workers whose content is guessed, because their engines tell nothing.",
+        combine="max",
+    ),
+    NodeMetric(
+        "router_silent_routers",
+        "gauge",
+        "silent_routers",
+        "Other routers whose bookings are late, and count less.",
+        combine="max",
     ),
     NodeMetric(
         "rerouted_requests_total",

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from math import log
 from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from pdserve.router.config import RouterConfig
     from pdserve.router.policies.base import Policy, WorkerView
     from pdserve.router.pool import Facts, ModelView
+    from pdserve.router.predict.calibrate import Summary
 
 __all__ = ["Desk", "Numbers"]
 
@@ -557,6 +559,12 @@ class Desk:
         """Questions that wait now."""
         return sum(map(len, self._queues.values()))
 
+    def prediction(self) -> Summary | None:
+        """How times to first token compare with what was predicted, of the model that is off most;
+        None: too little is known."""
+        known = [each.all for each in self.predictor.calibration() if each.all.count]
+        return max(known, key=lambda summary: abs(log(max(summary.p50, _TINY))), default=None)
+
     # ------------------------------------------------------------------ explaining
 
     def explain(self, now: Seconds, question: Route) -> Explained:
@@ -632,6 +640,7 @@ def _opening(worker: WorkerView, work: Seconds) -> Seconds | None:
     return worker.as_of + worker.work - work
 
 
+_TINY: Final = 1e-9
 _NOTHING: Final[Mapping[NodeId, int]] = MappingProxyType({})
 
 

@@ -33,6 +33,7 @@ from pdserve.messages.routing import (
     booking_key,
     booking_of,
 )
+from pdserve.messages.status import RouterNumbers
 from pdserve.router.bookings import Life
 from pdserve.router.desk import Desk
 from pdserve.router.hold import Placement
@@ -220,6 +221,26 @@ class RouterService:
         self._flushes = False
         self._bookings.flush()
 
+    def numbers(self) -> RouterNumbers:
+        """For status and top."""
+        desk = self.desk
+        numbers, ratios = desk.numbers, desk.prediction()
+        return RouterNumbers(
+            routed=self.routed,
+            refused=self.refused,
+            bookings=len(desk.bookings),
+            held=desk.held,
+            ever_held=numbers.held,
+            held_seconds=numbers.held_seconds,
+            policy=self._config.policy,
+            decisions=dict(desk.decisions),
+            prompt_tokens=numbers.prompt_tokens,
+            expected_tokens=numbers.expected_tokens,
+            cached_tokens=numbers.cached_tokens,
+            prediction=0.0 if ratios is None else ratios.p50,
+            index_blocks=desk.index.counters["blocks"],
+        )
+
     # ------------------------------------------------------------------ who waits
 
     def _stir(self) -> None:
@@ -376,7 +397,7 @@ class RouterService:
         """What runs poorer than it could, once when it begins and once when it ends."""
         predictor = self.desk.predictor
         poor = (predictor.poor(each.model) for each in predictor.calibration())
-        full = "blocks of some workers are not indexed for want of room: see index-max-blocks"
+        full = f"blocks of some workers are not indexed: {self._config.index_max_blocks} are known"
         notes = {
             "prediction_poor": "; ".join(why for why in poor if why),
             "index_full": full if self.desk.index.full else "",

@@ -12,7 +12,9 @@ INTERNAL = {
     "frontend.retry_after",  # a measured constant
     *("router.booking_ttl", "router.max_bookings", "router.sweep_interval"),  # guards
     *("router.gone_model_memory", "router.gone_models", "router.retry_after"),
-    "router.assumed_max_sequences",
+    *("router.assumed_max_sequences", "router.hold_bytes"),
+    *("router.index_max_blocks", "router.predict_ttl"),
+    *("router.approximate_ttl", "router.approximate_blocks"),
 }
 
 
@@ -71,6 +73,8 @@ def sample(option):
         "log-format": "json",
         "log-level": "debug",
         "engine-option": {"a": "b"},
+        "policy-option": {"gamma": "1"},
+        "queue-order": "fifo",
         "served-model-name": ("one", "two"),
         "cors-origins": ("https://example.org",),
         "api-keys-file": Path("/keys.toml"),
@@ -95,13 +99,14 @@ def sample(option):
 def test_toml_takes_native_values_tables_and_lists(compose):
     config = compose(
         'port = 9000\nstrict_api = true\nrequest-timeout = 2.5\nserved-model-name = ["a", "b"]\n'
-        '[engine-option]\ndelay = 3\nname = "x,y"'
+        '[engine-option]\ndelay = 3\nname = "x,y"\n[policy-option]\ngamma = 0.5'
     )
     assert config.frontend.port == 9000
     assert config.frontend.strict_api is True
     assert config.frontend.request_timeout == 2.5
     assert config.worker.served_model_name == ("a", "b")
     assert config.worker.engine_options == {"delay": "3", "name": "x,y"}
+    assert config.router.policy_options == {"gamma": "0.5"}
 
 
 def test_the_file_in_the_home_directory_is_the_second_choice(compose, tmp_path):

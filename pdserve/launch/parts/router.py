@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from pdserve.launch.parts.base import card, report
 from pdserve.launch.samples import sample_node
-from pdserve.messages.status import RouterNumbers
+from pdserve.observe.node_metrics import RouterSample
 from pdserve.router.policies.load import load_policy
 from pdserve.router.service import RouterService
 from pdserve.runtime.status import StatusService
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pdserve.launch.parts.base import Context
     from pdserve.messages.status import Report
     from pdserve.observe.node_metrics import NodeSample
+    from pdserve.router.desk import Desk
     from pdserve.runtime.node import Node
 
 __all__ = ["RouterPart"]
@@ -34,7 +35,7 @@ class RouterPart:
         config = context.config.router
         self.service = RouterService(
             config,
-            load_policy(config.policy),
+            load_policy(config.policy, config.policy_options),
             node,
             self.topics,
             card(context, "router"),
@@ -46,20 +47,20 @@ class RouterPart:
         StatusService(node, self._report, time.time)
 
     def _sample(self) -> NodeSample:
-        ledger = self.service.desk.bookings
+        service = self.service
+        ledger = service.desk.bookings
         return sample_node(
             self.node,
             self.topics,
-            routed=self.service.routed,
-            refused=self.service.refused,
+            routed=service.routed,
+            refused=service.refused,
             bookings=len(ledger),
             bookings_ended={why.value: count for why, count in ledger.ended.items()},
+            router=_sampled(service.desk),
         )
 
     def _report(self) -> Report:
-        routed, refused = self.service.routed, self.service.refused
-        numbers = RouterNumbers(routed, refused, len(self.service.desk.bookings))
-        return replace(report(self._context, self), router=numbers)
+        return replace(report(self._context, self), router=self.service.numbers())
 
     async def begin(self) -> None:
         """Nothing can fail before joining."""
@@ -73,9 +74,39 @@ class RouterPart:
         self.service.drain()
 
     async def close(self) -> None:
+        self.service.close()
         await self.node.leave()
         self.topics.close()
         await self.node.close()
 
     def unready_reason(self) -> str | None:
         return self.service.unready_reason()
+
+
+def _sampled(desk: Desk) -> RouterSample:
+    numbers, index, ratios = desk.numbers, desk.index.counters, desk.prediction()
+    return RouterSample(
+        decisions=dict(desk.decisions),
+        held=desk.held,
+        ever_held=numbers.held,
+        held_seconds=numbers.held_seconds,
+        held_ended={"expired": numbers.expired, "withdrawn": numbers.withdrawn},
+        prompt_tokens={
+            "all": numbers.prompt_tokens,
+            "expected": numbers.expected_tokens,
+            "cached": numbers.cached_tokens,
+        },
+        first_token_seconds={
+            "predicted": numbers.predicted_seconds,
+            "observed": numbers.waited_seconds,
+        },
+        prediction={} if ratios is None else {"0.5": ratios.p50, "0.9": ratios.p90},
+        index_blocks={
+            "distinct": index["blocks"],
+            "workers": index["worker_blocks"],
+            "refused": index["refused_blocks"],
+        },
+        index_bytes=index["bytes"],
+        approximate_workers=index["approximate_workers"],
+        silent_routers=len(desk.bookings.silent_peers),
+    )
