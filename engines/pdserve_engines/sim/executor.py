@@ -52,7 +52,7 @@ class SimExecutor:
         preset = preset_of(options.preset)
         self._block_size = spec.block_size
         self._timing = read_timing(Path(options.timing)) if options.timing else preset.timing
-        self._noise = Noise(options.noise, spec.seed)
+        self._noise = Noise(options.noise, f"{spec.seed} {options.seed}")
         progress("reading the model's configuration", 0.0)
         self.vocabulary = read_model(spec, options)
         if options.load_time:

@@ -44,6 +44,8 @@ class Options:
     """A file of `calibrate`, instead of the preset's times."""
     noise: float = 0.0
     """Each step's time is multiplied by a lognormal draw of this sigma and mean 1."""
+    seed: int = 0
+    """Of the noise, beside the engine's own: workers with different ones differ."""
     slowdown: float = 1.0
     """Each step's time is multiplied by it; 2 is a worker of half the speed, 0 takes no time."""
     content: bool = False

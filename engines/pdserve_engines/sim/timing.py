@@ -255,7 +255,7 @@ class Noise:
     _TABLE = 4096
     """Draws that are made beforehand and then repeat: a step costs a look-up."""
 
-    def __init__(self, sigma: float, seed: int) -> None:
+    def __init__(self, sigma: float, seed: str) -> None:
         """`sigma`: standard deviation of the factor's logarithm; 0: no noise."""
         draw = random.Random(f"step noise {seed}").gauss
         shift = -sigma * sigma / 2

@@ -48,7 +48,7 @@ class Clockwork:
 
 
 def measure(executor: Clockwork, todo: list[calibrate.Point], **how: int) -> Iterator[Sample]:
-    return calibrate.measure(executor, todo, timer=lambda: executor.now, **how)  # type: ignore[arg-type]
+    return calibrate.measure(executor, todo, timer=lambda: executor.now, **how)
 
 
 def test_points_stay_within_the_models_length():

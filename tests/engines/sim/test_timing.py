@@ -115,7 +115,7 @@ def test_a_file_with_negative_times_is_refused(tmp_path: Path):
 
 
 def test_noise_has_mean_one_and_repeats():
-    noise, twin, other, none = Noise(0.3, 1), Noise(0.3, 1), Noise(0.3, 2), Noise(0.0, 1)
+    noise, twin, other, none = Noise(0.3, "1"), Noise(0.3, "1"), Noise(0.3, "2"), Noise(0.0, "1")
     draws = [noise.of(step) for step in range(4096)]
     assert draws == [twin.of(step) for step in range(4096)]
     assert draws != [other.of(step) for step in range(4096)]
