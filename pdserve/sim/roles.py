@@ -78,7 +78,7 @@ class Router:
         self.node = node
         self.topics = Topics(node, node.timers)
         config = settings.router or RouterConfig(policy=settings.policy)
-        policy = load_policy(config.policy)
+        policy = load_policy(config.policy, config.policy_options)
         self.service = RouterService(
             config, policy, node, self.topics, _card(node), Degradations(Metrics())
         )

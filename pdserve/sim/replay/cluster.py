@@ -226,6 +226,19 @@ class Cluster:
     def _askers(self) -> list[Node]:
         return [r.node for r in self.routers] + [f.node for f in self.frontends]
 
+    def leftovers(self) -> list[str]:
+        """What is still counted as under way; nothing, once all requests have ended."""
+        found = [
+            (f"{len(router.service.desk.bookings)} bookings of {router.node.id}")
+            for router in self.routers
+            if len(router.service.desk.bookings)
+        ]
+        for worker in self.workers:
+            stats = worker.engine.statistics()
+            if worker.member.requests or stats.running or stats.waiting or stats.blocks_used:
+                found.append(f"requests or blocks of {worker.node.id}")
+        return found
+
     async def stop(self) -> None:
         """End every role."""
         for frontend in self.frontends:

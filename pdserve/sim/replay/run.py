@@ -34,7 +34,7 @@ _DIGITS: Final = 6
 
 
 class ReplayFailed(RuntimeError):
-    """Production code raised what nobody caught: a bug."""
+    """Production code raised what nobody caught, or lost count: a bug."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,13 @@ async def _run(
     sampler.stop()
     await asyncio.sleep(1.0)  # the last releases and reports
     workers = [_counters(worker) for worker in cluster.workers]
+    left = cluster.leftovers()
     await cluster.stop()
+    if left:
+        raise ReplayFailed(f"when all requests had ended there were still {', '.join(left)}")
     if loop.problems:
         raise ReplayFailed(f"{len(loop.problems)} errors in callbacks: {loop.problems[0]}")
-    longest = max((record.prompt_tokens for record in callers.records), default=1)
+    longest = max((r.prompt_tokens for r in callers.records if r.completed), default=1)
     cold = cold_times(cluster.quiet_spec, longest)
     names = [worker["worker"] for worker in workers]
     numbers = summary(callers.records, config.slo, cold, names)

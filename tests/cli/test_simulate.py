@@ -1,0 +1,130 @@
+"""`pdserve simulate`: flags, files, and numbers that repeat."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.cli.main import main
+from pdserve.cli.simulate import Progress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = (
+    *("simulate", "--generate", "shared-prefix", "--generate-option", "requests=30"),
+    *("--generate-option", "prefix=640", "--generate-option", "output=20", "--workers", "2"),
+    *("--block-size", "64", "--kv-tokens", "64000", "--seed", "5", "--noise", "0.3"),
+)
+
+
+def test_it_prints_a_table_and_writes_every_number(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "out.json"
+    assert main([*SMALL, "--json", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert "30 requests in" in printed.out
+    assert "first token, s" in printed.out
+    assert "30/30 requests" in printed.err
+    made = json.loads(path.read_text())
+    assert made["summary"]["outcomes"]["completed"] == 30
+    assert len(made["requests"]) == 30
+    assert [worker["worker"] for worker in made["workers"]] == ["worker-0", "worker-1"]
+    assert made["settings"]["seed"] == 5
+    assert len(made["load"]) >= 1
+
+
+def test_the_same_command_writes_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+    written = []
+    for hash_seed in ("1", "2"):
+        path = tmp_path / f"{hash_seed}.json"
+        command = [sys.executable, "-m", "pdserve", *SMALL, "--routers", "2", "--frontends", "3"]
+        subprocess.run(
+            [*command, "--json", str(path)],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            check=True,
+            capture_output=True,
+            timeout=50,
+        )
+        written.append(path.read_bytes())
+    assert written[0] == written[1]
+
+
+def test_a_file_is_read_and_only_its_name_is_kept(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    line = {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 7]}
+    trace.write_text("".join(json.dumps(line | {"timestamp": t}) + "\n" for t in (0, 0, 3000)))
+    path = tmp_path / "out.json"
+    arguments = ["--trace", str(trace), "--jitter", "3", "--speed", "2", "--json", str(path)]
+    assert main(["simulate", *arguments]) == 0
+    made = json.loads(path.read_text())
+    assert made["settings"]["trace"] == "t.jsonl"
+    assert made["summary"]["requests"] == 3
+    assert str(tmp_path) not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "one of the arguments --trace --generate is required"),
+        (["--generate", "nothing"], "no trace 'nothing'"),
+        (["--generate", "unique", "--trace", "x"], "not allowed with"),
+        (["--trace", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+        (["--generate", "unique", "--worker", "2"], "did you mean --workers"),
+        (["--generate", "unique", "--workers", "0"], "workers must be at least 1"),
+        (["--generate", "unique", "--workers", "many"], "many"),
+        (["--generate", "unique", "--speed", "fast"], "'fast' is no number"),
+        (["--generate", "unique", "--slow", "0.5"], "--slow '0.5' is not 2 numbers"),
+        (["--generate", "unique", "--slo", "1"], "--slo '1' is not 2 or 3 numbers"),
+        (["--generate", "unique", "--part", "1:0"], "the part 1:0 is empty"),
+        (["--generate", "unique", "--generate-option", "rate"], "--generate-option"),
+        (["--generate", "unique", "--policy", "tfft"], "did you mean 'ttft'"),
+        (["--generate", "unique", "--policy-option", "gamma=x", "--policy", "ttft"], "gamma"),
+        (["--generate", "unique", "--engine", "smi"], "there is no engine 'smi'"),
+        (["--generate", "unique", "--json", "no/such/folder/x"], "there is no folder"),
+        (["--generate", "unique", "--prefill", "2"], "--prefill"),
+        (["--trace", "x", "--generate-option", "rate=1"], "belongs to --generate"),
+    ],
+)
+def test_what_is_wrong_is_said_before_any_work(arguments, words: str, capsys) -> None:
+    assert main(["simulate", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_prefill_and_decode_workers_are_not_offered_yet(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    text = capsys.readouterr().out
+    assert "--workers" in text
+    assert "--prefill" not in text
+    assert "--decode" not in text
+
+
+def test_a_bad_line_is_found_before_any_work(tmp_path: Path, capsys) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp":0,"input_length":1,"output_length":1,"hash_ids":[0]}\n{}\n')
+    assert main(["simulate", "--trace", str(trace)]) == 2
+    assert "t.jsonl, line 2: " in capsys.readouterr().err
+
+
+def test_a_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra `plot`")
+    path = tmp_path / "out.png"
+    assert main([*SMALL, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*SMALL, "--plot", str(tmp_path / "out.png")]) == 2
+    assert "pip install 'pdserve[plot]'" in capsys.readouterr().err
+
+
+def test_progress_in_a_line() -> None:
+    progress = Progress(10)
+    assert progress.line(1.0).startswith("[..............................] 0/10 requests")
+    assert Progress(0).line(0.0).startswith("[")
