@@ -88,7 +88,9 @@ def at_rest(world: World) -> Iterator[str]:
 
 
 def _router(world: World, host: Host, router: Router) -> Iterator[str]:
-    bookings = router.service.desk.bookings
+    desk, bookings = router.service.desk, router.service.desk.bookings
+    if desk.held:
+        yield f"router {host.name} holds {desk.held} questions"
     if len(bookings):
         yield f"router {host.name} keeps {len(bookings)} bookings"
     for other in _up(world):
@@ -96,6 +98,9 @@ def _router(world: World, host: Host, router: Router) -> Iterator[str]:
             charge = bookings.load(other.part.node.id)
             if charge != Charge(0, 0):
                 yield f"router {host.name} charges {other.name} {charge}"
+            prefills = bookings.prefills(other.part.node.id)
+            if prefills.requests or prefills.work or prefills.tokens or prefills.strangers:
+                yield f"router {host.name} expects first tokens of {other.name}: {prefills}"
             yield from _follows(host, router.topics, other, SEQUENCES, other.part.topics)
             yield from _follows(host, router.topics, other, LOAD, other.part.topics)
             yield from _follows(host, router.topics, other, KV, other.part.topics)
@@ -104,7 +109,7 @@ def _router(world: World, host: Host, router: Router) -> Iterator[str]:
         elif isinstance(other.part, Router) and other is not host:
             yield from _follows(host, router.topics, other, BOOKINGS, other.part.topics)
     try:
-        bookings.check()
+        desk.check()
     except AssertionError as error:
         yield f"the ledger of {host.name} contradicts itself: {error}"
     yield from _index(world, host, router.service.desk.index)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from pdserve.router.config import RouterConfig
 from pdserve.sim.checks import at_rest, membership, ready, unfinished
 from pdserve.sim.dice import Dice
 from pdserve.sim.faults import GENTLE, Fault, draw_faults, perform
@@ -98,8 +99,10 @@ def draw_plan(seed: int, nodes: int | None = None) -> Plan:
     kinds = {"r": "router", "w": "worker", "f": "frontend"}
     roles = {name: kinds[name[0]] for name in names}
     models = ("model",) if workers < 3 or random.random() < 0.7 else ("model", "other")
+    policy = random.choice(("ttft", "least_loaded", "power_of_two"))
+    hold_work = Dice(seed).fork("hold").choice((0.0, 0.01, 0.1))
     common = {
-        "policy": random.choice(("least_loaded", "round_robin", "power_of_two")),
+        "router": RouterConfig(policy=policy, hold_work=hold_work),
         "tokenizer_bytes": random.choice((500, 40_000, 400_000)),
         "router_wait": random.choice((1.0, 5.0)),
     }

@@ -1,0 +1,479 @@
+"""The desk when workers have enough to do: who waits, who goes, and that nobody is forgotten."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.errors import (
+    DeadlineExceeded,
+    Draining,
+    NoWorker,
+    Overloaded,
+    PdserveError,
+)
+from pdserve.messages.request import Started
+from pdserve.router.config import RouterConfig
+from pdserve.router.desk import Desk
+from pdserve.router.hold import Held, Placement
+from pdserve.router.policies.least_loaded import choose
+from pdserve.router.predict.model import TimeModel
+from tests.router.support import booked, facts, life, load, route
+
+if TYPE_CHECKING:
+    from pdserve.messages.routing import Route
+    from pdserve.router.bookings import Life
+
+F, G, R = life("f"), life("g"), life("r")
+WORK = TimeModel().prefill(1000)
+"""Of one question below: about 0.12 s, so that one closes a worker."""
+STARTED = Started(0, 0.0, 0.0, 0.0)
+
+
+class World:
+    """A desk with workers of eight sequences, a clock, and the outcome of every question."""
+
+    def __init__(self, *nodes: str, policy: Any = choose, **changes: Any) -> None:
+        self.now = 100.0
+        self.outcomes: dict[str, list[Placement | PdserveError]] = {}
+        self.items: dict[str, Held] = {}
+        self.asked = 0
+        config = RouterConfig(**{"hold_work": 0.1, **changes})
+        self.desk = Desk(config, policy, Random(1), clock=lambda: self.now)
+        for node in nodes:
+            self.worker(node)
+
+    def worker(self, node: str, **changes: Any) -> None:
+        self.desk.worker(self.now, facts(node, max_sequences=8, **changes))
+
+    def ask(self, asker: Life = F, prompt_tokens: int = 1000, **wants: Any) -> str:
+        self.asked += 1
+        name = f"q{self.asked}"
+        question: Route = replace(route(prompt_tokens=prompt_tokens), request_id=name, **wants)
+        told = self.outcomes[name] = []
+        try:
+            outcome = self.desk.offer(self.now, asker, question, told.append)
+        except PdserveError as error:
+            told.append(error)
+        else:
+            if isinstance(outcome, Held):
+                self.items[name] = outcome
+            else:
+                told.append(outcome)
+        self.desk.check()
+        return name
+
+    def look(self) -> None:
+        self.desk.look(self.now)
+        self.desk.check()
+
+    def placed(self, name: str) -> Placement:
+        (outcome,) = self.outcomes[name]
+        assert isinstance(outcome, Placement), outcome
+        return outcome
+
+    def waits(self, *names: str) -> bool:
+        return all(not self.outcomes[name] for name in names)
+
+    def error(self, name: str) -> PdserveError:
+        (outcome,) = self.outcomes[name]
+        assert isinstance(outcome, PdserveError)
+        return outcome
+
+    def start(self, name: str) -> None:
+        """Its first token comes."""
+        booking = self.placed(name).booking
+        self.desk.holds(self.now, booking.worker, booking.id, STARTED)
+        self.desk.check()
+
+    def end(self, name: str) -> None:
+        booking = self.placed(name).booking
+        self.desk.let_go(booking.worker, booking.id)
+        self.desk.check()
+
+    def pass_to(self, when: float) -> None:
+        """Live until then by the desk's own timer alone."""
+        while (due := self.desk.next_look(self.now)) is not None and due <= when:
+            self.now = due
+            self.look()
+        self.now = when
+
+
+def test_one_goes_to_each_worker_and_the_rest_waits_for_first_tokens():
+    world = World("w1", "w2")
+    first = [world.ask(), world.ask()]
+    assert {world.placed(name).booking.worker.node for name in first} == {"w1", "w2"}
+    third, fourth = world.ask(), world.ask()
+    assert world.waits(third, fourth)
+    assert world.desk.held == 2
+    world.now += 0.01
+    world.start(first[0])
+    assert world.desk.stirred
+    world.look()
+    held = world.placed(third)
+    assert held.booking.worker == world.placed(first[0]).booking.worker
+    assert held.routed.held == pytest.approx(0.01)
+    assert world.waits(fourth)
+
+
+def test_the_end_of_a_booking_lets_the_next_one_go_too():
+    world = World("w1")
+    first, second = world.ask(), world.ask()
+    world.end(first)
+    world.look()
+    world.placed(second)
+
+
+def test_nobody_is_forgotten_when_nothing_happens():
+    """No event comes at all: the predicted moment does."""
+    world = World("w1")
+    world.ask()
+    waiting = world.ask()
+    world.pass_to(100.0 + 0.9 * (WORK - 0.1))
+    assert world.waits(waiting)
+    world.pass_to(100.0 + WORK)
+    world.placed(waiting)
+
+
+def test_a_deadline_passes_although_nothing_happens():
+    world = World("w1", booking_ttl=1000.0)
+    for _ in range(3):
+        world.ask(prompt_tokens=100_000)
+    waiting = world.ask(deadline=5.0)
+    world.pass_to(104.9)
+    assert world.waits(waiting)
+    world.pass_to(105.1)
+    error = world.error(waiting)
+    assert isinstance(error, DeadlineExceeded)
+    assert "waited 5.0 s in the router" in error.message
+    assert world.desk.numbers.expired == 1
+
+
+def test_zero_means_that_nobody_waits():
+    world = World("w1", hold_work=0.0)
+    for _ in range(20):
+        world.placed(world.ask())
+
+
+def test_a_worker_without_a_free_sequence_is_closed():
+    world = World("w1")
+    for _ in range(8):
+        world.start(world.ask(prompt_tokens=1))
+    waiting = world.ask(prompt_tokens=1)
+    assert world.waits(waiting)
+    world.end("q3")
+    world.look()
+    world.placed(waiting)
+
+
+def test_short_ones_go_first_and_priority_before_them():
+    world = World("w1")
+    running = world.ask()
+    long, short, urgent = world.ask(), world.ask(prompt_tokens=1), world.ask(priority=3)
+    for name in (urgent, short, long):
+        world.start(running)
+        world.look()
+        world.placed(name)
+        running = name
+    assert world.desk.held == 0
+
+
+def test_a_new_worker_takes_those_who_wait():
+    world = World("w1")
+    world.ask()
+    waiting = world.ask()
+    world.worker("w2")
+    world.look()
+    assert world.placed(waiting).booking.worker.node == "w2"
+
+
+def test_work_of_other_routers_closes_a_worker():
+    world = World("w1")
+    world.desk.bookings.peer_up(R)
+    world.desk.bookings.peer_placed(R, booked(77, life("w1"), prompt_tokens=1000))
+    waiting = world.ask()
+    assert world.waits(waiting)
+    world.desk.holds(world.now, life("w1"), 77, STARTED)
+    world.look()
+    world.placed(waiting)
+
+
+def test_whoever_may_go_elsewhere_is_not_blocked_by_who_may_not():
+    world = World("w1", "w2")
+    world.ask(allowed=("w1",))
+    pinned, free = world.ask(allowed=("w1",)), world.ask()
+    world.look()
+    assert world.waits(pinned)
+    assert world.placed(free).booking.worker.node == "w2"
+    world.start("q1")
+    world.look()
+    assert world.placed(pinned).booking.worker.node == "w1"
+
+
+def test_whom_nobody_can_take_any_more_hears_it():
+    world = World("w1", "w2")
+    world.ask()
+    world.ask()
+    pinned, free = world.ask(allowed=("w1",)), world.ask()
+    world.desk.gone(world.now, life("w1"))
+    world.look()
+    assert isinstance(world.error(pinned), NoWorker)
+    assert world.waits(free)
+    world.desk.load(life("w2"), load(ready=False))
+    world.look()
+    assert world.error(free).http_status == 503
+
+
+def test_a_bound_is_a_refusal_with_the_time_until_it_is_over():
+    world = World("w1", hold_limit=2)
+    for _ in range(3):
+        world.ask(prompt_tokens=50_000)
+    error = world.error(world.ask(prompt_tokens=50_000))
+    assert isinstance(error, Overloaded)
+    work = TimeModel().prefill(50_000)
+    assert error.retry_after == pytest.approx(3 * work)
+    world.placed("q1")
+    assert world.waits("q2", "q3")
+
+
+def test_at_a_bound_the_least_important_makes_room():
+    world = World("w1", hold_limit=2)
+    names = [world.ask(prompt_tokens=1000 + n) for n in range(3)]
+    urgent = world.ask(priority=1)
+    assert isinstance(world.error(names[2]), Overloaded)
+    assert world.waits(urgent, names[1])
+
+
+def test_bytes_are_bounded_too():
+    world = World("w1", hold_bytes=4000)
+    world.ask()
+    for _ in range(2):
+        world.ask(names=bytes(8 * 300), block_size=3)
+    assert isinstance(world.error(world.ask()), Overloaded)
+
+
+def test_who_turns_away_is_gone_without_a_trace():
+    world = World("w1")
+    world.ask()
+    name = world.ask()
+    assert world.desk.withdraw(world.items[name])
+    assert not world.desk.withdraw(world.items[name])
+    world.desk.check()
+    world.start("q1")
+    world.look()
+    assert world.waits(name)
+    assert world.desk.numbers.withdrawn == 1
+    assert world.desk.next_look(world.now) is None
+
+
+def test_a_frontend_that_dies_takes_its_questions_along():
+    world = World("w1")
+    world.ask()
+    mine, other = world.ask(F), world.ask(G)
+    world.desk.gone(world.now, F)
+    world.desk.check()
+    world.look()
+    assert world.waits(mine)
+    assert world.desk.numbers.withdrawn == 1
+    world.placed(other)
+
+
+def test_a_router_that_leaves_answers_and_holds_nobody():
+    world = World("w1")
+    world.ask()
+    name = world.ask()
+    world.desk.close()
+    assert isinstance(world.error(name), Draining)
+    assert isinstance(world.error(world.ask()), Draining)
+    world.end("q1")
+    world.placed(world.ask())  # what can be decided at once still is
+
+
+def test_a_policy_that_fails_costs_one_question():
+    calls = []
+
+    def fragile(question, state, random):
+        calls.append(question.request_id)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return state.workers[0]
+
+    world = World("w1", policy=fragile)
+    first, second, third = world.ask(), world.ask(), world.ask()
+    world.start(first)
+    world.look()
+    assert "policy failed" in world.error(second).message
+    world.placed(third)
+
+
+def test_bad_predictions_hold_nobody():
+    world = World("w1")
+    world.ask()
+    waiting = world.ask()
+    world.desk.predictor.poor = lambda model: "it is off"  # type: ignore[method-assign]
+    world.look()
+    assert world.placed(waiting).routed.policy == "ttft (tokens)"
+    world.placed(world.ask())
+
+
+# ------------------------------------------------------------------------ limits of the client's
+
+
+def learnt(world: World) -> None:
+    """The predictor has seen enough to speak of probabilities: about as predicted."""
+    for n in range(60):
+        world.now += 1.0
+        name = world.ask(prompt_tokens=1000 + n)
+        booking = world.placed(name).booking
+        took = TimeModel().prefill(1000 + n)
+        world.desk.holds(world.now, booking.worker, booking.id, Started(0, 0.0, took, took))
+        world.end(name)
+
+
+def test_what_cannot_come_in_time_is_refused_at_once():
+    world = World("w1")
+    world.placed(world.ask(slo_ttft=0.001))  # too little is known to say no
+    world.end("q1")
+    learnt(world)
+    error = world.error(world.ask(slo_ttft=0.001))
+    assert isinstance(error, Overloaded)
+    assert error.retry_after is not None
+    assert error.retry_after >= RouterConfig().retry_after
+    world.placed(world.ask(slo_ttft=10.0))
+    assert world.waits(world.ask(slo_ttft=10.0))
+    error = world.error(world.ask(slo_ttft=10.0, waited=9.99))
+    assert isinstance(error, Overloaded)
+
+
+def test_who_states_no_limit_is_never_refused_for_it():
+    world = World("w1")
+    learnt(world)
+    for _ in range(30):
+        world.ask(prompt_tokens=100_000)
+    assert not any(isinstance(o, PdserveError) for told in world.outcomes.values() for o in told)
+
+
+# ------------------------------------------------------------------------ explaining
+
+
+def test_an_explanation_changes_nothing():
+    world = World("w1", "w2")
+    world.worker("w3", draining=True)
+    question = replace(route("m", "w2"), request_id="x")
+    before = world.desk.numbers.offered
+    told = world.desk.explain(world.now, question)
+    assert (told.worker, told.refusal, told.held) == ("w1", "", 0)
+    assert [(c.worker, c.standing, c.chosen) for c in told.candidates] == [
+        ("w1", "sound", True),
+        ("w2", "excluded by the request", False),
+        ("w3", "draining", False),
+    ]
+    assert told.predicted_ttft == pytest.approx(TimeModel().prefill(100))
+    world.desk.check()
+    assert world.desk.numbers.offered == before
+    world.ask(allowed=("w1",))
+    waiting = world.ask(allowed=("w1",))
+    told = world.desk.explain(world.now, replace(question, excluded=("w2",)))
+    assert told.worker is None
+    assert "held" in told.refusal
+    assert told.held == 1
+    assert world.waits(waiting)
+    assert "not served" in world.desk.explain(world.now, route("unknown")).refusal
+
+
+# ------------------------------------------------------------------------ whatever happens
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_question_ends_once_and_nothing_is_left(seed):
+    random = Random(seed)
+    hold_work = random.choice((0.0, 0.01, 0.1))
+    world = World("w1", "w2", "w3", hold_work=hold_work, hold_limit=random.choice((3, 50)))
+    desk, ids, epoch = world.desk, 1, 1
+    desk.bookings.peer_up(R)
+    held: dict[str, Life] = {}
+    for _ in range(400):
+        world.now += random.choice((0.0, 0.001, 0.05, 0.4))
+        placed = [n for n, told in world.outcomes.items() if told and _open(world, told[0])]
+        what = random.random()
+        if what < 0.35:
+            world.ask(
+                random.choice((F, G)),
+                prompt_tokens=random.choice((1, 500, 5000)),
+                tenant=random.choice("ab"),
+                priority=random.choice((0, 0, 2)),
+                allowed=random.choice(((), (), ("w1",), ("w9",))),
+                deadline=random.choice((None, 0.3, 5.0)),
+                slo_ttft=random.choice((None, None, 0.05)),
+            )
+        elif what < 0.55 and placed:
+            world.start(random.choice(placed))
+        elif what < 0.7 and placed:
+            world.end(random.choice(placed))
+        elif what < 0.75 and placed:
+            desk.bookings.release(world.placed(random.choice(placed)).booking.id)
+        elif what < 0.8 and world.items:
+            desk.withdraw(world.items[random.choice(list(world.items))])
+        elif what < 0.84:
+            ids += 1
+            worker = life(random.choice(("w1", "w2")), epoch)
+            desk.bookings.peer_placed(R, booked(ids, worker))
+            held[str(ids)] = worker
+        elif what < 0.88 and held:
+            id = random.choice(list(held))
+            desk.holds(world.now, held[id], int(id), random.choice((None, STARTED)))
+        elif what < 0.91:
+            desk.bookings.peer_beat(world.now, R, random.random() < 0.5)
+            desk.bookings.judge_peers(world.now + random.choice((0.0, 0.5, 2.0)))
+        elif what < 0.95:
+            worker = life(random.choice(("w1", "w2", "w3")), epoch)
+            reported = random.choice((None, load(random.randrange(9)), load(ready=False)))
+            desk.load(worker, reported, world.now)
+        elif what < 0.97:
+            epoch += 1
+            for node in ("w1", "w2", "w3"):
+                world.worker(node, epoch=epoch)
+        else:
+            desk.gone(world.now, random.choice((F, R)))
+            desk.bookings.peer_up(R)
+        desk.sweep(world.now)
+        world.look()
+        desk.check()
+    _finish(world, epoch)
+
+
+def _open(world: World, outcome: Placement | PdserveError) -> bool:
+    return isinstance(outcome, Placement) and outcome.booking.id in world.desk.bookings._own
+
+
+def _finish(world: World, epoch: int) -> None:
+    desk = world.desk
+    for node in ("w1", "w2", "w3"):
+        world.worker(node, epoch=epoch)
+        desk.load(life(node, epoch), load(), world.now)
+    for _ in range(500):
+        world.pass_to(world.now + 0.5)
+        for told in list(world.outcomes.values()):
+            if told and _open(world, told[0]):
+                assert isinstance(told[0], Placement)
+                desk.bookings.release(told[0].booking.id)
+        if not desk.held:
+            break
+    desk.gone(world.now, R)
+    desk.check()
+    assert desk.held == 0
+    assert len(desk.bookings) == 0
+    for node in ("w1", "w2", "w3"):
+        desk.bookings.holds(life(node, epoch), ())
+        prefills = desk.bookings.prefills(life(node).node)
+        assert (prefills.requests, prefills.tokens, prefills.work) == (0, 0, 0.0)
+        assert prefills.strangers == 0
+        assert desk.bookings.load(life(node).node) == (0, 0)
+    desk.check()
+    ends = {name: len(told) for name, told in world.outcomes.items()}
+    assert max(ends.values()) == 1
+    silent = [name for name, count in ends.items() if not count]
+    assert len(silent) == desk.numbers.withdrawn
