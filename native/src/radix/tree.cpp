@@ -501,15 +501,21 @@ void Tree::begin_walk(const Run& run, std::size_t offset, int levels) {
 // Of those that hold everything up to here, who holds `span` too, and where the others end.
 bool Tree::step(const Run& run, Span span, std::size_t depth, int level) {
   std::vector<Word>& active = active_[level];
-  std::fill(gone_.begin(), gone_.end(), 0);
-  for (int tier = 0; tier <= level; ++tier)
-    if (const Plane* plane = run.peek(tier)) unite(gone_, plane->full);
+  std::size_t words = 0;
+  const Word* full = level == 0 ? run.device.full.bits(words) : nullptr;
+  if (full == nullptr) {
+    std::fill(gone_.begin(), gone_.end(), 0);
+    for (int tier = 0; tier <= level; ++tier)
+      if (const Plane* plane = run.peek(tier)) unite(gone_, plane->full);
+    full = gone_.data();
+    words = gone_.size();
+  }
   Word some_gone = 0;
   Word some_left = 0;
   for (std::size_t i = 0; i < active.size(); ++i) {
-    const Word full = gone_[i];
-    gone_[i] = active[i] & ~full;
-    active[i] &= full;
+    const Word whole = i < words ? full[i] : 0;
+    gone_[i] = active[i] & ~whole;
+    active[i] &= whole;
     some_gone |= gone_[i];
     some_left |= active[i];
   }
