@@ -1,10 +1,15 @@
 """Types of the compiled extension (native/src/bindings.cpp). Import it through pdserve.accel."""
 
 from array import array
+from collections.abc import Sequence
 
 def block_hashes(
-    tokens: bytes | memoryview, block_size: int, secret: bytes, parent: bytes
+    tokens: Sequence[int] | bytes | memoryview, block_size: int, secret: bytes, parent: bytes
 ) -> bytes: ...
+def short_names(hashes: bytes) -> bytes: ...
+def public_hashes(
+    tokens: Sequence[int] | bytes | memoryview, block_size: int, seed: int
+) -> tuple[bytes, bytes]: ...
 def cpu_kernel_sets() -> list[str]: ...
 
 class CpuModel:

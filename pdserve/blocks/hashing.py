@@ -38,6 +38,7 @@ __all__ = [
     "prompt_root",
     "root_hash",
     "short_names",
+    "short_pure",
     "split_hashes",
 ]
 
@@ -97,6 +98,9 @@ def block_hashes(
 
 def joined_hashes(tokens: Sequence[int], block_size: int, *, parent: bytes, secret: bytes) -> bytes:
     """`block_hashes` as one run of bytes, the form in which names travel."""
+    if accel.NATIVE and isinstance(tokens, list | tuple):
+        # Read where they are: packing them first takes as long as hashing them.
+        return accel.native.block_hashes(tokens, block_size, secret, parent)
     return _chain(pack_tokens(tokens), block_size, secret, parent)
 
 
@@ -106,8 +110,10 @@ def split_hashes(joined: bytes) -> list[BlockHash]:
     return cast("list[BlockHash]", [digest for (digest,) in iter_unpack("16s", joined)])
 
 
-def short_names(hashes: bytes) -> bytes:
-    """Of hashes that are joined, 16 bytes each, the short names, joined."""
+def short_pure(hashes: bytes) -> bytes:
+    """The twin of the native `short_names`."""
+    if len(hashes) % HASH_BYTES:
+        raise ValueError("hashes must be whole, 16 bytes each")
     return b"".join([head for (head,) in iter_unpack("8s8x", hashes)])
 
 
@@ -148,3 +154,6 @@ def chain_pure(tokens: bytes | memoryview, block_size: int, secret: bytes, paren
 
 
 _chain = accel.native.block_hashes if accel.NATIVE else chain_pure
+
+short_names = accel.native.short_names if accel.NATIVE else short_pure
+"""Of hashes that are joined, 16 bytes each, the short names, joined."""
