@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from bench.policy_grid.runner import Result
 
 QUICK: Final = Scale(
-    requests=300, workers=4, seeds=2, loads=(0.7, 1.0), few_loads=(1.0,), routers=(1, 2)
+    requests=300, workers=4, seeds=2, loads=(0.75, 1.0), few_loads=(1.0,), routers=(1, 2)
 )
 """A few minutes; says that everything works, not who is better."""
 _WELL: Final = 0.95
-_TUNING_LOADS: Final = (0.85, 1.0)
+_TUNING_LOADS: Final = (0.75, 1.0)
 _TUNING_SEEDS: Final = (101, 102)
 _KNEE_STEPS: Final = 6
 _PRESETS: Final = ("h100-8b", "dynamo-mocker")

@@ -62,13 +62,13 @@ class World:
 class Scale:
     """How large it all is."""
 
-    requests: int = 1000
+    requests: int = 800
     workers: int = 8
     kv_tokens: int = 2_000_000
     noise: float = 0.3
     seeds: int = 5
-    loads: Sequence[float] = (0.5, 0.7, 0.85, 1.0, 1.2)
-    few_loads: Sequence[float] = (0.7, 1.0, 1.2)
+    loads: Sequence[float] = (0.5, 0.75, 1.0, 1.2)
+    few_loads: Sequence[float] = (0.75, 1.0, 1.2)
     routers: Sequence[int] = (1, 2, 4)
 
 

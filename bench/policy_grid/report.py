@@ -232,7 +232,7 @@ def _buckets(findings: Findings, world: World) -> Iterator[str]:
 
 
 def _tuning(findings: Findings) -> Iterator[str]:
-    yield "On the first half of the trace, mean of loads 0.85 and 1; the first line is in force:"
+    yield "On the first half of the trace, mean of loads 0.75 and 1; the first line is in force:"
     yield "most good requests, then the least mean time to first token."
     yield ""
     yield _row("credit / decay / request weight / temperature", "good", "mean TTFT s")
