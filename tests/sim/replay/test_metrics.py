@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pdserve.sim.replay.config import Slo
@@ -11,7 +13,7 @@ from pdserve.sim.replay.record import OUTCOMES, Record
 
 
 def record(number: int = 0, ttft: float = 1.0, **changes) -> Record:
-    values = {
+    values: dict[str, Any] = {
         "number": number,
         "arrival": 10.0,
         "prompt_tokens": 100,
