@@ -498,12 +498,12 @@ class Scheduler:
         assert self._names is not None
         full = sequence.num_computed // self._pool.block_size
         hashes = self._names.of(sequence, full)
-        blocks, pool = sequence.blocks, self._pool
-        for index in range(sequence.num_committed, full):
-            if pool.hash_of(blocks[index]) == hashes[index]:
-                continue  # shared: whoever else holds it was renamed first
-            parent = hashes[index - 1] if index else sequence.root
-            blocks[index] = pool.commit(blocks[index], hashes[index], parent)
+        first = sequence.num_committed
+        parent = hashes[first - 1] if first else sequence.root
+        # One may have its name already: it is shared, and another holder was renamed first.
+        sequence.blocks[first:full] = self._pool.commit_run(
+            sequence.blocks[first:full], hashes[first:full], parent
+        )
         sequence.num_committed = full
         sequence.commit_at = (full + 1) * self._pool.block_size
 

@@ -180,8 +180,33 @@ class BlockPool:
         self._hash[block] = block_hash
         self._parent[block] = parent
         self._by_hash[block_hash] = block
-        self._note_stored(block_hash, parent)
+        self._note_stored([block_hash], parent)
         return block
+
+    def commit_run(
+        self, blocks: Sequence[int], hashes: Sequence[bytes], parent: bytes
+    ) -> list[int]:
+        """`commit` of blocks that follow each other, the first one `parent`; returns the blocks to
+        use. One that has its name already keeps it; those before a misused one stay committed."""
+        refs, names, parents, by_hash = self._refs, self._hash, self._parent, self._by_hash
+        used: list[int] = []
+        fresh: list[bytes] = []
+        before = parent
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if names[block] is None and block_hash not in by_hash and refs[block]:
+                names[block] = block_hash
+                parents[block] = parent
+                by_hash[block_hash] = block
+                fresh.append(block_hash)
+            else:
+                self._note_stored(fresh, before)
+                fresh, before = [], block_hash
+                if names[block] != block_hash:
+                    block = self.commit(block, block_hash, parent)
+            used.append(block)
+            parent = block_hash
+        self._note_stored(fresh, before)
+        return used
 
     def clear(self) -> int:
         """Forget all cached blocks; returns how many. Blocks in use keep their hashes."""
@@ -255,13 +280,15 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
-    def _note_stored(self, block_hash: bytes, parent: bytes) -> None:
-        """Runs of one chain become one event."""
+    def _note_stored(self, hashes: list[bytes], parent: bytes) -> None:
+        """Of one chain, without gaps. What follows what was said last becomes one event with it."""
+        if not hashes:
+            return
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockStored) and last.hashes[-1] == parent:
-            last.hashes.append(block_hash)
+            last.hashes.extend(hashes)
             return
-        self._events.append(BlockStored(hashes=[block_hash], parent=parent, tier=self.tier))
+        self._events.append(BlockStored(hashes=hashes, parent=parent, tier=self.tier))
 
     def _note_removed(self, hashes: list[bytes]) -> None:
         last = self._events[-1] if self._events else None

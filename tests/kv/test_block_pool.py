@@ -304,6 +304,25 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.holders)
     @rule(data=st.data())
+    def commit_run(self, data: st.DataObject) -> None:
+        """What single commits would do; some of the blocks may have their names."""
+        holder = data.draw(st.sampled_from(self.model.holders))
+        first = data.draw(st.integers(0, holder.committed))
+        end = data.draw(st.integers(first, len(holder.path)))
+        paths = [holder.path[: index + 1] for index in range(first, end)]
+        expected = [
+            self.model.named.get(path, block)
+            for path, block in zip(paths, holder.blocks[first:end], strict=True)
+        ]
+        names = [name(path) for path in paths]
+        used = self.pool.commit_run(holder.blocks[first:end], names, name(holder.path[:first]))
+        assert used == expected
+        holder.blocks[first:end] = used
+        holder.committed = max(holder.committed, end)
+        self.model.named |= dict(zip(paths, used, strict=True))
+
+    @precondition(lambda self: self.model.holders)
+    @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.model.holders))
         self.pool.acquire(holder.blocks[: holder.committed])
