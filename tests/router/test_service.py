@@ -292,6 +292,21 @@ async def test_one_that_drains_before_it_has_settled_is_never_asked() -> None:
 
 
 @virtually
+async def test_workers_that_do_not_tell_what_they_hold_are_named() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        await w.worker("a")
+        blind = await w.worker("b")
+        blind.service.tells_kv = False
+        await w.nodes.until(lambda: "approximate_index" in router.degradations.reasons())
+        words = router.degradations.reasons()["approximate_index"]
+        assert "from b:" in words
+        assert router.service.desk.index.approximate == {NodeId("b")}
+        blind.service.tells_kv = True
+        await w.nodes.until(lambda: "approximate_index" not in router.degradations.reasons())
+
+
+@virtually
 async def test_workers_of_another_model_under_the_name_get_nothing() -> None:
     async with world() as w:
         router = await w.router("r")

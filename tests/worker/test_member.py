@@ -10,6 +10,14 @@ from pdserve.errors import Draining, WorkerLost
 from pdserve.ids import NodeId
 from pdserve.messages.channel import CHANNEL, Batch, Open
 from pdserve.messages.engine import EngineCapabilities, EngineStats
+from pdserve.messages.kv import (
+    KV,
+    BlockStored,
+    NamesChange,
+    NamesCleared,
+    NamesStored,
+    PoolCleared,
+)
 from pdserve.messages.node import NodeCard, model_card, offer
 from pdserve.messages.request import Finish, TokenDelta
 from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_of
@@ -97,6 +105,20 @@ class FakeService:
         self.draining, self.reason = True, "draining: no new requests are taken"
         await asyncio.wait({asyncio.ensure_future(self.idle.wait())}, timeout=timeout)
         return self.idle.is_set()
+
+
+class Heard:
+    """What a log says, pieces of snapshots and events; level with a log of a name of zeros."""
+
+    def __init__(self, heard: list[bytes]) -> None:
+        self.load = self.apply = heard.append
+
+    def reset(self) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def digest(self) -> int:
+        return 0
 
 
 class World:
@@ -208,6 +230,41 @@ async def test_large_parts_are_hashed_once_not_at_every_look() -> None:
             assert len(made) == 1
             w.service.ready(model("other"))
             await w.nodes.until(lambda: len(made) == 2)
+
+
+@virtually
+async def test_what_can_be_reused_is_told_from_the_first_event_on() -> None:
+    async with world() as w:
+        w.service.say(BlockStored([bytes(16)], b"R" * 16))  # before anybody can follow
+        w.service.ready(model())
+        card = await w.card_with(reason="")
+        assert set(card.topics) == {LOAD, SEQUENCES, KV}
+        heard: list[bytes] = []
+        w.seen.subscribe_log(KV, lambda member: Heard(heard))
+        await w.nodes.until(lambda: len(heard) == 1)
+        w.service.say(PoolCleared())
+        await w.nodes.until(lambda: len(heard) == 2)
+        changes = [decoder(list[NamesChange])(event) for event in heard]
+        assert changes == [
+            [NamesStored(0, b"R" * 8, bytes(8))],
+            [NamesCleared(0)],
+        ]
+
+
+@virtually
+async def test_an_engine_that_tells_nothing_has_no_topic_for_it() -> None:
+    """An empty one would say that nothing is there."""
+    async with world() as w:
+        w.service.tells_kv = False
+        w.service.ready(model())
+        assert KV not in (await w.card_with(reason="")).topics
+        w.service.tells_kv = True
+        await w.nodes.until(lambda: KV in (w.card or NodeCard()).topics)
+        w.service.tells_kv = None  # it restarts: nothing is known, nothing changes
+        await asyncio.sleep(1.0)
+        assert KV in (w.card or NodeCard()).topics
+        w.service.tells_kv = False
+        await w.nodes.until(lambda: KV not in (w.card or NodeCard()).topics)
 
 
 @virtually
