@@ -17,12 +17,18 @@ from pdserve.blocks.hashing import (
     HASH_SECRET_TEST,
     block_hashes,
     chain_pure,
+    joined_hashes,
+    names_id,
     pack_tokens,
+    prompt_root,
     root_hash,
+    short_names,
+    short_pure,
+    split_hashes,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Chain = Callable[[bytes | memoryview, int, bytes, bytes], bytes]
 
@@ -37,7 +43,7 @@ TWINS = [
 ]
 
 
-def hashes(tokens: list[int], block_size: int = 4, parent: bytes = ROOT) -> list[bytes]:
+def hashes(tokens: Sequence[int], block_size: int = 4, parent: bytes = ROOT) -> list[bytes]:
     return [*block_hashes(tokens, block_size, parent=parent, secret=HASH_SECRET_TEST)]
 
 
@@ -60,6 +66,37 @@ class TestDefinition:
         # Names outlive processes (disk tiers, other versions): a change here needs a new tag.
         (only,) = hashes(list(range(32)), block_size=32)
         assert only.hex() == "ee7f37626595372019e29cd0ab9a6347"
+
+
+class TestNames:
+    def test_joined_hashes_are_the_hashes_joined(self) -> None:
+        tokens = list(range(13))
+        joined = joined_hashes(tokens, 4, parent=ROOT, secret=HASH_SECRET_TEST)
+        assert joined == b"".join(hashes(tokens))
+        assert split_hashes(joined) == hashes(tokens)
+
+    def test_a_short_name_is_the_first_half(self) -> None:
+        assert short_names(bytes(range(32))) == bytes((*range(8), *range(16, 24)))
+        assert short_names(b"") == b""
+
+    @pytest.mark.parametrize("short", [short_names, short_pure])
+    def test_half_a_hash_has_no_short_name(self, short: Callable[[bytes], bytes]) -> None:
+        with pytest.raises(ValueError, match="16 bytes"):
+            short(bytes(24))
+
+    @needs_native
+    @given(st.binary(max_size=400).map(lambda data: data[: len(data) // 16 * 16]))
+    def test_short_twins_agree(self, joined: bytes) -> None:
+        assert short_names(joined) == short_pure(joined)
+
+    def test_a_secrets_id_is_short_and_its_own(self) -> None:
+        assert names_id(HASH_SECRET_TEST).hex() == "6696bfa604d8c3b1"
+        assert names_id(b"a") != names_id(b"b")
+
+    def test_a_prompts_root_is_made_of_model_adapter_and_salt(self) -> None:
+        secret = HASH_SECRET_TEST
+        assert prompt_root(secret, "model", "") == ROOT
+        assert prompt_root(secret, "model", "s", "l") == root_hash(secret, "model", "l", "s")
 
 
 class TestMeaning:
@@ -92,10 +129,25 @@ class TestMeaning:
         tokens = [1, 2, 3, 4]
         assert block_hashes(tokens, 4, parent=ROOT, secret=b"another") != hashes(tokens)
 
-    @pytest.mark.parametrize("token", [-1, 2**32])
+    @pytest.mark.parametrize("token", [-1, 2**32, 2**64])
     def test_tokens_are_u32(self, token: int) -> None:
         with pytest.raises(OverflowError):
             hashes([token] * 4)
+        with pytest.raises(OverflowError):
+            hashes([1, 1, 1, 1, token])  # even where no full block is
+
+    def test_tokens_are_ints(self) -> None:
+        with pytest.raises(TypeError):
+            hashes([1.0] * 4)  # type: ignore[list-item]
+
+    @given(st.lists(st.sampled_from([0, 1, 2**15, 2**30 - 1, 2**30, 2**31, 2**32 - 1])))
+    def test_it_is_one_whatever_holds_the_tokens(self, tokens: list[int]) -> None:
+        expected = hashes(tokens)
+        for held in (tuple(tokens), array("I", tokens), range(0)):
+            if len(held) == len(tokens):
+                assert hashes(held) == expected
+        packed = chain_pure(pack_tokens(tokens), 4, HASH_SECRET_TEST, ROOT)
+        assert packed == b"".join(expected)
 
 
 @pytest.mark.parametrize("chain", TWINS)
