@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.blocks.hashing import names_id
 from pdserve.engine.api import EngineState
@@ -24,6 +25,7 @@ class FakeEngine:
         self.capabilities = None
         self.stats = EngineStats()
         self.aborted = []
+        self.listeners = []
         self.submitted = []
         self.stopped = 0
         self.may_become_ready = asyncio.Event()
@@ -79,7 +81,8 @@ class FakeEngine:
         self.secrets.append(hash_secret)
 
     def subscribe_kv(self, listener):
-        raise AssertionError("nobody listens yet")
+        assert self.state is EngineState.NEW, "it would have missed something"
+        self.listeners.append(listener)
 
 
 class World:
@@ -127,6 +130,34 @@ def model(tmp_path):
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text('{"added_tokens": []}')
     return folder
+
+
+async def test_who_listens_to_the_pool_hears_the_engine_from_the_beginning(model):
+    world = World(model)
+    world.service.subscribe_kv(print)
+    await world.start()
+    assert world.engine.listeners == [print]
+    with pytest.raises(RuntimeError, match="already"):
+        world.service.subscribe_kv(print)
+
+
+@pytest.mark.parametrize(
+    ("prefix_cache", "capabilities", "tells"),
+    [
+        (True, {}, True),
+        (True, {"kv_events": False}, False),
+        (False, {"kv_events": False}, True),  # nothing is kept, and nothing is told
+        (True, {"kv_events": False, "num_blocks": 0}, True),
+    ],
+)
+async def test_a_pool_is_told_when_events_say_all(model, prefix_cache, capabilities, tells):
+    world = World(model, prefix_cache=prefix_cache)
+    assert world.service.tells_kv is None
+    await world.start()
+    world.engine.capabilities = replace(world.engine.capabilities, **capabilities)
+    assert world.service.tells_kv is tells
+    world.engine.die(EngineState.RESTARTING, "killed")
+    assert world.service.tells_kv is None
 
 
 async def test_a_started_worker_serves_its_model_under_every_name(model):
