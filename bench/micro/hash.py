@@ -1,4 +1,5 @@
-"""How fast blocks are named: the native chain against its hashlib twin and against two limits.
+"""How fast blocks are named: the native chain against its hashlib twin, against two limits, and
+against the public XXH3-64 that Dynamo names blocks with, which has no key.
 
     python bench/micro/hash.py
 
@@ -6,12 +7,20 @@ Every row is measured in the same rounds, one after the other, and reported as i
 the ratios hold on a busy machine. Limits: `memcpy`, reading and writing the tokens once, and
 hashlib's BLAKE2b over the same bytes as one message, which pays neither for chaining nor for short
 messages (a block of 32 tokens fills two 128-byte chunks by little more than half).
-Writes bench/results/hash.md.
+A list of ints goes in, as the tokenizer makes it, and names come out, as they travel; rows that
+begin with a part's name measure that part alone. Writes bench/results/hash.md.
+
+With Dynamo in another environment, the same tokens through its own binding in the same rounds:
+
+    python bench/micro/hash.py --dynamo path/to/its/python
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
+import subprocess
 import time
 from hashlib import blake2b
 from pathlib import Path
@@ -23,9 +32,12 @@ from pdserve.blocks.hashing import (
     HASH_SECRET_TEST,
     block_hashes,
     chain_pure,
+    joined_hashes,
     pack_tokens,
     root_hash,
+    short_names,
 )
+from pdserve.blocks.public import public_hashes, public_pure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,72 +48,166 @@ BLOCKS = TOKENS // BLOCK_SIZE
 ROUNDS = 30
 RESULT = Path(__file__).parent.parent / "results" / "hash.md"
 
+PEER_SIZES = (16, 32, 64)
+"""Block sizes at which Dynamo is measured, too."""
+
 ROOT = root_hash(HASH_SECRET_TEST, "bench")
+
+
+def token_ids() -> list[int]:
+    """Spread over a large vocabulary."""
+    return [(i * 2654435761) % 151_936 for i in range(TOKENS)]
 
 
 def rows() -> dict[str, Callable[[], object]]:
     """What is measured, by the name it has in the table."""
-    tokens = [(i * 2654435761) % 151_936 for i in range(TOKENS)]
+    tokens = token_ids()
     packed = pack_tokens(tokens)
     chain = (packed, BLOCK_SIZE, HASH_SECRET_TEST, ROOT)
+    names = chain_pure(*chain)
     measured: dict[str, Callable[[], object]] = {
         "limit: memcpy": lambda: bytearray(packed),
         "limit: BLAKE2b, one message": lambda: blake2b(packed, key=HASH_SECRET_TEST).digest(),
-        "chain, hashlib twin": lambda: chain_pure(*chain),
-        "pack_tokens (list to u32)": lambda: pack_tokens(tokens),
-        "block_hashes, whole prompt": lambda: block_hashes(
+        "part: chain, hashlib twin": lambda: chain_pure(*chain),
+        "part: pack_tokens (list to u32)": lambda: pack_tokens(tokens),
+        "part: short_names": lambda: short_names(names),
+        "joined_hashes, list to bytes": lambda: joined_hashes(
             tokens, BLOCK_SIZE, parent=ROOT, secret=HASH_SECRET_TEST
         ),
+        "block_hashes, list to list": lambda: block_hashes(
+            tokens, BLOCK_SIZE, parent=ROOT, secret=HASH_SECRET_TEST
+        ),
+        "block_hashes, one block per call": lambda: [
+            block_hashes(one, BLOCK_SIZE, parent=ROOT, secret=HASH_SECRET_TEST)
+            for one in itertools.repeat(tokens[:BLOCK_SIZE], BLOCKS)
+        ],
+        "public_hashes, XXH3-64, no key": lambda: public_hashes(tokens, BLOCK_SIZE),
     }
-    measured["block_hashes, one block per call"] = lambda: [
-        block_hashes(one, BLOCK_SIZE, parent=ROOT, secret=HASH_SECRET_TEST)
-        for one in itertools.repeat(tokens[:BLOCK_SIZE], BLOCKS)
-    ]
     if accel.NATIVE:
-        measured["chain, native"] = lambda: accel.native.block_hashes(*chain)
+        measured["part: chain, native"] = lambda: accel.native.block_hashes(*chain)
+    else:
+        measured["part: public twin"] = lambda: public_pure(packed, BLOCK_SIZE, 0)
+    for size in PEER_SIZES:
+        measured[f"{_KEYED}{size}"] = lambda size=size: joined_hashes(  # type: ignore[misc]
+            tokens, size, parent=ROOT, secret=HASH_SECRET_TEST
+        )
+        measured[f"{_PUBLIC}{size}"] = lambda size=size: public_hashes(tokens, size)  # type: ignore[misc]
     return measured
 
 
-def best_seconds(measured: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Each row's best round; the rounds take all rows in turn."""
+_KEYED = "keyed "
+_PUBLIC = "public "
+
+_PEER = """
+import json, sys, time
+from dynamo._core import compute_block_hash_for_seq as compute
+tokens = [(i * 2654435761) % 151_936 for i in range(int(sys.argv[1]))]
+for line in sys.stdin:
+    size = int(line)
+    start = time.perf_counter()
+    compute(tokens, size)
+    print(json.dumps(time.perf_counter() - start), flush=True)
+"""
+
+
+class Peer:
+    """Dynamo's binding in a process of its own, asked for one call at a time."""
+
+    def __init__(self, python: str) -> None:
+        self._process = subprocess.Popen(
+            [python, "-c", _PEER, str(TOKENS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def seconds(self, size: int) -> float:
+        """One call, timed over there."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        print(size, file=stdin, flush=True)
+        return float(json.loads(stdout.readline()))
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10.0)
+
+
+def best_seconds(
+    measured: dict[str, Callable[[], object]], peer: Peer | None
+) -> tuple[dict[str, float], dict[int, float]]:
+    """Each row's best round; the rounds take all rows in turn, and the peer's between them."""
     best = dict.fromkeys(measured, float("inf"))
+    peers = dict.fromkeys(PEER_SIZES, float("inf")) if peer is not None else {}
     for _ in range(ROUNDS):
         for name, work in measured.items():
             start = time.perf_counter()
             work()
             best[name] = min(best[name], time.perf_counter() - start)
-    return best
+        for size in peers:
+            assert peer is not None
+            peers[size] = min(peers[size], peer.seconds(size))
+    return best, peers
 
 
-def report(best: dict[str, float]) -> str:
+def report(best: dict[str, float], peers: dict[int, float]) -> str:
     """The result file's text."""
-    twin = best["chain, hashlib twin"]
+    twin = best["part: chain, hashlib twin"]
     table = [
         f"| {name} | {seconds * 1e3:.2f} | {seconds / BLOCKS * 1e9:.0f} "
-        f"| {4 * TOKENS / seconds / 1e6:,.0f} | {twin / seconds:.2f} |"
+        f"| {TOKENS / seconds / 1e6:,.0f} | {twin / seconds:.2f} |"
         for name, seconds in sorted(best.items(), key=lambda row: row[1])
+        if not name.startswith((_KEYED, _PUBLIC))
+    ]
+    against = [
+        f"| {size} | {_rate(best[f'{_KEYED}{size}'])} | {_rate(best[f'{_PUBLIC}{size}'])} "
+        f"| {_rate(peers[size]) if size in peers else 'not measured'} |"
+        for size in PEER_SIZES
     ]
     return "\n".join(
         [
             "# Naming blocks",
             "",
-            f"{TOKENS:,} tokens in {BLOCKS:,} blocks of {BLOCK_SIZE}; best of {ROUNDS} rounds.",
-            "Repeat with `python bench/micro/hash.py`.",
+            f"{TOKENS:,} tokens in {BLOCKS:,} blocks of {BLOCK_SIZE}; best of {ROUNDS} rounds,",
+            "on a machine that did other work, too. Repeat with `python bench/micro/hash.py`.",
             "",
             *(f"- {fact}" for fact in facts()),
             f"- {accel.describe()}",
             "",
-            "| what | ms | ns per block | MB/s | times the twin's chain |",
+            "| what | ms | ns per block | Mtok/s | times the twin's chain |",
             "|---|---:|---:|---:|---:|",
             *table,
+            "",
+            "## Against Dynamo",
+            "",
+            "Million tokens per second from a Python list of ints to names, one core. pdserve's",
+            "names have a key: nobody can construct two prefixes with one name. `XXH3-64` is",
+            "pdserve's own code for Dynamo's names (the block's and the chain's; Dynamo's binding",
+            "makes the block's only, as a list of ints).",
+            "",
+            "| block size | pdserve, keyed BLAKE2b-128 | pdserve, XXH3-64 | Dynamo, XXH3-64 |",
+            "|---:|---:|---:|---:|",
+            *against,
             "",
         ]
     )
 
 
+def _rate(seconds: float) -> str:
+    return f"{TOKENS / seconds / 1e6:,.0f}"
+
+
 def main() -> None:
     """Measure, print, write."""
-    text = report(best_seconds(rows()))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dynamo", metavar="PYTHON", help="an interpreter that has dynamo._core")
+    python = parser.parse_args().dynamo
+    peer = None if python is None else Peer(python)
+    try:
+        text = report(*best_seconds(rows(), peer))
+    finally:
+        if peer is not None:
+            peer.close()
     print(text)
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(text, encoding="utf-8")
