@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.errors import (
     DeadlineExceeded,
     DialTimeout,
+    Draining,
     LinkError,
     LinkLost,
     ModelNotFound,
@@ -220,7 +221,7 @@ class ClusterBackend:
                 if now() - start > _CATCH_UP or not takes:
                     raise refused(model, None) from None
                 behind.add(router)
-            except (LinkError, ProtocolError) as error:
+            except (LinkError, ProtocolError, Draining) as error:
                 self._leave_alone(router, error)
                 start += now() - asked  # being held is not waiting for a router
 

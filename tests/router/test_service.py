@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
-from pdserve.errors import ModelNotFound, NoWorker, ProtocolError
+from pdserve.errors import Draining, ModelNotFound, NoWorker, ProtocolError
 from pdserve.frontend.cluster import ClusterBackend
 from pdserve.frontend.config import FrontendConfig
 from pdserve.ids import NodeId
+from pdserve.messages.engine import EngineStats
 from pdserve.messages.node import NodeCard
-from pdserve.messages.request import Finish, TokenDelta
+from pdserve.messages.request import Finish, Started, TokenDelta
 from pdserve.messages.routing import Release
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.router.bookings import End
 from pdserve.router.config import RouterConfig
 from pdserve.router.policies.load import load_policy
+from pdserve.router.predict.model import TimeModel
 from pdserve.router.service import RouterService
-from pdserve.runtime.methods import RELEASE, ROUTE
+from pdserve.runtime.methods import EXPLAIN, RELEASE, ROUTE
 from pdserve.runtime.topics.service import Topics
 from pdserve.wire.codec import Method, encode
 from pdserve.worker.member import WorkerMember
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.messages.card import ModelCard
-    from pdserve.messages.routing import Routed
+    from pdserve.messages.routing import Route, Routed
     from pdserve.runtime.node import Node
     from tests.runtime.cluster import Cluster
 
@@ -368,3 +371,200 @@ async def test_a_router_held_for_dead_begins_with_an_empty_ledger() -> None:
 def _sequences(router: Router) -> list[int]:
     view = router.service.desk.pool.view(router.node.now(), "tiny").sound
     return [one.sequences for one in view]
+
+
+# ------------------------------------------------------------------------ who waits
+
+
+def _large(*excluded: str, **wants: Any) -> Route:
+    """One of these closes a worker by what is predicted without any experience."""
+    return replace(route("tiny", *excluded, prompt_tokens=2000), **wants)
+
+
+async def _asks(w: World, question: Route, router: str = "r") -> asyncio.Task[Routed]:
+    link = await w.nodes.nodes["f"].link(NodeId(router), timeout=1.0)
+    asking = asyncio.ensure_future(link.request(ROUTE, question, timeout=60.0))
+    await asyncio.sleep(0.05)
+    return asking
+
+
+def _start(worker: Worker, handle: int) -> None:
+    started = Started(0, 0.0, 0.1, 0.1)
+    worker.service.sinks[handle].on_delta(
+        TokenDelta(handle=handle, choice=0, tokens=[1], started=started)
+    )
+
+
+@virtually
+async def test_who_waits_goes_with_the_first_token_of_another() -> None:
+    async with world() as w:
+        router, worker, backend = await w.router("r"), await w.worker("a"), await w.frontend("f")
+        await w.settled()
+        await backend.open(request(prompt=[7] * 2000), Sink())
+        asking = await _asks(w, _large())
+        assert not asking.done()
+        assert router.service.desk.held == 1
+        asked = router.node.now()
+        _start(worker, 1)
+        routed = await asking
+        assert router.node.now() - asked < 0.01  # told at once, not with the next report
+        assert routed.worker == "a"
+        assert routed.held > 0.04
+        router.service.desk.check()
+
+
+@virtually
+async def test_who_waits_goes_at_the_predicted_moment_if_nothing_is_heard() -> None:
+    async with world() as w:
+        router, _, _ = await w.router("r"), await w.worker("a"), await w.frontend("f")
+        await w.settled()
+        await (await _asks(w, _large()))
+        asking = await _asks(w, _large())
+        assert not asking.done()
+        assert (await asyncio.wait_for(asking, 1.0)).worker == "a"
+        assert router.service.desk.next_look(0.0) is None
+
+
+@virtually
+async def test_who_turns_away_while_it_waits_leaves_nothing_behind() -> None:
+    async with world() as w:
+        router, _, _ = await w.router("r"), await w.worker("a"), await w.frontend("f")
+        await w.settled()
+        await (await _asks(w, _large()))
+        asking = await _asks(w, _large())
+        asking.cancel()
+        await asyncio.sleep(0.05)
+        assert router.service.desk.numbers.withdrawn == 1
+        assert (router.service.desk.held, len(router.bookings)) == (0, 1)
+
+
+@virtually
+async def test_who_turns_away_while_the_answer_is_under_way_gives_it_back() -> None:
+    """Not only when the booking's time has run out."""
+    async with world() as w:
+        router, _, backend = await w.router("r"), await w.worker("a"), await w.frontend("f")
+        await w.settled()
+        for delay in range(12):
+            opening = asyncio.ensure_future(backend.open(request(), Sink()))
+            await asyncio.sleep(delay * 0.0005)
+            opening.cancel()
+            with suppress(asyncio.CancelledError):
+                (await opening).cancel()
+        await asyncio.sleep(1.0)
+        assert len(router.bookings) == 0
+        assert router.bookings.ended[End.NEVER_SEEN] == 0
+
+
+@virtually
+async def test_a_router_that_leaves_sends_those_who_wait_to_another() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            await w.router(name)
+        worker, backend = await w.worker("a"), await w.frontend("f")
+        await w.settled()
+        await (await _asks(w, _large(prompt_tokens=6000), "r1"))
+        sink = Sink()
+        opening = asyncio.ensure_future(backend.open(request(prompt=[7] * 2000), sink))
+        await asyncio.sleep(0.05)
+        holder = next(r for r in w.routers.values() if r.service.desk.held)
+        other = next(r for r in w.routers.values() if r is not holder)
+        holder.service.drain()
+        await asyncio.wait_for(opening, 2.0)
+        assert holder.service.desk.held == 0
+        assert len(other.bookings) >= 1
+        assert worker.service.sinks
+
+
+@virtually
+async def test_the_last_router_goes_on_while_it_drains() -> None:
+    async with world() as w:
+        router, _, _ = await w.router("r"), await w.worker("a"), await w.frontend("f")
+        await w.settled()
+        await (await _asks(w, _large()))
+        asking = await _asks(w, _large())
+        router.service.drain()
+        assert (await asyncio.wait_for(asking, 2.0)).worker == "a"
+        last = await _asks(w, _large())
+        router.service.close()
+        with pytest.raises(Draining):
+            await last
+
+
+@virtually
+async def test_a_router_says_what_it_would_do() -> None:
+    async with world() as w:
+        router, _, _ = await w.router("r"), await w.worker("a"), await w.frontend("f")
+        await w.settled()
+        link = await w.nodes.nodes["f"].link(NodeId("r"), timeout=1.0)
+        told = await link.request(EXPLAIN, _large(), timeout=1.0)
+        assert (told.worker, told.policy) == ("a", "ttft")
+        assert told.candidates[0].terms["cost"] > 0
+        assert len(router.bookings) == 0
+
+
+# ------------------------------------------------------------------------ several routers
+
+
+@virtually
+async def test_a_booking_is_known_elsewhere_at_once() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            await w.router(name)
+        await w.worker("a")
+        await w.frontend("f")
+        await w.settled()
+        await w.ask("f", "r1")
+        await asyncio.sleep(0.008)  # on the way; a topic's own time to gather more is longer
+        assert w.routers["r2"].charged("a") == 1
+        assert w.routers["r2"].bookings.prefills(NodeId("a")).requests == 1
+
+
+@virtually
+async def test_a_restarted_router_knows_what_runs_within_a_second() -> None:
+    """Nobody tells it of bookings: it asks the workers."""
+    async with world() as w:
+        await w.router("r1")
+        worker, backend = await w.worker("a"), await w.frontend("f")
+        await w.settled()
+        for _ in range(3):
+            await backend.open(request(), Sink())
+        _start(worker, 1)
+        worker.service.stats = EngineStats(running=3, uncomputed_tokens=5000)
+        await asyncio.sleep(0.5)
+        w.routers.pop("r1")
+        await w.nodes.crash("r1")
+        late = await w.router("r2")
+        await asyncio.sleep(1.0)
+        (view,) = late.service.desk.pool.view(late.node.now(), "tiny").sound
+        assert (view.sequences, view.prefills, view.decodes) == (3, 2, 1)
+        assert view.prefill_tokens == 5000
+        assert view.work == pytest.approx(TimeModel().prefill(5000))
+        for handle in (2, 3):
+            _start(worker, handle)
+        worker.service.stats = EngineStats(running=3)
+        await asyncio.sleep(0.3)
+        (view,) = late.service.desk.pool.view(late.node.now(), "tiny").sound
+        assert (view.prefills, view.decodes, view.work) == (0, 3, 0.0)
+        late.service.desk.check()
+
+
+@virtually
+async def test_only_a_busy_router_can_fall_silent() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            await w.router(name)
+        await w.worker("a")
+        await w.frontend("f")
+        await w.settled()
+        seen = w.routers["r2"].bookings
+        await asyncio.sleep(3.0)
+        assert seen.silent_peers == []
+        await w.ask("f", "r1")
+        await asyncio.sleep(2.0)
+        assert seen.silent_peers == []
+        w.nodes.world.pause("r1")
+        await asyncio.sleep(0.6)
+        assert seen.silent_peers == ["r1"]
+        w.nodes.world.resume("r1")
+        await asyncio.sleep(0.5)
+        assert seen.silent_peers == []
