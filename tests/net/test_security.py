@@ -14,6 +14,7 @@ from pdserve.net.security import (
     cluster_key_file,
     default_key_path,
     make_key_file,
+    read_hash_secret,
     read_keys,
 )
 
@@ -154,3 +155,33 @@ def test_a_key_is_replaced_without_a_restart(tmp_path) -> None:
     with pytest.raises(ConfigError):
         file.reload()
     assert file.keys() == (bytes.fromhex(ONE), bytes.fromhex(TWO)), "the old keys stay in force"
+
+
+# ---------------------------------------------------------------------- the hash secret's file
+
+
+def test_a_hash_secret_is_one_line_of_a_file_of_the_same_form(tmp_path) -> None:
+    assert read_hash_secret(key_file(tmp_path / "s", f"# ours\n{ONE}\n")) == b"\x11" * 32
+    assert read_hash_secret(key_file(tmp_path / "s", "33" * 64)) == b"\x33" * 64
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        (f"{ONE}\n{TWO}\n", 0o600, "one line of 64 to 128"),
+        ("33" * 65, 0o600, "one line of 64 to 128"),
+        ("33" * 31, 0o600, "31 bytes, not 32"),
+        ("", 0o600, "must hold"),
+        (ONE, 0o644, "chmod 600"),
+    ],
+)
+def test_another_file_is_no_hash_secret(tmp_path, text: str, mode: int, words: str) -> None:
+    path = key_file(tmp_path / "s", text, mode)
+    with pytest.raises(ConfigError, match=words) as refused:
+        read_hash_secret(path)
+    assert "cluster key" not in refused.value.message
+
+
+def test_a_hash_secret_that_is_missing_is_named(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"the hash secret file .* cannot be read"):
+        read_hash_secret(tmp_path / "nothing")
