@@ -379,6 +379,7 @@ class Desk:
         return State(
             workers=workers,
             last=last,
+            count=self.numbers.placed,
             now=now,
             overlaps=found.overlaps,
             lower=found.lower,

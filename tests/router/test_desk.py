@@ -11,6 +11,7 @@ from pdserve.errors import ModelNotFound, NotReady, NoWorker, Overloaded
 from pdserve.router.bookings import Booking, End
 from pdserve.router.config import RouterConfig
 from pdserve.router.desk import Desk
+from pdserve.router.policies import weighted_round_robin
 from pdserve.router.policies.least_loaded import choose
 from pdserve.router.pool import Facts
 from tests.router.support import booked, facts, life, load, route
@@ -189,3 +190,12 @@ def test_what_a_policy_raises_leaves_no_booking():
     with pytest.raises(ZeroDivisionError):
         world.ask()
     assert len(world.desk.bookings) == 0
+
+
+def test_policies_that_take_turns_by_size_are_told_how_many_there_were():
+    """Shares are those of the sizes only if the count moves on."""
+    desk = Desk(RouterConfig(), weighted_round_robin.choose, Random(1))
+    for node, size in (("w1", 8), ("w2", 24)):
+        desk.worker(0.0, facts(node, max_sequences=size))
+    shares = Counter(desk.route(0.0, F, route("m")).worker.node for _ in range(64))
+    assert abs(shares["w2"] - 48) <= 2

@@ -92,7 +92,7 @@ class State:
     last: NodeId
     """Who was chosen last for this model; need not be among the workers."""
     count: int = 0
-    """Decisions made for this model so far."""
+    """Decisions that this router has made so far."""
     now: Seconds = 0.0
     overlaps: Mapping[NodeId, int] = field(default_factory=dict)
     """Leading blocks of the question's prompt in each worker's device tier; absent: none. Workers
