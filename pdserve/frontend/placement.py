@@ -7,6 +7,7 @@ left out, since a part of a sum is wrong. Pure.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -15,7 +16,7 @@ from pdserve.ids import NodeId, Seconds
 from pdserve.openai.responses import Served
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["NAMES", "Course", "Placement", "cached_tokens", "header_lines", "served"]
 
@@ -54,15 +55,15 @@ def served(courses: Sequence[Course], ttft: Seconds | None) -> Served | None:
         return None
     complete = len(placements) == len(courses)
     return Served(
-        worker=_names(p.worker for p in placements),
-        router=_names(p.router for p in placements),
-        policy=_names(p.policy for p in placements),
-        attempts=max(p.attempts for p in placements),
-        overlap_tokens=sum(p.overlap_tokens for p in placements) if complete else None,
+        worker=_names([p.worker for p in placements]),
+        router=_names([p.router for p in placements]),
+        policy=_names([p.policy for p in placements]),
+        attempts=max([p.attempts for p in placements]),
+        overlap_tokens=sum([p.overlap_tokens for p in placements]) if complete else None,
         cached_tokens=cached_tokens(courses),
         predicted_ttft_ms=_longest([p.predicted_ttft for p in placements]),
         ttft_ms=_ms(ttft),
-        held_ms=_ms(max(p.held for p in placements)),
+        held_ms=_ms(max([p.held for p in placements])),
         queue_ms=_longest([course.queue for course in courses]),
         prefill_ms=_longest([course.prefill for course in courses]),
     )
@@ -74,24 +75,22 @@ _HEADERS = (
 )
 NAMES: Final = tuple(f"x-pdserve-{name.replace('_', '-')}".encode() for name in _HEADERS)
 """Of all headers that may come."""
-_LINES = {name: header + b": %s\r\n" for name, header in zip(_HEADERS, NAMES, strict=True)}
+_LINES = tuple(f"{name.decode()}: %s\r\n" for name in NAMES)
+_values = attrgetter(*_HEADERS)
 
 
 def header_lines(told: Served | None) -> bytes:
     """The same as headers, whole lines; what is unknown has none."""
     if told is None:
         return b""
-    values = ((line, getattr(told, name)) for name, line in _LINES.items())
-    return b"".join(
-        [
-            line % str(value).encode("ascii", "replace")
-            for line, value in values
-            if value not in (None, "")
-        ]
-    )
+    known = zip(_LINES, _values(told), strict=True)
+    lines = [line % value for line, value in known if value is not None and value != ""]
+    return "".join(lines).encode("ascii", "replace")
 
 
-def _names(names: Iterable[str]) -> str:
+def _names(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
     return ",".join(dict.fromkeys(name for name in names if name))
 
 
