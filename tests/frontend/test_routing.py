@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import openai
 import pytest
 
 from pdserve.errors import EngineDied, Overloaded
@@ -312,3 +313,26 @@ async def test_an_explanation_needs_a_key(tmp_path):
         assert (await client.post("/route", HELLO))[0] == 401
         known = {"Authorization": "Bearer sk-12345678"}
         assert (await client.post("/route", HELLO, known))[0] == 200
+
+
+async def test_the_official_client_skips_what_keeps_its_connection_open():
+    async with (
+        frontend(replace(SCRIPT, interval=0.5), header_wait=0.1) as client,
+        openai.AsyncOpenAI(
+            base_url=f"{client.url}/v1",
+            api_key="none",
+            max_retries=0,
+            default_headers={"Connection": "close"},
+        ) as official,
+    ):
+        stream = await official.chat.completions.create(
+            model="tiny",
+            messages=HELLO["messages"],
+            max_tokens=1,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        assert "x-pdserve-ttft-ms" not in stream.response.headers, "they did not wait"
+        chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage.pdserve["worker"] == "w1"
