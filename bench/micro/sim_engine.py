@@ -123,7 +123,8 @@ def main() -> None:
         "# What a simulated request costs the engine",
         "",
         f"{PROMPT:,} prompt tokens, none of them cached, {OUTPUT} output tokens, one worker; the",
-        f"best of {ROUNDS} rounds in CPU time, on a busy machine. Repeat with `python bench/micro/sim_engine.py`.",
+        f"best of {ROUNDS} rounds in CPU time, on a busy machine. Repeat with "
+        "`python bench/micro/sim_engine.py`.",
         "",
         *(f"- {fact}" for fact in facts()),
         f"- {accel.describe()}",

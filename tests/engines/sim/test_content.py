@@ -31,6 +31,7 @@ def reference(requests: list[GenerateRequest], *, content: bool) -> list[list[li
     ]
 
 
+@pytest.mark.timeout(300)  # in long mode, beside others
 @pytest.mark.parametrize("content", [False, True])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_scheduling_never_shows_in_the_tokens(

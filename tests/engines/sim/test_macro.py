@@ -6,7 +6,9 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pdserve.messages.engine import ClearCache
+import pytest
+
+from pdserve.messages.engine import ClearCache, Rekey
 from pdserve.messages.kv import BlockRemoved, BlockStored, KvEvent, PoolCleared
 from tests.engines.sim.driver import Driver, request, spec
 
@@ -66,6 +68,8 @@ def random_deeds(rng: random.Random, longest: int) -> list[Deed]:
         if rng.random() < 0.2:
             deeds.append((at + rng.uniform(0.0, span / 4), "abort", number))
     deeds += [(rng.uniform(0.0, span), "clear", None) for _ in range(rng.choice([0, 0, 1]))]
+    if rng.random() < 0.2:
+        deeds.append((rng.uniform(0.0, span), "rekey", None))
     return sorted(deeds, key=lambda deed: deed[0])
 
 
@@ -80,6 +84,8 @@ def live(spec: EngineSpec, deeds: list[Deed]) -> Driver:
                     driver.abort(what)
                 case "clear":
                     driver.tell(ClearCache())
+                case "rekey":
+                    driver.tell(Rekey(hash_secret=b"another"))
         driver.run()
         driver.core.pool.check()
         return driver
@@ -112,6 +118,7 @@ def told(driver: Driver) -> dict[int, tuple[Any, ...]]:
     }
 
 
+@pytest.mark.timeout(900)  # half a minute in long mode, alone
 def test_many_steps_at_once_are_what_single_steps_are(seed: int, long: bool):
     seen: Counter[str] = Counter()
     for number in range(2000 if long else 150):
