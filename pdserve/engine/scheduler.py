@@ -18,6 +18,9 @@ share its full blocks up to the prompt's last token and copy the block that hold
 Everything here is synchronous, without torch, sockets or a clock; times are arguments. The engine
 core owns the scheduler and calls in turn `schedule`, (its executor), `complete`.
 
+A core in simulated time may skip steps: while `steady` says that they only decode the same batch,
+`advance` does in one call what so many turns would do, to the pool as to the sequences.
+
 The handoff of a prefilled sequence joins here twice: a sequence whose blocks were filled by a peer
 enters `_admit` with `num_computed` already set, and one that is to be decoded elsewhere leaves
 through `_leave` with its blocks kept under a lease instead of released.
