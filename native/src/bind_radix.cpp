@@ -115,6 +115,27 @@ class RadixTree {
     return out;
   }
 
+  nb::object match_as(nb::handle names, const nb::dict& shown) {
+    const Buffer buffer(names, PyBUF_C_CONTIGUOUS);
+    const Depths& found = tree_.match(buffer.names(), 1);
+    nb::object out = nb::steal(PyDict_New());
+    if (!out.is_valid()) throw nb::python_error();
+    found.each([&](std::size_t worker) {
+      PyObject* key = PyDict_GetItemWithError(shown.ptr(), ints_[worker]);
+      if (key == nullptr) {
+        if (PyErr_Occurred()) throw nb::python_error();
+        return;
+      }
+      PyObject* depth = ints_[found.depth[0][worker]];
+      PyObject* there = PyDict_SetDefault(out.ptr(), key, depth);
+      if (there == nullptr) throw nb::python_error();
+      if (there != depth && PyLong_AsSize_t(there) < found.depth[0][worker] &&
+          PyDict_SetItem(out.ptr(), key, depth) != 0)
+        throw nb::python_error();
+    });
+    return out;
+  }
+
   std::size_t match_into(nb::handle names, nb::handle depths) {
     const Buffer buffer(names, PyBUF_C_CONTIGUOUS);
     const Buffer target(depths, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS);
@@ -182,6 +203,7 @@ void bind_radix(nb::module_& m) {
       .def("drop", &RadixTree::drop, nb::arg("worker"))
       .def("match", &RadixTree::match, nb::arg("names"))
       .def("match_into", &RadixTree::match_into, nb::arg("names"), nb::arg("depths"))
+      .def("match_as", &RadixTree::match_as, nb::arg("names"), nb::arg("shown"))
       .def("match_tiers", &RadixTree::match_tiers, nb::arg("names"))
       .def("blocks", &RadixTree::blocks, nb::arg("worker"))
       .def("numbers", &RadixTree::numbers)

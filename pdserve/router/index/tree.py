@@ -15,18 +15,20 @@ from __future__ import annotations
 
 from array import array
 from struct import unpack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from pdserve import accel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["DEVICE", "DISK", "HOST", "REMOTE", "PureTree", "Tree", "TreeCounters"]
 
 DEVICE, HOST, DISK, REMOTE = range(4)
 """Tiers, nearest first. REMOTE is kept and counted; no answer includes it yet."""
 
+K = TypeVar("K")
+
+_NOBODY: Final[frozenset[int]] = frozenset()
 _TIERS = 4
 _MAX_WORKERS = 1 << 16
 _MAX_NAME = (1 << 64) - 1
@@ -142,6 +144,15 @@ class PureTree:
             depths[worker] = depth
         return len(found)
 
+    def match_as(self, names: bytes, shown: dict[int, K]) -> dict[K, int]:
+        """`match` by what is shown for each slot: the longest where that is the same for several,
+        nothing for slots that are not in it. One pass instead of one here and one at the caller."""
+        best: dict[K, int] = {}
+        for worker, depth in self.match(names).items():
+            if worker in shown and depth > best.get(shown[worker], 0):
+                best[shown[worker]] = depth
+        return best
+
     def match_tiers(self, names: bytes) -> dict[int, tuple[int, int, int]]:
         """For each worker: leading blocks on its device; there or on its host; there or on disk."""
         wanted = _unpacked(names)
@@ -152,20 +163,19 @@ class PureTree:
     def _leading(self, names: tuple[int, ...], below: int) -> dict[int, int]:
         """Leading names that each worker holds on any tier nearer than `below`."""
         found: dict[int, int] = {}
-        active: set[int] | None = None
+        active = set(self._holders(names[0], below)) if names else set[int]()
         for depth, name in enumerate(names):
-            here = set[int]().union(*self._holders(name, below))
-            gone = set[int]() if active is None else active - here
-            found.update(dict.fromkeys(gone, depth))
-            active = here if active is None else active - gone
-            if not active:
-                return found
-        return found | dict.fromkeys(active or (), len(names))
+            here = self._holders(name, below)
+            if active <= here:
+                continue
+            found |= dict.fromkeys(active - here, depth)
+            active &= here
+        found |= dict.fromkeys(active, len(names))
+        return dict(sorted(found.items()))  # in the order of the compiled twin
 
-    def _holders(self, name: int, below: int) -> Iterator[set[int]]:
-        for workers in self._workers[:below]:
-            if name in workers:
-                yield workers[name]
+    def _holders(self, name: int, below: int) -> frozenset[int] | set[int]:
+        held = [workers[name] for workers in self._workers[:below] if name in workers]
+        return held[0] if len(held) == 1 else _NOBODY.union(*held)
 
     def _is_known(self, name: int) -> bool:
         return any(name in workers for workers in self._workers)

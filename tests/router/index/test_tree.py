@@ -214,6 +214,16 @@ class TestMeaning:
         with pytest.raises(ValueError, match="u32"):
             tree.match_into(packed(CHAIN[:9]), array("Q", [9] * 6))
 
+    def test_depths_by_what_is_shown_for_a_slot(self, make: type[Tree]) -> None:
+        tree = make(MANY)
+        for worker, length in enumerate([3, 5, 4, 7, 2]):
+            store(tree, worker, CHAIN[:length])
+        shown = {0: "a", 1: "b", 2: "b", 4: "a", 9: "c"}
+        assert tree.match_as(packed(CHAIN[:9]), shown) == {"a": 3, "b": 5}
+        assert tree.match_as(packed(CHAIN[:9]), {}) == {}
+        with pytest.raises(TypeError):
+            tree.match_as(packed(CHAIN[:9]), {i: [i] for i in range(5)})  # no key of a dict
+
     def test_what_cannot_be_read_is_refused(self, make: type[Tree]) -> None:
         tree = make(MANY)
         calls: list[Callable[[], object]] = [
@@ -222,6 +232,7 @@ class TestMeaning:
             lambda: tree.match(bytes(1)),
             lambda: tree.match_tiers(bytes(12)),
             lambda: tree.match_into(bytes(12), array("I", [0])),
+            lambda: tree.match_as(bytes(12), {}),
             lambda: tree.stored(-1, DEVICE, None, b""),
             lambda: tree.stored(65536, DEVICE, None, b""),
             lambda: tree.stored(1, 4, None, b""),
@@ -340,7 +351,7 @@ def test_the_twins_agree(life: tuple[int, list[list[int]], list[Step]]) -> None:
         assert step(tree) == step(pure)
         assert numbers(tree) == numbers(pure)
         for chain in chains:
-            assert tree.match(packed(chain)) == pure.match(packed(chain))
+            assert [*tree.match(packed(chain)).items()] == [*pure.match(packed(chain)).items()]
             assert tree.match_tiers(packed(chain)) == pure.match_tiers(packed(chain))
     for worker in (0, 1, 2, 3, 63, 64, 700):
         assert tree.drop(worker) == pure.drop(worker)
