@@ -252,10 +252,12 @@ class HashSecrets:
         self._look()
 
     def _take(self, secret: bytes, claim: Claim) -> None:
-        changed, self._secret, self._claim = secret != self._secret, secret, claim
+        renamed, changed = bool(self._secret), secret != self._secret
+        self._secret, self._claim = secret, claim
         self._tell()
         if changed:
-            _log.debug("blocks are named with secret %s", claim.id.hex())
+            level = logging.INFO if renamed else logging.DEBUG
+            _log.log(level, "blocks are named with secret %s from now on", claim.id.hex())
             for listener in self._listeners:
                 listener(secret)
 
