@@ -139,6 +139,7 @@ async def test_who_listens_to_the_pool_hears_the_engine_from_the_beginning(model
     assert world.engine.listeners == [print]
     with pytest.raises(RuntimeError, match="already"):
         world.service.subscribe_kv(print)
+    await world.service.stop()
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,7 @@ async def test_a_pool_is_told_when_events_say_all(model, prefix_cache, capabilit
     assert world.service.tells_kv is tells
     world.engine.die(EngineState.RESTARTING, "killed")
     assert world.service.tells_kv is None
+    await world.service.stop()
 
 
 async def test_a_started_worker_serves_its_model_under_every_name(model):
