@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from pdserve import accel
 
-if TYPE_CHECKING:
-
 __all__ = ["DEVICE", "DISK", "HOST", "REMOTE", "PureTree", "Tree", "TreeCounters"]
 
 DEVICE, HOST, DISK, REMOTE = range(4)
