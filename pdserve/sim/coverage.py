@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdserve.gossip.messages import Record
+    from pdserve.messages.request import Started
     from pdserve.router.bookings import Booking, Life
 
 __all__ = ["BOOKING_CELLS", "LIFE_CELLS", "MEMBER_CELLS", "Cells", "missing", "watch"]
@@ -132,7 +133,9 @@ def _state(bookings: Bookings, worker: Life, id: int) -> str:
     return f"{whose}seen" if id in account.fresh else f"{whose}placed"
 
 
-def _held(cells: Cells, bookings: Bookings, worker: Life, id: int) -> None:
+def _held(
+    cells: Cells, bookings: Bookings, worker: Life, id: int, started: Started | None = None
+) -> None:
     cells[f"booking {_state(bookings, worker, id)}", "held"] += 1
 
 
