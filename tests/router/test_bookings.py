@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from pdserve.messages.request import Started
 from pdserve.messages.routing import Booked
-from pdserve.router.bookings import Booking, Bookings, Charge, End, Life
+from pdserve.router.bookings import Booking, Bookings, Charge, End, Life, Prefills
 from pdserve.router.config import RouterConfig
 from tests.router.support import booked, life
 from tests.support.seeds import is_long
@@ -473,7 +474,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self.up:
             return
         worker = sorted(self.up)[at % len(self.up)]
-        booking = self.ledger.place(self.now, worker, asker, *charge)
+        booking = self.ledger.place(self.now, worker, asker, charge[0], charge[1], at, 0.1 * at)
         assert booking.id not in self.every
         self.every.append(booking.id)
         entry = Entry(booking.id, worker, asker, None, charge, self.now + TTL)
@@ -500,10 +501,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ---- what workers say
 
-    @rule(at=indexes, stale=st.booleans())
-    def held(self, at, stale):
+    @rule(at=indexes, stale=st.booleans(), started=st.booleans())
+    def held(self, at, stale, started):
         worker, id = self.pick(at, stale)
-        self.ledger.held(worker, id)
+        self.ledger.held(worker, id, Started(0, 0.0, 0.0, 0.0) if started else None)
         if worker in self.up:
             self.holding[worker].add(id)
 
@@ -602,6 +603,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.worker_gone(worker)
         assert len(self.ledger) == 0
         assert self.ledger.next_expiry is None
+        assert all(self.ledger.prefills(life(node).node) == Prefills() for node in NODES)
         self.each_ends_once_for_the_right_reason()
         self.ledger.check()
 

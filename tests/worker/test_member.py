@@ -19,8 +19,8 @@ from pdserve.messages.kv import (
     PoolCleared,
 )
 from pdserve.messages.node import NodeCard, model_card, offer
-from pdserve.messages.request import Finish, TokenDelta
-from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_of
+from pdserve.messages.request import Finish, Started, TokenDelta
+from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key, booking_of
 from pdserve.runtime.topics.service import Topics
 from pdserve.runtime.topics.sets import SetView
 from pdserve.testing.net_support import RecordingSink
@@ -275,6 +275,58 @@ async def test_a_worker_with_too_many_names_says_so_and_lives_on() -> None:
         assert card.models == ()
         w.service.ready(model())
         await w.card_with(reason="")
+
+
+@virtually
+async def test_a_first_token_is_told_at_once_and_how_it_came() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        await w.open(1, booking=41)
+        await w.open(2, booking=42)
+        await w.nodes.until(lambda: w.bookings == [41, 42])
+        assert set(w.held[-1].items.values()) == {b""}
+        started = Started(64, 0.5, 0.25, 0.125)
+        for choice in (0, 1):  # of several choices the first that comes counts
+            delta = TokenDelta(handle=1, choice=choice, tokens=[1], started=started)
+            w.service.sinks[1].on_delta(delta)
+            started = Started(0, 9.0, 9.0, 9.0)
+        await asyncio.sleep(0.008)  # on the way; gathering more would take longer
+        told = w.held[-1].items[booking_key(41)]
+        assert decoder(Started)(told) == Started(64, 0.5, 0.25, 0.125)
+
+
+@virtually
+async def test_a_first_token_is_told_even_if_it_is_the_last() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        heard: list[bytes] = []
+        view = w.held[-1]
+        view._on_change = lambda puts, drops: heard.extend([*puts.values(), *drops])
+        await w.open(1, booking=41)
+        await w.nodes.until(lambda: heard == [b""])
+        started, finish = Started(0, 0.0, 0.0, 0.0), Finish(reason="length")
+        delta = TokenDelta(handle=1, choice=0, tokens=[1], finish=finish, started=started)
+        w.service.sinks[1].on_delta(delta)
+        await w.nodes.until(lambda: len(heard) == 3)
+        assert heard[1:] == [encode(started), booking_key(41)]
+
+
+@virtually
+async def test_what_has_ended_no_longer_runs_whatever_the_engine_said_last() -> None:
+    """Its numbers are older than its deltas."""
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        await w.open(1, booking=41)
+        w.service.stats = EngineStats(running=1, kv_tokens=70, uncomputed_tokens=9, itl=0.25)
+        await w.nodes.until(lambda: w.loads[-1].running == 1)
+        load = w.loads[-1]
+        assert (load.kv_tokens, load.uncomputed_tokens, load.itl) == (70, 9, 0.25)
+        finish = Finish(reason="stop")
+        w.service.sinks[1].on_delta(TokenDelta(handle=1, choice=0, tokens=[1], finish=finish))
+        await w.nodes.until(lambda: w.loads[-1].running == 0)
 
 
 @virtually

@@ -65,6 +65,9 @@ _BATCH = 512
 _BATCH_DUE = 8 * _BATCH
 """Deltas of a paced step at most: a core that has fallen behind catches up in such portions."""
 
+_WORK = 1e-6
+"""Seconds that a prompt costs: next to nothing, which routers are to learn like anything else."""
+
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, spread evenly however many there are."""
 
@@ -309,7 +312,7 @@ class InstantCore:
         prompt_logprobs = started = None
         if stream.started is None:
             stream.started = now
-            started = Started(0, 0.0, now - stream.submitted, 0.0)
+            started = Started(0, 0.0, now - stream.submitted, _WORK)
             stream.plain = sampling.logprobs is None
             if sampling.prompt_logprobs is not None:
                 top = sampling.prompt_logprobs
