@@ -138,4 +138,4 @@ def test_a_failure_names_the_command_that_replays_it() -> None:
     with planted("end of a booking not told"), pytest.raises(Failure) as failure:
         run_plan(plan(5, [], until=12.0))
     assert "python -m pdserve.sim 5" in str(failure.value)
-    assert "says that it holds bookings" in str(failure.value)
+    assert "until all is at rest: " in str(failure.value)
