@@ -65,6 +65,8 @@ class WorkerMember:
         """Bookings whose first token has come and was not yet told."""
         self._flushes = False
         self._told: NodeCard | None = None
+        self._told_of: tuple[object, ...] = ()
+        """What that card was made from: it is looked at ten times a second and hardly changes."""
         self._offers: dict[int, tuple[ModelCard, ModelOffer, dict[bytes, bytes]]] = {}
         """By the card's identity: its large parts are hashed once."""
         node.serve_stream(CHANNEL, self._channels.opened)
@@ -179,11 +181,16 @@ class WorkerMember:
 
     def _tell_card(self) -> None:
         self._publish_kv()
-        reason = self._service.unready_reason() or ""
-        capabilities = self._service.capabilities
+        service = self._service
+        reason = service.unready_reason() or ""
+        capabilities = service.capabilities
+        facts = (reason, service.draining, capabilities, service.cards(), self._topics.names)
+        if facts == self._told_of:
+            return
+        self._told_of = facts
         models: list[ModelOffer] = []
         parts: dict[bytes, bytes] = {}
-        if not reason or self._service.draining:
+        if not reason or service.draining:
             for small, large in self._offered():
                 models.append(small)
                 parts |= large
@@ -191,7 +198,7 @@ class WorkerMember:
             self._card,
             topics=self._topics.names,
             models=tuple(models),
-            draining=self._service.draining,
+            draining=service.draining,
             reason=reason.partition(":")[0] if reason.startswith("starting") else reason[:_REASON],
             max_sequences=0 if capabilities is None else capabilities.max_sequences,
         )
