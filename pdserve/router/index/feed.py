@@ -69,8 +69,9 @@ class Feed:
         self._predicted = predicted
         self._room = room
         self._on_lower = on_lower
-        self._copy = _Copy(slots.take(life.node))
+        self._copy = _Copy(slots.take())
         self._shadow: _Copy | None = None
+        slots.show(self._copy.slot, life.node)
 
     # ------------------------------------------------------------------ events
 
@@ -137,7 +138,7 @@ class Feed:
         if self._shadow is None:
             return
         old, self._copy, self._shadow = self._copy, self._shadow, None
-        self._slots.shown[self._copy.slot] = self.life.node
+        self._slots.show(self._copy.slot, self.life.node)
         self._end(old)
 
     def digest(self) -> int:

@@ -203,7 +203,7 @@ class PrefixIndex:
     ) -> dict[NodeId, tuple[int, int]]:
         found: dict[NodeId, tuple[int, int]] = {}
         for slot, (_, host, disk) in tiers.items():
-            node = self._slots.shown.get(slot)
+            node = self._slots.node(slot)
             if node is None:
                 continue
             best_host, best_disk = found.get(node, (overlaps.get(node, 0),) * 2)
@@ -312,9 +312,9 @@ class PrefixIndex:
         feeds = [w.feed for w in self._workers.values() if w.feed is not None]
         assert len(self._slots) == sum(feed.slots for feed in feeds) + self._predicted.slots
         assert len(self._routed_slots) == self._routed.slots
-        assert all(self._slots.shown[feed.slot] == feed.life.node for feed in feeds)
-        assert {*self._slots.shown.values()} <= self._workers.keys()
-        assert {*self._routed_slots.shown.values()} <= self._workers.keys()
+        assert self._slots.main == {feed.slot: feed.life.node for feed in feeds}
+        assert {*self._slots.more.values()} <= self._workers.keys()
+        assert {*self._routed_slots.more.values()} <= self._workers.keys()
         assert self.approximate <= self._workers.keys()
         assert self._ids == Counter(w.names_id for w in self._workers.values() if w.names_id)
 

@@ -105,3 +105,15 @@ def test_slots_are_used_again() -> None:
     assert slots.by_node({first: 3}) == {}
     assert slots.take(B) == first
     assert len(slots) == 2
+
+
+def test_of_a_workers_slots_the_longest_run_counts() -> None:
+    slots = Slots()
+    main, more, other = slots.take(), slots.take(A), slots.take(A)
+    slots.show(main, A)
+    assert slots.by_node({main: 3, more: 2, other: 1}) == {A: 3}
+    assert slots.by_node({main: 3, more: 2, other: 4}) == {A: 4}
+    assert slots.by_node({other: 1}) == {A: 1}
+    assert slots.node(main) == slots.node(more) == A
+    slots.hide(main)
+    assert slots.by_node({main: 3, more: 2}) == {A: 2}
