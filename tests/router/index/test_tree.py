@@ -111,6 +111,14 @@ class TestMeaning:
         assert tree.stored(1, DEVICE, CHAIN[3], packed([CHAIN[4]])) == 1
         assert tree.match(packed(CHAIN[:9])) == {1: 9, 2: 9}
 
+    def test_a_gap_right_behind_a_fork_ends_the_run_too(self, make: type[Tree]) -> None:
+        tree = make(MANY)
+        store(tree, 1, CHAIN[:9])
+        store(tree, 2, CHAIN[:4] + ELSEWHERE[:3])
+        tree.removed(1, DEVICE, packed([CHAIN[4]]))
+        assert tree.match(packed(CHAIN[:9])) == {1: 4, 2: 4}
+        assert tree.match_tiers(packed(CHAIN[:9])) == {1: (4, 4, 4), 2: (4, 4, 4)}
+
     def test_blocks_may_come_before_their_parents(self, make: type[Tree]) -> None:
         tree = make(MANY)
         assert tree.stored(1, DEVICE, CHAIN[4], packed(CHAIN[5:8])) == 3
@@ -149,6 +157,17 @@ class TestMeaning:
         assert tree.blocks(1) == 10
         assert tree.cleared(1, HOST) == 4
         assert tree.match_tiers(asked)[1] == (2, 2, 2)
+
+    def test_many_that_keep_what_one_lets_go_are_kept_in_bits(self, make: type[Tree]) -> None:
+        tree = make(MANY)
+        store(tree, 0, CHAIN[:900])
+        for worker in range(1, 500):
+            store(tree, worker, CHAIN[:400])
+        before = tree.counters.bytes
+        tree.removed(0, DEVICE, packed(CHAIN[400:900][::-1]))
+        saved = 499 * 6 + 500 * 8  # a part for each worker, and the names
+        assert tree.counters.bytes < before - saved
+        assert tree.match(packed(CHAIN[:900])) == dict.fromkeys(range(500), 400)
 
     def test_one_worker_keeps_its_chain_together_over_two_tiers(self, make: type[Tree]) -> None:
         tree = make(MANY)
