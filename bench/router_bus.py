@@ -1,6 +1,6 @@
 """What the whole router role does in a second, over the bus: decisions, bookings, first tokens.
 
-    python -m bench.router_bus [--workers 8] [--blocks 64] [--seconds 5]
+    python bench/router_bus.py [--workers 8] [--blocks 64] [--seconds 5]
 
 One process is a router; another plays a frontend that keeps 64 questions under way, and workers
 that say of each request that they hold it, how its first token came, and that it has ended, as real
@@ -228,7 +228,7 @@ def main() -> None:
             "",
             "Default policy, 64 questions under way, TCP between two processes; each request is",
             "decided, booked, held, started, ended and released. Repeat with",
-            "`python -m bench.router_bus`.",
+            "`python bench/router_bus.py`.",
             "",
             *(f"- {fact}" for fact in facts()),
             "",
