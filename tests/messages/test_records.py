@@ -25,17 +25,24 @@ RECORDS: list[type[msgspec.Struct]] = sorted(
     },
     key=lambda record: record.__name__,
 )
-UNIONS = {"Command": engine.Command, "Event": engine.Event, "KvEvent": kv.KvEvent}
+UNIONS = {
+    "Command": engine.Command,
+    "Event": engine.Event,
+    "KvEvent": kv.KvEvent,
+    "NamesChange": kv.NamesChange,
+}
 
 
 def example(kind: Any) -> Any:
     """A value of a type, with something in every field."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         return kind(**{name: example(hints[name]) for name in kind.__struct_fields__})
     if isinstance(kind, typing.NewType):
         return example(kind.__supertype__)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return within(example(arguments[0]), arguments[1:])
     if origin is list:
         return [example(arguments[0])]
     if origin is tuple:
@@ -47,6 +54,16 @@ def example(kind: Any) -> Any:
     if arguments:  # a union: its first member that is not None
         return example(next(a for a in arguments if a is not type(None)))
     return {int: 300, float: 0.5, str: "é", bool: True, bytes: b"\x00\xff" * 8}[kind]
+
+
+def within(value: Any, bounds: tuple[msgspec.Meta, ...]) -> Any:
+    """The value, if it keeps to the bounds, else one that does."""
+    for bound in bounds:
+        if bound.le is not None:
+            value = min(value, bound.le)
+        if bound.max_length is not None:
+            value = value[: bound.max_length]
+    return value
 
 
 @pytest.mark.parametrize("record", RECORDS)
