@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+from msgspec.structs import replace
+
+from pdserve.blocks.hashing import HASH_SECRET_TEST
 from pdserve.errors import Draining
 from pdserve.frontend.cluster import ClusterBackend
 from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.hints import NO_HINTS
+from pdserve.frontend.naming import NAMELESS, Naming
 from pdserve.messages.card import ModelCard
 from pdserve.messages.node import NodeCard
 from pdserve.observe.degraded import Degradations
@@ -20,6 +25,7 @@ from pdserve.observe.metrics import Metrics
 from pdserve.router.config import RouterConfig
 from pdserve.router.policies.load import load_policy
 from pdserve.router.service import RouterService
+from pdserve.runtime.secret import HashSecrets
 from pdserve.runtime.topics.service import Topics
 from pdserve.sim.engine import InlineEngine
 from pdserve.testing.scripted import ENGINE
@@ -29,8 +35,15 @@ from pdserve.worker.model import LocalModel
 from pdserve.worker.service import WorkerService
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.engine.api import TokenSink
+    from pdserve.frontend.errand import Errand
+    from pdserve.frontend.hints import Hints
+    from pdserve.frontend.placement import Placement
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.request import GenerateRequest
     from pdserve.runtime.node import Node
     from pdserve.worker.model import ProgressFn
 
@@ -82,6 +95,7 @@ class Router:
         self.service = RouterService(
             config, policy, node, self.topics, _card(node), Degradations(Metrics())
         )
+        self.secrets = _secrets(node)
 
     async def start(self) -> None:
         await self.node.start()
@@ -102,6 +116,9 @@ class Worker:
         self.node = node
         self.topics = Topics(node, node.timers)
         self.service = _Service(settings)
+        self.secrets = _secrets(node, HASH_SECRET_TEST)
+        self.secrets.listen(self.service.rekey)
+        self.service.rekey(self.secrets.need())
         self.member = WorkerMember(self.service, node, self.topics, _card(node))
 
     async def start(self) -> None:
@@ -125,7 +142,9 @@ class Frontend:
     def __init__(self, node: Node, settings: Settings) -> None:
         self.node = node
         config = FrontendConfig(router_wait=settings.router_wait)
-        self.backend = ClusterBackend(node, config, Degradations(Metrics()))
+        self.secrets = _secrets(node)
+        self.backend = _Backend(node, config, Degradations(Metrics()))
+        self.backend.naming = Naming(lambda: self.secrets.secret)
 
     async def start(self) -> None:
         await self.node.start()
@@ -136,6 +155,26 @@ class Frontend:
         if leave:
             await self.node.leave()
         await self.node.close()
+
+
+class _Backend(ClusterBackend):
+    """Names prompts, as a frontend does before it opens a request."""
+
+    naming = NAMELESS
+
+    async def open(
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        hints: Hints = NO_HINTS,
+        on_placed: Callable[[Placement], None] = lambda placement: None,
+    ) -> Errand:
+        """See `ClusterBackend`."""
+        card = self.cards().get(request.model)
+        if card is not None:
+            named = self.naming.of_one(card, request.cache_salt, request.prompt)
+            request = replace(request, block_names=named.hashes, names_id=named.id)
+        return await super().open(request, sink, hints, on_placed)
 
 
 class _Service(WorkerService):
@@ -151,7 +190,7 @@ class _Service(WorkerService):
             max_batch_tokens=64,
             max_waiting=32,
         )
-        super().__init__(config, self._inline, Metrics(), hash_secret=b"the same in every world")
+        super().__init__(config, self._inline, Metrics())
         self._settings = settings
         self.engine: InlineEngine | None = None
 
@@ -180,6 +219,17 @@ class _Service(WorkerService):
             compat_hash=capabilities.compat_hash,
         )
         self._cards = {card.name: card}
+
+
+def _secrets(node: Node, given: bytes | None = None) -> HashSecrets:
+    """Workers have the constant secret of all simulations, the others learn it from them."""
+    return HashSecrets(
+        node,
+        entropy=node.random.randbytes,
+        wall=node.now,
+        degradations=Degradations(Metrics()),
+        given=given,
+    )
 
 
 def _card(node: Node) -> NodeCard:
