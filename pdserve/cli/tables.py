@@ -143,26 +143,28 @@ def _workers(status: ClusterStatus) -> _Rows:
 def _routers(status: ClusterStatus, before: ClusterStatus | None) -> _Rows:
     rows: _Rows = [
         (
-            *("ROUTER", "ROUTED", "REFUSED", "BOOKINGS", "HELD", "CACHED", "TTFT/PREDICTED"),
-            *("INDEXED", "POLICY"),
+            *("ROUTER", "ROUTED", "REFUSED", "BOOKINGS"),
             *(("PER SECOND",) if before else ()),
+            *("HELD", "CACHED", "POLICY", "TTFT/PREDICTED", "INDEXED"),
         )
     ]
     for member in status.members:
         numbers = None if member.report is None else member.report.router
         if numbers is None:
             continue
-        counts = (numbers.routed, numbers.refused, numbers.bookings, numbers.held)
         tokens = numbers.prompt_tokens
-        row = (
-            member.node,
-            *map(str, counts),
-            f"{numbers.cached_tokens / tokens:.0%}" if tokens else "-",
-            f"{numbers.prediction:.2f}" if numbers.prediction else "-",
-            str(numbers.index_blocks),
-            numbers.policy or "-",
+        rows.append(
+            (
+                member.node,
+                *map(str, (numbers.routed, numbers.refused, numbers.bookings)),
+                *((_rate(status, before, member),) if before else ()),
+                str(numbers.held),
+                f"{numbers.cached_tokens / tokens:.0%}" if tokens else "-",
+                numbers.policy or "-",
+                f"{numbers.prediction:.2f}" if numbers.prediction else "-",
+                str(numbers.index_blocks),
+            )
         )
-        rows.append((*row, _rate(status, before, member)) if before else row)
     return rows
 
 

@@ -86,9 +86,17 @@ def test_numbers_of_each_role():
 
 def test_rates_need_two_statuses_of_the_same_life():
     before, after = status(router(10)), status(router(30), now=NOW + 4)
-    assert row(render(after, before), "r1      3")[-1] == "5.0"
+    assert row(render(after, before), "r1      3")[4] == "5.0"
     reborn = status(msgspec.structs.replace(router(30), epoch=1), now=NOW + 4)
-    assert row(render(reborn, before), "r1      3")[-1] == "-"
+    assert row(render(reborn, before), "r1      3")[4] == "-"
+
+
+def test_a_router_shows_who_waits_and_how_well_it_chooses():
+    numbers = RouterNumbers(
+        10, 1, 2, held=7, policy="ttft", prompt_tokens=200, cached_tokens=50, prediction=1.234
+    )
+    text = render(status(member("r1", "router", Report(router=numbers))))
+    assert row(text, "r1      10")[4:] == ["7", "25%", "ttft", "1.23", "0"]
 
 
 def test_reasons_of_one_process_are_listed_once():
