@@ -96,6 +96,7 @@ class Callers:
             prompt_tokens=0,
             wanted_tokens=request.output_tokens,
             session=request.session,
+            tenant=request.tenant,
         )
         self.records.append(record)
         self._open += 1
@@ -131,16 +132,14 @@ class Callers:
         del self._tasks[task]
 
     async def _open_stream(self, caller: _Caller) -> None:
-        record = caller.record
-        backend = self._backends[record.number % len(self._backends)]
-        request = self._request(caller, backend)
+        request = caller.request
+        turn = request.number if request.frontend is None else request.frontend
+        backend = self._backends[turn % len(self._backends)]
+        asked = self._request(caller, backend)
         try:
-            await backend.open(request, caller, self._hints(caller), caller.on_placed)
+            await backend.open(asked, caller, _hints(request), caller.on_placed)
         except PdserveError as error:
             caller.on_error(error)
-
-    def _hints(self, caller: _Caller) -> Hints:
-        return Hints(session_id=caller.record.session) if caller.record.session else NO_HINTS
 
     def _request(self, caller: _Caller, backend: ClusterBackend) -> GenerateRequest:
         wanted = caller.record.wanted_tokens
@@ -154,6 +153,7 @@ class Callers:
                 ignore_eos=True,
                 seed=wanted,  # see `engine`
             ),
+            priority=caller.request.priority,
             deadline=self._deadline,
             block_names=self._names(caller.prompt, backend),
             names_id=_NAMES_ID,
@@ -213,6 +213,7 @@ class _Caller:
         record = self.record
         record.routed = self._owner.now()
         record.worker = placement.worker
+        record.router = placement.router
         record.held = placement.held
         predicted = placement.predicted_ttft
         record.predicted = -1.0 if predicted is None else predicted
@@ -251,3 +252,9 @@ class _Talk:
         """`said`: prompt and answer; None: it did not end well."""
         for then in self._followers:
             then(said)
+
+
+def _hints(request: TraceRequest) -> Hints:
+    if not request.session and not request.tenant:
+        return NO_HINTS
+    return Hints(session_id=request.session, tenant=request.tenant, weight=request.weight)

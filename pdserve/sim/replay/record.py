@@ -44,11 +44,13 @@ class Record:
     prompt_tokens: int
     wanted_tokens: int
     session: str = ""
+    tenant: str = ""
     routed: Seconds = -1.0
     """A worker has taken it."""
     first: Seconds = -1.0
     end: Seconds = -1.0
     worker: str = ""
+    router: str = ""
     cached_tokens: int = 0
     output_tokens: int = 0
     queue_seconds: Seconds = 0.0

@@ -45,6 +45,13 @@ class TraceRequest:
     """The request whose prompt and answer this one's prompt begins with."""
     pause: Seconds = 0.0
     """From the other's end: somebody reads, a tool works."""
+    tenant: str = ""
+    """Who asks; empty: nobody in particular."""
+    weight: float = 1.0
+    """The tenant's share."""
+    priority: int = 0
+    frontend: int | None = None
+    """Where it is asked; None: at each in turn."""
 
 
 def length_of(pieces: Iterable[Piece]) -> int:

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pdserve.errors import ConfigError
+from pdserve.frontend.cluster import ClusterBackend
+from pdserve.frontend.hints import NO_HINTS
 from pdserve.sim.replay.config import ReplayConfig
 from pdserve.sim.replay.run import Result, replay
 from pdserve.sim.traces.base import TraceRequest
@@ -160,3 +162,23 @@ def test_a_trace_without_requests_is_over_at_once() -> None:
     result = run(SMALL, [])
     assert result.records == []
     assert result.summary["requests"] == 0
+
+
+def test_a_request_is_asked_for_its_tenant_where_the_trace_says(monkeypatch) -> None:
+    asked = {}
+
+    async def note(self, request, sink, hints=NO_HINTS, on_placed=lambda placement: None):
+        asked[request.request_id] = (self._node.id, hints.tenant, hints.weight, request.priority)
+        return await real(self, request, sink, hints, on_placed)
+
+    real = ClusterBackend.open
+    monkeypatch.setattr(ClusterBackend, "open", note)
+    trace = [
+        TraceRequest(0, 0.0, ((0, 10),), 2),
+        TraceRequest(1, 0.0, ((1, 10),), 2, tenant="a", weight=3.0, priority=2, frontend=0),
+    ]
+    result = run(replace(SMALL, frontends=2, routers=2), trace)
+    assert asked == {"r0": ("frontend-0", "", 1.0, 0), "r1": ("frontend-0", "a", 3.0, 2)}
+    assert [record.tenant for record in result.records] == ["", "a"]
+    assert {record.router for record in result.records} <= {"router-0", "router-1"}
+    assert all(record.router for record in result.records)
