@@ -100,9 +100,11 @@ def draw_plan(seed: int, nodes: int | None = None) -> Plan:
     roles = {name: kinds[name[0]] for name in names}
     models = ("model",) if workers < 3 or random.random() < 0.7 else ("model", "other")
     policy = random.choice(("ttft", "least_loaded", "power_of_two"))
-    hold_work = Dice(seed).fork("hold").choice((0.0, 0.01, 0.1))
+    hold = Dice(seed).fork("hold")
+    hold_work = hold.choice((0.0, 0.01, 0.1))
+    hold_limit = hold.choice((4, 32))  # slow workers must get through it before the end
     common = {
-        "router": RouterConfig(policy=policy, hold_work=hold_work),
+        "router": RouterConfig(policy=policy, hold_work=hold_work, hold_limit=hold_limit),
         "tokenizer_bytes": random.choice((500, 40_000, 400_000)),
         "router_wait": random.choice((1.0, 5.0)),
     }
