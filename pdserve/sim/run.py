@@ -102,7 +102,7 @@ def draw_plan(seed: int, nodes: int | None = None) -> Plan:
     policy = random.choice(("ttft", "least_loaded", "power_of_two"))
     hold = Dice(seed).fork("hold")
     hold_work = hold.choice((0.0, 0.01, 0.1))
-    hold_limit = hold.choice((4, 32))  # slow workers must get through it before the end
+    hold_limit = hold.choice((16, 32))  # slow workers must get through it before the end
     common = {
         "router": RouterConfig(policy=policy, hold_work=hold_work, hold_limit=hold_limit),
         "tokenizer_bytes": random.choice((500, 40_000, 400_000)),
