@@ -163,6 +163,8 @@ class PureTree:
         found: dict[int, int] = {}
         active = set(self._holders(names[0], below)) if names else set[int]()
         for depth, name in enumerate(names):
+            if not active:
+                break
             here = self._holders(name, below)
             if active <= here:
                 continue
