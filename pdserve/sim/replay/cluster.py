@@ -15,20 +15,23 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace as replace_spec
 
 from pdserve.blocks.hashing import HASH_SECRET_TEST
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, Draining
+from pdserve.frontend.cluster import ClusterBackend
+from pdserve.frontend.config import FrontendConfig
 from pdserve.gossip.config import GossipConfig
 from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
 from pdserve.messages.node import NodeCard
 from pdserve.net.memory import MemoryWorld
 from pdserve.net.settings import NetSettings
+from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.router.config import RouterConfig
 from pdserve.runtime.node import Node, NodeConfig
 from pdserve.runtime.topics.service import Topics
 from pdserve.sim.dice import Dice
 from pdserve.sim.replay.engine import TimedEngine
-from pdserve.sim.roles import Frontend, Router, Settings
+from pdserve.sim.roles import Router, Settings
 from pdserve.sim.traces.base import VOCABULARY
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.member import WorkerMember
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from pdserve.sim.replay.config import ReplayConfig
     from pdserve.worker.model import ProgressFn
 
-__all__ = ["MODEL", "Cluster", "Worker", "router_config"]
+__all__ = ["MODEL", "Cluster", "Frontend", "Worker", "router_config"]
 
 MODEL: Final = "sim"
 _KEY: Final = b"the key of all simulated clusters, 32 bytes or more"
@@ -58,6 +61,22 @@ _GOSSIP: Final = GossipConfig(
     ping_interval=_RARELY, sync_interval=_RARELY, reunion_interval=_RARELY
 )
 _NET: Final = NetSettings(ping_after=_RARELY, silent_after=2 * _RARELY)
+
+
+class Frontend:
+    """See `sim.roles.Frontend`; callers name their prompts themselves."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.backend = ClusterBackend(node, FrontendConfig(), Degradations(Metrics()))
+
+    async def start(self) -> None:
+        await self.node.start()
+        self.node.publish_card(_card(self.node), {})
+
+    async def stop(self) -> None:
+        self.backend.close(Draining("the frontend is going away"))
+        await self.node.close()
 
 
 class Worker:
@@ -138,9 +157,7 @@ class Cluster:
         self._seed = f"{_Names(config.routers).of('router', 0)}:{_PORT}"
         settings = Settings(router=router_config(config))
         self.routers = [Router(node, settings) for node in self._nodes("router", config.routers)]
-        self.frontends = [
-            Frontend(node, settings) for node in self._nodes("frontend", config.frontends)
-        ]
+        self.frontends = [Frontend(node) for node in self._nodes("frontend", config.frontends)]
         self.workers = [
             Worker(node, self._worker_config(index), self._dice.fork("engine", index))
             for index, node in enumerate(self._nodes("worker", config.workers))
@@ -242,7 +259,7 @@ class Cluster:
     async def stop(self) -> None:
         """End every role."""
         for frontend in self.frontends:
-            await frontend.stop(leave=False)
+            await frontend.stop()
         for router in self.routers:
             await router.stop(leave=False)
         for worker in self.workers:

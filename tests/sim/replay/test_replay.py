@@ -65,6 +65,16 @@ def test_a_later_turn_finds_the_earlier_ones_in_the_cache() -> None:
         assert now.arrival >= before.end + request.pause - 1e-6
 
 
+@pytest.mark.parametrize("policy", ["ttft", "kv_load", "mooncake", "sticky"])
+def test_routers_know_where_prefixes_are(policy: str) -> None:
+    """Chance alone finds one of four workers."""
+    trace = SharedPrefix(requests=160, rate=4.0, groups=20, prefix=6400, question=64, output=8)
+    config = replace(SMALL, workers=4, kv_tokens=640_000)
+    knowing, blind = (run(replace(config, policy=p), trace).summary for p in (policy, "random"))
+    assert knowing["hit_rate"] > blind["hit_rate"] + 0.1
+    assert knowing["hit_rate"] > 0.7
+
+
 def test_what_follows_a_request_that_was_refused_is_not_asked() -> None:
     long = TraceRequest(0, 0.0, ((0, 70_000),), 5, "s")
     after = TraceRequest(1, 0.0, ((1, 10),), 5, "s", 0)
