@@ -261,9 +261,9 @@ served to whom. Over a cluster it follows as far as frontends spread a tenant's 
 routers; a tenant that comes through one router only competes there alone.
 
 {workers} simulated workers, asked for {overload} times what they can do by tenants that share no
-prompts, for {seconds:g} s of virtual time after {warm:g} s of light load; default policy; seed {seed}.
-Virtual time: a busy machine does not change these figures. As many frontends as routers ask, each
-router one. Repeat with `python bench/fairness.py`.
+prompts, for {seconds:g} s of virtual time after {warm:g} s of light load; default policy; seed
+{seed}. Virtual time: a busy machine does not change these figures. As many frontends as routers
+ask, one at each router. Repeat with `python bench/fairness.py`.
 
 - *asks*: of the cluster's capacity.
 - *got*: of the work begun while all that compete had requests without a first token; *due*: what
