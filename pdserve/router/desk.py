@@ -18,14 +18,18 @@ say of single bookings goes to `bookings` itself.
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from math import log
+from operator import attrgetter
 from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from pdserve.errors import DeadlineExceeded, Draining, NoWorker, Overloaded, PdserveError
+from pdserve.blocks.hashing import SHORT_BYTES
+from pdserve.errors import DeadlineExceeded, Draining, Overloaded, PdserveError
 from pdserve.messages.routing import Candidate, Explained, Routed
 from pdserve.router.admission import best_chance, drain_time, hopeless, over_bound
 from pdserve.router.bookings import Bookings, Dispatch, Life
@@ -50,10 +54,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Desk", "Numbers"]
 
+_log = logging.getLogger(__name__)
+
 _LOOK_AGAIN: Final[Seconds] = 0.25
 """While questions wait they are looked at this often, whatever was predicted."""
 _LATE: Final[Seconds] = 0.001
 """A predicted moment is met when it has surely passed."""
+
+
+def _reusable(question: Route) -> bytes:
+    """Names of the blocks that an engine can take from its cache: the prompt's last token is always
+    computed, so not the block that ends with it."""
+    blocks = (question.prompt_tokens - 1) // question.block_size if question.block_size else 0
+    return question.names[: SHORT_BYTES * max(0, blocks)]
 
 
 @dataclass(slots=True)
@@ -337,7 +350,7 @@ class Desk:
         self, now: Seconds, question: Route, workers: tuple[WorkerView, ...]
     ) -> Seconds:
         """Predicted time where most of the prompt is cached: what orders the queue."""
-        found = self.index.find(now, question.names, question.names_id).overlaps
+        found = self.index.find(now, _reusable(question), question.names_id).overlaps
         most = max((found.get(w.node, 0) for w in workers), default=0) if found else 0
         cached = min(most * question.block_size, max(0, question.prompt_tokens - 1))
         model = self.predictor.model(self.pool.model_of(workers[0].node))
@@ -374,7 +387,7 @@ class Desk:
         if last is None:  # routers that start together should not begin at the same worker
             last = self._random.choice(workers).node
         index, queue = self.index, self._queues.get(question.model)
-        found = index.find(now, question.names, question.names_id)
+        found = index.find(now, _reusable(question), question.names_id)
         routed = self._wants_routed
         return State(
             workers=workers,
@@ -394,10 +407,11 @@ class Desk:
     ) -> Placement:
         """The policy's choice, charged. Raises what the policy raises."""
         chosen = self._policy(question, state, self._random)
+        _check_offered(chosen, state)
         worker = Life(chosen.node, chosen.epoch)
         cached = state.cached_tokens(question, chosen)
         work = state.model.prefill(question.prompt_tokens, cached) * chosen.speed
-        ttft = chosen.wait(now) + work
+        ttft = state.ttft(question, chosen)
         name = self.pool.model_of(chosen.node)
         policy = self._policy_name(name)
         dispatch = Dispatch(
@@ -408,11 +422,11 @@ class Desk:
             chosen.kv_tokens,
             self.pool.load_age(now, chosen.node),
         )
+        self.index.placed(now, worker, question.names, question.names_id)  # may raise: charge last
         booking = self.bookings.place(
             now, worker, asker, question.n, question.prompt_tokens, cached, work, dispatch
         )
         self.pool.chosen(question.model, chosen.node)
-        self.index.placed(now, worker, question.names, question.names_id)
         self.numbers.placed += 1
         self.decisions[policy] += 1
         overlap = state.overlaps.get(chosen.node, 0)
@@ -455,7 +469,8 @@ class Desk:
             self._looking = False
 
     def _expire(self, now: Seconds, model: str) -> None:
-        for item in self._queues[model].expired(now):
+        queue = self._queues.get(model)
+        for item in queue.expired(now) if queue is not None else ():
             held = now - item.arrived
             error = DeadlineExceeded(
                 f"the deadline passed while it waited {held:.1f} s in the router for a worker"
@@ -463,8 +478,10 @@ class Desk:
             self._drop(item, error)
 
     def _drop(self, item: Held, error: PdserveError) -> None:
-        """Answer it with an error."""
-        self._queues[item.question.model].remove(item)
+        """Answer it with an error, unless an answer to another has made it go away."""
+        queue = self._queues.get(item.question.model)
+        if queue is None or not queue.remove(item):
+            return
         self._forget_empty(item.question.model)
         if isinstance(error, DeadlineExceeded):
             self.numbers.expired += 1
@@ -548,6 +565,7 @@ class Desk:
                 moment
                 for worker in view.sound or view.doubtful
                 if (moment := _opening(worker, self._config.hold_work)) is not None
+                and moment > now - _LATE  # who has been open for longer is not what they wait for
             ]
         return max(now, min(moments)) + _LATE
 
@@ -574,7 +592,7 @@ class Desk:
         held, policy = len(queue) if queue else 0, self._config.policy
         adapted = self.pool.with_lora(question.lora) if question.lora else None
         known = self.pool.workers(question.model)
-        found = self.index.find(now, question.names, question.names_id).overlaps
+        found = self.index.find(now, _reusable(question), question.names_id).overlaps
         standings = {view.node: standing(question, view, how, adapted) for how, view in known}
         terms: Mapping[NodeId, Mapping[str, float]] = {}
         chosen, ttft, refusal = None, None, ""
@@ -641,6 +659,8 @@ def _opening(worker: WorkerView, work: Seconds) -> Seconds | None:
     return worker.as_of + worker.work - work
 
 
+_node = attrgetter("node")
+
 _TINY: Final = 1e-9
 _NOTHING: Final[Mapping[NodeId, int]] = MappingProxyType({})
 
@@ -649,5 +669,15 @@ def _leaving() -> PdserveError:
     return Draining("this router is going away", retry_after=1.0)
 
 
+def _check_offered(chosen: WorkerView, state: State) -> None:
+    """Raise `ValueError` if a policy has named somebody who may not have the question."""
+    workers, node = state.workers, chosen.node
+    index = bisect_left(workers, node, key=_node)  # they are sorted
+    if index == len(workers) or workers[index].node != node:
+        raise ValueError(f"the policy chose {node!r}, which it was not offered")
+
+
 def _broken(error: Exception) -> PdserveError:
-    return NoWorker(f"the policy failed: {type(error).__name__}: {error}", retry_after=1.0)
+    """Not `NoWorker`: frontends would take this router for one that has just joined."""
+    _log.error("the policy failed for a question that was held", exc_info=error)
+    return PdserveError(f"the policy failed: {type(error).__name__}: {error}")

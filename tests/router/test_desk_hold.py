@@ -477,3 +477,64 @@ def _finish(world: World, epoch: int) -> None:
     assert max(ends.values()) == 1
     silent = [name for name, count in ends.items() if not count]
     assert len(silent) == desk.numbers.withdrawn
+
+
+def test_idle_workers_do_not_keep_the_timer_busy():
+    """Who waits for a certain worker is not looked at all the time because others are idle."""
+    world = World("w1", "w2", booking_ttl=1000.0)
+    world.ask(prompt_tokens=100_000, allowed=("w1",))
+    pinned = world.ask(allowed=("w1",))
+    looks = 0
+    while (due := world.desk.next_look(world.now)) is not None and due < 105.0:
+        world.now, looks = due, looks + 1
+        world.look()
+    assert world.waits(pinned)
+    assert looks <= 21  # four times a second
+
+
+def test_an_answer_that_makes_others_go_away_is_no_trouble():
+    """A link that breaks while it is written to takes all of its questions along."""
+    world = World("w1", booking_ttl=1000.0)
+    world.desk.worker(world.now, facts("x", "n", max_sequences=1))
+    for model in "mn":
+        world.ask(prompt_tokens=100_000, model=model)
+    names = [world.ask(deadline=1.0, model=model) for model in "mmn"]
+    told = []
+
+    def answer(error):
+        told.append(error)
+        for name in names:
+            world.desk.withdraw(world.items[name])
+
+    for name in names:
+        world.items[name].answer = answer
+    world.now += 2.0
+    world.look()
+    assert len(told) == 1
+    assert (world.desk.numbers.expired, world.desk.numbers.withdrawn) == (1, 2)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_policy_may_only_choose_who_was_offered(held):
+    seen = []
+
+    def stubborn(question, state, random):
+        seen.extend(state.workers)
+        return seen[0]
+
+    world = World("w1", "w2", policy=stubborn)
+    if held:
+        world.ask(prompt_tokens=100_000)
+        world.desk.load(life("w2"), load(waiting=8))
+        name = world.ask(allowed=("w2",))
+        world.desk.load(life("w2"), load())
+        world.look()
+        error = world.error(name)
+        assert error.http_status == 500
+        assert "not offered" in error.message
+    else:
+        world.ask()
+        with pytest.raises(ValueError, match="not offered"):
+            world.ask(allowed=("w2",))
+    world.desk.check()
+    assert len(world.desk.bookings) == 1
