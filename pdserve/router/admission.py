@@ -58,13 +58,11 @@ def best_chance(
     limit = question.slo_ttft - question.waited
     best = 0.0
     for worker in state.workers:
-        cached = state.cached_tokens(question, worker)
-        work = state.model.prefill(question.prompt_tokens, cached) * worker.speed
         chance = predictor.in_time(
             model,
-            ahead + worker.wait(state.now) + work,
+            ahead + state.ttft(question, worker),
             limit,
-            uncached=question.prompt_tokens - cached,
+            uncached=question.prompt_tokens - state.cached_tokens(question, worker),
             sequences=worker.sequences,
             age=age,
         )

@@ -115,6 +115,14 @@ class State:
         blocks = self.overlaps.get(worker.node, 0)
         return min(blocks * question.block_size, max(0, question.prompt_tokens - 1))
 
+    def ttft(self, question: Route, worker: WorkerView) -> Seconds:
+        """Predicted time to first token there: what waits before it, then its own prefill, which
+        ends no sooner than the step that it shares with those that decode."""
+        cached = self.cached_tokens(question, worker)
+        work = self.model.prefill(question.prompt_tokens, cached)
+        step = self.model.step(worker.decodes + 1, worker.kv_tokens) if worker.decodes else 0.0
+        return worker.wait(self.now) + worker.speed * max(work, step)
+
 
 Policy = Callable[[Route, State, Random], WorkerView]
 
