@@ -96,6 +96,10 @@ class Numbers:
     """and what was predicted."""
 
 
+_Takers = dict[tuple[tuple["NodeId", ...], tuple["NodeId", ...], str], frozenset["NodeId"]]
+"""Who may take a question, by what it wants: allowed, excluded, adapter."""
+
+
 class Desk:
     """One router's. Every call takes the time, and none waits."""
 
@@ -495,15 +499,28 @@ class Desk:
 
     def _let_go(self, now: Seconds, model: str) -> None:
         """Place the first in order, as long as somebody is open."""
-        self._refuse_impossible(now, model)
+        takers: _Takers = {}
+        self._refuse_impossible(now, model, takers)
         while (queue := self._queues.get(model)) is not None:
-            view = self.pool.view(now, model)
-            fits = self._fits(now, view)
+            fits = self._fits(now, self.pool.view(now, model), takers)
             item = queue.take(fits) if fits else None
             if item is None:
                 return
             self._forget_empty(model)
             self._answer(now, item)
+
+    def _takers(self, question: Route, view: ModelView, known: _Takers) -> frozenset[NodeId]:
+        """Who may take it, open or not. Thousands may wait with the same few wishes: each wish is
+        looked up once in a look."""
+        wish = (question.allowed, question.excluded, question.lora)
+        found = known.get(wish)
+        if found is None:
+            try:
+                found = frozenset([worker.node for worker in self._among(question, view)])
+            except PdserveError:
+                found = frozenset()
+            known[wish] = found
+        return found
 
     def _answer(self, now: Seconds, item: Held) -> None:
         """Place one that was taken out of its queue."""
@@ -520,7 +537,7 @@ class Desk:
             self.numbers.held_seconds += held
         item.answer(outcome)
 
-    def _refuse_impossible(self, now: Seconds, model: str) -> None:
+    def _refuse_impossible(self, now: Seconds, model: str, takers: _Takers) -> None:
         """Whom nobody can take any more need not wait."""
         view = self.pool.view(now, model)
         nobody = not (view.sound or view.doubtful)
@@ -528,27 +545,32 @@ class Desk:
         if queue is None or not (nobody or queue.restricted):
             return
         for item in [item for item in queue if nobody or item.restricted]:
+            if self._takers(item.question, view, takers):
+                continue
             try:
                 self._among(item.question, view)
             except PdserveError as error:
                 self._drop(item, error)
 
-    def _fits(self, now: Seconds, view: ModelView) -> Callable[[Held], bool] | None:
+    def _fits(
+        self, now: Seconds, view: ModelView, takers: _Takers
+    ) -> Callable[[Held], bool] | None:
         """Whether a question can be placed at once; None: none can."""
         work = self._config.hold_work
-        takers = view.sound or view.doubtful
-        if self.bookings.full or not takers:
+        usual = view.sound or view.doubtful
+        if self.bookings.full or not usual:
             return None
-        if not self._holding(State(takers, takers[0].node)):
+        if not self._holding(State(usual, usual[0].node)):
             return lambda item: True
-        if not any(_open(worker, now, work) for worker in (*view.sound, *view.doubtful)):
+        open_ = {w.node for w in (*view.sound, *view.doubtful) if _open(w, now, work)}
+        if not open_:
             return None
-        free = any(_open(worker, now, work) for worker in takers)
+        free = any(worker.node in open_ for worker in usual)
 
         def fits(item: Held) -> bool:
             if not item.restricted:
                 return free
-            return any(_open(worker, now, work) for worker in self._among(item.question, view))
+            return not self._takers(item.question, view, takers).isdisjoint(open_)
 
         return fits
 

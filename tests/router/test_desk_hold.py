@@ -538,3 +538,16 @@ def test_a_policy_may_only_choose_who_was_offered(held):
             world.ask(allowed=("w2",))
     world.desk.check()
     assert len(world.desk.bookings) == 1
+
+
+def test_equal_wishes_are_looked_up_once(monkeypatch):
+    """Thousands may wait for certain workers; what they cost is not to grow with the workers."""
+    world = World("w1", "w2", "w3", booking_ttl=1000.0)
+    names = [world.ask(prompt_tokens=100_000, allowed=(node,)) for node in ("w1", "w2")]
+    names += [world.ask(excluded=("w3",)) for _ in range(100)]
+    asked = []
+    among = world.desk._among
+    monkeypatch.setattr(world.desk, "_among", lambda q, view: asked.append(q) or among(q, view))
+    world.look()
+    assert world.waits(*names[2:])
+    assert len(asked) <= 3  # the second of `names` was held for a moment, and decided once more
