@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pdserve.blocks.hashing import (
     HASH_BYTES,
     block_hashes,
+    joined_hashes,
     names_id,
     prompt_root,
     split_hashes,
@@ -42,14 +43,17 @@ class BlockNames:
         """Parent of the first block: fields are model, LoRA adapter (none yet), tenant's salt."""
         return prompt_root(self._secret, self._model, cache_salt)
 
-    def given(self, request: GenerateRequest) -> list[bytes]:
-        """The names of the prompt's blocks that came with a request; empty if they are none of
-        ours: made with another secret, or for another block size."""
-        names = request.block_names
-        wanted = HASH_BYTES * (len(request.prompt) // self._block_size)
+    def given(self, request: GenerateRequest, root: bytes) -> list[bytes]:
+        """The names of the prompt's blocks that came with a request whose chain begins at `root`;
+        empty if they are none of ours: made with another secret, or for another model or block
+        size, as of a worker that has just gone. Of those the first one is unlike ours, and so would
+        all others be: a wrong one would let other tokens' KV be taken for this prompt's."""
+        names, size = request.block_names, self._block_size
+        wanted = HASH_BYTES * (len(request.prompt) // size)
         if request.names_id != self.id or len(names) != wanted:
             return []
-        return [*split_hashes(names)]
+        first = joined_hashes(request.prompt[:size], size, parent=root, secret=self._secret)
+        return [*split_hashes(names)] if names.startswith(first) else []
 
     def of(self, sequence: Sequence, count: int) -> list[bytes]:
         """Hashes of the sequence's first `count` blocks (and of further ones known already)."""

@@ -185,7 +185,7 @@ class Scheduler:
     def _name(self, submission: Submission, names: BlockNames) -> None:
         """Begin the chains of a submission's choices."""
         root = names.root(submission.request.cache_salt)
-        given = names.given(submission.request)
+        given = names.given(submission.request, root)
         for sequence in submission.live:
             sequence.root = root
             sequence.hashes = given.copy()

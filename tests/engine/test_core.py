@@ -263,10 +263,10 @@ def test_another_secret_renames_what_is_in_use_and_forgets_the_rest():
 
 
 def test_a_prompts_names_may_come_with_it():
-    """They are taken unseen, so here they lie: nothing else shows that they were taken."""
+    """All but the first are taken unseen, so here they lie: nothing else shows that they were."""
     spec = msgspec.structs.replace(SPEC, hash_secret=b"key")
-    lies = [bytes([n]) * 16 for n in range(3)]
     prompt = list(range(10, 23))
+    lies = [names_of(prompt, b"key")[0], *(bytes([n]) * 16 for n in range(2))]
     named = request(*prompt, max_tokens=5, block_names=b"".join(lies), names_id=names_id(b"key"))
     with InlineEngine.of(ScriptedExecutor(), spec) as engine:
         engine.generate([named])
@@ -281,7 +281,13 @@ def test_a_prompts_names_may_come_with_it():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"names_id": names_id(b"another")}, {"names_id": b""}, {"block_names": b"x" * 32}]
+    "changes",
+    [
+        {"names_id": names_id(b"another")},
+        {"names_id": b""},
+        {"block_names": b"x" * 32},
+        {},  # of another model, or of blocks of another size
+    ],
 )
 def test_names_of_another_making_are_ignored(changes: dict[str, Any]):
     spec = msgspec.structs.replace(SPEC, hash_secret=b"key")

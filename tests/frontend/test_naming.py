@@ -68,7 +68,7 @@ async def test_every_prompt_carries_the_names_that_the_engine_would_give(pool: T
     assert [len(request.block_names) for request in requests] == [0, 32, 160]
     for request in requests:
         assert request.names_id == ENGINE.id
-        assert ENGINE.given(request) == engines_names(request)
+        assert ENGINE.given(request, ENGINE.root(request.cache_salt)) == engines_names(request)
 
 
 async def test_salts_and_tenants_have_names_of_their_own(pool: TextPool) -> None:
@@ -77,7 +77,7 @@ async def test_salts_and_tenants_have_names_of_their_own(pool: TextPool) -> None
     made = []
     for where, fields in ((anybody, {}), (anybody, {"cache_salt": "s"}), (tenant, {})):
         (request,) = await completion(where, prompt=[5] * 8, **fields)
-        assert ENGINE.given(request) == engines_names(request)
+        assert ENGINE.given(request, ENGINE.root(request.cache_salt)) == engines_names(request)
         made.append(request.block_names)
     assert len(set(made)) == 3
 
@@ -86,7 +86,7 @@ async def test_a_chat_is_named_too(pool: TextPool) -> None:
     body = b'{"messages": [{"role": "user", "content": "a long story about nothing at all"}]}'
     (request,) = (await plan_chat(CHAT.decode(body).request, context(pool, NAMING))).requests
     assert len(request.block_names) >= 32
-    assert ENGINE.given(request) == engines_names(request)
+    assert ENGINE.given(request, ENGINE.root(request.cache_salt)) == engines_names(request)
 
 
 async def test_without_a_secret_nothing_is_named_and_nothing_waits(pool: TextPool) -> None:
