@@ -64,7 +64,7 @@ class Scale:
 
     requests: int = 800
     workers: int = 8
-    kv_tokens: int = 2_000_000
+    kv_tokens: int = 500_000
     noise: float = 0.3
     seeds: int = 5
     loads: Sequence[float] = (0.5, 0.75, 1.0, 1.2)

@@ -6,11 +6,13 @@ from collections import Counter
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.errors import ModelNotFound, NotReady, NoWorker, Overloaded
 from pdserve.router.bookings import Booking, End
 from pdserve.router.config import RouterConfig
 from pdserve.router.desk import Desk
+from pdserve.router.hold import Placement
 from pdserve.router.policies import weighted_round_robin
 from pdserve.router.policies.least_loaded import choose
 from pdserve.router.pool import Facts
@@ -199,3 +201,15 @@ def test_policies_that_take_turns_by_size_are_told_how_many_there_were():
         desk.worker(0.0, facts(node, max_sequences=size))
     shares = Counter(desk.route(0.0, F, route("m")).worker.node for _ in range(64))
     assert abs(shares["w2"] - 48) <= 2
+
+
+def test_the_block_with_the_last_token_is_never_believed_to_be_reusable():
+    """An engine computes the last token of every prompt, for its logits."""
+    desk = Desk(RouterConfig(), choose, Random(1))
+    desk.worker(0.0, facts("w1"))
+    names = bytes(range(16))
+    for tokens, overlap in ((64, 0), (64, 1), (65, 2)):
+        question = replace(route("m"), prompt_tokens=tokens, names=names, block_size=32)
+        answer = desk.offer(0.0, F, question, lambda _: None)
+        assert isinstance(answer, Placement)
+        assert answer.routed.overlap_blocks == overlap
