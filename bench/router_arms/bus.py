@@ -1,0 +1,434 @@
+"""A router in a process and on a core of its own; frontends and workers in another, over TCP.
+
+The workers serve nothing, but say all that real ones say: load reports, that they hold a request,
+how its first token came, what their pools store and remove, that the request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import cProfile
+import multiprocessing
+import os
+import pstats
+import random
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from bench.router_arms.prompts import BLOCK, NAME, Prompts
+from pdserve.ids import NodeId
+from pdserve.messages.kv import KV, NamesRemoved, NamesStored, PoolDigest
+from pdserve.messages.node import ModelOffer, NodeCard, part_hash
+from pdserve.messages.request import Started
+from pdserve.messages.routing import LOAD, SEQUENCES, Release, Route, WorkerLoad, booking_key
+from pdserve.net.tcp import TcpNetwork
+from pdserve.observe.degraded import Degradations
+from pdserve.observe.metrics import Metrics
+from pdserve.router.config import RouterConfig
+from pdserve.router.policies.load import load_policy
+from pdserve.router.service import RouterService
+from pdserve.runtime.methods import RELEASE, ROUTE
+from pdserve.runtime.node import Node, NodeConfig
+from pdserve.runtime.topics.service import Topics
+from pdserve.sim.replay.metrics import quantile
+from pdserve.wire.codec import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+
+    from pdserve.ids import Seconds
+    from pdserve.net.base import Link
+
+__all__ = ["Bus", "Seen", "measure"]
+
+_KEY: Final = bytes(32)
+_WORKED_OFF: Final[Seconds] = 0.05
+"""At low rate, from a request's first token to its end."""
+_TOP: Final = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bus:
+    """What is measured."""
+
+    blocks: int
+    """Of a prompt."""
+    workers: int = 16
+    frontends: int = 4
+    under_way: int = 64
+    """Questions at once, for throughput,"""
+    rate: float = 100.0
+    """and per second, for latency."""
+    seconds: Seconds = 5.0
+    policy: str = "ttft"
+    pool_blocks: int = 32_768
+    """Of a worker: what is over is removed, oldest prompt first."""
+    profile: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What came of it."""
+
+    decisions: int
+    cpu: Seconds
+    """Of the router's process, for these."""
+    wall: Seconds
+    held: int
+    p50: Seconds
+    """From question to answer, at low rate."""
+    p99: Seconds
+    events: int
+    """Of workers' pools, that the router's index took in."""
+    top: list[tuple[float, int, str]]
+    """(share of the time, calls, where), the most first; only with `profile`."""
+
+
+def make_node(name: str, role: str, *join: str) -> Node:
+    """On a free port of this machine."""
+    config = NodeConfig(
+        node=NodeId(name), role=role, listen="127.0.0.1:0", join=join, cluster="bench"
+    )
+    return Node(
+        config,
+        TcpNetwork(config.net, None),
+        keys=lambda: (_KEY,),
+        entropy=os.urandom,
+        random=random.Random(name),
+        wall=time.time,
+    )
+
+
+def _loop() -> Any:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+# ---------------------------------------------------------------------- the router's process
+
+
+async def _route(pipe: Connection, policy: str, profile: cProfile.Profile | None) -> None:
+    node = make_node("router", "router")
+    topics = Topics(node, node.timers)
+    config = RouterConfig(policy=policy)
+    service = RouterService(
+        config,
+        load_policy(policy),
+        node,
+        topics,
+        NodeCard(role="router"),
+        Degradations(Metrics()),
+    )
+    await node.start()
+    service.open()
+    pipe.send(node.address)
+    while True:
+        await asyncio.sleep(0.02)
+        if pipe.poll():
+            word = pipe.recv()
+            if word == "end":
+                return
+            if word == "profile" and profile is not None:
+                profile.enable()
+            elif profile is not None:
+                profile.disable()
+            numbers = service.desk.numbers
+            serving = sum(service.desk.pool.models().get("m", {}).values())
+            events = service.desk.index.counters["events"]
+            pipe.send((time.process_time(), numbers.placed, numbers.held, events, serving))
+
+
+def _router(pipe: Connection, core: int | None, bus: Bus) -> None:
+    _pin(core)
+    profile = cProfile.Profile() if bus.profile else None
+    with asyncio.Runner(loop_factory=_loop) as runner:
+        runner.run(_route(pipe, bus.policy, profile))
+    pipe.send([] if profile is None else _top(profile))
+
+
+def _top(profile: cProfile.Profile) -> list[tuple[float, int, str]]:
+    stats = pstats.Stats(profile)
+    rows = [
+        (own, calls, _place(*where))
+        for where, (_, calls, own, _, _) in stats.stats.items()  # type: ignore[attr-defined]
+    ]
+    total = sum(own for own, _, _ in rows)
+    return [(own / total, calls, where) for own, calls, where in sorted(rows)[: -_TOP - 1 : -1]]
+
+
+def _place(path: str, line: int, name: str) -> str:
+    if "pdserve" in path:
+        return f"{path.rpartition('pdserve/')[2]}: {name}"
+    return name if line == 0 else f"{os.path.basename(path)}: {name}"
+
+
+# ---------------------------------------------------------------------- everybody else
+
+
+class _Pool:
+    """What a worker's pool holds: the source of its log, lighter than a real one."""
+
+    def __init__(self, bus: Bus, prompts: Prompts) -> None:
+        self._beginnings: list[NamesStored] = []
+        self._ends: deque[NamesStored] = deque()
+        """Oldest first; beginnings stay."""
+        self._shared = set(prompts.prefixes)
+        """Not stored yet."""
+        self._own: set[bytes] = set()
+        self._half = NAME * (bus.blocks // 2)
+        self._most = bus.pool_blocks
+        self._digest = PoolDigest()
+        self.blocks = 0
+
+    def store(self, names: bytes) -> bytes:
+        """The event of a prompt that was computed; empty: nothing has changed."""
+        shared, own = names[: self._half], names[self._half :]
+        changes: list[NamesStored | NamesRemoved] = []
+        if shared in self._shared:
+            self._shared.remove(shared)
+            self._beginnings.append(self._add(bytes(NAME), shared))
+            changes.append(self._beginnings[-1])
+        if own not in self._own:
+            self._own.add(own)
+            self._ends.append(self._add(shared[-NAME:], own))
+            changes.append(self._ends[-1])
+        while self.blocks > self._most and len(self._ends) > 1:
+            changes.append(self._remove())
+        return encode(changes) if changes else b""
+
+    def _add(self, parent: bytes, names: bytes) -> NamesStored:
+        self._digest.change(0, names)
+        self.blocks += len(names) // NAME
+        return NamesStored(0, parent, names)
+
+    def _remove(self) -> NamesRemoved:
+        names = self._ends.popleft().names
+        self._own.discard(names)
+        self._digest.change(0, names)
+        self.blocks -= len(names) // NAME
+        return NamesRemoved(0, names)
+
+    def snapshot(self) -> Iterator[bytes]:
+        """See `LogSource`."""
+        return iter([encode([stored]) for stored in (*self._beginnings, *self._ends)])
+
+    def digest(self) -> int:
+        """See `LogSource`."""
+        return self._digest.value()
+
+
+class Worker:
+    """One that serves nothing and says all that a worker says."""
+
+    def __init__(self, name: str, seed: str, bus: Bus, prompts: Prompts) -> None:
+        self.node = make_node(name, "worker", seed)
+        self.topics = Topics(self.node, self.node.timers)
+        self.sequences = self.topics.publish_set(SEQUENCES)
+        self._load = self.topics.publish_state(LOAD, encode)
+        self._pool = _Pool(bus, prompts)
+        self._kv = self.topics.publish_log(KV, self._pool)
+        self._room = bus.pool_blocks
+        self.running = 0
+
+    async def start(self) -> None:
+        """Join, and offer the model."""
+        await self.node.start()
+        model = ModelOffer(
+            name="m",
+            max_model_len=1 << 20,
+            vocab_size=1000,
+            block_size=BLOCK,
+            tokenizer=part_hash(b"t"),
+            tokenizer_config=part_hash(b"c"),
+        )
+        card = NodeCard(
+            role="worker", topics=self.topics.names, models=(model,), max_sequences=4096
+        )
+        self.node.publish_card(card, {})
+        self.report()
+
+    def report(self) -> None:
+        """Ten times a second."""
+        self._load.set(
+            WorkerLoad(
+                ready=True,
+                running=self.running,
+                max_sequences=4096,
+                blocks_total=self._room,
+                blocks_used=min(self._room, self.running * 8),
+                blocks_cached=self._pool.blocks,
+            )
+        )
+
+    def take(self, names: bytes, booking: int) -> None:
+        """The request is here."""
+        self.running += 1
+        self.sequences.put(booking_key(booking))
+        self.sequences.flush()
+
+    def start_answer(self, names: bytes, booking: int, overlap: int) -> None:
+        """Its prompt is computed."""
+        tokens = BLOCK * (len(names) // NAME - overlap) + 5
+        work = 1e-4 + 1e-6 * tokens
+        self.sequences.put(booking_key(booking), encode(Started(BLOCK * overlap, 0.0, work, work)))
+        self.sequences.flush()
+        if event := self._pool.store(names):
+            self._kv.append(event)
+
+    def end(self, booking: int) -> None:
+        """The answer is complete."""
+        self.running -= 1
+        self.sequences.drop(booking_key(booking))
+        self.sequences.flush()
+
+
+class _Load:
+    """All that asks and answers."""
+
+    def __init__(self, bus: Bus, links: list[Link], workers: dict[NodeId, Worker]) -> None:
+        self._bus = bus
+        self._links = links
+        self._workers = workers
+        self._prompts = Prompts(bus.blocks, seed=1)
+        self._asked = 0
+        self.times: list[Seconds] = []
+
+    async def ask(self, *, linger: Seconds = 0.0) -> None:
+        """One request, to its end."""
+        self._asked += 1
+        link = self._links[self._asked % len(self._links)]
+        names = self._prompts.draw()
+        question = Route(
+            request_id="r",
+            model="m",
+            prompt_tokens=BLOCK * self._bus.blocks + 5,
+            max_tokens=100,
+            names=names,
+            block_size=BLOCK,
+        )
+        asked = time.perf_counter()
+        routed = await link.request(ROUTE, question, timeout=30.0)
+        self.times.append(time.perf_counter() - asked)
+        worker = self._workers[routed.worker]
+        worker.take(names, routed.booking)
+        await asyncio.sleep(0)
+        worker.start_answer(names, routed.booking, routed.overlap_blocks)
+        await asyncio.sleep(linger)
+        worker.end(routed.booking)
+        link.tell(RELEASE, encode(Release(routed.booking, "finished")))
+
+    async def crowd(self, seconds: Seconds) -> None:
+        """As many as may be, one after the other."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+
+        async def one() -> None:
+            while loop.time() < until:
+                await self.ask()
+
+        await asyncio.gather(*(one() for _ in range(self._bus.under_way)))
+
+    async def trickle(self, seconds: Seconds) -> None:
+        """At a low rate, whenever answers come."""
+        loop, draw = asyncio.get_running_loop(), random.Random(1)
+        asked = []
+        until = loop.time() + seconds
+        while loop.time() < until:
+            asked.append(loop.create_task(self.ask(linger=_WORKED_OFF)))
+            await asyncio.sleep(draw.expovariate(self._bus.rate))
+        await asyncio.gather(*asked)
+
+    async def report(self) -> None:
+        """Of all workers, for ever."""
+        while True:
+            for worker in self._workers.values():
+                worker.report()
+            await asyncio.sleep(0.1)
+
+
+async def _drive(pipe: Connection, bus: Bus) -> Seen:
+    loop = asyncio.get_running_loop()
+    address = await loop.run_in_executor(None, pipe.recv)
+    prompts = Prompts(bus.blocks, seed=1)
+    workers = [Worker(f"worker-{i:02}", address, bus, prompts) for i in range(bus.workers)]
+    fronts = [make_node(f"frontend-{i}", "frontend", address) for i in range(bus.frontends)]
+    for worker in workers:
+        await worker.start()
+    for front in fronts:
+        await front.start()
+    links = [await front.link(NodeId("router"), timeout=5.0) for front in fronts]
+
+    async def numbers(word: str = "numbers") -> tuple[float, int, int, int, int]:
+        def asked() -> tuple[float, int, int, int, int]:
+            pipe.send(word)
+            told: tuple[float, int, int, int, int] = pipe.recv()
+            return told
+
+        return await loop.run_in_executor(None, asked)
+
+    while (await numbers())[-1] < bus.workers:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    load = _Load(bus, links, {worker.node.id: worker for worker in workers})
+    reports = loop.create_task(load.report())
+    await load.crowd(1.5)  # to learn how long prompts take, and fill the pools
+    load.times.clear()
+    await load.trickle(bus.seconds)
+    times = sorted(load.times)
+    cpu, placed, held, events, _ = await numbers("profile")
+    begin = loop.time()
+    await load.crowd(bus.seconds)
+    wall = loop.time() - begin
+    cpu2, placed2, held2, events2, _ = await numbers()
+    reports.cancel()
+    pipe.send("end")
+    top = await loop.run_in_executor(None, pipe.recv)
+    return Seen(
+        decisions=placed2 - placed,
+        cpu=cpu2 - cpu,
+        wall=wall,
+        held=held2 - held,
+        events=events2 - events,
+        p50=quantile(times, 0.5),
+        p99=quantile(times, 0.99),
+        top=top,
+    )
+
+
+def _pin(core: int | None) -> None:
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+
+
+def _cores() -> tuple[int | None, int | None]:
+    """The router's and everybody else's."""
+    if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
+        return None, None
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    return first, second
+
+
+def measure(bus: Bus) -> Seen:
+    """Once, in two processes."""
+    mine, its = multiprocessing.Pipe()
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    core, other = _cores()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_router, args=(its, core, bus), daemon=True)
+    process.start()
+    _pin(other)
+    try:
+        with asyncio.Runner(loop_factory=_loop) as runner:
+            return runner.run(_drive(mine, bus))
+    finally:
+        process.terminate()
+        process.join()
+        if before is not None:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, before)

@@ -1,0 +1,125 @@
+"""What one decision costs inside a router, by policy."""
+
+from __future__ import annotations
+
+import gc
+import time
+from importlib.metadata import entry_points
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+from bench.router_arms.prompts import BLOCK, Prompts
+from pdserve.ids import NodeId
+from pdserve.messages.kv import NamesStored
+from pdserve.messages.request import Started
+from pdserve.messages.routing import Route, WorkerLoad
+from pdserve.router.bookings import Life
+from pdserve.router.config import RouterConfig
+from pdserve.router.desk import Desk
+from pdserve.router.hold import Placement
+from pdserve.router.policies.load import load_policy
+from pdserve.router.pool import Facts
+from pdserve.runtime.registry import Member
+from pdserve.sim.replay.metrics import quantile
+from pdserve.wire.codec import encode
+
+if TYPE_CHECKING:
+    from pdserve.ids import Seconds
+
+__all__ = ["DeskArm", "policies"]
+
+_ASKER: Final = Life(NodeId("frontend"), 1)
+_OPEN_PER_WORKER: Final = 2
+_WARM: Final = 200
+_EACH: Final[Seconds] = 0.001
+"""Of the desk's own clock, between two questions."""
+
+
+def policies() -> list[str]:
+    """All that are installed."""
+    return sorted(entry.name for entry in entry_points(group="pdserve.policies"))
+
+
+class DeskArm:
+    """One router's desk, whose workers hold prefixes and have work."""
+
+    def __init__(self, policy: str, workers: int, blocks: int) -> None:
+        self._random = Random(1)
+        self._now = 0.0
+        self._blocks = blocks
+        self._prompts = Prompts(blocks, seed=1)
+        config = RouterConfig(policy=policy)
+        self._desk = Desk(config, load_policy(policy), self._random, clock=lambda: self._now)
+        self._workers = [Life(NodeId(f"worker-{i:03}"), 1) for i in range(workers)]
+        for worker in self._workers:
+            self._start(worker)
+        self._open: list[Placement] = []
+        for _ in range(_WARM + _OPEN_PER_WORKER * workers):
+            self._turn(_OPEN_PER_WORKER * workers)
+
+    def _start(self, worker: Life) -> None:
+        desk = self._desk
+        desk.worker(0.0, Facts(worker, ("m",), max_sequences=256))
+        desk.index.worker_up(worker, events=True)
+        feed = desk.index.target(Member(node=worker.node, epoch=1, address="", role="worker"))
+        stored = [
+            NamesStored(tier=0, parent=bytes(8), names=prefix)
+            for prefix in self._random.sample(self._prompts.prefixes, 4)
+        ]
+        feed.apply(encode(stored))
+        self._report(worker)
+
+    def _report(self, worker: Life) -> None:
+        load = WorkerLoad(
+            ready=True,
+            running=self._random.randrange(64),
+            max_sequences=256,
+            blocks_total=100_000,
+            blocks_used=self._random.randrange(30_000),
+            blocks_cached=20_000,
+            kv_tokens=self._random.randrange(500_000),
+        )
+        self._desk.load(worker, load, self._now)
+
+    def _question(self) -> Route:
+        names = self._prompts.draw()
+        return Route(
+            request_id="r",
+            model="m",
+            prompt_tokens=BLOCK * self._blocks + 5,
+            max_tokens=256,
+            names=names,
+            block_size=BLOCK,
+            session_id=str(self._random.randrange(1000)),
+        )
+
+    def _turn(self, most: int) -> Seconds:
+        """One question and all that comes of it; how long this thread computed for the decision."""
+        desk, question = self._desk, self._question()
+        self._now += _EACH
+        begin = time.thread_time()
+        outcome = desk.offer(self._now, _ASKER, question, lambda outcome: None)
+        took = time.thread_time() - begin
+        if not isinstance(outcome, Placement):
+            raise TypeError("a worker should be open")
+        booking = outcome.booking
+        work = 0.005 + 1e-6 * (booking.prompt_tokens - booking.cached_tokens)
+        started = Started(booking.cached_tokens, 0.0, work, work)
+        desk.holds(self._now, booking.worker, booking.id, started)
+        self._open.append(outcome)
+        if len(self._open) > most:
+            done = self._open.pop(self._random.randrange(len(self._open))).booking
+            desk.bookings.release(done.id)
+            desk.let_go(done.worker, done.id)
+        if self._random.random() < 0.1:
+            self._report(self._random.choice(self._workers))
+        return took
+
+    def measure(self, count: int) -> tuple[Seconds, Seconds]:
+        """Median and 99th percentile of a decision."""
+        gc.collect()
+        gc.freeze()
+        most = _OPEN_PER_WORKER * len(self._workers)
+        times = sorted(self._turn(most) for _ in range(count))
+        gc.unfreeze()
+        return quantile(times, 0.5), quantile(times, 0.99)
