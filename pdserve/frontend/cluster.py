@@ -275,11 +275,6 @@ class ClusterBackend:
             await self.wait_news(timeout=min(again, _PAUSE) if behind else again)
             behind.clear()
 
-    def _block_size(self, request: GenerateRequest) -> int:
-        """Of the blocks that the request names."""
-        card = self._offers.cards().get(request.model) if request.block_names else None
-        return 0 if card is None else card.block_size
-
     def _takes(self, model: str, hints: Hints = NO_HINTS) -> bool:
         """Some worker serves the model, is not about to leave, and is one that the client will
         have."""
@@ -304,7 +299,8 @@ class ClusterBackend:
         for member in routers:
             if _in_doubt(member):
                 for patience in self._asking.get(member.node, ()):
-                    patience.reschedule(now)
+                    if not patience.expired():  # else its task has not run since
+                        patience.reschedule(now)
 
     # ------------------------------------------------------------------ to the worker
 

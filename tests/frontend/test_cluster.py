@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -184,6 +185,27 @@ async def test_a_router_that_stands_still_is_left_for_another() -> None:
         w.nodes.world.resume(first.node.id)
         await w.nodes.until(lambda: first.dropped == ["r"], 30.0)
         assert w.backend._asking.get(first.node.id, {}) == {}
+
+
+@virtually
+async def test_doubts_may_come_one_after_the_other() -> None:
+    async with world() as w:
+        for name in ("r1", "r2"):
+            await w.router(name)
+        await w.worker("a")
+        await w.ready()
+        first = w.routers[w.backend._routers[0]]
+        first.holds = True
+        opening = asyncio.ensure_future(w.backend.open(request(deadline=100.0), Sink()))
+        await w.nodes.until(lambda: first.questions != [])
+        member = w.node.registry.get(first.node.id)
+        assert member is not None
+        doubtful = replace(member, suspect=True)
+        w.backend._leave_doubtful([doubtful])
+        await asyncio.sleep(0)  # the question is being given up
+        w.backend._leave_doubtful([doubtful])
+        sequence = await opening
+        sequence.cancel()
 
 
 @virtually
