@@ -61,7 +61,7 @@ def by_function(blocks: int, seconds: float) -> list[str]:
 
 def alone(decisions: int) -> list[str]:
     """A desk's table: a row for each policy."""
-    heads = [f"{workers} × {blocks}" for workers, blocks in SIZES]
+    heads = [f"{workers} x {blocks}" for workers, blocks in SIZES]
     made = [
         f"| policy | {' | '.join(f'{head} p50 | p99' for head in heads)} |",
         f"|---|{'---:|' * (2 * len(SIZES))}",
@@ -76,6 +76,32 @@ def alone(decisions: int) -> list[str]:
     return made
 
 
+INTRO: Final = f"""\
+## Over the bus
+
+A router in a process pinned to one core; four frontends and all workers in another one, on
+another core, over TCP. Default policy. Each request is asked, decided, booked, held by its
+worker, started, ended and released; the worker's pool tells what it stores and removes, ten load
+reports a second come from each. Of a prompt's blocks (32 tokens) the first half is one of 32
+beginnings that others share; a quarter of the prompts come again. 64 questions under way for
+throughput; for latency {RATES[40]:.0f} (of 4,096 blocks {RATES[4096]:.0f}) come a second, and both
+processes are in the time. Aim: 5,000 decisions per second of a core.
+"""
+PROFILE: Final = """
+Where the time goes, with 16 workers, by functions' own time under `cProfile` (which makes
+everything two to three times slower, many small calls most; native code counts with who calls
+it). Prompts of 40 blocks:
+"""
+ALONE: Final = """
+## One decision
+
+`Desk.offer` alone: index walk, view, policy, booking, prediction of what will be cached; no
+decoding, no network. Microseconds of the thread's CPU, of {decisions} decisions, by workers x
+blocks of a prompt (4,096 are 131,072 tokens); two requests under way at each worker. Aim: p99
+below 1,000 with 256 x 4096.
+"""
+
+
 def page(options: argparse.Namespace) -> list[str]:
     """The result file's lines."""
     return [
@@ -86,35 +112,15 @@ def page(options: argparse.Namespace) -> list[str]:
         *(f"- {fact}" for fact in facts()),
         *([f"- {options.note}"] if options.note else []),
         "",
-        "## Over the bus",
-        "",
-        "A router in a process pinned to one core; four frontends and all workers in another one, on",
-        "another core, over TCP. Default policy. Each request is asked, decided, booked, held by its",
-        "worker, started, ended and released; the worker's pool tells what it stores and removes, ten",
-        "load reports a second come from each. Of a prompt's blocks (32 tokens) the first half is one",
-        "of 32 beginnings that others share, a quarter of the prompts come again. 64 questions under",
-        f"way for throughput; for latency {RATES[40]:.0f} (of 4,096 blocks {RATES[4096]:.0f}) come a",
-        "second, and both processes are in the time. Aim: 5,000 decisions per second of a core.",
-        "",
+        INTRO,
         *over_the_bus(options.seconds),
-        "",
-        "Where the time goes, with 16 workers, by functions' own time under `cProfile` (which makes",
-        "everything two to three times slower, many small calls most; native code counts with who",
-        "calls it). Prompts of 40 blocks:",
-        "",
+        PROFILE,
         *by_function(40, options.seconds),
         "",
         "Of 4,096 blocks:",
         "",
         *by_function(4096, options.seconds),
-        "",
-        "## One decision",
-        "",
-        "`Desk.offer` alone: index walk, view, policy, booking, prediction of what will be cached; no",
-        f"decoding, no network. Microseconds of the thread's CPU, of {options.decisions} decisions,",
-        "by workers × blocks of a prompt (4,096 are 131,072 tokens); two requests under way at each",
-        "worker. Aim: p99 below 1,000 with 256 × 4096.",
-        "",
+        ALONE.format(decisions=options.decisions),
         *alone(options.decisions),
         "",
     ]

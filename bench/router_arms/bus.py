@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from pdserve.ids import Seconds
-    from pdserve.net.base import Link
 
 __all__ = ["Bus", "Seen", "measure"]
 
+ROUTER: Final = NodeId("router")
 _KEY: Final = bytes(32)
 _WORKED_OFF: Final[Seconds] = 0.05
 """At low rate, from a request's first token to its end."""
@@ -115,7 +115,7 @@ def _loop() -> Any:
 
 
 async def _route(pipe: Connection, policy: str, profile: cProfile.Profile | None) -> None:
-    node = make_node("router", "router")
+    node = make_node(ROUTER, "router")
     topics = Topics(node, node.timers)
     config = RouterConfig(policy=policy)
     service = RouterService(
@@ -292,9 +292,9 @@ class Worker:
 class _Load:
     """All that asks and answers."""
 
-    def __init__(self, bus: Bus, links: list[Link], workers: dict[NodeId, Worker]) -> None:
+    def __init__(self, bus: Bus, fronts: list[Node], workers: dict[NodeId, Worker]) -> None:
         self._bus = bus
-        self._links = links
+        self._fronts = fronts
         self._workers = workers
         self._prompts = Prompts(bus.blocks, seed=1)
         self._asked = 0
@@ -303,7 +303,7 @@ class _Load:
     async def ask(self, *, linger: Seconds = 0.0) -> None:
         """One request, to its end."""
         self._asked += 1
-        link = self._links[self._asked % len(self._links)]
+        front = self._fronts[self._asked % len(self._fronts)]
         names = self._prompts.draw()
         question = Route(
             request_id="r",
@@ -314,6 +314,7 @@ class _Load:
             block_size=BLOCK,
         )
         asked = time.perf_counter()
+        link = await front.link(ROUTER, timeout=5.0)  # the last one may have been replaced
         routed = await link.request(ROUTE, question, timeout=30.0)
         self.times.append(time.perf_counter() - asked)
         worker = self._workers[routed.worker]
@@ -322,6 +323,7 @@ class _Load:
         worker.start_answer(names, routed.booking, routed.overlap_blocks)
         await asyncio.sleep(linger)
         worker.end(routed.booking)
+        link = await front.link(ROUTER, timeout=5.0)
         link.tell(RELEASE, encode(Release(routed.booking, "finished")))
 
     async def crowd(self, seconds: Seconds) -> None:
@@ -363,7 +365,8 @@ async def _drive(pipe: Connection, bus: Bus) -> Seen:
         await worker.start()
     for front in fronts:
         await front.start()
-    links = [await front.link(NodeId("router"), timeout=5.0) for front in fronts]
+    for front in fronts:
+        await front.link(ROUTER, timeout=5.0)
 
     async def numbers(word: str = "numbers") -> tuple[float, int, int, int, int]:
         def asked() -> tuple[float, int, int, int, int]:
@@ -375,7 +378,7 @@ async def _drive(pipe: Connection, bus: Bus) -> Seen:
 
     while (await numbers())[-1] < bus.workers:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
-    load = _Load(bus, links, {worker.node.id: worker for worker in workers})
+    load = _Load(bus, fronts, {worker.node.id: worker for worker in workers})
     reports = loop.create_task(load.report())
     await load.crowd(1.5)  # to learn how long prompts take, and fill the pools
     load.times.clear()
