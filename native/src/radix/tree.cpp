@@ -174,11 +174,20 @@ std::size_t Tree::removed(Worker worker, int tier, Names names) {
   for (std::size_t i = 0; i < names.count;) {
     if (i + kAhead < names.count) table_.prefetch(names[i + kAhead]);
     Place place{};
-    Span whole{0, 0};
-    if (table_.find(names[i], place)) whole = held(worker, tier, runs_[place.run]);
-    if (place.offset < whole.from || place.offset >= whole.to) {
+    if (!table_.find(names[i], place)) {
       ++unknown_removed_;
       ++i;
+      continue;
+    }
+    const Run& run = runs_[place.run];
+    const Span whole = held(worker, tier, run);
+    if (place.offset < whole.from || place.offset >= whole.to) {
+      // Others' blocks: whoever asks for one of a run mostly asks for its neighbours too.
+      const std::size_t end = place.offset < whole.from ? whole.from : run.to;
+      const std::size_t same = common(run.names + place.offset, names.data + i * sizeof(Name),
+                                      std::min(end - place.offset, names.count - i));
+      unknown_removed_ += same;
+      i += same;
       continue;
     }
     // Neighbours go together, in whichever direction they come.

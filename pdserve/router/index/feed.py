@@ -104,12 +104,12 @@ class Feed:
     def _remove(self, copy: _Copy, change: NamesRemoved) -> None:
         names, tier = change.names, change.tier
         count = len(names) // NAME_BYTES
+        if tier == DEVICE:  # before the tree forgets them: runs that it has are passed at once
+            self._predicted.removed(self.life, names)
         short = count - self._tree.removed(copy.slot, tier, names)
         copy.digest.change(tier, names)
         copy.missing = max(0, copy.missing - short)
         self.removed += count
-        if tier == DEVICE:
-            self._predicted.removed(self.life, names)
 
     def _clear(self, copy: _Copy, tier: int) -> None:
         self.removed += self._tree.cleared(copy.slot, tier)

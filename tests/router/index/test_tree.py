@@ -197,6 +197,18 @@ class TestMeaning:
         assert tree.counters.unknown_removed == 8
         assert tree.match(packed(CHAIN[:3])) == {1: 2}
 
+    def test_of_a_run_that_others_hold_only_the_own_part_is_removed(self, make: type[Tree]) -> None:
+        tree = make(MANY)
+        store(tree, 1, CHAIN)
+        store(tree, 2, CHAIN[:4])
+        last = len(CHAIN)
+        assert tree.removed(2, DEVICE, packed(CHAIN[2:])) == 2
+        assert tree.counters.unknown_removed == last - 4
+        # Neighbours, one that is held, and what nobody has.
+        assert tree.removed(2, DEVICE, packed([*CHAIN[3:], 77, CHAIN[1], *CHAIN[3:]])) == 1
+        assert tree.counters.unknown_removed == last - 4 + 2 * (last - 3) + 1
+        assert tree.match(packed(CHAIN)) == {1: last, 2: 1}
+
     def test_a_worker_that_goes_takes_only_its_own(self, make: type[Tree]) -> None:
         tree = make(MANY)
         store(tree, 1, CHAIN[:6])
