@@ -37,6 +37,12 @@
     │   │       ├── OwnAddress      the address leads back to the node that dials
     │   │       └── NoCommonVersion
     │   └── LinkLost                it ended while something was under way on it
+    ├── TransferError               KV did not get from one node to another; says which, where, why
+    │   ├── TransferRefused         the two ends do not fit together, or the attempt is not current
+    │   ├── TransferWithdrawn       one end gave the attempt up
+    │   ├── TransferTimeout         no progress, or no answer, within the deadline
+    │   ├── TransferCorrupt         what arrived is not what was sent
+    │   └── PathLost                the path to the peer ended
     └── EngineError                 the engine failed while it had the request
         └── EngineDied              its process ended
 
@@ -46,7 +52,10 @@ OpenAI's error object carries. Foreign exceptions are mapped where they enter, n
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class PdserveError(Exception):
@@ -349,6 +358,55 @@ class LinkLost(LinkError):
     """The connection ended while something was under way on it."""
 
     code = "link_lost"
+
+
+class TransferError(PdserveError):
+    """KV did not get from one node to another. `at` builds one that names all there is to know.
+
+    Nothing of the attempt may be used. It does not say that the writing has ended: that is proved
+    by a fence (`pdserve.transfer.base`).
+    """
+
+    http_status = 503
+    retryable = True
+    error_type = "service_unavailable"
+    code = "transfer_error"
+
+    @classmethod
+    def at(cls, transfer: str, peer: str, step: str, reason: str) -> Self:
+        """Of a transfer (empty: all of a path), with a peer, in a step, for a reason."""
+        subject = f"transfer {transfer} with {peer}" if transfer else f"transfers with {peer}"
+        return cls(f"{subject}, {step}: {reason}")
+
+
+class TransferRefused(TransferError):
+    """The two ends do not fit together, or the attempt is not current; nothing was written."""
+
+    code = "transfer_refused"
+
+
+class TransferWithdrawn(TransferError):
+    """One end gave the attempt up."""
+
+    code = "transfer_withdrawn"
+
+
+class TransferTimeout(TransferError):
+    """No progress, or no answer, within the deadline."""
+
+    code = "transfer_timeout"
+
+
+class TransferCorrupt(TransferError):
+    """What arrived is not what was sent: a checksum or a block's header differs."""
+
+    code = "transfer_corrupt"
+
+
+class PathLost(TransferError):
+    """The path to the peer ended, or has been closed."""
+
+    code = "path_lost"
 
 
 class EngineError(PdserveError):

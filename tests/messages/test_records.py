@@ -10,12 +10,22 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.messages import card, channel, engine, kv, node, request, routing, status
+from pdserve.messages import card, channel, engine, kv, node, request, routing, status, transfer
 
 if typing.TYPE_CHECKING:
     from types import ModuleType
 
-MODULES: list[ModuleType] = [card, channel, engine, kv, node, request, routing, status]
+MODULES: list[ModuleType] = [
+    card,
+    channel,
+    engine,
+    kv,
+    node,
+    request,
+    routing,
+    status,
+    transfer,
+]
 RECORDS: list[type[msgspec.Struct]] = sorted(
     {
         found
@@ -27,6 +37,7 @@ RECORDS: list[type[msgspec.Struct]] = sorted(
 )
 UNIONS = {
     "Command": engine.Command,
+    "Control": transfer.Control,
     "Event": engine.Event,
     "KvEvent": kv.KvEvent,
     "NamesChange": kv.NamesChange,
@@ -127,3 +138,22 @@ def test_a_booking_of_any_63_bits_travels():
         encoded = msgspec.msgpack.encode(released)
         assert msgspec.msgpack.decode(encoded, type=routing.Release) == released
         assert msgpack.unpackb(encoded) == [booking, "finished"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weight": 1e-300},
+        {"weight": math.inf},
+        {"waited": math.inf},
+        {"deadline": math.nan},
+        {"deadline": math.inf},
+        {"slo_ttft": math.inf},
+    ],
+)
+def test_a_question_bears_no_number_that_cannot_be_compared(wrong: dict[str, float]) -> None:
+    """Queues are sorted by them."""
+    question = Route(request_id="r", model="m", prompt_tokens=1, max_tokens=1)
+    assert decoder(Route)(encode(question)) == question
+    with pytest.raises(msgspec.ValidationError):
+        decoder(Route)(encode(structs.replace(question, **wrong)))

@@ -1,0 +1,100 @@
+"""What the bytes of KV blocks have to be, worked out cell by cell: slow, plain, and by other means
+than `transfer.plan`.
+
+Every cell of (name, layer, k|v, head, token) has bytes of its own; a rank's block is its cells in
+the order of the layout. A name stands for a block's content, the same on all ranks. Bytes that
+belong to nobody are a pattern.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from pdserve.messages.transfer import KvLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pdserve.ids import Bytes
+
+__all__ = ["POISON", "block_of", "held_heads", "layouts", "pattern", "received"]
+
+POISON: Final = 0xA5
+"""Every byte of a block that nobody holds."""
+
+
+def layouts(
+    heads: int,
+    tp: int,
+    *,
+    layers: int = 3,
+    tokens: int = 4,
+    dim: int = 4,
+    itemsize: int = 2,
+    first_layer: int = 0,
+) -> tuple[KvLayout, ...]:
+    """The ranks of one small model."""
+    return tuple(
+        KvLayout(
+            content="oracle",
+            layers=layers,
+            first_layer=first_layer,
+            heads=heads,
+            tp=tp,
+            rank=rank,
+            tokens=tokens,
+            dim=dim,
+            itemsize=itemsize,
+        )
+        for rank in range(tp)
+    )
+
+
+def held_heads(layout: KvLayout) -> list[int]:
+    """By definition: those that this rank computes."""
+    heads, ranks = layout.heads, layout.tp
+    if ranks <= heads:
+        return [head for head in range(heads) if head * ranks // heads == layout.rank]
+    return [layout.rank * heads // ranks]
+
+
+def _cell(name: int, layer: int, kv: int, head: int, token: int, size: Bytes) -> bytes:
+    number = (((name * 1009 + layer) * 2 + kv) * 1009 + head) * 1009 + token + 1
+    mixed = number * 0x9E3779B97F4A7C15F39CC0605CEDC835 & (1 << 128) - 1
+    return (mixed.to_bytes(16, "little") * (size // 16 + 1))[:size]
+
+
+@lru_cache(maxsize=8192)
+def block_of(layout: KvLayout, name: int) -> bytes:
+    """The block of this content on this rank."""
+    size = layout.dim * layout.itemsize
+    return b"".join(
+        _cell(name, layer, kv, head, token, size)
+        for layer in range(layout.first_layer, layout.first_layer + layout.layers)
+        for kv in (0, 1)
+        for head in held_heads(layout)
+        for token in range(layout.tokens)
+    )
+
+
+def pattern(size: Bytes) -> bytes:
+    """What so many bytes look like that nobody may write to."""
+    return bytes([POISON]) * size
+
+
+def received(
+    layout: KvLayout, blocks: int, names: Mapping[int, int], layers: Iterable[int]
+) -> bytes:
+    """A rank's whole pool, poisoned before, when `layers` of the blocks in `names` (block to
+    content) have arrived and nothing else has been touched."""
+    size = len(block_of(layout, 0))
+    row = size // layout.layers
+    pool = bytearray(pattern(blocks * size))
+    for block, name in names.items():
+        whole = block_of(layout, name)
+        for layer in set(layers):
+            at = (layer - layout.first_layer) * row
+            if 0 <= at < size:
+                pool[block * size + at : block * size + at + row] = whole[at : at + row]
+    return bytes(pool)
