@@ -178,18 +178,15 @@ class PrefixIndex:
     # ------------------------------------------------------------------ questions
 
     def find(self, now: Seconds, names: bytes, names_id: bytes = b"") -> Found:
-        """Who has how much of a prompt, in one walk."""
+        """Who has how much of a prompt, in one walk; in a second one of lower tiers, if any."""
         if not names or not self._workers:
             return _NOTHING
         self.asked += 1
         self._predicted.expire(now)
         lower: dict[NodeId, tuple[int, int]] = {}
+        overlaps = self._tree.match_as(names, self._slots.shown)
         if self._lower_tiers:
-            tiers = self._tree.match_tiers(names)
-            overlaps = self._slots.by_node({slot: depth for slot, (depth, _, _) in tiers.items()})
-            lower = self._lower(tiers, overlaps)
-        else:
-            overlaps = self._slots.by_node(self._tree.match(names))
+            lower = self._lower(self._tree.match_tiers(names), overlaps)
         if self.approximate:
             routed = self.routed(now, names)
             for node in self.approximate & routed.keys():
@@ -233,7 +230,7 @@ class PrefixIndex:
         """Leading blocks that were sent to each worker lately; of all workers only with
         `remember`."""
         self._routed.expire(now)
-        return self._routed_slots.by_node(self._routed_tree.match(names))
+        return self._routed_tree.match_as(names, self._routed_slots.shown)
 
     def routed_blocks(self) -> Mapping[NodeId, int]:
         """The size of that memory, by worker."""
@@ -312,9 +309,12 @@ class PrefixIndex:
         feeds = [w.feed for w in self._workers.values() if w.feed is not None]
         assert len(self._slots) == sum(feed.slots for feed in feeds) + self._predicted.slots
         assert len(self._routed_slots) == self._routed.slots
-        assert self._slots.main == {feed.slot: feed.life.node for feed in feeds}
-        assert {*self._slots.more.values()} <= self._workers.keys()
-        assert {*self._routed_slots.more.values()} <= self._workers.keys()
+        shown = self._slots.shown.items()
+        told = {feed.slot: feed.life.node for feed in feeds}.items()
+        assert told <= shown
+        assert len(shown) - len(told) <= self._predicted.slots
+        assert {*self._slots.shown.values()} <= self._workers.keys()
+        assert {*self._routed_slots.shown.values()} <= self._workers.keys()
         assert self.approximate <= self._workers.keys()
         assert self._ids == Counter(w.names_id for w in self._workers.values() if w.names_id)
 
