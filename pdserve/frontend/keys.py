@@ -9,13 +9,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import hmac
-import math
 import re
 import tomllib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError, Unauthorized
+from pdserve.messages.routing import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -194,8 +194,9 @@ def _digest(entry: dict[str, Any], number: int, where: _Where) -> bytes:
 
 def _weight(entry: dict[str, Any], number: int, where: _Where) -> float:
     weight = entry.get("weight", 1.0)
-    if type(weight) not in (int, float) or not math.isfinite(weight) or weight <= 0:
-        raise where.error(number, "weight", "must be a number greater than 0")
+    low, high = WEIGHTS
+    if type(weight) not in (int, float) or not low <= weight <= high:
+        raise where.error(number, "weight", f"must be a number from {low} to {high}")
     return float(weight)
 
 

@@ -7,7 +7,7 @@ tokens go from the frontend to the worker that was named, routers see only the n
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,13 @@ BookingId = Annotated[int, Meta(ge=0)]
 upper 31 are drawn by the router at its start, the lower 32 count."""
 
 Count = Annotated[int, Meta(ge=0)]
+
+WEIGHTS: Final = (0.001, 1000)
+"""The smallest and the largest share of a tenant: sums of time over weight stay numbers that can
+be compared."""
+
+_FAR: Final = 1e9
+"""Seconds; more is no time at all, and neither is what is no number."""
 
 Outcome = Literal["finished", "cancelled", "failed", "unreached"]
 """Of a placed request, as its frontend saw it. `failed`: the worker answered with an error or was
@@ -64,15 +71,15 @@ class Route(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Requests of one conversation or agent; empty: none was given."""
     tenant: str = ""
     """Whom the API key belongs to; empty: no keys are in use."""
-    weight: Annotated[float, Meta(gt=0)] = 1.0
+    weight: Annotated[float, Meta(ge=WEIGHTS[0], le=WEIGHTS[1])] = 1.0
     """The tenant's share where requests wait for each other."""
     lora: str = ""
     """Adapter; only workers that have it. Empty: none."""
-    waited: Annotated[float, Meta(ge=0)] = 0.0
+    waited: Annotated[float, Meta(ge=0, le=_FAR)] = 0.0
     """Seconds since the request reached the frontend, at the moment of sending."""
-    deadline: float | None = None
+    deadline: Annotated[float, Meta(ge=-_FAR, le=_FAR)] | None = None
     """Seconds that remain at the moment of sending; None: none."""
-    slo_ttft: Annotated[float, Meta(gt=0)] | None = None
+    slo_ttft: Annotated[float, Meta(gt=0, le=_FAR)] | None = None
     """Seconds from arrival at the frontend to the first token that its client can bear."""
 
 

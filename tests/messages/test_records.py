@@ -138,22 +138,3 @@ def test_a_booking_of_any_63_bits_travels():
         encoded = msgspec.msgpack.encode(released)
         assert msgspec.msgpack.decode(encoded, type=routing.Release) == released
         assert msgpack.unpackb(encoded) == [booking, "finished"]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"weight": 1e-300},
-        {"weight": math.inf},
-        {"waited": math.inf},
-        {"deadline": math.nan},
-        {"deadline": math.inf},
-        {"slo_ttft": math.inf},
-    ],
-)
-def test_a_question_bears_no_number_that_cannot_be_compared(wrong: dict[str, float]) -> None:
-    """Queues are sorted by them."""
-    question = Route(request_id="r", model="m", prompt_tokens=1, max_tokens=1)
-    assert decoder(Route)(encode(question)) == question
-    with pytest.raises(msgspec.ValidationError):
-        decoder(Route)(encode(structs.replace(question, **wrong)))
