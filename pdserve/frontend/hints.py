@@ -28,7 +28,10 @@ _MAX_SLO: Final = 86_400_000.0
 """Milliseconds; a day. More is a mistake in the unit."""
 _MAX_WORKERS: Final = 256
 """Names in one request: a question to a router stays small."""
-_NAME: Final = re.compile(r"[!-~]{1,128}")
+_NAME: Final = re.compile(r'["-~]{1,128}')
+"""Printable ASCII but for blanks and the mark of what is to be avoided."""
+_NUMBER: Final = re.compile(r"[+]?[0-9]*[.]?[0-9]*(e[+-]?[0-9]+)?", re.ASCII | re.IGNORECASE)
+"""`float` alone takes underscores and the digits of every script."""
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +77,8 @@ def _slo(values: list[str] | tuple[str, ...]) -> Seconds | None:
     if not values:
         return None
     try:
-        (number,) = map(float, values)
+        (text,) = values
+        number = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan
     except ValueError:
         number = math.nan
     if not 0 < number <= _MAX_SLO:

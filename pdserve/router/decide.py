@@ -39,7 +39,7 @@ class Why(Enum):
     NO_ADAPTER = "no_adapter"
     """No worker of the model has the adapter."""
     EXCLUDED = "excluded"
-    """The request has failed at every worker that could take it."""
+    """The request has failed at every worker that could take it, or will not have it."""
     NOT_READY = "not_ready"
     """Its workers are loading or restarting."""
     DRAINING = "draining"
@@ -52,7 +52,8 @@ _MESSAGES = {
     Why.NOT_ALLOWED: "none of the workers that the request allows ({allowed}) is there and takes "
     "requests for the model '{model}'",
     Why.NO_ADAPTER: "no worker of the model '{model}' has the adapter '{lora}'",
-    Why.EXCLUDED: "the request failed at every worker of the model '{model}'",
+    Why.EXCLUDED: "no worker of the model '{model}' is left: the request excludes it, or has "
+    "failed there",
     Why.NOT_READY: "no worker of the model '{model}' is ready",
     Why.DRAINING: "all workers of the model '{model}' are shutting down",
 }

@@ -25,7 +25,7 @@ def test_workers_are_allowed_or_denied() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["a,,b", ",", "!", "a b", "é", "a,!", "x" * 129, "a," * 300 + "a"]
+    "value", ["a,,b", ",", "!", "a b", "é", "a,!", "x" * 129, "a," * 300 + "a", "!!a"]
 )
 def test_what_is_no_list_of_workers_is_refused(value: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -36,9 +36,13 @@ def test_what_is_no_list_of_workers_is_refused(value: str) -> None:
 def test_a_time_to_the_first_token_is_in_milliseconds() -> None:
     assert read(("x-pdserve-slo-ttft-ms", "250")).slo_ttft == 0.25
     assert read(("x-pdserve-slo-ttft-ms", "0.5")).slo_ttft == 0.0005
+    assert read(("x-pdserve-slo-ttft-ms", " 1e3 ")).slo_ttft == 1.0
 
 
-@pytest.mark.parametrize("value", ["", "0", "-1", "nan", "inf", "1e30", "fast", "100ms", "1,2"])
+@pytest.mark.parametrize(
+    "value",
+    ["", "0", "-1", "nan", "inf", "1e30", "fast", "100ms", "1,2", "1_0", "\u0663", "0x10", "."],
+)
 def test_what_is_no_time_is_refused(value: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read(("x-pdserve-slo-ttft-ms", value))
