@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, cast
 
@@ -40,15 +41,32 @@ def load_policy(policy: str, options: Mapping[str, str] | None = None) -> Policy
         if not hasattr(found, part):
             raise ConfigError(f"policy {policy!r}: module {module_name} has no {attribute!r}")
         found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"policy {policy!r}: {target} cannot be called")
     if isinstance(found, type) and dataclasses.is_dataclass(found):
-        return cast("Policy", _made(policy, found, options or {}))
+        made = _made(policy, found, options or {})
+        _check_call(policy, target, made)
+        return cast("Policy", made)
+    _check_call(policy, target, found)
     if options:
         raise ConfigError(
             f"policy {policy!r} has no options, {', '.join(sorted(options))} was given"
         )
     return cast("Policy", found)
+
+
+def _check_call(policy: str, target: str, found: object) -> None:
+    """At the start, not at the first request: it takes a question, a state and a `Random`."""
+    if not callable(found):
+        raise ConfigError(f"policy {policy!r}: {target} cannot be called")
+    try:
+        signature = inspect.signature(found)
+    except (ValueError, TypeError):  # written in C: it does not say
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError:
+        raise ConfigError(
+            f"policy {policy!r}: {target}{signature} does not take (question, state, random)"
+        ) from None
 
 
 def _made(policy: str, kind: type, options: Mapping[str, str]) -> object:
@@ -74,10 +92,11 @@ def _parsed(policy: str, name: str, text: str, kind: type) -> object:
         return parse(text)
     except (ValueError, KeyError):
         raise ConfigError(
-            f"policy {policy!r}: option {name}={text!r} is no {kind.__name__}"
+            f"policy {policy!r}: option {name}={text!r} is no {_KINDS[kind]}"
         ) from None
 
 
+_KINDS = {float: "number", int: "whole number", bool: "true or false", str: "text"}
 _BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 

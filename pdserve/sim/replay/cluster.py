@@ -284,6 +284,9 @@ def router_config(config: ReplayConfig) -> RouterConfig:
     return made
 
 
+_KINDS = {float: "number", int: "whole number", bool: "true or false", str: "text"}
+
+
 def _parsed(name: str, text: str, default: object) -> object:
     kind = type(default)
     try:
@@ -291,7 +294,7 @@ def _parsed(name: str, text: str, default: object) -> object:
             return {"true": True, "false": False, "on": True, "off": False}[text]
         return kind(text)  # type: ignore[call-arg]
     except (ValueError, KeyError):
-        raise ConfigError(f"router option {name}={text!r} is no {kind.__name__}") from None
+        raise ConfigError(f"router option {name}={text!r} is no {_KINDS[kind]}") from None
 
 
 _DEFAULT: Final = RouterConfig()

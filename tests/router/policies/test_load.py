@@ -62,6 +62,7 @@ def test_an_unknown_name_suggests_the_nearest_and_lists_all():
         ("pdserve.ids:choose", "module pdserve.ids has no 'choose'"),
         ("pdserve.ids:", "module pdserve.ids has no ''"),
         ("pdserve.router.policies.load:GROUP", "cannot be called"),
+        ("json:dumps", r"does not take \(question, state, random\)"),
     ],
 )
 def test_what_cannot_be_used_says_why(name: str, words: str):
@@ -79,7 +80,7 @@ def test_options_are_read_by_the_type_of_their_defaults():
     ("name", "options", "words"),
     [
         ("kv_load", {"credit": "1"}, "no option 'credit'. Options: credit_decay, disk_weight"),
-        ("kv_load", {"temperature": "warm"}, "option temperature='warm' is no float"),
+        ("kv_load", {"temperature": "warm"}, "option temperature='warm' is no number"),
         ("kv_load", {"temperature": "-1"}, "options must be numbers of at least 0"),
         ("round_robin", {"speed": "1"}, "'round_robin' has no options, speed was given"),
     ],

@@ -158,7 +158,7 @@ def test_predictions_are_made_and_judged() -> None:
         ({"kv_tokens": 3}, "less than one block"),
         ({"policy": "tfft"}, "did you mean"),
         ({"router_options": {"hold": "1"}}, "routers have no option 'hold'"),
-        ({"router_options": {"hold_work": "long"}}, "is no float"),
+        ({"router_options": {"hold_work": "long"}}, "is no number"),
         ({"router_options": {"queue_order": "lifo"}}, "queue-order must be one of"),
         ({"engine_options": {"preset": "nothing"}}, "nothing"),
     ],
