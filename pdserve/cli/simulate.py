@@ -148,17 +148,21 @@ def _count(group: argparse._ArgumentGroup, flag: str, default: int, text: str) -
 
 
 def _as_float(text: str) -> float:
+    from argparse import ArgumentTypeError
+
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"{text!r} is no number") from None
+        raise ArgumentTypeError(f"{text!r} is no number") from None
 
 
 def _as_count(text: str) -> int:
+    from argparse import ArgumentTypeError
+
     try:
         return units.parse_count(text)
     except ValueError as error:
-        raise ConfigError(f"{text!r}: {error}") from None
+        raise ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def _config(parsed: argparse.Namespace) -> ReplayConfig:
