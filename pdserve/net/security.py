@@ -39,6 +39,7 @@ _LARGEST: Final = 4096
 _MODE: Final = 0o600
 _LONGEST_SECRET: Final = 64
 """Bytes that BLAKE2b takes as a key."""
+_DIGITS: Final = f"{2 * KEY_BYTES} to {2 * _LONGEST_SECRET} hexadecimal digits"
 
 
 def default_key_path(environ: Mapping[str, str]) -> Path:
@@ -94,8 +95,9 @@ def make_key_file(path: Path) -> None:
         ) from None
 
 
-def read_keys(path: Path, what: str = "cluster key file") -> tuple[bytes, ...]:
-    """The keys in a file, first the one to prove with. Raises `ConfigError`, naming the remedy."""
+def read_keys(path: Path, what: str = "cluster key file", most: int = 2) -> tuple[bytes, ...]:
+    """The keys in a file, first the one to prove with; one to `most`. Raises `ConfigError`, naming
+    the remedy."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -103,17 +105,14 @@ def read_keys(path: Path, what: str = "cluster key file") -> tuple[bytes, ...]:
             text = file.read(_LARGEST + 1)
     except OSError as error:
         raise ConfigError(f"the {what} {path} cannot be read: {error.strerror}") from None
-    return _parse(path, text, what)
+    return _parse(path, text, what, most)
 
 
 def read_hash_secret(path: Path) -> bytes:
     """The one key in a file of the same form, for naming blocks. Raises `ConfigError`."""
-    keys = read_keys(path, "hash secret file")
-    if len(keys) > 1 or len(keys[0]) > _LONGEST_SECRET:
-        raise ConfigError(
-            f"the hash secret file {path} must hold one line of {2 * KEY_BYTES} to "
-            f"{2 * _LONGEST_SECRET} hexadecimal digits"
-        )
+    keys = read_keys(path, "hash secret file", most=1)
+    if len(keys[0]) > _LONGEST_SECRET:
+        raise ConfigError(f"the hash secret file {path} must hold one line of {_DIGITS}")
     return keys[0]
 
 
@@ -131,11 +130,12 @@ def _check_access(path: Path, status: os.stat_result, what: str) -> None:
         raise ConfigError(f"the {what} {path} belongs to another user")
 
 
-def _parse(path: Path, text: bytes, what: str) -> tuple[bytes, ...]:
+def _parse(path: Path, text: bytes, what: str, most: int) -> tuple[bytes, ...]:
     lines = [line.partition(b"#")[0].strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
-    if len(text) > _LARGEST or not 1 <= len(lines) <= 2:
-        raise ConfigError(f"the {what} {path} must hold one key or two, one per line")
+    if len(text) > _LARGEST or not 1 <= len(lines) <= most:
+        wanted = "one key or two, one per line" if most > 1 else f"one line of {_DIGITS}"
+        raise ConfigError(f"the {what} {path} must hold {wanted}")
     keys = []
     for number, line in enumerate(lines, 1):
         try:
