@@ -199,14 +199,16 @@ class Predictor:
         return ratios.within((limit + age) / predicted) if len(ratios) >= _ENOUGH else 1.0
 
     def poor(self, model: str) -> str | None:
-        """Why the model of time is not used now, in words; None: it is, or nothing is learnt."""
+        """Why the model of time is not used now, in words; None: it is, or nothing is learnt. The
+        words stay the same as long as it lasts: whoever logs changes of them is not to log each
+        observation."""
         found = self._models.get(model)
         if found is None or not found.error.poor:
             return None
         instead = "requests" if found.time.blind else "uncached tokens"
         return (
-            f"predicted prefill times of {model} are off by {found.error.value:.0%} on average; "
-            f"{instead} are counted instead"
+            f"predicted prefill times of {model} were off by more than "
+            f"{self._config.poor_error:.0%} on average; {instead} are counted instead"
         )
 
     def calibration(self) -> list[Calibration]:
@@ -230,7 +232,10 @@ class Predictor:
     def observe(self, now: Seconds, seen: Observation) -> None:
         """A first token came. What cannot be is ignored: no time, no prompt."""
         uncached = seen.prompt_tokens - seen.cached_tokens
+        took = seen.queue_seconds + seen.prefill_seconds
         if not (0.0 < seen.work_seconds < _FOREVER and 0 < uncached <= seen.prompt_tokens):
+            return
+        if not 0.0 <= took < _FOREVER:
             return
         model = self._model(seen.model)
         worker = self._worker(seen.worker, seen.model)

@@ -126,6 +126,9 @@ def test_one_pause_of_a_machine_is_not_believed():
         {"prompt_tokens": 0},
         {"cached_tokens": 1000},
         {"cached_tokens": -1},
+        {"queue_seconds": float("nan")},
+        {"prefill_seconds": float("inf")},
+        {"queue_seconds": -10.0},
     ],
 )
 def test_what_cannot_be_is_ignored(changes: dict[str, Any]):
