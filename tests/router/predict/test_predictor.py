@@ -150,6 +150,17 @@ def test_chance_is_poor_and_blind_and_says_why():
     assert "requests are counted instead" in (predictor.poor("m") or "")
 
 
+def test_the_reason_reads_the_same_as_long_as_it_lasts():
+    """Each change of it is a line of the log."""
+    predictor, random, told = Predictor(), Random(1), []
+    for second in range(600):
+        length, work = round(2 ** random.uniform(6, 16)), random.paretovariate(0.7)
+        predictor.observe(second, seen(FAST[second % 6], length, work_seconds=min(work, 1000.0)))
+        told.append(predictor.poor("m"))
+    assert told.count(None) < 300
+    assert len(set(told)) <= 3  # none, tokens, requests
+
+
 def test_it_comes_back_when_predictions_are_good_again():
     predictor, random = Predictor(), Random(1)
     for second in range(600):
