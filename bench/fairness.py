@@ -1,6 +1,6 @@
 """Who gets how much of an overloaded cluster: tenants by weight, priorities, with several routers.
 
-    python bench/fairness.py [--seconds 40] [--seed 1]
+    python bench/fairness.py [--seconds 35] [--seed 1]
 
 Replays under virtual time through the production frontends' dispatch, routers and workers: asked
 for half again as much as the workers can do, by tenants that share no prompts. While all tenants
@@ -292,7 +292,7 @@ ask, one at each router. Repeat with `python bench/fairness.py`.
 def main() -> None:
     """Replay, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--seconds", type=float, default=35.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     cost = prices(options.seed)
