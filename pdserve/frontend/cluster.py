@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import (
     DeadlineExceeded,
+    DialFailed,
     DialTimeout,
     Draining,
     LinkError,
@@ -223,7 +224,8 @@ class ClusterBackend:
                 behind.add(router)
             except (LinkError, ProtocolError, Draining) as error:
                 self._leave_alone(router, error)
-                start += now() - asked  # being held is not waiting for a router
+                if not isinstance(error, DialFailed):  # being held is not waiting for a router
+                    start += now() - asked
 
     async def _ask(self, router: NodeId, errand: Errand) -> Routed:
         """Wait for the answer as long as the request may, and the router is not in doubt."""

@@ -226,6 +226,25 @@ async def test_the_only_router_is_waited_for_while_it_is_in_doubt() -> None:
 
 
 @virtually
+async def test_dialling_a_router_in_vain_is_waiting_for_one() -> None:
+    async with world(router_wait=5.0) as w:
+        await w.router("r")
+        await w.worker("a")
+        await w.ready()
+
+        async def vain(node: NodeId, timeout: float) -> None:
+            await asyncio.sleep(timeout)
+            raise DeadlineExceeded("nobody answers")
+
+        before = w.nodes.loop.time()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(w.node, "link", vain)
+            with pytest.raises(NoRouter):
+                await w.backend.open(request(), Sink())
+        assert w.nodes.loop.time() - before < 5.0 + 3.0 + 1.0
+
+
+@virtually
 async def test_a_router_that_cannot_be_reached_is_not_asked_for_a_while() -> None:
     async with world(router_wait=5.0) as w:
         router = await w.router("r")
