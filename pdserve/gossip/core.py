@@ -475,7 +475,8 @@ class Gossip:
         self._turns.remove(event.node)
         self._ours.pop(event.node, None)
         self.context.agenda.cancel(("linger", event.node))
-        self.context.emit(ev.Unreachable(event.node))
+        if not event.orderly:
+            self.context.emit(ev.Unreachable(event.node))
         if event.node in self._prober.targets:
             self._reach(event.node)
 

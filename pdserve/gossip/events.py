@@ -38,6 +38,8 @@ class LinkDown:
 
     node: NodeId
     epoch: Epoch
+    orderly: bool = False
+    """One of the two closed it, having no need of it: that says nothing against the other."""
 
 
 @dataclass(frozen=True, slots=True)

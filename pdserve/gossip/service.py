@@ -87,10 +87,11 @@ class GossipService:
         self._keep(peer.node)
         self._step(ev.LinkUp(peer.node, peer.epoch, peer.address))
 
-    def link_down(self, node: NodeId, epoch: Epoch) -> None:
-        """The node has no link to this life of the peer any more."""
+    def link_down(self, node: NodeId, epoch: Epoch, *, orderly: bool = False) -> None:
+        """The node has no link to this life of the peer any more; `orderly`: one of the two has
+        closed it."""
         self._keep(node)
-        self._step(ev.LinkDown(node, epoch))
+        self._step(ev.LinkDown(node, epoch, orderly))
 
     def told(self, link: Link, body: Buffer) -> None:
         """A message of a peer. Raises `ProtocolError` for anything else."""

@@ -461,7 +461,8 @@ class Node:
         if life is not None:
             now = life.endpoint.link(link.peer.node)
             if now is None or now.peer.epoch != link.peer.epoch:
-                life.gossip.link_down(link.peer.node, link.peer.epoch)
+                orderly = down.cause == "shutdown"
+                life.gossip.link_down(link.peer.node, link.peer.epoch, orderly=orderly)
         self._tell_link(link, down)
 
     def _tell_link(self, link: Link, down: Down | None) -> None:

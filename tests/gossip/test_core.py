@@ -152,6 +152,14 @@ def test_a_lost_and_refused_connection_is_a_death_once_two_say_so():
     assert [e.record.node for e in of(ev.Died, dead)] == [A]
 
 
+def test_a_link_that_somebody_closed_speaks_against_nobody():
+    node = Node()
+    node.link(A, B, C)
+    closed = node.step(ev.LinkDown(A, 1, orderly=True))
+    assert of(ev.Unreachable, closed) == []
+    assert A not in node.core.context.links
+
+
 def test_a_refusal_by_an_address_never_linked_proves_nothing():
     node = Node()
     node.link(B)

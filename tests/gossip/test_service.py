@@ -132,6 +132,10 @@ async def test_a_link_that_membership_needs_no_longer_is_kept_while_it_is_used()
         await asyncio.wait({asking})
         await asyncio.sleep(10.5)
         assert link.down is not None
+        for one, other in (("a", "b"), ("b", "a")):
+            member = nodes.nodes[one].registry.get(NodeId(other))
+            assert member is not None
+            assert member.reachable  # nobody has lost it
         again = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
         assert await again.request(ECHO, Echo(b"x"), timeout=1.0) == Echo(b"x")
         assert not service._unneeded
