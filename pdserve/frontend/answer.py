@@ -191,7 +191,11 @@ class Answer(ABC):
     @property
     def stage(self) -> str:
         """Where the request is, in words for an error."""
-        return "waiting for the first token" if self.first_token is None else "generating"
+        if self.first_token is not None:
+            return "generating"
+        if any(sink.course.placement is None for sink in self.sinks):
+            return "waiting for a worker"
+        return "waiting for the first token"
 
     def usage(self, *, last: bool = False) -> Usage:
         """Tokens so far. Cached tokens are told once every prompt's are known. `last`: nothing

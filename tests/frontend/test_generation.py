@@ -9,13 +9,27 @@ import pytest
 
 from pdserve.errors import Draining, NotReady, NoWorker
 from pdserve.frontend.keys import parse_keys
+from pdserve.frontend.placement import Placement
 from pdserve.frontend.stream import StreamAnswer
+from pdserve.ids import NodeId
 from pdserve.testing.fake_backend import Script
 from tests.frontend.support import HELLO, card, frontend, http, raw_connection, tokens, until
 
 CHAT = "/v1/chat/completions"
 ENDLESS = Script(tokens=tokens("la "), interval=0.001)
 SILENT = Script(silent_after=0)
+PLACED = Script(
+    silent_after=0,
+    placement=Placement(
+        worker=NodeId("w"),
+        router=NodeId("r"),
+        policy="ttft",
+        attempts=1,
+        overlap_tokens=0,
+        predicted_ttft=None,
+        held=0.0,
+    ),
+)
 STUCK = Script(silent_after=2, tokens=tokens("la la la"))
 HELD = Script(hold_open=60.0)
 
@@ -57,7 +71,8 @@ async def test_a_client_that_hangs_up_in_mid_body_frees_its_place():
 @pytest.mark.parametrize(
     ("script", "stage"),
     [
-        (SILENT, "waiting for the first token"),
+        (SILENT, "waiting for a worker"),
+        (PLACED, "waiting for the first token"),
         (HELD, "waiting for a worker"),
         (STUCK, "generating"),
     ],
