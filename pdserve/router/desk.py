@@ -626,9 +626,8 @@ class Desk:
             policy = self._policy_name(self.pool.model_of(state.workers[0].node))
             if isinstance(self._policy, Explains):
                 terms = self._policy.terms(question, state)
-            if queue or not self._may_go(now, question.model, state):
-                refusal = "held: every worker has enough to do"
-            else:
+            refusal = self._not_now(now, question, state)
+            if not refusal:
                 best = self._policy(question, state, Random(0))
                 chosen = best.node
                 work = state.model.prefill(
@@ -653,6 +652,17 @@ class Desk:
             held=held,
             predicted_ttft=ttft,
         )
+
+    def _not_now(self, now: Seconds, question: Route, state: State) -> str:
+        """Why it would be refused or held; empty: it would go at once."""
+        if question.slo_ttft is not None:
+            try:
+                self._refuse_hopeless(now, question, state)
+            except Overloaded as error:
+                return error.message
+        if question.model in self._queues or not self._may_go(now, question.model, state):
+            return "held: every worker has enough to do"
+        return ""
 
     # ------------------------------------------------------------------ for tests
 

@@ -346,6 +346,9 @@ def test_what_cannot_come_in_time_is_refused_at_once():
     assert world.waits(world.ask(slo_ttft=10.0))
     error = world.error(world.ask(slo_ttft=10.0, waited=9.99))
     assert isinstance(error, Overloaded)
+    told = world.desk.explain(world.now, replace(route("m"), slo_ttft=0.001))
+    assert (told.worker, "cannot be had" in told.refusal) == (None, True)
+    world.desk.check()
 
 
 def test_who_states_no_limit_is_never_refused_for_it():
