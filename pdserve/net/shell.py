@@ -111,8 +111,8 @@ class Shell(asyncio.BufferedProtocol):
     def flush(self) -> None:
         """Hand what is queued to the transport, unless it is full."""
         self.due = False
-        if self._paused or self.closed:
-            return
+        if self._paused or self.closed or self.transport.is_closing():
+            return  # uvloop refuses what comes between the end of a transport and the word of it
         connection = self.connection
         buffers = connection.data_to_send(self._settings.high_water)
         if len(buffers) == 1:

@@ -72,6 +72,9 @@ class FakeTransport:
     def close(self) -> None:
         self.ended = "closed"
 
+    def is_closing(self) -> bool:
+        return bool(self.ended)
+
 
 class Owner:
     def __init__(self, connection: Connection) -> None:
@@ -272,6 +275,19 @@ async def test_under_encryption_only_an_empty_buffer_counts() -> None:
     transport.drain(1 << 20)
     await turn()
     assert released == [1]
+
+
+async def test_nothing_is_written_to_a_transport_that_has_ended() -> None:
+    """It may have ended by itself, and say so only in a later turn."""
+    transport = FakeTransport()
+    shell, d, _ = shell_over(transport)
+    await turn()
+    written = len(transport.writes)
+    transport.ended = "by the peer"
+    d.send_tell(1, b"too late")
+    shell.wake()
+    await turn()
+    assert len(transport.writes) == written
 
 
 async def test_a_lost_connection_releases_everything() -> None:
