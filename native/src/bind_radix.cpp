@@ -121,16 +121,17 @@ class RadixTree {
     nb::object out = nb::steal(PyDict_New());
     if (!out.is_valid()) throw nb::python_error();
     found.each([&](std::size_t worker) {
-      PyObject* key = PyDict_GetItemWithError(shown.ptr(), ints_[worker]);
-      if (key == nullptr) {
+      // Ours while it is used: a key that hashes itself could empty the dict.
+      const nb::object key = nb::borrow(PyDict_GetItemWithError(shown.ptr(), ints_[worker]));
+      if (!key.is_valid()) {
         if (PyErr_Occurred()) throw nb::python_error();
         return;
       }
       PyObject* depth = ints_[found.depth[0][worker]];
-      PyObject* there = PyDict_SetDefault(out.ptr(), key, depth);
+      PyObject* there = PyDict_SetDefault(out.ptr(), key.ptr(), depth);
       if (there == nullptr) throw nb::python_error();
       if (there != depth && PyLong_AsSize_t(there) < found.depth[0][worker] &&
-          PyDict_SetItem(out.ptr(), key, depth) != 0)
+          PyDict_SetItem(out.ptr(), key.ptr(), depth) != 0)
         throw nb::python_error();
     });
     return out;
