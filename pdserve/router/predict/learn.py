@@ -10,6 +10,10 @@ out the only long ones. The ridge weighs as much as one row. It pulls towards th
 the scale that fits best, and so decides only what the rows leave open: with prompts of one length,
 how much of their time was base and how much was quadratic.
 
+A twentieth of the prior's second price always stays (`_LEAST`). From prompts of nearly one length
+it cannot be told, noise would set it to 0 in every fourth fit, and a cached prefix would be worth
+nothing until longer prompts came.
+
 Three columns, so the solution is found by trying which of them are zero: exact, pure Python, well
 below a millisecond but for the sums. Bounded: `strata` x `depth` rows.
 """
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Coefficients", "Row", "Window", "fit"]
 
 Coefficients = tuple[float, float, float]
+
+_LEAST: Final = 0.05
+"""Of the prior's second coefficient, at the scale that fits best."""
 
 
 class Row(NamedTuple):
@@ -51,15 +58,18 @@ class Window:
     def __len__(self) -> int:
         return sum(map(len, self._rows.values()))
 
-    def add(self, stratum: object, row: Row) -> None:
-        """The stratum's oldest row makes room, or the stratum that was quiet for longest."""
+    def add(self, stratum: object, row: Row) -> bool:
+        """The stratum's oldest row makes room, or the stratum that was quiet for longest. True: it
+        is a new stratum."""
         rows = self._rows.pop(stratum, None)
+        fresh = rows is None
         if rows is None:
             if len(self._rows) >= self._strata:
                 del self._rows[next(iter(self._rows))]
             rows = deque(maxlen=self._depth)
         self._rows[stratum] = rows
         rows.append(row)
+        return fresh
 
     def rows(self) -> list[Row]:
         return [row for rows in self._rows.values() for row in rows]
@@ -135,8 +145,9 @@ def _solved(sums: _Sums, shape: Coefficients, ridge: float) -> Coefficients:
     for k in range(3):
         a[k][k] += pull
         b[k] += pull * (shape[k] / unit[k] if unit[k] else 0.0)
-    best = _least(a, b)
-    return best[0] * unit[0], best[1] * unit[1], best[2] * unit[2]
+    least = _LEAST * shape[1] / unit[1] if unit[1] else 0.0
+    best = _least(a, [b[k] - a[k][1] * least for k in range(3)])  # of what is above it
+    return best[0] * unit[0], (best[1] + least) * unit[1], best[2] * unit[2]
 
 
 def _least(a: Sequence[Sequence[float]], b: Sequence[float]) -> list[float]:

@@ -298,7 +298,7 @@ class Predictor:
             work = min(max(work, predicted / _OUTLIER), predicted * _OUTLIER)
         row = Row(uncached, length * length - cached * cached, work)
         worker.add(row, expected, self._config.bias_memory)
-        model.prompts.add(
+        fresh = model.prompts.add(
             (uncached.bit_length() // 2, cached.bit_length() // 2),
             row._replace(y=work / worker.speed),
         )
@@ -306,6 +306,8 @@ class Predictor:
         model.per_token = (seconds * _FADE + work, tokens * _FADE + uncached)
         model.new_prompts += 1
         enough = self._config.refit_every if model.fits else self._config.first_fit
+        if fresh:  # what is known of the others says little of these
+            model.new_prompts = max(model.new_prompts, enough - _SOON)
         if model.new_prompts >= enough:
             self._refit(seen.model, model)
 
@@ -341,4 +343,6 @@ _ENOUGH = 20
 _FOREVER = 3600.0
 _OUTLIER = 8.0
 """Further than so many times from the prediction, an observation counts as if it were this far."""
+_SOON = 5
+"""Observations after one of a new kind of prompts until all is fitted anew."""
 _FADE = 0.995

@@ -85,3 +85,16 @@ def test_a_window_is_bounded_and_drops_the_quietest_stratum():
         window.add(stratum, Row(stratum, 0, 1))
     assert [row.x1 for row in window.rows()] == [1, 1, 1, 3]
     assert len(window) == 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prompts_of_nearly_one_length_leave_a_price_to_each_token(seed: int):
+    """Else a cached prefix would be worth nothing."""
+    random = Random(seed)
+    rows = [
+        Row(length, length * length, 0.007 * random.uniform(0.6, 1.4))
+        for length in (random.randint(14, 18) for _ in range(35))
+    ]
+    base, each, pair = fit(rows, (0.02, 1e-4, 1e-9))
+    assert each * 1500 + pair * 1500**2 > 0.002
+    assert base + each * 16 == pytest.approx(0.007, rel=0.25)

@@ -228,3 +228,14 @@ def test_reports_without_a_step_teach_nothing():
     for load in (WorkerLoad(), WorkerLoad(running=2), WorkerLoad(itl=0.1)):
         predictor.report(0.0, "m", FAST[0], load)
     assert predictor.model("m") == TimeModel()
+
+
+def test_a_new_kind_of_prompts_is_learnt_soon():
+    """What was fitted to short prompts says little of a long one's price."""
+    predictor = Predictor(PredictorConfig(skip=0))
+    for second in range(60):
+        predictor.observe(second, seen(FAST[0], 16))
+    assert predictor.model("m").prefill(8000) < 1.0
+    for second in range(60, 66):
+        predictor.observe(second, seen(FAST[0], 8000, work_seconds=2.0))
+    assert predictor.model("m").prefill(8000) == pytest.approx(2.0, rel=0.15)
