@@ -2,7 +2,7 @@
 
 Once per (peer, epoch):  Hello, Welcome, Ready   the pools of both ends, and how to reach them
 Per attempt:             Ticket                  which blocks of the destination may be filled
-When it is given up:     Stop, Stopped           the writer has ended, nothing more is under way
+When it is given up:     Stop                    answered when nothing more is under way
 
 These go over the authenticated link. What a back end says on its own road (a Unix socket, a bulk
 connection) is its own; what the handoff says (first tokens, usage) is the handoff's.
@@ -105,7 +105,15 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """It is so."""
 
 
-Control = Hello | Welcome | Ready | Stop | Done
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The path has ended at the sender. Answered by `Done`; may be lost."""
+
+    path: Size
+    """The receiver's number."""
+    reason: Annotated[str, Meta(max_length=500)] = ""
+
+
+Control = Hello | Welcome | Ready | Stop | Done | Gone
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -1,0 +1,357 @@
+"""What every back end of the transfer port keeps to, whatever carries the bytes.
+
+A back end's test derives from `TransferConformance` and says how to make one side. Bytes are judged
+by `kv_oracle`; whatever nobody was to write to is a pattern, so that one stray byte shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import product
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from pdserve.errors import PathLost, TransferError, TransferRefused
+from pdserve.testing.kv_oracle import block_of, layouts
+from pdserve.testing.transfer_support import (
+    Ends,
+    RecordingSink,
+    Waiter,
+    deliver,
+    ends,
+    order,
+)
+from pdserve.transfer.base import Part, PeerKey
+from pdserve.transfer.plan import groups_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from pdserve.messages.transfer import KvLayout
+    from pdserve.transfer.base import Ask, Grant, Path, Region, Transport
+
+__all__ = ["SIZES", "TransferConformance"]
+
+SIZES = (1, 2, 3, 4, 6, 8)
+"""Tensor-parallel sizes, each with each."""
+ALL = range(99)
+"""Every layer."""
+
+
+class TransferConformance:
+    """Derive, and implement `make`."""
+
+    def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+        """One side."""
+        raise NotImplementedError
+
+    def world(
+        self,
+        sources: Sequence[KvLayout] = (),
+        destinations: Sequence[KvLayout] = (),
+        blocks: int = 16,
+    ) -> AbstractAsyncContextManager[Ends]:
+        """Two nodes; without layouts, of one rank each."""
+        one = layouts(2, 1)
+        return ends(self.make, sources or one, destinations or one, blocks=blocks)
+
+    # ------------------------------------------------------------------ bytes
+
+    @pytest.mark.parametrize("heads", [24, 2])
+    async def test_any_two_sizes(self, heads: int) -> None:
+        random = Random(heads)
+        sizes = [size for size in SIZES if not (heads % size and size % heads)]
+        for p, d in product(sizes, sizes):
+            async with self.world(layouts(heads, p), layouts(heads, d)) as world:
+                await self._one_sequence(world, random)
+
+    async def _one_sequence(self, world: Ends, random: Random) -> None:
+        """Random blocks and parts; the destination may have a prefix, the last block is partial."""
+        ours, theirs = await world.connect()
+        names = list(range(100, 107))
+        here = random.sample(range(16), 7)
+        prefix = random.randrange(3)
+        there = random.sample(range(16), 7 - prefix)
+        world.source.fill(dict(zip(here, names, strict=True)))
+        sink = RecordingSink()
+        tokens = 4 * (7 - prefix) - random.randrange(4)
+        grant = theirs.grant(order(there, tokens, 4 * prefix), sink)
+        parts = self._parts(here, random)
+        waiters = [deliver(ours, grant.ticket, part) for part in parts]
+        assert [await waiter.wait() for waiter in waiters] == [None] * len(parts)
+        await sink.until(lambda s: len(s.parts) == len(parts))
+        grant.finish()
+        assert sorted(sink.parts) == [part.number for part in parts]
+        assert world.destination.holds(dict(zip(there, names[prefix:], strict=True)), ALL)
+        assert theirs.statistics().granted == ours.statistics().outgoing == 0
+        assert grant.closed
+
+    def _parts(self, blocks: list[int], random: Random) -> list[Part]:
+        """Chunks of blocks, each in groups of layers, in any order."""
+        cut = random.randrange(1, len(blocks))
+        chunks = [(0, blocks[:cut]), (4 * cut, blocks[cut:])]
+        groups = groups_of((0, 3), random.randint(1, 3))
+        pieces = [(start, chunk, group) for start, chunk in chunks for group in groups]
+        random.shuffle(pieces)
+        return [Part(n, *piece) for n, piece in enumerate(pieces)]
+
+    async def test_a_part_is_there_when_its_sink_hears_of_it(self) -> None:
+        async with self.world(layouts(4, 2), layouts(4, 4), blocks=64) as world:
+            ours, theirs = await world.connect()
+            world.source.fill({block: block for block in range(64)})
+            seen: list[bool] = []
+
+            def look(part: int) -> None:
+                done = {b: b for b in range(64) if b // 8 in sink.parts}
+                seen.append(all(self._there(world, block) for block in done))
+
+            sink = RecordingSink(look)
+            grant = theirs.grant(order(range(64), 256), sink)
+            for n in range(8):
+                part = Part(n, 32 * n, range(8 * n, 8 * n + 8), (0, 3))
+                deliver(ours, grant.ticket, part)
+            await sink.until(lambda s: len(s.parts) == 8)
+            assert seen == [True] * 8
+            grant.finish()
+
+    def _there(self, world: Ends, block: int) -> bool:
+        side = world.destination
+        return all(
+            memory.view(block) == block_of(layout, block)
+            for layout, memory in zip(side.layouts, side.memories, strict=True)
+        )
+
+    async def test_many_sequences_at_once_and_both_ways(self) -> None:
+        async with self.world(layouts(4, 2), layouts(4, 1), blocks=40) as world:
+            ours, theirs = await world.connect()
+            world.source.fill({block: block for block in range(20)})
+            world.destination.fill({block: block for block in range(20, 40)})
+            grants: list[Grant] = []
+            waiters: list[Waiter] = []
+            for n in range(10):
+                pair = range(2 * n, 2 * n + 2)
+                back = range(20 + 2 * n, 22 + 2 * n)
+                grants.append(theirs.grant(order(pair, 8, name=f"r-{n}"), RecordingSink()))
+                waiters.append(deliver(ours, grants[-1].ticket, Part(0, 0, pair, (0, 3))))
+                grants.append(ours.grant(order(back, 8, name=f"b-{n}"), RecordingSink()))
+                waiters.append(deliver(theirs, grants[-1].ticket, Part(0, 0, back, (0, 3))))
+            assert [await waiter.wait() for waiter in waiters] == [None] * 20
+            for grant in grants:
+                await grant.revoke(timeout=5)
+            everything = {block: block for block in range(40)}
+            assert world.destination.holds(everything, ALL)
+            assert world.source.holds(everything, ALL)
+
+    async def test_a_part_that_the_destination_has_is_notified_all_the_same(self) -> None:
+        async with self.world() as world:
+            ours, theirs = await world.connect()
+            sink = RecordingSink()
+            grant = theirs.grant(order([3], 4, first_token=8), sink)
+            waiter = deliver(ours, grant.ticket, Part(5, 0, [0, 1], (0, 3)))
+            assert await waiter.wait() is None
+            await sink.until(lambda s: s.parts == [5])
+            grant.finish()
+            assert world.destination.holds({}, ALL)
+
+    # ------------------------------------------------------------------ fences
+
+    async def test_nothing_arrives_after_a_revocation(self) -> None:
+        async with self.world(layouts(24, 3), layouts(24, 4), blocks=64) as world:
+            ours, theirs = await world.connect()
+            for round in range(4):
+                grant, sink, waiters = self._flood(world, ours, theirs)
+                for _ in range(round * 3):
+                    await asyncio.sleep(0)
+                await grant.revoke(timeout=10)
+                world.destination.poison(range(64))
+                heard = len(sink.parts)
+                await self._ended(waiters)
+                assert world.destination.holds({}, ALL), "written to after the fence"
+                assert len(sink.parts) == heard
+                assert not sink.failed
+            assert theirs.statistics().granted == 0
+            assert theirs.statistics().fenced == 4
+
+    async def test_nothing_arrives_after_the_path_is_closed(self) -> None:
+        for side in ("source", "destination"):
+            async with self.world(layouts(24, 3), layouts(24, 4), blocks=64) as world:
+                ours, theirs = await world.connect()
+                grant, sink, waiters = self._flood(world, ours, theirs)
+                await asyncio.sleep(0)
+                await theirs.close("the test")
+                assert grant.closed
+                world.destination.poison(range(64))
+                if side == "source":
+                    await ours.close("the test")
+                await self._ended(waiters)
+                assert world.destination.holds({}, ALL), "written to after the fence"
+                for error in sink.failed:
+                    assert isinstance(error, PathLost)
+                    self._names(error, "r-1/0", "p/1", "the test")
+                await grant.revoke(timeout=1)  # is one already
+
+    async def test_the_end_of_the_source_fails_and_fences(self) -> None:
+        async with self.world(layouts(24, 3), layouts(24, 4), blocks=64) as world:
+            ours, theirs = await world.connect()
+            grant, sink, waiters = self._flood(world, ours, theirs, last=63)
+            await world.source.transport.close()
+            await self._ended(waiters)
+            await sink.until(lambda s: bool(s.failed))
+            self._names(sink.failed[0], "r-1/0", "p/1")
+            await grant.revoke(timeout=10)
+            world.destination.poison(range(64))
+            await asyncio.sleep(0.01)
+            assert world.destination.holds({}, ALL)
+            assert theirs.down is not None
+            with pytest.raises(PathLost):
+                theirs.grant(order([0], 4), RecordingSink())
+
+    async def test_a_withdrawn_ticket_delivers_nothing_more(self) -> None:
+        async with self.world(blocks=64) as world:
+            ours, theirs = await world.connect()
+            grant, _, waiters = self._flood(world, ours, theirs)
+            ours.withdraw(grant.ticket)
+            await self._ended(waiters)
+            world.source.poison(range(64))  # its blocks are free: nobody reads them any more
+            with pytest.raises(TransferRefused, match="stopped"):
+                ours.deliver(grant.ticket, Part(77, 0, [0], (0, 3)), Waiter())
+            await grant.revoke(timeout=10)
+            assert ours.statistics().outgoing == 0
+
+    def _flood(
+        self, world: Ends, ours: Path, theirs: Path, last: int = 64
+    ) -> tuple[Grant, RecordingSink, list[Waiter]]:
+        """A part per block, all at once; those from `last` on are never delivered."""
+        world.source.fill({block: block for block in range(64)})
+        sink = RecordingSink()
+        grant = theirs.grant(order(range(64), 256), sink)
+        waiters = [deliver(ours, grant.ticket, Part(n, 4 * n, [n], (0, 3))) for n in range(last)]
+        return grant, sink, waiters
+
+    async def _ended(self, waiters: Sequence[Waiter]) -> None:
+        """Every delivery ends exactly once, well or by a named error."""
+        for waiter in waiters:
+            error = await waiter.wait()
+            assert error is None or isinstance(error, TransferError)
+            if error is not None:
+                self._names(error, "r-1/0", "d/2")
+        await asyncio.sleep(0)
+        assert all(len(waiter.calls) == 1 for waiter in waiters)
+
+    def _names(self, error: TransferError, *words: str) -> None:
+        for word in words:
+            assert word in error.message, f"{error.message!r} does not name {word!r}"
+
+    # ------------------------------------------------------------------ what is refused
+
+    async def test_pools_that_do_not_fit_have_no_path(self) -> None:
+        (one,) = layouts(2, 1)
+        other = msgspec.structs.replace(one, content="another model")
+        async with self.world((one,), (other,)) as world:
+            with pytest.raises(TransferError, match="content differs") as caught:
+                await world.connect()
+            self._names(caught.value, "d/2", "connect")
+            assert world.destination.transport.path(world.source.key) is None
+
+    async def test_a_peer_of_another_life_has_no_path(self) -> None:
+        async with self.world() as world:
+            ask = world.source.transport
+            world.destination.key = PeerKey(world.destination.key.node, 3)
+            with pytest.raises(TransferError, match="life"):
+                await ask.connect(world.destination.key, timeout=5)
+
+    async def test_without_control_there_is_no_path(self) -> None:
+        async with self.world() as world:
+            world.cut = True
+            with pytest.raises(TransferError, match="connect") as caught:
+                await world.connect()
+            self._names(caught.value, "d/2")
+
+    async def test_what_cannot_be_granted(self) -> None:
+        async with self.world() as world:
+            _, theirs = await world.connect()
+            held = theirs.grant(order([1, 2], 8), RecordingSink())
+            for wrong in (
+                order([2], 4),  # of another grant
+                order([3, 3], 8),
+                order([16], 4),
+                order([-1], 4),
+                order([3], 5),
+                order([3], 0),
+                order([3], 4, first_token=2),
+            ):
+                with pytest.raises(TransferRefused, match="r-1/0"):
+                    theirs.grant(wrong, RecordingSink())
+            held.finish()
+            theirs.grant(order([2], 4), RecordingSink()).finish()
+            assert theirs.statistics().granted == 0
+
+    async def test_what_cannot_be_delivered(self) -> None:
+        async with self.world() as world:
+            ours, theirs = await world.connect()
+            grant = theirs.grant(order([1, 2], 7, first_token=4), RecordingSink())
+            ticket = grant.ticket
+            for wrong in (
+                Part(0, 4, [1, 2, 3], (0, 3)),  # beyond the end
+                Part(0, 6, [1], (0, 3)),
+                Part(0, 4, [16], (0, 3)),
+                Part(0, 4, [-1], (0, 3)),
+                Part(0, 4, [1], (0, 3), b"short"),
+            ):
+                with pytest.raises(
+                    TransferRefused, match=r"transfer r-1/0 with d/2 over .*, deliver"
+                ):
+                    ours.deliver(ticket, wrong, Waiter())
+            foreign = msgspec.structs.replace(ticket, epoch=9)
+            with pytest.raises(TransferRefused, match="epoch"):
+                ours.deliver(foreign, Part(0, 4, [1], (0, 3)), Waiter())
+            outside = msgspec.structs.replace(ticket, blocks=(1, 16))
+            with pytest.raises(TransferRefused):
+                ours.deliver(outside, Part(0, 4, [1, 2], (0, 3)), Waiter())
+            assert ours.statistics().outgoing == 0
+            grant.finish()
+            assert world.destination.holds({}, ALL)
+
+    async def test_a_revoked_ticket_is_worth_nothing(self) -> None:
+        async with self.world() as world:
+            ours, theirs = await world.connect()
+            grant = theirs.grant(order([1], 4), RecordingSink())
+            await grant.revoke(timeout=5)
+            world.source.fill({0: 1})
+            try:
+                error = await deliver(ours, grant.ticket, Part(0, 0, [0], (0, 3))).wait()
+            except TransferRefused as refused:
+                error = refused
+            assert isinstance(error, TransferError)
+            assert world.destination.holds({}, ALL)
+
+    async def test_a_slot_comes_back_in_another_generation(self) -> None:
+        async with self.world() as world:
+            _, theirs = await world.connect()
+            seen = set()
+            for _ in range(5000):
+                grant = theirs.grant(order([1], 4), RecordingSink())
+                seen.add((grant.ticket.slot, grant.ticket.generation))
+                grant.finish()
+            assert len(seen) == 5000
+
+    async def test_connecting_twice_is_one_path(self) -> None:
+        async with self.world() as world:
+            first, _ = await world.connect()
+            second, _ = await world.connect()
+            assert first is second
+            await first.close("the test")
+            await first.close("again")
+            for _ in range(200):  # the other end hears of it
+                if world.destination.transport.path(world.source.key) is None:
+                    break
+                await asyncio.sleep(0.01)
+            third, theirs = await world.connect()
+            assert third is not first
+            grant = theirs.grant(order([1], 4), RecordingSink())
+            assert await deliver(third, grant.ticket, Part(0, 0, [1], (0, 3))).wait() is None
+            grant.finish()

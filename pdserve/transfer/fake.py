@@ -1,0 +1,369 @@
+"""RDMA's rules in Python: for simulation, and for tests that must see every fault.
+
+What real devices do, this does: work requests of a queue pair land in order, those of two in any;
+a write needs the right key and stays inside its region, else both queue pairs are lost; the source
+is read when the write happens, not when it is posted; a sender that gives up has learned nothing,
+and the bytes may land afterwards; a process that dies has packets under way; a destroyed queue pair
+accepts nothing more.
+
+Faults are drawn from the fabric's randomness, or caused by calls (`hold`, `kill`, `break_keys`).
+Time is the event loop's, so that a virtual loop makes all of it deterministic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from pdserve.errors import PdserveError
+from pdserve.messages.transfer import Gone
+from pdserve.transfer.host import TransportCore
+from pdserve.transfer.verbs import VerbsPath
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from random import Random
+
+    from pdserve.ids import Bytes, Epoch, NodeId, Seconds
+    from pdserve.messages.transfer import Hello, RegionCard
+    from pdserve.transfer.base import Ask, PeerKey, Region
+    from pdserve.transfer.host import Exchange
+    from pdserve.transfer.verbs import Chain
+
+__all__ = ["FakeFabric", "FakeFaults", "FakeTransport"]
+
+_GONE: Final[Seconds] = 1.0
+"""How long a peer has to hear that a path has ended; it is a courtesy."""
+_IN_FLIGHT: Final = 4
+"""Work requests of a queue pair that a dying process leaves on the wire."""
+
+
+@dataclass(slots=True)
+class FakeFaults:
+    """What may go wrong with a work request, each with its probability. All off at first."""
+
+    delay: tuple[Seconds, Seconds] = (0.0, 0.0)
+    """Least and most time of one, behind the one before it."""
+    lost: float = 0.0
+    """It never lands; the sender gives up."""
+    late: float = 0.0
+    """It lands after the sender has given up."""
+    give_up: Seconds = 0.5
+    """How long a sender tries."""
+    late_by: tuple[Seconds, Seconds] = (0.0, 2.0)
+    """How long after that it lands."""
+
+
+class FakeFabric:
+    """What connects the fake devices of one simulated world."""
+
+    def __init__(self, random: Random, faults: FakeFaults | None = None) -> None:
+        self.random = random
+        self.faults = faults or FakeFaults()
+        self.counts: Counter[str] = Counter()
+        """What has happened: landed, lost, late, late_landed, late_dropped, refused, killed."""
+        self.pairs: dict[int, FakeQueuePair] = {}
+        self.held: set[PeerKey] = set()
+        self._numbers = 0
+
+    def number(self) -> int:
+        """A fresh queue pair number."""
+        self._numbers += 1
+        return self._numbers
+
+    def hold(self, node: PeerKey) -> None:
+        """Nothing that the node posts lands until `release`."""
+        self.held.add(node)
+
+    def release(self, node: PeerKey) -> None:
+        """What was held goes on."""
+        self.held.discard(node)
+        for pair in list(self.pairs.values()):
+            if pair.owner == node:
+                pair.pump()
+
+    def kill(self, node: PeerKey) -> None:
+        """The process is gone: its queue pairs send nothing more, but for what is on the wire."""
+        self.counts["killed"] += 1
+        for pair in list(self.pairs.values()):
+            if pair.owner == node:
+                pair.die()
+
+    def landed(self, target: FakeQueuePair, region: int, offset: Bytes, data: bytes) -> None:
+        """A late packet arrives."""
+        if target.state == "destroyed":
+            self.counts["late_dropped"] += 1
+            return
+        self.counts["late_landed"] += 1
+        view = target.transport.regions[region].view
+        assert view is not None
+        view[offset : offset + len(data)] = data
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """One work request: a write, or a notification (`length` 0) at the end of a chain."""
+
+    chain: Chain
+    source: int = 0
+    destination: int = 0
+    here: Bytes = 0
+    there: Bytes = 0
+    length: Bytes = 0
+
+
+class FakeQueuePair:
+    """See `verbs.QueuePair`."""
+
+    def __init__(self, transport: FakeTransport) -> None:
+        self.transport = transport
+        self.fabric = transport.fabric
+        self.owner = transport.key
+        self.number = self.fabric.number()
+        self.peer = 0
+        self.path: FakePath | None = None
+        self.state = "ready"
+        self._queue: deque[_Write] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self.fabric.pairs[self.number] = self
+
+    def post(self, chain: Chain) -> None:
+        for move in chain.moves:
+            for here, there, length in move.runs:
+                write = _Write(chain, move.source, move.destination, here, there, length)
+                self._queue.append(write)
+        self._queue.append(_Write(chain))
+        self.pump()
+
+    def destroy(self) -> None:
+        self.state = "destroyed"
+        self._queue.clear()
+        self._cancel()
+        self.fabric.pairs.pop(self.number, None)
+
+    def die(self) -> None:
+        """As the process that owns it: some packets are on the wire."""
+        on_wire = [self._queue[i] for i in range(min(_IN_FLIGHT, len(self._queue)))]
+        for write in on_wire:
+            self._send_late(write, 0.0)
+        self.destroy()
+
+    # ------------------------------------------------------------------ one after the other
+
+    def pump(self) -> None:
+        """Start the first work request, unless one is under way."""
+        idle = self._timer is None and self.state == "ready" and self._queue
+        if idle and self.owner not in self.fabric.held:
+            low, high = self.fabric.faults.delay
+            self._later(low + (high - low) * self.fabric.random.random(), self._land)
+
+    def _later(self, delay: Seconds, call: object) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(delay, call)  # type: ignore[arg-type]
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _land(self) -> None:
+        self._timer = None
+        if self.owner in self.fabric.held:
+            return
+        fabric, write = self.fabric, self._queue[0]
+        dice = fabric.random.random()
+        target = fabric.pairs.get(self.peer)
+        if dice < fabric.faults.lost or target is None or target.state != "ready":
+            fabric.counts["lost"] += 1
+            self._later(fabric.faults.give_up, self._give_up)
+        elif dice < fabric.faults.lost + fabric.faults.late:
+            fabric.counts["late"] += 1
+            self._send_late(write, fabric.faults.give_up)
+            self._later(fabric.faults.give_up, self._give_up)
+        elif write.length and not self._write(write, target):
+            fabric.counts["refused"] += 1
+            target.break_("write", "a remote access error: key or range")
+            self.break_("write", "the peer refused the key or the range")
+        else:
+            self._completed(write, target)
+
+    def _write(self, write: _Write, target: FakeQueuePair) -> bool:
+        key = self.path.key_of(write.destination) if self.path is not None else -1
+        if key != target.transport.keys[write.destination]:
+            return False
+        source = self.transport.regions[write.source].view
+        memory = target.transport.regions[write.destination].view
+        assert source is not None
+        assert memory is not None
+        if write.there < 0 or write.there + write.length > len(memory):
+            return False
+        data = source[write.here : write.here + write.length]
+        memory[write.there : write.there + write.length] = data
+        self.fabric.counts["landed"] += 1
+        return True
+
+    def _completed(self, write: _Write, target: FakeQueuePair) -> None:
+        self._queue.popleft()
+        if not write.length:
+            if target.path is not None:
+                target.path.notified(write.chain.word)
+            if self.path is not None:
+                self.path.completed(write.chain.key)
+        self.pump()
+
+    def _send_late(self, write: _Write, after: Seconds) -> None:
+        """What is on the wire carries the bytes of now."""
+        target = self.fabric.pairs.get(self.peer)
+        source = self.transport.regions[write.source].view
+        if target is None or not write.length or source is None:
+            return
+        low, high = self.fabric.faults.late_by
+        asyncio.get_running_loop().call_later(
+            after + low + (high - low) * self.fabric.random.random(),
+            self.fabric.landed,
+            target,
+            write.destination,
+            write.there,
+            bytes(source[write.here : write.here + write.length]),
+        )
+
+    def _give_up(self) -> None:
+        self._timer = None
+        self.break_("write", "the peer does not acknowledge: retries exhausted")
+
+    def break_(self, step: str, reason: str) -> None:
+        """The queue pair fails, and with it the path."""
+        if self.state == "ready":
+            self.state = "failed"
+            self._queue.clear()
+            self._cancel()
+            if self.path is not None:
+                self.path.fail(step, reason)
+
+
+class FakePath(VerbsPath):
+    """A path of fake queue pairs."""
+
+    backend = "fake"
+    transport: FakeTransport
+    theirs: Sequence[RegionCard]
+
+    def key_of(self, region: int) -> int:
+        """The key that the peer gave for its region."""
+        return self.theirs[region].keys[0]
+
+    def _farewell(self, reason: str) -> None:
+        self.transport.tell_gone(self, reason)
+
+
+class _Rails(msgspec.Struct, frozen=True, array_like=True):
+    """Details of Hello and Welcome."""
+
+    numbers: tuple[int, ...]
+
+
+class FakeTransport(TransportCore):
+    """A node with fake devices."""
+
+    name = "fake"
+
+    def __init__(
+        self,
+        node: NodeId,
+        epoch: Epoch,
+        regions: Sequence[Region],
+        ask: Ask,
+        fabric: FakeFabric,
+        *,
+        key: PeerKey,
+        rails: int = 2,
+        stripe: Bytes = 1 << 20,
+    ) -> None:
+        """`key` is how others name this life of the node. Regions must have a view."""
+        self.fabric = fabric
+        self.key = key
+        self.keys = [fabric.random.getrandbits(32) for _ in regions]
+        super().__init__(node, epoch, regions, ask)
+        self._rails = rails
+        self._stripe = stripe
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def break_keys(self) -> None:
+        """What peers know of the keys is wrong from now on."""
+        self.keys = [key ^ 1 for key in self.keys]
+
+    def _cards(self) -> tuple[RegionCard, ...]:
+        pairs = zip(self.regions, self.keys, strict=True)
+        return tuple(region.card((key,)) for region, key in pairs)
+
+    async def _dial(self, peer: PeerKey, number: int, exchange: Exchange) -> FakePath:
+        pairs = [FakeQueuePair(self) for _ in range(self._rails)]
+        try:
+            welcome = await exchange(_details(pairs))
+            path = self._path(peer, number, welcome.regions, pairs, welcome.details)
+        except BaseException:
+            for pair in pairs:
+                pair.destroy()
+            raise
+        path.remote = welcome.path
+        return path
+
+    async def _accept(self, peer: PeerKey, number: int, hello: Hello) -> tuple[FakePath, bytes]:
+        rails = msgspec.msgpack.decode(hello.details, type=_Rails)
+        pairs = [FakeQueuePair(self) for _ in range(len(rails.numbers))]
+        try:
+            path = self._path(peer, number, hello.regions, pairs, hello.details)
+        except BaseException:
+            for pair in pairs:
+                pair.destroy()
+            raise
+        return path, _details(pairs)
+
+    def _path(
+        self,
+        peer: PeerKey,
+        number: int,
+        theirs: Sequence[RegionCard],
+        pairs: list[FakeQueuePair],
+        details: bytes,
+    ) -> FakePath:
+        path = FakePath(
+            peer,
+            number,
+            ours=self.cards,
+            theirs=theirs,
+            grants=self.grants,
+            forget=self.forget,
+            ask=self.ask,
+        )
+        remote = msgspec.msgpack.decode(details, type=_Rails).numbers
+        for pair, other in zip(pairs, remote, strict=True):
+            pair.path, pair.peer = path, other
+        path.rails, path.peer_rails, path.stripe = pairs, len(remote), self._stripe
+        path.transport, path.theirs = self, theirs
+        return path
+
+    def tell_gone(self, path: FakePath, reason: str) -> None:
+        """Nothing of verbs tells a peer that is only written to."""
+        if path.remote:
+            task = asyncio.get_running_loop().create_task(self._tell(path, reason))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _tell(self, path: FakePath, reason: str) -> None:
+        with contextlib.suppress(PdserveError):
+            await self.ask(path.peer, Gone(path.remote, reason), _GONE)
+
+    async def close(self) -> None:
+        await super().close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=2 * _GONE)
+
+
+def _details(pairs: Sequence[FakeQueuePair]) -> bytes:
+    return msgspec.msgpack.encode(_Rails(tuple(pair.number for pair in pairs)))

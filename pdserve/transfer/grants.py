@@ -1,0 +1,124 @@
+"""A node's table of grants: which slot is whose, in which generation, and which blocks it holds.
+
+A slot is a number that a notification can carry. Slots are reused in turn, each time with the next
+generation, so that a notification of an earlier use is recognised; blocks of a grant that is not
+closed are in no second one. It is pure; one transport owns it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from pdserve.errors import Overloaded
+from pdserve.messages.transfer import MAX_SLOTS, Ticket
+from pdserve.transfer.immediate import GENERATIONS
+from pdserve.transfer.plan import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.ids import Epoch, Seconds
+    from pdserve.transfer.base import Order, Sink
+    from pdserve.transfer.path import PathCore
+
+__all__ = ["GrantTable", "Granted"]
+
+_GENERATIONS: Final = 1 << 32
+
+State = Literal["open", "failed", "stopping", "closed"]
+
+
+@dataclass(slots=True, eq=False)
+class Granted:
+    """See `base.Grant`.
+
+    open       parts arrive and are notified
+    failed     the sink has been told; bytes may still be under way
+    stopping   the owner wants no more; bytes may still be under way
+    closed     finished or fenced
+    """
+
+    ticket: Ticket
+    path: PathCore
+    sink: Sink
+    state: State = "open"
+    parts: set[int] = field(default_factory=set)
+    """Those that have arrived."""
+    counts: dict[int, int] = field(default_factory=dict)
+    """Of parts that arrive in several pieces: pieces that have arrived."""
+
+    @property
+    def closed(self) -> bool:
+        return self.state == "closed"
+
+    def finish(self) -> None:
+        self.path.finish(self)
+
+    async def revoke(self, *, timeout: Seconds) -> None:
+        await self.path.revoke(self, timeout)
+
+
+class GrantTable:
+    """See above."""
+
+    def __init__(self, epoch: Epoch, slots: int = MAX_SLOTS) -> None:
+        if not 0 < slots <= MAX_SLOTS:
+            raise ValueError(f"1 to {MAX_SLOTS} slots")
+        self.epoch = epoch
+        self._free = deque(range(slots))
+        self._generations = [0] * slots
+        self._current: dict[int, Granted] = {}
+        self._blocks: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def open(self, path: PathCore, order: Order, sink: Sink) -> Granted:
+        """A slot for an order. Raises `Overloaded`, `PlanError` for blocks of another grant."""
+        if not self._free:
+            raise Overloaded("every transfer slot is taken", retry_after=1.0)
+        shared = self._blocks.intersection(order.blocks)
+        if shared:
+            raise PlanError(f"block {min(shared)} belongs to another grant")
+        slot = self._free.popleft()
+        self._generations[slot] = (self._generations[slot] + 1) % _GENERATIONS
+        ticket = Ticket(
+            transfer=order.transfer,
+            attempt=order.attempt,
+            epoch=self.epoch,
+            slot=slot,
+            generation=self._generations[slot],
+            first_token=order.first_token,
+            tokens=order.tokens,
+            blocks=tuple(order.blocks),
+        )
+        granted = Granted(ticket, path, sink)
+        self._current[slot] = granted
+        self._blocks.update(ticket.blocks)
+        return granted
+
+    def find(self, path: PathCore, slot: int, generation: int) -> Granted | None:
+        """The grant of this path that a notification means; four bits of its generation suffice."""
+        granted = self._current.get(slot)
+        if granted is None or granted.path is not path:
+            return None
+        same = (granted.ticket.generation - generation) % GENERATIONS == 0
+        return granted if same else None
+
+    def of(self, path: PathCore) -> list[Granted]:
+        """All grants of a path that are not closed."""
+        return [granted for granted in self._current.values() if granted.path is path]
+
+    def close(self, granted: Granted) -> None:
+        """The blocks are the owner's again; the slot goes to the end of the line."""
+        if granted.state == "closed":
+            return
+        granted.state = "closed"
+        del self._current[granted.ticket.slot]
+        self._blocks.difference_update(granted.ticket.blocks)
+        self._free.append(granted.ticket.slot)
+
+    def __iter__(self) -> Iterator[Granted]:
+        return iter(list(self._current.values()))

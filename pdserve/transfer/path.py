@@ -1,0 +1,304 @@
+"""What is the same on every road: a path's books of grants and deliveries, and how it ends.
+
+A back end extends `PathCore` by how bytes move (`_begin`, `_abandon`), how the writer of one grant
+is stopped (`_fence`), and how this node's end is destroyed (`_destroy`). It tells the core what
+happened (`arrived`, `spoiled`, `settle`, `fail`), on the loop.
+
+A path ends once. Sinks hear of it at once; then this end is destroyed, which is the fence: only
+after that grants are closed and deliveries end, since until then bytes may move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pdserve.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    PathLost,
+    PdserveError,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+    TransferWithdrawn,
+)
+from pdserve.transfer.base import PathStatistics
+from pdserve.transfer.plan import PlanError
+from pdserve.transfer.route import Route
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.transfer import RegionCard, Ticket
+    from pdserve.transfer.base import Done, Order, Part, PeerKey, Sink
+    from pdserve.transfer.grants import Granted, GrantTable
+    from pdserve.transfer.route import Share
+
+__all__ = ["MAX_OUTGOING", "Key", "Outgoing", "PathCore"]
+
+_log = logging.getLogger(__name__)
+
+MAX_OUTGOING: Final = 4096
+"""Deliveries under way on one path; one more is `Overloaded`."""
+
+
+class Key(NamedTuple):
+    """One delivery."""
+
+    slot: int
+    generation: int
+    part: int
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """A delivery under way."""
+
+    ticket: Ticket
+    part: int
+    done: Done
+    share: Share
+    size: Bytes
+    runs: int = 0
+    ended: asyncio.Future[None] | None = None
+    """For who waits for its end."""
+
+    @property
+    def key(self) -> Key:
+        return Key(self.ticket.slot, self.ticket.generation, self.part)
+
+
+class PathCore:
+    """See above, and `base.Path`."""
+
+    backend = ""
+
+    def __init__(
+        self,
+        peer: PeerKey,
+        number: int,
+        *,
+        ours: Sequence[RegionCard],
+        theirs: Sequence[RegionCard],
+        grants: GrantTable,
+        forget: Callable[[PathCore], None],
+    ) -> None:
+        """Raises `PlanError` when the two nodes' pools do not fit."""
+        self.peer = peer
+        self.number = number
+        self.remote = 0
+        """The peer's number for this path."""
+        self.down: TransferError | None = None
+        self.out = Route(ours, theirs)
+        self.into = Route(theirs, ours)
+        self.stats = PathStatistics()
+        self.grants = grants
+        self.outgoing: dict[Key, Outgoing] = {}
+        self._stopped: dict[int, int] = {}  # slot of the peer: generation that gets nothing more
+        self._forget = forget
+        self._ending: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.backend} path to {self.peer}{', down' if self.down else ''}>"
+
+    # ------------------------------------------------------------------ what back ends bring
+
+    def _begin(self, outgoing: Outgoing) -> None:
+        """Move the bytes, then notify; `settle` when done. May raise `PlanError`, `Overloaded`."""
+        raise NotImplementedError
+
+    def _abandon(self, key: Key) -> None:
+        """A delivery under way is not wanted any more: end it soon, by `settle`."""
+
+    async def _fence(self, granted: Granted, timeout: Seconds) -> None:
+        """Return when nothing can be written for this grant any more. Raises `PdserveError`."""
+        raise NotImplementedError
+
+    async def _destroy(self) -> None:
+        """Return when nothing that came by this path can be written here, and nothing of this
+        node's memory is read for it. Not cancelled."""
+        raise NotImplementedError
+
+    def _farewell(self, reason: str) -> None:
+        """The path has ended here; where the peer does not see that by itself, tell it."""
+
+    # ------------------------------------------------------------------ the destination
+
+    def grant(self, order: Order, sink: Sink) -> Granted:
+        if self.down is not None:
+            raise self._error(PathLost, order.transfer, "grant", self.down.message)
+        try:
+            self.into.check_order(order.first_token, order.tokens, order.blocks)
+            granted = self.grants.open(self, order, sink)
+        except PlanError as error:
+            raise self._error(TransferRefused, order.transfer, "grant", str(error)) from error
+        self.stats.grants += 1
+        return granted
+
+    def finish(self, granted: Granted) -> None:
+        """See `base.Grant.finish`."""
+        self.grants.close(granted)
+
+    async def revoke(self, granted: Granted, timeout: Seconds) -> None:
+        """See `base.Grant.revoke`."""
+        if granted.closed:
+            return
+        granted.state = "stopping"
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                await self._fence(granted, timeout)
+        except (TimeoutError, DeadlineExceeded):
+            if not granted.closed:
+                reason = f"the peer has not confirmed it within {timeout:g} s"
+                transfer = granted.ticket.transfer
+                raise self._error(TransferTimeout, transfer, "stop", reason) from None
+        except PdserveError as error:
+            if not granted.closed:
+                transfer = granted.ticket.transfer
+                raise self._error(TransferError, transfer, "stop", error.message) from error
+        self._closed_by_fence(granted)
+
+    def _closed_by_fence(self, granted: Granted) -> None:
+        if not granted.closed:
+            self.grants.close(granted)
+            self.stats.fenced += 1
+
+    def arrived(self, slot: int, generation: int, part: int, size: Bytes) -> None:
+        """All bytes of a part are in the blocks of a grant."""
+        granted = self.grants.find(self, slot, generation)
+        if granted is None or part in granted.parts:
+            self.stats.stale += 1
+            _log.error("%r: a notification for slot %d, which it does not hold", self, slot)
+            return
+        if granted.state != "open":
+            return
+        granted.parts.add(part)
+        self.stats.parts_received += 1
+        self.stats.bytes_received += size
+        granted.sink.on_part(part)
+
+    def spoiled(self, granted: Granted, error: TransferError) -> None:
+        """One grant has failed; the path goes on."""
+        if granted.state != "open":
+            return
+        granted.state = "failed"
+        self.stats.grants_failed += 1
+        granted.sink.on_failed(error)
+
+    # ------------------------------------------------------------------ the source
+
+    def deliver(self, ticket: Ticket, part: Part, done: Done) -> None:
+        """See `base.Path.deliver`."""
+        if self.down is not None:
+            raise self._error(PathLost, ticket.transfer, "deliver", self.down.message)
+        if len(self.outgoing) >= MAX_OUTGOING:
+            raise Overloaded(f"{MAX_OUTGOING} deliveries to {self.peer} are under way")
+        try:
+            outgoing = self._outgoing(ticket, part, done)
+            self.outgoing[outgoing.key] = outgoing
+            self._begin(outgoing)
+        except (PlanError, Overloaded) as error:
+            self.outgoing.pop(Key(ticket.slot, ticket.generation, part.number), None)
+            if isinstance(error, Overloaded):
+                raise
+            raise self._error(TransferRefused, ticket.transfer, "deliver", str(error)) from error
+
+    def _outgoing(self, ticket: Ticket, part: Part, done: Done) -> Outgoing:
+        if ticket.epoch != self.peer.epoch:
+            raise PlanError(f"the ticket is of epoch {ticket.epoch}, the peer of another")
+        if self._stopped.get(ticket.slot) == ticket.generation:
+            raise PlanError(f"attempt {ticket.attempt} has been stopped")
+        key = Key(ticket.slot, ticket.generation, part.number)
+        if key in self.outgoing:
+            raise PlanError(f"part {part.number} is being delivered already")
+        self.out.check_order(ticket.first_token, ticket.tokens, ticket.blocks)
+        share = self.out.share(
+            ticket.first_token, ticket.tokens, part.start, part.blocks, part.layers, part.names
+        )
+        return Outgoing(ticket, part.number, done, share, self.out.size(share))
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """See `base.Path.withdraw`."""
+        self.stop(ticket.slot, ticket.generation)
+
+    def stop(self, slot: int, generation: int) -> list[Outgoing]:
+        """Nothing more for this ticket; returns what is still under way, having told it to end."""
+        self._stopped[slot] = generation
+        mine = [o for key, o in self.outgoing.items() if key[:2] == (slot, generation)]
+        for outgoing in mine:
+            self._abandon(outgoing.key)
+        return [outgoing for outgoing in mine if outgoing.key in self.outgoing]
+
+    async def drain(self, slot: int, generation: int) -> None:
+        """`stop`, and return when nothing of it is under way any more."""
+        for outgoing in self.stop(slot, generation):
+            if outgoing.ended is None:
+                outgoing.ended = asyncio.get_running_loop().create_future()
+            await asyncio.shield(outgoing.ended)
+
+    def settle(self, key: Key, error: TransferError | None = None) -> None:
+        """A delivery has ended: the source's blocks are not read for it any more."""
+        outgoing = self.outgoing.pop(key, None)
+        if outgoing is None:
+            return
+        stats = self.stats
+        if error is None:
+            stats.parts_delivered += 1
+            stats.bytes_delivered += outgoing.size
+            stats.runs_delivered += outgoing.runs
+        else:
+            stats.deliveries_failed += 1
+        if outgoing.ended is not None:
+            outgoing.ended.set_result(None)
+        outgoing.done(error)
+
+    def withdrawn(self, outgoing: Outgoing) -> TransferError:
+        """Why a delivery that was stopped has failed."""
+        reason = f"part {outgoing.part} of attempt {outgoing.ticket.attempt} is not wanted any more"
+        return self._error(TransferWithdrawn, outgoing.ticket.transfer, "deliver", reason)
+
+    # ------------------------------------------------------------------ the end
+
+    def fail(self, step: str, reason: str) -> None:
+        """The path has ended, or is to end; the first reason stands."""
+        if self.down is not None:
+            return
+        self.down = self._error(PathLost, "", step, reason)
+        for granted in self.grants.of(self):
+            self.spoiled(granted, self._error(PathLost, granted.ticket.transfer, step, reason))
+        self._ending = asyncio.get_running_loop().create_task(self._end(step, reason))
+
+    async def close(self, reason: str) -> None:
+        """See `base.Path.close`."""
+        self.fail("close", reason)
+        assert self._ending is not None
+        await asyncio.shield(self._ending)
+
+    async def _end(self, step: str, reason: str) -> None:
+        await self._destroy()
+        for granted in self.grants.of(self):
+            self._closed_by_fence(granted)
+        for key, outgoing in list(self.outgoing.items()):
+            self.settle(key, self._error(PathLost, outgoing.ticket.transfer, step, reason))
+        self._forget(self)
+        self._farewell(reason)
+
+    # ------------------------------------------------------------------ the rest
+
+    def statistics(self) -> PathStatistics:
+        """See `base.Path`."""
+        self.stats.outgoing = len(self.outgoing)
+        self.stats.granted = len(self.grants.of(self))
+        return self.stats
+
+    def _error(
+        self, kind: type[TransferError], transfer: str, step: str, reason: str
+    ) -> TransferError:
+        return kind.at(transfer, f"{self.peer} over {self.backend}", step, reason)

@@ -1,0 +1,124 @@
+"""From one node's regions to another's: what a ticket and a part come to, in runs of bytes.
+
+All ranks of a node number their blocks alike, so one list of ids serves every pair. It is pure, and
+made once per path; a pair of nodes that do not fit is refused here, before there is a path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdserve.transfer.plan import (
+    PlanError,
+    align,
+    bind,
+    blocks_for,
+    check_fit,
+    rank_pairs,
+    template,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.ids import Bytes
+    from pdserve.messages.transfer import RegionCard
+    from pdserve.transfer.plan import Layers, Runs
+
+__all__ = ["Move", "Route", "Share", "check_blocks"]
+
+
+class Move(NamedTuple):
+    """Runs from one region of the source to one of the destination, by their places."""
+
+    source: int
+    destination: int
+    runs: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a part a destination lacks: source block `blocks[i]` fills the ticket's block at
+    `place + i`. Both ends can say it without knowing the other's addresses."""
+
+    place: int
+    blocks: tuple[int, ...]
+    names: bytes
+    layers: Layers
+
+
+class Route:
+    """Sources to destinations."""
+
+    def __init__(self, sources: Sequence[RegionCard], destinations: Sequence[RegionCard]) -> None:
+        """Raises `PlanError` unless all fit together."""
+        if not sources or not destinations:
+            raise PlanError("a node without a pool has nothing to move")
+        self._sources = tuple(sources)
+        self._destinations = tuple(destinations)
+        for source in sources:
+            for destination in destinations:
+                check_fit(source.layout, destination.layout)
+        self._pairs = rank_pairs(
+            [card.layout for card in sources], [card.layout for card in destinations]
+        )
+        if not self._pairs:
+            raise PlanError("no rank of the source has what a rank of the destination holds")
+        self._blocks = (_least(sources), _least(destinations))
+        self.block_tokens = sources[0].layout.tokens
+
+    def share(
+        self,
+        first_token: int,
+        tokens: int,
+        start: int,
+        blocks: Sequence[int],
+        layers: Layers,
+        names: bytes = b"",
+    ) -> Share:
+        """What a part, given by its start and blocks, has for a ticket, given by its tokens."""
+        if names and len(names) != 16 * len(blocks):
+            raise PlanError(f"{len(names)} bytes of names for {len(blocks)} blocks")
+        skip, place = align(first_token, tokens, self.block_tokens, start, len(blocks))
+        return Share(place, tuple(blocks[skip:]), names[16 * skip :], layers)
+
+    def moves(self, share: Share, destinations: Sequence[int]) -> list[Move]:
+        """The runs of a share; `destinations` are all blocks of the ticket. Raises `PlanError`."""
+        count = len(share.blocks)
+        theirs = destinations[share.place : share.place + count]
+        check_blocks(share.blocks, self._blocks[0])
+        check_blocks(theirs, self._blocks[1])
+        moves = []
+        for s, d in self._pairs:
+            plan = template(self._sources[s].layout, self._destinations[d].layout, share.layers)
+            if plan.spans and count:
+                moves.append(Move(s, d, bind(plan, share.blocks, theirs)))
+        return moves
+
+    def size(self, share: Share) -> Bytes:
+        """Bytes that a share brings to the destination."""
+        return len(share.blocks) * sum(
+            template(self._sources[s].layout, self._destinations[d].layout, share.layers).size
+            for s, d in self._pairs
+        )
+
+    def check_order(self, first_token: int, tokens: int, blocks: Sequence[int]) -> None:
+        """Raise `PlanError` unless these blocks can take these tokens."""
+        if first_token < 0 or first_token % self.block_tokens:
+            raise PlanError(f"token {first_token} begins no block")
+        if tokens <= 0 or len(blocks) != blocks_for(tokens, self.block_tokens):
+            raise PlanError(f"{len(blocks)} blocks for {tokens} tokens")
+        if len(set(blocks)) != len(blocks):
+            raise PlanError("a block is there twice")
+        check_blocks(blocks, self._blocks[1])
+
+
+def check_blocks(blocks: Sequence[int], count: int) -> None:
+    """Raise `PlanError` unless these are blocks of a pool of `count`."""
+    if blocks and not (min(blocks) >= 0 and max(blocks) < count):
+        raise PlanError(f"there are blocks 0 to {count - 1}, not {min(blocks)} to {max(blocks)}")
+
+
+def _least(cards: Sequence[RegionCard]) -> int:
+    return min(card.blocks for card in cards)

@@ -1,0 +1,124 @@
+"""Pushing through queue pairs that complete in order: what rdma and its fake have in common.
+
+Each rail is one reliable queue pair. A part is cut into stripes that go out on all rails; on each
+rail its last work request is a notification without data. Order holds on a rail only, so the
+destination counts one notification per rail before it tells the sink.
+
+Nothing that was posted can be recalled, so a stop waits until all of it has completed; and what the
+peer could write through is gone only when this node has destroyed its queue pairs. A queue pair
+that has failed is never used again: its path ends.
+
+It knows no device. `QueuePair` is what one has to offer; work requests reach it as whole tables.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from pdserve.messages.transfer import Stop
+from pdserve.transfer.immediate import Immediate, Kind
+from pdserve.transfer.path import Key, Outgoing, PathCore
+from pdserve.transfer.plan import Runs, split
+from pdserve.transfer.route import Move
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.transfer.base import Ask
+    from pdserve.transfer.grants import Granted
+
+__all__ = ["STRIPE", "Chain", "QueuePair", "VerbsPath", "stripes"]
+
+STRIPE: Final[Bytes] = 1 << 20
+"""Longest run of one work request: small enough to spread a part over the rails, large enough that
+the fixed cost of a work request does not count."""
+
+
+class Chain(NamedTuple):
+    """Work requests of one part for one rail: writes, then a notification."""
+
+    moves: tuple[Move, ...]
+    word: int
+    """The notification's immediate data."""
+    key: Key
+    """Comes back with the completion."""
+
+
+class QueuePair(Protocol):
+    """One rail of a path, connected to one queue pair of the peer."""
+
+    def post(self, chain: Chain) -> None:
+        """Start it, behind what was posted before. `VerbsPath.completed` follows once all of it has
+        completed, `VerbsPath.fail` when it cannot."""
+        ...
+
+    def destroy(self) -> None:
+        """Afterwards nothing arrives by it, and it reads nothing."""
+        ...
+
+
+class VerbsPath(PathCore):
+    """See above. Its back end sets `rails` and `peer_rails` before the path is used."""
+
+    def __init__(self, *args: Any, ask: Ask, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rails: Sequence[QueuePair] = ()
+        self.peer_rails = 0
+        """How many notifications make a part: the peer's rails."""
+        self.stripe: Bytes = STRIPE
+        self._ask = ask
+        self._posted: dict[Key, int] = {}  # rails that have not completed it
+
+    def _begin(self, outgoing: Outgoing) -> None:
+        moves = self.out.moves(outgoing.share, outgoing.ticket.blocks)
+        key = outgoing.key
+        word = Immediate(Kind.PART, key.slot, key.generation, key.part).pack()
+        shares = stripes(moves, len(self.rails), self.stripe)
+        outgoing.runs = sum(len(move.runs) for share in shares for move in share)
+        self._posted[key] = len(self.rails)
+        for rail, share in zip(self.rails, shares, strict=True):
+            rail.post(Chain(share, word, key))
+
+    def completed(self, key: Key) -> None:
+        """One rail has completed its chain."""
+        left = self._posted.pop(key, 0) - 1
+        if left > 0:
+            self._posted[key] = left
+        elif left == 0:
+            self.settle(key)
+
+    def notified(self, word: int) -> None:
+        """One rail of the peer has notified a part."""
+        event = Immediate.unpack(word)
+        granted = self.grants.find(self, event.slot, event.generation)
+        if granted is None or event.kind != Kind.PART:
+            self.arrived(event.slot, event.generation, event.part, 0)  # which counts it as stale
+            return
+        count = granted.counts.get(event.part, 0) + 1
+        granted.counts[event.part] = count
+        if count == self.peer_rails:
+            self.arrived(event.slot, event.generation, event.part, 0)
+
+    async def _fence(self, granted: Granted, timeout: Seconds) -> None:
+        ticket = granted.ticket
+        await self._ask(self.peer, Stop(self.remote, ticket.slot, ticket.generation), timeout)
+
+    async def _destroy(self) -> None:
+        for rail in self.rails:
+            rail.destroy()
+        self._posted.clear()
+
+
+def stripes(moves: Sequence[Move], rails: int, size: Bytes) -> list[tuple[Move, ...]]:
+    """The same bytes for so many rails, in runs of at most `size`, about as many on each."""
+    shares: list[list[Move]] = [[] for _ in range(rails)]
+    first = 0
+    for move in moves:
+        runs = split(move.runs, size)
+        for rail in range(min(rails, len(runs))):
+            own = slice(rail, None, rails)
+            part = Runs(runs.source[own], runs.destination[own], runs.length[own])
+            shares[(first + rail) % rails].append(Move(move.source, move.destination, part))
+        first += len(runs)
+    return [tuple(share) for share in shares]
