@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
@@ -143,9 +143,9 @@ def test_a_route_is_explained_and_a_worker_can_be_named(places):
             stream_options={"include_usage": True},
             extra_headers={"x-pdserve-worker": "!left"},
         ) as stream:
-            usage = [chunk.usage for chunk in stream][-1]
+            usage: Any = [chunk.usage for chunk in stream][-1]
         assert usage.pdserve["worker"] == "right"
-        explained = client.post(
+        explained: Any = client.post(
             f"{url}/route",
             body={"messages": [{"role": "user", "content": "Who are you?"}]},
             cast_to=object,

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import openai
 import pytest
@@ -325,14 +326,15 @@ async def test_the_official_client_skips_what_keeps_its_connection_open():
             default_headers={"Connection": "close"},
         ) as official,
     ):
+        messages: Any = HELLO["messages"]
         stream = await official.chat.completions.create(
             model="tiny",
-            messages=HELLO["messages"],
+            messages=messages,
             max_tokens=1,
             stream=True,
             stream_options={"include_usage": True},
         )
         assert "x-pdserve-ttft-ms" not in stream.response.headers, "they did not wait"
-        chunks = [chunk async for chunk in stream]
+        chunks: list[Any] = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage.pdserve["worker"] == "w1"

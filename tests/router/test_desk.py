@@ -199,7 +199,7 @@ def test_policies_that_take_turns_by_size_are_told_how_many_there_were():
     desk = Desk(RouterConfig(), weighted_round_robin.choose, Random(1))
     for node, size in (("w1", 8), ("w2", 24)):
         desk.worker(0.0, facts(node, max_sequences=size))
-    shares = Counter(desk.route(0.0, F, route("m")).worker.node for _ in range(64))
+    shares = Counter(str(desk.route(0.0, F, route("m")).worker.node) for _ in range(64))
     assert abs(shares["w2"] - 48) <= 2
 
 
