@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from pdserve.blocks.hashing import SHORT_BYTES
-from pdserve.errors import DeadlineExceeded, Draining, Overloaded, PdserveError
+from pdserve.errors import ConfigError, DeadlineExceeded, Draining, Overloaded, PdserveError
 from pdserve.messages.routing import Candidate, Explained, Routed
 from pdserve.router.admission import best_chance, drain_time, hopeless, over_bound
 from pdserve.router.bookings import Bookings, Dispatch, Life
@@ -244,8 +244,8 @@ class Desk:
         """Decide, and charge the worker at once; or hold the question: then `answer` gets what
         became of it, once, unless it is withdrawn.
 
-        Errors: `ModelNotFound`, `NotReady`, `NoWorker`, `Overloaded`, `Draining`; what the policy
-        raises.
+        Errors: `ModelNotFound`, `NotReady`, `NoWorker`, `Overloaded`, `Draining`; `ConfigError`
+        if the policy fails.
         """
         self.numbers.offered += 1
         try:
@@ -409,9 +409,8 @@ class Desk:
     def _place(
         self, now: Seconds, asker: Life, question: Route, state: State, held: Seconds = 0.0
     ) -> Placement:
-        """The policy's choice, charged. Raises what the policy raises."""
-        chosen = self._policy(question, state, self._random)
-        _check_offered(chosen, state)
+        """The policy's choice, charged. Raises `ConfigError` if the policy fails."""
+        chosen = self._choose(question, state)
         worker = Life(chosen.node, chosen.epoch)
         cached = state.cached_tokens(question, chosen)
         work = state.model.prefill(question.prompt_tokens, cached) * chosen.speed
@@ -436,6 +435,18 @@ class Desk:
         overlap = state.overlaps.get(chosen.node, 0)
         routed = Routed(worker.node, worker.epoch, booking.id, policy, overlap, ttft, held)
         return Placement(booking, routed)
+
+    def _choose(self, question: Route, state: State) -> WorkerView:
+        """Not `NoWorker` for a failure: frontends would take this router for one that has just
+        joined."""
+        try:
+            chosen = self._policy(question, state, self._random)
+            _check_offered(chosen, state)
+        except Exception as error:
+            _log.exception("the policy %s failed", self._config.policy)
+            words = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"the policy {self._config.policy} failed: {words}") from error
+        return chosen
 
     def _policy_name(self, model: str) -> str:
         poor = self.predictor.model(model)
@@ -530,9 +541,9 @@ class Desk:
             outcome: Placement | PdserveError = self._place(
                 now, item.asker, item.question, state, held
             )
-        except Exception as error:  # of the policy: it costs this question, not the others
+        except PdserveError as error:
             self.numbers.refused += 1
-            outcome = error if isinstance(error, PdserveError) else _broken(error)
+            outcome = error
         else:
             self.numbers.held_seconds += held
         item.answer(outcome)
@@ -707,9 +718,3 @@ def _check_offered(chosen: WorkerView, state: State) -> None:
     index = bisect_left(workers, node, key=_node)  # they are sorted
     if index == len(workers) or workers[index].node != node:
         raise ValueError(f"the policy chose {node!r}, which it was not offered")
-
-
-def _broken(error: Exception) -> PdserveError:
-    """Not `NoWorker`: frontends would take this router for one that has just joined."""
-    _log.error("the policy failed for a question that was held", exc_info=error)
-    return PdserveError(f"the policy failed: {type(error).__name__}: {error}")

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from pdserve.errors import ModelNotFound, NotReady, NoWorker, Overloaded
+from pdserve.errors import ConfigError, ModelNotFound, NotReady, NoWorker, Overloaded
 from pdserve.router.bookings import Booking, End
 from pdserve.router.config import RouterConfig
 from pdserve.router.desk import Desk
@@ -189,7 +189,7 @@ def test_what_a_policy_raises_leaves_no_booking():
 
     world.desk = Desk(RouterConfig(), broken, Random(1))
     world.desk.worker(0.0, facts("w1"))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ConfigError, match="policy ttft failed: ZeroDivisionError"):
         world.ask()
     assert len(world.desk.bookings) == 0
 
