@@ -43,11 +43,13 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from pdserve.frontend.answer import PromptSink
     from pdserve.frontend.backend import Backend
     from pdserve.frontend.bodies import BodyReader
     from pdserve.frontend.config import FrontendConfig
     from pdserve.frontend.models import ModelDirectory, ServedModel
     from pdserve.frontend.plan import Plan
+    from pdserve.messages.request import GenerateRequest
     from pdserve.openai.decode import RequestDecoder
     from pdserve.text.pool import TextPool
 
@@ -224,15 +226,33 @@ class Generations:
 
     async def _dispatch(self, plan: Plan, answer: Answer, exchange: Exchange) -> None:
         exchange.stage = "waiting for a worker"
-        for request, sink in zip(plan.requests, answer.sinks, strict=True):
-            now = self._time()
-            hints = replace(exchange.hints, waited=max(0.0, now - exchange.arrival))
-            left = exchange.expires - now
-            if request.deadline is not None and request.deadline - left > _NOTICED:
-                request = replace(request, deadline=max(0.001, left))
-            sink.opened(await self._backend.open(request, sink, hints, sink.on_placed))
+        prompts = list(zip(plan.requests, answer.sinks, strict=True))
+        if len(prompts) == 1:
+            await self._open(*prompts[0], exchange)
+        else:
+            await self._open_all(prompts, exchange)
         exchange.answer = answer
         await answer.finished
+
+    async def _open_all(
+        self, prompts: list[tuple[GenerateRequest, PromptSink]], exchange: Exchange
+    ) -> None:
+        """Side by side: each may be held for a while, and need not wait for the one before. The
+        first that fails ends them all."""
+        try:
+            async with asyncio.TaskGroup() as opening:
+                for request, sink in prompts:
+                    opening.create_task(self._open(request, sink, exchange))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _open(self, request: GenerateRequest, sink: PromptSink, exchange: Exchange) -> None:
+        now = self._time()
+        hints = replace(exchange.hints, waited=max(0.0, now - exchange.arrival))
+        left = exchange.expires - now
+        if request.deadline is not None and request.deadline - left > _NOTICED:
+            request = replace(request, deadline=max(0.001, left))
+        sink.opened(await self._backend.open(request, sink, hints, sink.on_placed))
 
     # ------------------------------------------------------------------ the answer
 

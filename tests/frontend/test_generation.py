@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pdserve.errors import Draining, NotReady, NoWorker
+from pdserve.errors import Draining, NotReady, NoWorker, Overloaded
 from pdserve.frontend.keys import parse_keys
 from pdserve.frontend.placement import Placement
 from pdserve.frontend.stream import StreamAnswer
@@ -339,3 +339,30 @@ async def test_a_client_that_closes_its_half_is_gone():
             writer.write_eof()
             await until(lambda: client.service.active_requests == 0)
         assert outcome(client, "cancelled") == 1
+
+
+async def test_prompts_of_a_batch_do_not_wait_for_each_other():
+    """A router may hold any of them for as long as it takes."""
+    opened = []
+
+    def script(request):
+        opened.append(request.prompt_index)
+        return HELD
+
+    async with frontend(script, request_timeout=1.0) as client:
+        status, _, _ = await client.post("/v1/completions", {"prompt": ["a", "b", "c"]})
+        assert status == 504
+        assert opened == [0, 1, 2]
+        assert client.backend.idle
+
+
+async def test_a_prompt_that_is_refused_ends_its_batch():
+    def script(request):
+        refused = Script(refuse=Overloaded("full", retry_after=3.0))
+        return refused if request.prompt_index == 1 else HELD
+
+    async with frontend(script) as client:
+        status, headers, _ = await client.post("/v1/completions", {"prompt": ["a", "b", "c"]})
+        assert status == 429
+        assert headers["Retry-After"] == "3"
+        assert client.backend.idle
