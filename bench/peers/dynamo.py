@@ -8,11 +8,12 @@ PYTHON is the interpreter of an environment that has Dynamo:
     pip install uvloop 'pydantic<=2.13.5' 'aiohttp<4' msgspec 'prometheus-client<1' pyzmq \\
         'redis<9' tqdm transformers 'zstandard<1' 'kubernetes<33' safetensors tokenizers
 
-Both serve one model directory (a tokenizer and a template, no weights) by two workers whose engine
-takes no time: Dynamo's mocker at --speedup-ratio 1000, pdserve's `instant`. No etcd, no NATS: file
-discovery and TCP there, gossip here. Each frontend has one core to itself; everything else of its
-system shares the other with the load generator. Arms take turns within a round, figures are medians
-over rounds, ratios medians of each round's ratio.
+Both serve one model directory (a tokenizer and a template, no weights) by two workers with a model
+of time: Dynamo's mocker at --speedup-ratio 1000, and pdserve's `sim` with the mocker's polynomials,
+1,000 times as fast. A further arm has pdserve's `instant`, which takes no time at all. No etcd, no
+NATS: file discovery and TCP there, gossip here. Each frontend has one core to itself; everything
+else of its system shares the other with the load generator. Arms take turns within a round, figures
+are medians over rounds, ratios medians of each round's ratio.
 
 Dynamo's frontend leaves Nagle's algorithm on for its clients, which costs one that waits for each
 answer 40 ms; `quickack` rows use a client that acknowledges at once and are the fairer comparison.
@@ -140,12 +141,14 @@ def processes(commands: list[tuple[list[str], int]], extra: dict[str, str]) -> I
 
 
 @contextlib.contextmanager
-def pdserve(model: Path, policy: str) -> Iterator[System]:
+def pdserve(model: Path, policy: str, engine: str) -> Iterator[System]:
     """Frontend, router and workers, each a process; engine cores are children of workers."""
     program = [sys.executable, "-m", "pdserve"]
     seed, port = f"127.0.0.1:{free_port()}", free_port()
     worker = [*program, "--role=worker", "--join", seed, "--model", str(model), "--engine"]
-    worker += ["instant", "--served-model-name", "bench", "--threads", "1"]
+    worker += [engine, "--served-model-name", "bench", "--threads", "1"]
+    if engine == "sim":
+        worker += ["--engine-option", "preset=dynamo-mocker", "--engine-option", "slowdown=0.001"]
     commands = [
         ([*program, "--role=frontend", "--join", seed, "--port", str(port)], FRONT),
         ([*program, "--role=router", "--listen", seed, "--policy", policy], OTHER),
@@ -155,7 +158,7 @@ def pdserve(model: Path, policy: str) -> Iterator[System]:
     with processes(commands, {}) as pids:
         first_answer(port)
         took = time.perf_counter() - begin
-        yield settled(System(f"pdserve, {policy}", port, pids[0], took, pids))
+        yield settled(System(f"pdserve, {policy}, {engine}", port, pids[0], took, pids))
 
 
 @contextlib.contextmanager
@@ -344,8 +347,8 @@ def run(args: argparse.Namespace, folder: Path) -> list[str]:
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         running = [
-            enter(pdserve(model, args.policy)),
-            enter(pdserve(model, "round_robin")),
+            enter(pdserve(model, args.policy, "sim")),
+            enter(pdserve(model, args.policy, "instant")),
             enter(dynamo(args.dynamo, model, "round-robin")),
             enter(dynamo(args.dynamo, model, "kv")),
         ]

@@ -385,7 +385,7 @@ class Desk:
         if self.bookings.full:
             raise Overloaded(
                 f"this router has {len(self.bookings)} requests under way, as many as it may",
-                retry_after=self._config.retry_after,
+                retry_after=self._drain_time(now, question.model, workers),
             )
         last = model.last
         if last is None:  # routers that start together should not begin at the same worker
