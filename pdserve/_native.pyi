@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from mmap import mmap
 from typing import TypeVar
 
 _K = TypeVar("_K")
@@ -13,6 +14,13 @@ def short_names(hashes: bytes) -> bytes: ...
 def public_hashes(
     tokens: Sequence[int] | bytes | memoryview, block_size: int, seed: int
 ) -> tuple[bytes, bytes]: ...
+def copy_runs(
+    destination: memoryview | bytearray | mmap,
+    source: memoryview | bytes | bytearray | mmap,
+    to: memoryview | array[int],
+    from_: memoryview | array[int],
+    lengths: memoryview | array[int],
+) -> int: ...
 def cpu_kernel_sets() -> list[str]: ...
 
 class CpuModel:

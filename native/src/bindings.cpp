@@ -3,6 +3,7 @@
 // The stub pdserve/_native.pyi must say the same; pdserve/accel.py is the only importer.
 #include <nanobind/nanobind.h>
 
+#include "bind_copy.hpp"
 #include "bind_cpu.hpp"
 #include "bind_hash.hpp"
 #include "bind_radix.hpp"
@@ -11,6 +12,7 @@ namespace nb = nanobind;
 
 NB_MODULE(_native, m) {
   m.doc() = "Compiled twins of pdserve's hot loops; see pdserve/accel.py.";
+  bind_copy(m);
   bind_cpu(m);
   bind_hash(m);
   bind_radix(m);

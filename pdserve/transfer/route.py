@@ -85,16 +85,20 @@ class Route:
 
     def moves(self, share: Share, destinations: Sequence[int]) -> list[Move]:
         """The runs of a share; `destinations` are all blocks of the ticket. Raises `PlanError`."""
+        self.check(share, destinations)
         count = len(share.blocks)
         theirs = destinations[share.place : share.place + count]
-        check_blocks(share.blocks, self._blocks[0])
-        check_blocks(theirs, self._blocks[1])
         moves = []
         for s, d in self._pairs:
             plan = template(self._sources[s].layout, self._destinations[d].layout, share.layers)
             if plan.spans and count:
                 moves.append(Move(s, d, bind(plan, share.blocks, theirs)))
         return moves
+
+    def check(self, share: Share, destinations: Sequence[int]) -> None:
+        """Raise `PlanError` unless both ends have these blocks."""
+        check_blocks(share.blocks, self._blocks[0])
+        check_blocks(destinations[share.place : share.place + len(share.blocks)], self._blocks[1])
 
     def size(self, share: Share) -> Bytes:
         """Bytes that a share brings to the destination."""

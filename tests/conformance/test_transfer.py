@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.testing.transfer_conformance import TransferConformance
 from pdserve.transfer.fake import FakeFabric, FakeTransport
+from pdserve.transfer.shm import ShmTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,3 +22,8 @@ class TestFake(TransferConformance):
 
     def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
         return FakeTransport(key.node, key.epoch, regions, ask, self.fabric, key=key, stripe=300)
+
+
+class TestShm(TransferConformance):
+    def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+        return ShmTransport(key.node, key.epoch, regions, ask, verify="all")

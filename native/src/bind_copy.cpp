@@ -1,0 +1,70 @@
+// Copies runs of bytes between two buffers, without the GIL. Twin: pdserve/transfer/copying.py, which
+// says what it is for.
+#include "bind_copy.hpp"
+
+#include <cstdint>
+#include <cstring>
+
+namespace nb = nanobind;
+
+namespace {
+
+// A buffer of Python's, held while its bytes are used.
+class Held {
+ public:
+  Held(nb::handle object, int flags) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
+  }
+  ~Held() { PyBuffer_Release(&view_); }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(view_.buf);
+  }
+  std::int64_t size() const { return static_cast<std::int64_t>(view_.len); }
+
+ private:
+  Py_buffer view_;
+};
+
+bool inside(std::int64_t at, std::int64_t length, std::int64_t size) {
+  return at >= 0 && length >= 0 && length <= size && at <= size - length;
+}
+
+// All runs are checked before the first byte moves.
+std::int64_t copy_runs(nb::handle destination, nb::handle source, nb::handle to, nb::handle from,
+                       nb::handle lengths) {
+  const Held target(destination, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS);
+  const Held origin(source, PyBUF_C_CONTIGUOUS);
+  const Held there(to, PyBUF_C_CONTIGUOUS), here(from, PyBUF_C_CONTIGUOUS),
+      length(lengths, PyBUF_C_CONTIGUOUS);
+  const std::int64_t count = length.size() / 8;
+  if (there.size() != length.size() || here.size() != length.size() || length.size() % 8)
+    throw nb::value_error("offsets and lengths must be arrays of int64 of one size");
+  const auto* const t = there.as<const std::int64_t>();
+  const auto* const h = here.as<const std::int64_t>();
+  const auto* const n = length.as<const std::int64_t>();
+  for (std::int64_t i = 0; i < count; ++i)
+    if (!inside(t[i], n[i], target.size()) || !inside(h[i], n[i], origin.size()))
+      throw nb::value_error("a run leaves its memory");
+  std::int64_t total = 0;
+  {
+    nb::gil_scoped_release unlocked;
+    auto* const out = target.as<std::uint8_t>();
+    const auto* const in = origin.as<const std::uint8_t>();
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::memcpy(out + t[i], in + h[i], static_cast<std::size_t>(n[i]));
+      total += n[i];
+    }
+  }
+  return total;
+}
+
+}  // namespace
+
+void bind_copy(nb::module_& m) {
+  m.def("copy_runs", &copy_runs, nb::arg("destination"), nb::arg("source"), nb::arg("to"),
+        nb::arg("from_"), nb::arg("lengths"));
+}

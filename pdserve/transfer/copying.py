@@ -1,0 +1,67 @@
+"""Copying runs of bytes, and checksums over them: what a thread does for the loop.
+
+Both release the interpreter while they work, in the native twin: a pure `copy_runs` would hold it
+for as long as a chunk takes, so chunks are small enough for the loop beside it either way.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Final
+
+from pdserve import accel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pdserve.ids import Bytes
+    from pdserve.transfer.plan import Runs
+
+__all__ = ["CHUNK", "checksum", "chunks", "copy_pure", "copy_runs"]
+
+CHUNK: Final[Bytes] = 8 << 20
+"""About how much is copied between two looks at whether it is still wanted: a millisecond."""
+
+
+def copy_pure(
+    destination: memoryview,
+    source: memoryview,
+    to: Iterable[int],
+    from_: Iterable[int],
+    lengths: Iterable[int],
+) -> int:
+    """Copy `lengths[i]` bytes from `from_[i]` to `to[i]`, for all i; returns their number.
+
+    The last three are arrays of int64. Raises ValueError, before anything is copied, for a run that
+    leaves its memory. Source and destination must not overlap."""
+    runs = list(zip(to, from_, lengths, strict=True))
+    for there, here, length in runs:
+        fits = here + length <= len(source) and there + length <= len(destination)
+        if min(there, here, length) < 0 or not fits:
+            raise ValueError("a run leaves its memory")
+    for there, here, length in runs:
+        destination[there : there + length] = source[here : here + length]
+    return sum(length for _, _, length in runs)
+
+
+copy_runs = accel.native.copy_runs if accel.NATIVE else copy_pure
+
+
+def chunks(runs: Runs, size: Bytes = CHUNK) -> Iterator[tuple[memoryview, memoryview, memoryview]]:
+    """The runs' destinations, sources and lengths, a few at a time, of about `size` bytes. Runs are
+    not cut: `plan.split` does that."""
+    if not len(runs):
+        return
+    each = max(1, size * len(runs) // max(1, runs.size))
+    to, from_, lengths = (memoryview(c) for c in (runs.destination, runs.source, runs.length))
+    for first in range(0, len(runs), each):
+        own = slice(first, first + each)
+        yield to[own], from_[own], lengths[own]
+
+
+def checksum(memory: memoryview, runs: Iterable[tuple[Bytes, Bytes]], start: int = 0) -> int:
+    """CRC-32 of runs (offset, length) of a memory, one after the other. It is zlib's: as fast as
+    memory on machines with carry-less multiplication, and everywhere the same."""
+    for at, length in runs:
+        start = zlib.crc32(memory[at : at + length], start)
+    return start

@@ -1,0 +1,68 @@
+"""Copies of runs: the native function and its twin do the same, and nothing outside."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve import accel
+from pdserve.transfer.copying import checksum, chunks, copy_pure, copy_runs
+from pdserve.transfer.plan import Runs
+
+BOTH = [copy_pure, copy_runs] if accel.NATIVE else [copy_pure]
+
+
+def q(*values: int) -> array[int]:
+    return array("q", values)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 6)), max_size=9))
+def test_twins_copy_the_same(runs: list[tuple[int, int, int]]) -> None:
+    source = bytes(range(16))
+    results = []
+    for copy in BOTH:
+        out = bytearray(b"." * 16)
+        columns = [q(*column) for column in zip(*runs, strict=True)] or [q(), q(), q()]
+        assert copy(memoryview(out), memoryview(source), *columns) == sum(columns[2])
+        results.append(bytes(out))
+    plain = bytearray(b"." * 16)
+    for to, at, length in runs:
+        plain[to : to + length] = source[at : at + length]
+    assert results == [bytes(plain)] * len(BOTH)
+
+
+@pytest.mark.parametrize("copy", BOTH)
+@pytest.mark.parametrize(
+    ("to", "at", "length"),
+    [(13, 0, 4), (0, 13, 4), (-1, 0, 1), (0, -1, 1), (0, 0, -1), (1 << 62,) * 3],
+)
+def test_a_run_that_leaves_its_memory_moves_nothing(copy, to: int, at: int, length: int) -> None:
+    out = bytearray(16)
+    with pytest.raises(ValueError, match="leaves its memory"):
+        copy(memoryview(out), memoryview(b"x" * 16), q(0, to), q(0, at), q(4, length))
+    assert out == bytes(16)
+
+
+@pytest.mark.parametrize("copy", BOTH)
+def test_columns_of_other_lengths_and_read_only_memory_are_refused(copy) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - each twin has its own words
+        copy(memoryview(bytearray(4)), memoryview(b"abcd"), q(0), q(0, 0), q(1))
+    with pytest.raises((TypeError, BufferError)):
+        copy(memoryview(bytes(4)), memoryview(b"abcd"), q(0), q(0), q(1))
+
+
+def test_chunks_cover_all_runs_in_order() -> None:
+    runs = Runs(q(*range(0, 700, 7)), q(*range(100)), array("q", [7]) * 100)
+    for size in (1, 7, 50, 10_000):
+        seen = [run for chunk in chunks(runs, size) for run in zip(*chunk, strict=True)]
+        assert seen == [(to, at, 7) for to, at in zip(range(100), range(0, 700, 7), strict=True)]
+    assert list(chunks(Runs(q(), q(), q()))) == []
+
+
+def test_a_checksum_is_that_of_the_bytes_in_a_row() -> None:
+    memory = memoryview(bytes(range(100)))
+    assert checksum(memory, [(10, 5), (3, 2)]) == zlib.crc32(bytes([10, 11, 12, 13, 14, 3, 4]))
