@@ -90,6 +90,7 @@ ASYNCIO = {
     "pdserve/transfer/host.py": "sets paths up under a deadline",
     "pdserve/transfer/path.py": "waits for fences",
     "pdserve/transfer/shm.py": "a Unix socket, and a thread that copies",
+    "pdserve/transfer/tcp.py": "connections, and threads that report to the loop",
     "pdserve/worker/channel.py": "sends what a turn of the loop brought at its end",
     "pdserve/worker/model.py": "waits for downloads off the loop",
     "pdserve/worker/service.py": "owns the worker's tasks",

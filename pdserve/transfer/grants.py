@@ -99,12 +99,17 @@ class GrantTable:
         self._blocks.update(ticket.blocks)
         return granted
 
-    def find(self, path: PathCore, slot: int, generation: int) -> Granted | None:
-        """The grant of this path that a notification means; four bits of its generation suffice."""
+    def find(
+        self, path: PathCore, slot: int, generation: int, *, exact: bool = False
+    ) -> Granted | None:
+        """The grant of this path that a notification means; four bits of its generation suffice,
+        unless all of them are known (`exact`)."""
         granted = self._current.get(slot)
         if granted is None or granted.path is not path:
             return None
-        same = (granted.ticket.generation - generation) % GENERATIONS == 0
+        same = (granted.ticket.generation - generation) % (
+            _GENERATIONS if exact else GENERATIONS
+        ) == 0
         return granted if same else None
 
     def of(self, path: PathCore) -> list[Granted]:

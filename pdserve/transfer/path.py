@@ -99,6 +99,10 @@ class PathCore:
         self.grants = grants
         self.outgoing: dict[Key, Outgoing] = {}
         self._stopped: dict[int, int] = {}  # slot of the peer: generation that gets nothing more
+        self.patience: Seconds = 0.0
+        """How long deliveries may be under way without any progress before the path is given up;
+        0: the device knows by itself."""
+        self._watching: asyncio.TimerHandle | None = None
         self._forget = forget
         self._ending: asyncio.Task[None] | None = None
 
@@ -113,6 +117,10 @@ class PathCore:
 
     def _abandon(self, key: Key) -> None:
         """A delivery under way is not wanted any more: end it soon, by `settle`."""
+
+    def _mark(self) -> object:
+        """Another value whenever deliveries made progress."""
+        return self.stats.parts_delivered, self.stats.deliveries_failed
 
     async def _fence(self, granted: Granted, timeout: Seconds) -> None:
         """Return when nothing can be written for this grant any more. Raises `PdserveError`."""
@@ -204,6 +212,7 @@ class PathCore:
             outgoing = self._outgoing(ticket, part, done)
             self.outgoing[outgoing.key] = outgoing
             self._begin(outgoing)
+            self._watch()
         except (PlanError, Overloaded) as error:
             self.outgoing.pop(Key(ticket.slot, ticket.generation, part.number), None)
             if isinstance(error, Overloaded):
@@ -223,6 +232,19 @@ class PathCore:
             ticket.first_token, ticket.tokens, part.start, part.blocks, part.layers, part.names
         )
         return Outgoing(ticket, part.number, done, share, self.out.size(share))
+
+    def _watch(self) -> None:
+        """See to it that a peer that does nothing more is noticed."""
+        if self.patience and self._watching is None and self.outgoing:
+            loop = asyncio.get_running_loop()
+            self._watching = loop.call_later(self.patience, self._look, self._mark())
+
+    def _look(self, before: object) -> None:
+        self._watching = None
+        if self.outgoing and self._mark() == before:
+            self.fail("deliver", f"the peer has taken nothing for {self.patience:g} s")
+        else:
+            self._watch()
 
     def withdraw(self, ticket: Ticket) -> None:
         """See `base.Path.withdraw`."""
@@ -282,6 +304,9 @@ class PathCore:
         await asyncio.shield(self._ending)
 
     async def _end(self, step: str, reason: str) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
         await self._destroy()
         for granted in self.grants.of(self):
             self._closed_by_fence(granted)

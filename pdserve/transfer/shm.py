@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from pdserve.transfer.host import Exchange
     from pdserve.transfer.path import Outgoing
 
-__all__ = ["SAMPLE", "ShmTransport", "Verify"]
+__all__ = ["PATIENCE", "SAMPLE", "ShmTransport", "Verify"]
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ Verify = Literal["all", "sample", "off"]
 SAMPLE: Final = 16
 """Of so many blocks, one has its content compared; of every part at least one."""
 
+PATIENCE: Final[Seconds] = 30.0
+"""How long a peer may leave all that is announced where it is before the path is given up."""
 _PACKET: Final[Bytes] = 128 * 1024
 _PIECE: Final = 2048
 """Blocks of one packet; more of a part follow in the next."""
@@ -392,7 +394,7 @@ class ShmPath(PathCore):
                 return
             del self._pieces[key]
             fetch = _joined(pieces)
-        granted = self.grants.find(self, fetch.slot, fetch.generation)
+        granted = self.grants.find(self, fetch.slot, fetch.generation, exact=True)
         if granted is None or granted.state != "open" or granted.ticket.attempt != fetch.attempt:
             self._report(fetch, "the attempt is not current")
             return
@@ -411,8 +413,8 @@ class ShmPath(PathCore):
 
     def _share(self, granted: Granted, fetch: _Fetch) -> Share:
         ticket = granted.ticket
-        if not 0 <= fetch.entry < _TABLE_ENTRIES or ticket.generation != fetch.generation:
-            raise PlanError("there is no such entry or grant")
+        if not 0 <= fetch.entry < _TABLE_ENTRIES:
+            raise PlanError("there is no such entry")
         blocks = array.array("I", fetch.blocks)
         share = self.into.share(
             ticket.first_token, ticket.tokens, fetch.start, blocks, fetch.layers, fetch.names
@@ -550,6 +552,7 @@ class ShmTransport(TransportCore):
         ask: Ask,
         *,
         verify: Verify = "sample",
+        patience: Seconds = PATIENCE,
     ) -> None:
         """Every region must have a view and a descriptor. Raises ValueError otherwise, `OSError`
         where the system lacks something."""
@@ -557,6 +560,7 @@ class ShmTransport(TransportCore):
             raise ValueError("shared memory needs regions with a view and a descriptor")
         super().__init__(node, epoch, regions, ask)
         self.verify: Verify = verify
+        self._patience = patience
         self.table = _Table(max(region.blocks for region in regions), epoch)
         self._thread: ThreadPoolExecutor | None = None
         self._listening: socket.socket | None = None
@@ -652,6 +656,7 @@ class ShmTransport(TransportCore):
             forget=self.forget,
         )
         path.transport = self
+        path.patience = self._patience
         return path
 
     def _listen(self) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pdserve.testing.transfer_conformance import TransferConformance
 from pdserve.transfer.fake import FakeFabric, FakeTransport
 from pdserve.transfer.shm import ShmTransport
+from pdserve.transfer.tcp import TcpTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,3 +28,8 @@ class TestFake(TransferConformance):
 class TestShm(TransferConformance):
     def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
         return ShmTransport(key.node, key.epoch, regions, ask, verify="all")
+
+
+class TestTcp(TransferConformance):
+    def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+        return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1")

@@ -1,0 +1,211 @@
+"""Frames with payload over a socket, from threads that may wait: what `tcp` is made of.
+
+    frame    header · record (msgpack) · payload · CRC-32 of the payload
+    header   magic, length of the record, CRC-32 of the record, length of the payload
+
+A record is checked before it is acted on, and the payload before it is believed. Payload is written
+from where it lies and read to where it belongs, many runs per system call. Once a frame has begun,
+every step must make progress within the deadline; between frames the reader waits for ever, until
+`end`. It knows nothing of what records say. One thread reads, another one writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+import zlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pdserve.ids import Bytes, Seconds
+
+__all__ = ["BulkError", "BulkSocket"]
+
+_HEADER: Final = struct.Struct("<4sIIQ")
+_MAGIC: Final = b"pdKV"
+_TRAILER: Final = struct.Struct("<I")
+_RECORD: Final[Bytes] = 64 * 1024
+_AT_ONCE: Final[Bytes] = 1 << 20
+"""Bytes of one system call: what a guard is held for, and what a checksum is computed over while
+it is still in the cache."""
+_VIEWS: Final = 256
+"""Runs of one system call."""
+
+
+class BulkError(Exception):
+    """The connection is of no more use; the text says why."""
+
+
+class BulkSocket:
+    """A connected socket, which it owns."""
+
+    def __init__(self, connection: socket.socket, progress: Seconds) -> None:
+        """`progress`: how long a step inside a frame may take."""
+        connection.setblocking(False)
+        self._socket = connection
+        self._progress = progress
+        self._closing = threading.Event()
+        self.sent: Bytes = 0
+        """So far, for who watches progress."""
+
+    def end(self) -> None:
+        """From any thread: both threads' calls fail soon. Not yet closed."""
+        self._closing.set()
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """After both threads have ended."""
+        self._socket.close()
+
+    # ------------------------------------------------------------------ writing
+
+    def send(self, record: bytes, views: Sequence[memoryview] = ()) -> None:
+        """One frame. Raises `BulkError`."""
+        size = sum(map(len, views))
+        head = _HEADER.pack(_MAGIC, len(record), zlib.crc32(record), size)
+        self._send_all([memoryview(head), memoryview(record)])
+        if size:
+            total = 0
+            for batch in _batches(views):
+                for view in batch:
+                    total = zlib.crc32(view, total)
+                self._send_all(batch)
+            self._send_all([memoryview(_TRAILER.pack(total))])
+
+    def _send_all(self, views: list[memoryview]) -> None:
+        while views:
+            try:
+                sent = self._socket.sendmsg(views, (), socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                self._wait(select.POLLOUT, self._progress)
+                continue
+            except OSError as error:
+                raise BulkError(str(error)) from error
+            self.sent += sent
+            views = _after(views, sent)
+
+    # ------------------------------------------------------------------ reading
+
+    def receive(self) -> tuple[bytes, Bytes]:
+        """The next frame's record, and how much payload follows. Raises `BulkError`; so does the
+        end of the connection."""
+        head = bytearray(_HEADER.size)
+        self._fill(memoryview(head)[:1], None)
+        self._fill(memoryview(head)[1:], self._progress)
+        magic, length, expected, size = _HEADER.unpack(head)
+        if magic != _MAGIC or length > _RECORD:
+            raise BulkError("what came is no frame")
+        record = bytearray(length)
+        self._fill(memoryview(record), self._progress)
+        if zlib.crc32(record) != expected:
+            raise BulkError("the checksum of a record differs")
+        return bytes(record), size
+
+    def receive_payload(self, views: Sequence[memoryview], guard: Guard) -> bool:
+        """Read the payload to `views` as long as the guard allows, else past them; whether its
+        checksum is right. Raises `BulkError`."""
+        total = 0
+        for batch in _batches(views):
+            left = list(batch)
+            while left:
+                self._wait(select.POLLIN, self._progress)
+                left = _after(left, self._read_guarded(left, guard))
+            for view in batch:
+                total = zlib.crc32(view, total)
+        return self._trailer() == total
+
+    def skip_payload(self, size: Bytes) -> None:
+        """Read past a payload that nobody wants."""
+        scratch = memoryview(bytearray(min(size, _AT_ONCE)))
+        while size:
+            step = min(size, len(scratch))
+            self._fill(scratch[:step], self._progress)
+            size -= step
+        self._trailer()
+
+    def _trailer(self) -> int:
+        trailer = bytearray(_TRAILER.size)
+        self._fill(memoryview(trailer), self._progress)
+        value: int = _TRAILER.unpack(trailer)[0]
+        return value
+
+    def _read_guarded(self, views: list[memoryview], guard: Guard) -> int:
+        """Bytes taken off the connection, into the views only while the guard holds."""
+        try:
+            with guard.lock:
+                if guard.allowed():
+                    count = self._socket.recvmsg_into(views)[0]
+                else:
+                    count = len(self._socket.recv(min(sum(map(len, views)), _AT_ONCE)))
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            raise BulkError(str(error)) from error
+        if not count:
+            raise BulkError("the connection ended inside a frame")
+        return count
+
+    def _fill(self, view: memoryview, patience: Seconds | None) -> None:
+        while view:
+            self._wait(select.POLLIN, patience)
+            try:
+                count = self._socket.recv_into(view)
+            except (BlockingIOError, InterruptedError):
+                continue
+            except OSError as error:
+                raise BulkError(str(error)) from error
+            if not count:
+                raise BulkError("the peer has closed the connection")
+            view = view[count:]
+
+    def _wait(self, events: int, patience: Seconds | None) -> None:
+        poll = select.poll()
+        poll.register(self._socket, events)
+        ready = poll.poll(None if patience is None else patience * 1000)
+        if self._closing.is_set():
+            raise BulkError("closed here")
+        if not ready:
+            raise BulkError(f"no progress for {patience:g} s")
+
+
+class Guard:
+    """Whether bytes may be placed: asked under its lock before each system call that places some.
+
+    Who takes the lock and makes `allowed` false has a fence: no byte is placed afterwards."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.lock = lock
+
+    def allowed(self) -> bool:
+        raise NotImplementedError
+
+
+def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes, so many at a time."""
+    batch: list[memoryview] = []
+    size = 0
+    for view in views:
+        for at in range(0, len(view), _AT_ONCE):
+            piece = view[at : at + _AT_ONCE]
+            batch.append(piece)
+            size += len(piece)
+            if size >= _AT_ONCE or len(batch) == _VIEWS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left when `count` bytes are done."""
+    for place, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[place + 1 :]]
+        count -= len(view)
+    return []

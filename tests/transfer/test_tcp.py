@@ -1,0 +1,269 @@
+"""The receiver places only what it has granted, whatever a peer sends, and waits for nobody for
+ever."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import zlib
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from pdserve.errors import PathLost, TransferCorrupt, TransferError
+from pdserve.messages.transfer import Hello, Ready, Welcome
+from pdserve.testing.kv_oracle import block_of, layouts
+from pdserve.testing.transfer_support import RecordingSink, deliver, ends, order
+from pdserve.transfer import bulk, tcp
+from pdserve.transfer.base import Part, PeerKey, Region
+from pdserve.transfer.bulk import BulkError, BulkSocket, Guard
+from pdserve.transfer.tcp import TcpTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.transfer.base import Ask, Transport
+
+
+def making(progress: float = 10.0):
+    def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+        return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1", progress=progress)
+
+    return make
+
+
+def world(progress: float = 10.0):
+    return ends(making(progress), layouts(2, 1), layouts(2, 1), blocks=8)
+
+
+class Raw:
+    """A peer that says what it likes, once it has come in by the rules."""
+
+    def __init__(self, two) -> None:
+        self.two = two
+
+    async def __aenter__(self) -> Raw:
+        destination, key = self.two.destination.transport, self.two.source.key
+        cards = self.two.source.transport.cards
+        hello = Hello(backend="tcp", epoch=key.epoch, path=1, regions=cards)
+        welcome = await destination.answer(key, hello)
+        assert isinstance(welcome, Welcome)
+        details = msgspec.msgpack.decode(welcome.details, type=tcp._Details)
+        self.loop = asyncio.get_running_loop()
+        self.socket = socket.create_connection((details.host, details.port))
+        self.socket.setblocking(False)
+        await self.send(details.token)
+        assert await self.loop.sock_recv(self.socket, 32) == tcp._proof(details.token)
+        await destination.answer(key, Ready(welcome.path))
+        self.path = destination.path(key)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.socket.close()
+
+    async def send(self, data: bytes) -> None:
+        await self.loop.sock_sendall(self.socket, data)
+
+    async def answer(self) -> tcp._Applied:
+        head = await self.exactly(bulk._HEADER.size)
+        record = await self.exactly(bulk._HEADER.unpack(head)[1])
+        answer = tcp._decode(record)
+        assert isinstance(answer, tcp._Applied)
+        return answer
+
+    async def exactly(self, size: int) -> bytes:
+        found = b""
+        while len(found) < size:
+            piece = await self.loop.sock_recv(self.socket, size - len(found))
+            assert piece, "closed"
+            found += piece
+        return found
+
+    async def closed(self) -> None:
+        while await self.loop.sock_recv(self.socket, 1000):
+            pass
+
+
+def frame(record: object, payload: bytes = b"", *, flip: bool = False) -> bytes:
+    packed = msgspec.msgpack.encode(record)
+    head = bulk._HEADER.pack(bulk._MAGIC, len(packed), zlib.crc32(packed), len(payload))
+    trailer = bulk._TRAILER.pack(zlib.crc32(payload) ^ flip) if payload else b""
+    return head + packed + payload + trailer
+
+
+def data(ticket, **changes: object) -> tcp._Data:
+    record = tcp._Data(
+        ticket.slot, ticket.generation, ticket.attempt, ticket.epoch, 0, 0, 1, (0, 3), True
+    )
+    return msgspec.structs.replace(record, **changes)
+
+
+BLOCK = block_of(layouts(2, 1)[0], 7)
+
+
+async def test_a_frame_by_the_rules_is_placed() -> None:
+    async with world() as two, Raw(two) as raw:
+        sink = RecordingSink()
+        grant = raw.path.grant(order([3, 5], 8), sink)
+        await raw.send(frame(data(grant.ticket, place=1), BLOCK))
+        assert (await raw.answer()).error == ""
+        assert sink.parts == [0]
+        assert two.destination.holds({5: 7}, range(3))
+        grant.finish()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attempt": 2},
+        {"epoch": 1},
+        {"generation": 99},
+        {"slot": 7},
+        {"place": 2},
+        {"place": -1},
+        {"count": 2},
+        {"count": -1},
+        {"layers": (0, 2)},
+    ],
+)
+async def test_a_frame_against_the_rules_is_read_and_not_placed(changes) -> None:
+    async with world() as two, Raw(two) as raw:
+        sink = RecordingSink()
+        grant = raw.path.grant(order([3, 5], 8), sink)
+        await raw.send(frame(data(grant.ticket, **changes), BLOCK))
+        assert (await raw.answer()).error
+        assert sink.parts == []
+        assert two.destination.holds({}, range(3))
+        assert raw.path.down is None
+        await grant.revoke(timeout=5)
+
+
+async def test_a_wrong_checksum_fails_the_grant() -> None:
+    async with world() as two, Raw(two) as raw:
+        sink = RecordingSink()
+        grant = raw.path.grant(order([3], 4), sink)
+        await raw.send(frame(data(grant.ticket), BLOCK, flip=True))
+        assert "checksum" in (await raw.answer()).error
+        assert isinstance(sink.failed[0], TransferCorrupt)
+        assert "transfer r-1/0 with p/1 over tcp, place" in sink.failed[0].message
+        assert sink.parts == []
+        await grant.revoke(timeout=5)
+
+
+async def test_a_fence_holds_in_the_middle_of_a_frame() -> None:
+    async with world() as two, Raw(two) as raw:
+        sink = RecordingSink()
+        grant = raw.path.grant(order([3], 4), sink)
+        whole = frame(data(grant.ticket), BLOCK)
+        cut = len(whole) - len(BLOCK)
+        await raw.send(whole[:cut])
+        memory = two.destination.memories[0]
+        while memory.view(3)[0] != BLOCK[0]:  # noqa: ASYNC110 - a thread writes it
+            await asyncio.sleep(0.001)
+        await grant.revoke(timeout=5)
+        two.destination.poison([3])
+        await raw.send(whole[cut:])
+        assert (await raw.answer()).error
+        assert two.destination.holds({}, range(3))
+        assert not sink.parts
+        assert not sink.failed
+        other = raw.path.grant(order([3], 4), sink)  # the connection is still in step
+        await raw.send(frame(data(other.ticket), BLOCK))
+        assert (await raw.answer()).error == ""
+        other.finish()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"x" * 100,
+        frame(["no", "record"]),
+        frame(tcp._Applied(1, 2, 3), b"payload"),
+        frame(tcp._Applied(1, 2, 3))[:-1] + b"\xff",
+        bulk._HEADER.pack(bulk._MAGIC, 1 << 30, 0, 0),
+    ],
+)
+async def test_what_is_no_frame_ends_the_path(wrong: bytes) -> None:
+    async with world() as two, Raw(two) as raw:
+        sink = RecordingSink()
+        grant = raw.path.grant(order([3], 4), sink)
+        await raw.send(wrong)
+        await raw.closed()
+        await sink.until(lambda s: bool(s.failed))
+        assert isinstance(sink.failed[0], PathLost)
+        await grant.revoke(timeout=5)
+        assert grant.closed
+
+
+async def test_a_peer_that_stops_in_a_frame_is_given_up() -> None:
+    async with world(progress=0.05) as two, Raw(two) as raw:
+        sink = RecordingSink()
+        grant = raw.path.grant(order([3], 4), sink)
+        await raw.send(frame(data(grant.ticket), BLOCK)[:-10])
+        await sink.until(lambda s: bool(s.failed))
+        assert "no progress" in sink.failed[0].message
+        await grant.revoke(timeout=5)
+
+
+async def test_a_peer_that_never_answers_is_given_up() -> None:
+    async with world(progress=0.05) as two, Raw(two) as raw:
+        grant = raw.path.grant(order([3], 4), RecordingSink())
+        foreign = msgspec.structs.replace(grant.ticket, epoch=two.source.key.epoch)
+        error = await deliver(raw.path, foreign, Part(0, 0, [1], (0, 3))).wait()
+        assert isinstance(error, PathLost)
+        assert "taken nothing" in error.message
+
+
+async def test_strangers_are_sent_away() -> None:
+    async with world() as two:
+        await two.connect()
+        transport = two.destination.transport
+        assert isinstance(transport, TcpTransport)
+        loop = asyncio.get_running_loop()
+        for said in (b"", b"x" * 32, b"short"):
+            with socket.create_connection(("127.0.0.1", transport._listen())) as stranger:
+                stranger.setblocking(False)
+                await loop.sock_sendall(stranger, said)
+                if len(said) < 32:
+                    stranger.shutdown(socket.SHUT_WR)
+                assert await asyncio.wait_for(loop.sock_recv(stranger, 100), 10) == b""
+
+
+async def test_a_listener_without_the_secret_gets_no_path(monkeypatch) -> None:
+    async with world() as two:
+        answers = iter([b"a" * 32, b"b" * 32])
+        monkeypatch.setattr(tcp, "_proof", lambda token: next(answers))
+        with pytest.raises(TransferError, match="secret"):
+            await two.source.transport.connect(two.destination.key, timeout=5)
+
+
+def test_runs_of_any_size_arrive() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = BulkSocket(ours, 5), BulkSocket(theirs, 5)
+
+    class Always(Guard):
+        def allowed(self) -> bool:
+            return True
+
+    sizes = [1, 3, 0, 2_500_000, 7, *([11] * 600), 1 << 20]
+    payload = [bytes([n % 251]) * size for n, size in enumerate(sizes)]
+    thread = threading.Thread(
+        target=sender.send, args=(b"record", [memoryview(piece) for piece in payload])
+    )
+    thread.start()
+    try:
+        record, size = receiver.receive()
+        assert (record, size) == (b"record", sum(sizes))
+        places = [bytearray(size) for size in sizes]
+        views = [memoryview(place) for place in places]
+        assert receiver.receive_payload(views, Always(threading.Lock()))
+        assert [bytes(place) for place in places] == payload
+        sender.end()
+        with pytest.raises(BulkError):
+            receiver.receive()
+    finally:
+        thread.join()
+        sender.close()
+        receiver.close()
