@@ -1,9 +1,11 @@
-// Copies runs of bytes between two buffers, without the GIL. Twin: pdserve/transfer/copying.py, which
-// says what it is for.
+// Copies runs of bytes between two buffers, and checksums them, without the GIL. Twin:
+// pdserve/transfer/copying.py, which says what it is for.
 #include "bind_copy.hpp"
 
 #include <cstdint>
 #include <cstring>
+
+#include "pdserve/crc32.hpp"
 
 namespace nb = nanobind;
 
@@ -62,9 +64,19 @@ std::int64_t copy_runs(nb::handle destination, nb::handle source, nb::handle to,
   return total;
 }
 
+std::uint32_t crc32(nb::handle data, std::uint32_t start) {
+  if (!pdserve::crc32_here()) throw nb::value_error("this machine has no carry-less multiplication");
+  const Held held(data, PyBUF_C_CONTIGUOUS);
+  nb::gil_scoped_release unlocked;
+  return pdserve::crc32(start, held.as<const std::uint8_t>(),
+                        static_cast<std::size_t>(held.size()));
+}
+
 }  // namespace
 
 void bind_copy(nb::module_& m) {
   m.def("copy_runs", &copy_runs, nb::arg("destination"), nb::arg("source"), nb::arg("to"),
         nb::arg("from_"), nb::arg("lengths"));
+  m.def("crc32_here", &pdserve::crc32_here);
+  m.def("crc32", &crc32, nb::arg("data"), nb::arg("start") = 0);
 }

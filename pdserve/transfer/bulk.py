@@ -16,8 +16,9 @@ import select
 import socket
 import struct
 import threading
-import zlib
 from typing import TYPE_CHECKING, Final
+
+from pdserve.transfer.copying import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -68,13 +69,13 @@ class BulkSocket:
     def send(self, record: bytes, views: Sequence[memoryview] = ()) -> None:
         """One frame. Raises `BulkError`."""
         size = sum(map(len, views))
-        head = _HEADER.pack(_MAGIC, len(record), zlib.crc32(record), size)
+        head = _HEADER.pack(_MAGIC, len(record), crc32(record), size)
         self._send_all([memoryview(head), memoryview(record)])
         if size:
             total = 0
             for batch in _batches(views):
                 for view in batch:
-                    total = zlib.crc32(view, total)
+                    total = crc32(view, total)
                 self._send_all(batch)
             self._send_all([memoryview(_TRAILER.pack(total))])
 
@@ -103,7 +104,7 @@ class BulkSocket:
             raise BulkError("what came is no frame")
         record = bytearray(length)
         self._fill(memoryview(record), self._progress)
-        if zlib.crc32(record) != expected:
+        if crc32(record) != expected:
             raise BulkError("the checksum of a record differs")
         return bytes(record), size
 
@@ -117,7 +118,7 @@ class BulkSocket:
                 self._wait(select.POLLIN, self._progress)
                 left = _after(left, self._read_guarded(left, guard))
             for view in batch:
-                total = zlib.crc32(view, total)
+                total = crc32(view, total)
         return self._trailer() == total
 
     def skip_payload(self, size: Bytes) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes
     from pdserve.transfer.plan import Runs
 
-__all__ = ["CHUNK", "checksum", "chunks", "copy_pure", "copy_runs"]
+__all__ = ["CHUNK", "checksum", "chunks", "copy_pure", "copy_runs", "crc32"]
 
 CHUNK: Final[Bytes] = 8 << 20
 """About how much is copied between two looks at whether it is still wanted: a millisecond."""
@@ -46,6 +46,10 @@ def copy_pure(
 
 copy_runs = accel.native.copy_runs if accel.NATIVE else copy_pure
 
+crc32 = accel.native.crc32 if accel.NATIVE and accel.native.crc32_here() else zlib.crc32
+"""`zlib.crc32`; natively the same value, several times as fast. It does not depend on where the
+bytes are cut, which is what two ends with other runs of the same bytes need."""
+
 
 def chunks(runs: Runs, size: Bytes = CHUNK) -> Iterator[tuple[memoryview, memoryview, memoryview]]:
     """The runs' destinations, sources and lengths, a few at a time, of about `size` bytes. Runs are
@@ -60,8 +64,7 @@ def chunks(runs: Runs, size: Bytes = CHUNK) -> Iterator[tuple[memoryview, memory
 
 
 def checksum(memory: memoryview, runs: Iterable[tuple[Bytes, Bytes]], start: int = 0) -> int:
-    """CRC-32 of runs (offset, length) of a memory, one after the other. It is zlib's: as fast as
-    memory on machines with carry-less multiplication, and everywhere the same."""
+    """CRC-32 of runs (offset, length) of a memory, one after the other."""
     for at, length in runs:
-        start = zlib.crc32(memory[at : at + length], start)
+        start = crc32(memory[at : at + length], start)
     return start

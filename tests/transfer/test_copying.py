@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve import accel
-from pdserve.transfer.copying import checksum, chunks, copy_pure, copy_runs
+from pdserve.transfer.copying import checksum, chunks, copy_pure, copy_runs, crc32
 from pdserve.transfer.plan import Runs
 
 BOTH = [copy_pure, copy_runs] if accel.NATIVE else [copy_pure]
@@ -66,3 +67,16 @@ def test_chunks_cover_all_runs_in_order() -> None:
 def test_a_checksum_is_that_of_the_bytes_in_a_row() -> None:
     memory = memoryview(bytes(range(100)))
     assert checksum(memory, [(10, 5), (3, 2)]) == zlib.crc32(bytes([10, 11, 12, 13, 14, 3, 4]))
+
+
+@given(st.binary(max_size=400), st.integers(0, 400), st.integers(0, 0xFFFF_FFFF))
+def test_crc_is_zlibs_wherever_the_bytes_are_cut(data: bytes, cut: int, start: int) -> None:
+    whole = memoryview(data)
+    assert crc32(whole, start) == zlib.crc32(data, start)
+    assert crc32(whole[cut:], crc32(whole[:cut], start)) == zlib.crc32(data, start)
+
+
+def test_crc_of_long_memory_is_zlibs(seed: int) -> None:
+    data = Random(seed).randbytes(100_003)
+    for at in range(64):
+        assert crc32(memoryview(data)[at:]) == zlib.crc32(data[at:])
