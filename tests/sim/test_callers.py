@@ -7,9 +7,12 @@ import random
 import pytest
 
 from pdserve.errors import EngineDied
-from pdserve.messages.request import Finish, TokenDelta
+from pdserve.messages.request import Finish, Started, TokenDelta
 from pdserve.sim.callers import Account, draw_request
 from pdserve.testing.scripted import reference_tokens
+
+
+STARTED = Started(0, 0.0, 0.0, 0.0)
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def deltas(account: Account) -> list[TokenDelta]:
             prompt_tokens=len(request.prompt),
             completion_tokens=len(tokens),
         )
-        every.append(TokenDelta(1, choice, tokens, finish))
+        every.append(TokenDelta(1, choice, tokens, finish, started=STARTED))
     return every
 
 
@@ -59,6 +62,14 @@ def test_tokens_after_the_end_are_a_violation(account: Account, complaints: list
 
 def test_other_tokens_are_a_violation(account: Account, complaints: list[str]) -> None:
     wrong = (reference_tokens(account.request, 0, max_len=200)[0] + 1) % 97
-    account.on_delta(TokenDelta(1, 0, [wrong]))
+    account.on_delta(TokenDelta(1, 0, [wrong], started=STARTED))
     account.end("cancelled")
     assert "are not the engine's" in complaints[0]
+
+
+def test_a_first_token_without_its_story_is_a_violation(
+    account: Account, complaints: list[str]
+) -> None:
+    account.on_delta(TokenDelta(1, 0, reference_tokens(account.request, 0, max_len=200)[:1]))
+    assert complaints == ["q: the first token does not say how it came about"]
+    account.end("cancelled")
