@@ -11,7 +11,6 @@ from pdserve.messages.request import Finish, Started, TokenDelta
 from pdserve.sim.callers import Account, draw_request
 from pdserve.testing.scripted import reference_tokens
 
-
 STARTED = Started(0, 0.0, 0.0, 0.0)
 
 
