@@ -1,0 +1,96 @@
+"""A source in a process of its own, for tests that kill it: `python -m … shm|tcp`.
+
+It takes what its transport is asked from stdin and answers on stdout, as frames of a length and
+msgpack: a control record, or a ticket, whose blocks it then delivers, one part each, over and over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.errors import LinkLost, PdserveError
+from pdserve.ids import NodeId
+from pdserve.messages.transfer import Control, Ticket
+from pdserve.testing.kv_oracle import layouts
+from pdserve.testing.transfer_support import Side, Waiter
+from pdserve.transfer.base import Part, PeerKey
+from pdserve.transfer.shm import ShmTransport
+from pdserve.transfer.tcp import TcpTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.messages.transfer import KvLayout
+    from pdserve.transfer.base import Ask, Path, Region, Transport
+
+SOURCE = PeerKey(NodeId("p"), 1)
+DESTINATION = PeerKey(NodeId("d"), 2)
+BLOCKS = 64
+
+
+def big() -> Sequence[KvLayout]:
+    """Blocks large enough for a kill to find one half done."""
+    return layouts(4, 2, layers=4, tokens=16, dim=64)
+
+
+def make(kind: str, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+    if kind == "shm":
+        return ShmTransport(key.node, key.epoch, regions, ask)
+    return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1")
+
+
+async def read(stream: asyncio.StreamReader) -> bytes:
+    (size,) = struct.unpack("<I", await stream.readexactly(4))
+    return await stream.readexactly(size)
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+async def main(kind: str) -> None:
+    async def nobody(peer: PeerKey, control: Control, timeout: float) -> Control:
+        raise LinkLost("this process asks nothing")
+
+    side = Side(SOURCE, big(), BLOCKS)
+    side.allocate()
+    side.fill({block: block for block in range(BLOCKS)})
+    side.transport = make(kind, SOURCE, side.regions, nobody)
+    stdin = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
+    tasks = set()
+    while True:
+        body = await read(stdin)
+        if body[:1] == b"T":
+            path = side.transport.path(DESTINATION)
+            assert path is not None
+            ticket = msgspec.msgpack.decode(body[1:], type=Ticket)
+            tasks.add(asyncio.create_task(flood(path, ticket)))
+            continue
+        control = msgspec.msgpack.decode(body[1:], type=Control)
+        answer = await side.transport.answer(DESTINATION, control)
+        sys.stdout.buffer.write(framed(msgspec.msgpack.encode(answer)))
+        sys.stdout.buffer.flush()
+
+
+async def flood(path: Path, ticket: Ticket) -> None:
+    """Every block of the ticket, again and again, under new numbers."""
+    with contextlib.suppress(PdserveError):
+        for number in range(4000):
+            waiter = Waiter()
+            block = number % len(ticket.blocks)
+            path.deliver(ticket, Part(number, 16 * block, [block], (0, 4)), waiter)
+            if number % 16 == 15:
+                await waiter.wait()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        asyncio.run(main(sys.argv[1]))
