@@ -22,16 +22,12 @@ from __future__ import annotations
 
 import array
 import asyncio
-import fcntl
 import logging
-import mmap
-import os
 import secrets
 import socket
-import struct
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -41,8 +37,17 @@ from pdserve.errors import TransferCorrupt, TransferWithdrawn
 from pdserve.transfer.copying import CHUNK, checksum, chunks, copy_runs
 from pdserve.transfer.host import TransportCore
 from pdserve.transfer.path import MAX_OUTGOING, Key, PathCore
-from pdserve.transfer.plan import PlanError, block_bytes, split
+from pdserve.transfer.plan import PlanError, split
 from pdserve.transfer.route import Share
+from pdserve.transfer.shm_socket import (
+    boot_id,
+    check_user,
+    close_all,
+    greet,
+    receive_greeting,
+    seqpacket,
+)
+from pdserve.transfer.shm_table import ENTRIES, Mapped, Table, disbelieved, map_peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,17 +76,6 @@ _GREETING: Final[Seconds] = 10.0
 """How long either end has to show its descriptors."""
 _STRANGERS: Final = 64
 """Connections that have not greeted; one more is closed."""
-_ENTRY: Final = struct.Struct("<QQQQ")
-"""Of a delivery: number (0: none), attempt, epoch, reserved."""
-_HEADER: Final = struct.Struct("<16sQQ")
-"""Of a block: hash, epoch, reserved."""
-_TABLE_ENTRIES: Final = MAX_OUTGOING
-
-
-class _Greeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The first packet, with descriptors: the table, then every region."""
-
-    token: bytes
 
 
 class _Fetch(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -112,7 +106,7 @@ class _Fetched(msgspec.Struct, frozen=True, array_like=True, tag=3):
     error: str = ""
 
 
-_Packet = _Greeting | _Fetch | _Fetched
+_Packet = _Fetch | _Fetched
 _decode = msgspec.msgpack.Decoder(_Packet).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -123,68 +117,6 @@ class _Details(msgspec.Struct, frozen=True, array_like=True):
     host: str
     name: str
     token: bytes
-
-
-# ------------------------------------------------------------------------------ the table
-
-
-class _Table:
-    """What peers compare with. Written by its owner only."""
-
-    def __init__(self, blocks: int, epoch: Epoch) -> None:
-        size = _TABLE_ENTRIES * _ENTRY.size + blocks * _HEADER.size
-        self.fd = os.memfd_create("pdserve-transfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, size)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self._map = mmap.mmap(self.fd, size)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        self._epoch = epoch
-        self._free = deque(range(_TABLE_ENTRIES))
-
-    def open(self, attempt: int, share: Share) -> tuple[int, int]:
-        """An entry for a delivery, and its number; the blocks' headers say what they hold."""
-        if not self._free:
-            raise PlanError(f"{_TABLE_ENTRIES} deliveries are under way")
-        names = share.names or bytes(16 * len(share.blocks))
-        for place, block in enumerate(share.blocks):
-            own = names[16 * place : 16 * place + 16]
-            _HEADER.pack_into(self._map, _header_at(block), own, self._epoch, 0)
-        entry, number = self._free.popleft(), secrets.randbits(63) | 1
-        _ENTRY.pack_into(self._map, entry * _ENTRY.size, number, attempt, self._epoch, 0)
-        return entry, number
-
-    def void(self, entry: int) -> None:
-        """From now on nothing that is read under this entry is believed."""
-        _ENTRY.pack_into(self._map, entry * _ENTRY.size, 0, 0, 0, 0)
-
-    def give_back(self, entry: int) -> None:
-        """Void, and free for the next."""
-        self.void(entry)
-        self._free.append(entry)
-
-    def close(self) -> None:
-        self._map.close()
-        os.close(self.fd)
-
-
-def _header_at(block: int) -> int:
-    return _TABLE_ENTRIES * _ENTRY.size + block * _HEADER.size
-
-
-def _disbelieved(table: mmap.mmap, epoch: Epoch, fetch: _Fetch, share: Share) -> str:
-    """Why what the peer's table says is not what it announced; empty: it is."""
-    found = _ENTRY.unpack_from(table, fetch.entry * _ENTRY.size)[:3]
-    if found != (fetch.number, fetch.attempt, epoch):
-        return "the source has given the blocks up" if not found[0] else "another delivery's entry"
-    names = share.names or bytes(16 * len(share.blocks))
-    for place, block in enumerate(share.blocks):
-        name, stamped, _ = _HEADER.unpack_from(table, _header_at(block))
-        if name != names[16 * place : 16 * place + 16] or stamped != epoch:
-            return f"block {block} of the source holds something else"
-    return ""
 
 
 # ------------------------------------------------------------------------------ a path
@@ -202,22 +134,6 @@ class _Job:
     future: asyncio.Future[Any] | None = None
 
 
-@dataclass(slots=True)
-class _Peer:
-    """What the peer has passed: its table and its regions, mapped for reading."""
-
-    table: mmap.mmap
-    maps: list[mmap.mmap] = field(default_factory=list)
-    views: list[memoryview] = field(default_factory=list)
-    """Of the regions."""
-
-    def close(self) -> None:
-        for view in self.views:
-            view.release()
-        for mapping in (self.table, *self.maps):
-            mapping.close()
-
-
 class ShmPath(PathCore):
     """See above."""
 
@@ -228,7 +144,7 @@ class ShmPath(PathCore):
         super().__init__(*args, **kwargs)
         self._theirs: Sequence[RegionCard] = kwargs["theirs"]
         self._socket: socket.socket | None = None
-        self._mapped: _Peer | None = None
+        self._mapped: Mapped | None = None
         self._entries: dict[Key, int] = {}
         self._jobs: set[_Job] = set()
         self._pieces: dict[Key, list[_Fetch]] = {}
@@ -239,7 +155,7 @@ class ShmPath(PathCore):
 
     def attach(self, connection: socket.socket, fds: Sequence[int]) -> None:
         """The peer has greeted: use its descriptors. Raises `PlanError`, `OSError`."""
-        self._mapped = _map_peer(fds, self._theirs)
+        self._mapped = map_peer(fds, self._theirs)
         self._socket = connection
         asyncio.get_running_loop().add_reader(connection, self._read)
 
@@ -265,10 +181,8 @@ class ShmPath(PathCore):
             return
         if isinstance(packet, _Fetch):
             self._on_fetch(packet)
-        elif isinstance(packet, _Fetched):
-            self._on_fetched(packet)
         else:
-            self.fail("protocol", "a second greeting")
+            self._on_fetched(packet)
 
     def _send(self, packet: _Packet) -> None:
         self._unsent.append(_encode(packet))
@@ -413,7 +327,7 @@ class ShmPath(PathCore):
 
     def _share(self, granted: Granted, fetch: _Fetch) -> Share:
         ticket = granted.ticket
-        if not 0 <= fetch.entry < _TABLE_ENTRIES:
+        if not 0 <= fetch.entry < ENTRIES:
             raise PlanError("there is no such entry")
         blocks = array.array("I", fetch.blocks)
         share = self.into.share(
@@ -427,7 +341,7 @@ class ShmPath(PathCore):
         peer = self._mapped
         if peer is None or job.stop:
             return "it is not wanted any more", 0
-        reason = _disbelieved(peer.table, self.peer.epoch, job.fetch, job.share)
+        reason = self._disbelieved(peer, job)
         if reason:
             return reason, 0
         size = 0
@@ -438,8 +352,12 @@ class ShmPath(PathCore):
                 if job.stop:
                     return "it is not wanted any more", size
                 size += copy_runs(memory, peer.views[move.source], to, from_, lengths)
-        reason = _disbelieved(peer.table, self.peer.epoch, job.fetch, job.share)
+        reason = self._disbelieved(peer, job)
         return reason or self._compare(job), size
+
+    def _disbelieved(self, peer: Mapped, job: _Job) -> str:
+        announced = (job.fetch.number, job.fetch.attempt)
+        return disbelieved(peer.table, self.peer.epoch, job.fetch.entry, announced, job.share)
 
     def _compare(self, job: _Job) -> str:
         blocks = job.granted.ticket.blocks
@@ -512,30 +430,6 @@ def _joined(pieces: Sequence[_Fetch]) -> _Fetch:
     )
 
 
-def _map_peer(fds: Sequence[int], cards: Sequence[RegionCard]) -> _Peer:
-    """Map what the peer has passed, for reading; none of it may be too small, or shrink."""
-    if len(fds) != 1 + len(cards):
-        raise PlanError(f"{len(fds)} descriptors for {len(cards)} regions")
-    blocks = max(card.blocks for card in cards)
-    peer = _Peer(_map(fds[0], _header_at(blocks)))
-    try:
-        for fd, card in zip(fds[1:], cards, strict=True):
-            peer.maps.append(_map(fd, card.blocks * block_bytes(card.layout)))
-            peer.views.append(memoryview(peer.maps[-1]))
-    except BaseException:
-        peer.close()
-        raise
-    return peer
-
-
-def _map(fd: int, size: Bytes) -> mmap.mmap:
-    if os.fstat(fd).st_size < size:
-        raise PlanError(f"the peer's memory is smaller than the {size} bytes it speaks of")
-    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise PlanError("the peer's memory is not sealed: it could shrink under the reader")
-    return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
-
-
 # ------------------------------------------------------------------------------ the transport
 
 
@@ -561,7 +455,7 @@ class ShmTransport(TransportCore):
         super().__init__(node, epoch, regions, ask)
         self.verify: Verify = verify
         self._patience = patience
-        self.table = _Table(max(region.blocks for region in regions), epoch)
+        self.table = Table(max(region.blocks for region in regions), epoch)
         self._thread: ThreadPoolExecutor | None = None
         self._listening: socket.socket | None = None
         self._expected: dict[bytes, asyncio.Future[tuple[socket.socket, list[int]]]] = {}
@@ -603,13 +497,13 @@ class ShmTransport(TransportCore):
         greeted = asyncio.get_running_loop().create_future()
         self._expected[token] = greeted
         try:
-            welcome = await exchange(_encode(_Details(_boot_id(), self._listen(), token)))
+            welcome = await exchange(_encode(_Details(boot_id(), self._listen(), token)))
             connection, fds = await greeted
         except BaseException:
             if greeted.done() and not greeted.cancelled() and not greeted.exception():
                 connection, fds = greeted.result()
                 connection.close()
-                _close(fds)
+                close_all(fds)
             raise
         finally:
             self._expected.pop(token, None)
@@ -621,19 +515,19 @@ class ShmTransport(TransportCore):
             connection.close()
             raise
         finally:
-            _close(fds)
+            close_all(fds)
         return path
 
     async def _accept(self, peer: PeerKey, number: int, hello: Hello) -> tuple[ShmPath, bytes]:
         details = msgspec.msgpack.decode(hello.details, type=_Details)
-        if details.host != _boot_id():
+        if details.host != boot_id():
             raise PlanError("the peer runs on another host")
         path = self._path(peer, number, hello.regions)
-        connection = _socket()
+        connection = seqpacket()
         fds: list[int] = []
         try:
             connection.connect("\0" + details.name)
-            _check_user(connection)
+            check_user(connection)
             self._greet(connection, details.token)
             token, fds = await self._greeting(connection)
             if not secrets.compare_digest(token, details.token):
@@ -643,7 +537,7 @@ class ShmTransport(TransportCore):
             connection.close()
             raise
         finally:
-            _close(fds)
+            close_all(fds)
         return path, b""
 
     def _path(self, peer: PeerKey, number: int, theirs: Sequence[RegionCard]) -> ShmPath:
@@ -662,7 +556,7 @@ class ShmTransport(TransportCore):
     def _listen(self) -> str:
         """The socket's name, which is in no file system and ends with it."""
         if self._listening is None:
-            listening = _socket()
+            listening = seqpacket()
             listening.bind(f"\0pdserve-{secrets.token_hex(16)}")
             listening.listen(_STRANGERS)
             asyncio.get_running_loop().add_reader(listening, self._on_connection)
@@ -678,7 +572,7 @@ class ShmTransport(TransportCore):
             return
         connection.setblocking(False)
         try:
-            _check_user(connection)
+            check_user(connection)
         except PlanError as error:
             _log.warning("shm: refused a connection: %s", error)
             connection.close()
@@ -693,7 +587,7 @@ class ShmTransport(TransportCore):
     def _on_greeting(self, connection: socket.socket) -> None:
         """The first packet of one that has connected: whose path is it?"""
         try:
-            token, fds = _receive(connection)
+            token, fds = receive_greeting(connection)
         except BlockingIOError:
             return
         except (OSError, PlanError, msgspec.MsgspecError):
@@ -701,7 +595,7 @@ class ShmTransport(TransportCore):
             return
         expected = self._expected.get(token)
         if expected is None or expected.done():
-            _close(fds)
+            close_all(fds)
             self._dismiss(connection)
             return
         self._strangers.pop(connection).cancel()
@@ -709,7 +603,7 @@ class ShmTransport(TransportCore):
         try:
             self._greet(connection, token)
         except OSError as error:
-            _close(fds)
+            close_all(fds)
             connection.close()
             expected.set_exception(error)
         else:
@@ -724,15 +618,8 @@ class ShmTransport(TransportCore):
 
     def _greet(self, connection: socket.socket, token: bytes) -> None:
         """Pass the table and the regions, for reading only."""
-        fds: list[int] = []
-        try:
-            for fd in (self.table.fd, *(region.fd for region in self.regions)):
-                fds += [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)]
-            packed = array.array("i", fds)
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)]
-            connection.sendmsg([_encode(_Greeting(token))], rights, socket.MSG_NOSIGNAL)
-        finally:
-            _close(fds)
+        own = [region.fd for region in self.regions if region.fd is not None]
+        greet(connection, token, [self.table.fd, *own])
 
     async def _greeting(self, connection: socket.socket) -> tuple[bytes, list[int]]:
         """The peer's, as soon as it is there."""
@@ -746,7 +633,7 @@ class ShmTransport(TransportCore):
             raise PlanError(f"the peer did not greet within {_GREETING:g} s") from None
         finally:
             loop.remove_reader(connection)
-        return _receive(connection)
+        return receive_greeting(connection)
 
     async def close(self) -> None:
         if self._listening is not None:
@@ -764,50 +651,6 @@ class ShmTransport(TransportCore):
             self.table.close()
 
 
-def _socket() -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.setblocking(False)
-    return made
-
-
 def _settle(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """A greeting with its descriptors."""
-    packet, fds, flags, _ = socket.recv_fds(connection, 4096, 128)
-    try:
-        if not packet or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise PlanError("the connection ended before the greeting, or it was cut")
-        greeting = _decode(packet)
-        if not isinstance(greeting, _Greeting):
-            raise PlanError("something else instead of a greeting")
-    except BaseException:
-        _close(fds)
-        raise
-    for fd in fds:
-        os.set_inheritable(fd, False)
-    return greeting.token, list(fds)
-
-
-def _check_user(connection: socket.socket) -> None:
-    """The kernel says who the other side is."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    _, user, _ = struct.unpack("iII", packed)
-    if user != os.geteuid():
-        raise PlanError(f"the peer runs as user {user}, this node as {os.geteuid()}")
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError as error:
-        raise PlanError(f"cannot tell which host this is: {error}") from error
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)

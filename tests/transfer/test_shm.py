@@ -12,7 +12,7 @@ import pytest
 from pdserve.errors import TransferCorrupt, TransferError, TransferRefused, TransferWithdrawn
 from pdserve.testing.kv_oracle import layouts
 from pdserve.testing.transfer_support import RecordingSink, deliver, ends, order
-from pdserve.transfer import shm
+from pdserve.transfer import shm, shm_socket, shm_table
 from pdserve.transfer.base import Part, PeerKey, Region
 from pdserve.transfer.shm import ShmTransport
 
@@ -81,14 +81,14 @@ async def test_blocks_given_up_while_they_are_copied_are_not_served(monkeypatch)
 
 async def test_a_block_that_holds_something_else_is_not_served(monkeypatch) -> None:
     def rename(two, table) -> None:
-        shm._HEADER.pack_into(table._map, shm._header_at(3), b"another block...", 1, 0)
+        shm_table._HEADER.pack_into(table._map, shm_table.header_at(3), b"another block...", 1, 0)
 
     with monkeypatch.context() as patch:
         error = await spoilt(patch, "copy_runs", rename, "off")
     assert "block 3 of the source holds something else" in error.message
 
     def other_life(two, table) -> None:
-        shm._HEADER.pack_into(table._map, shm._header_at(0), bytes(range(16)), 99, 0)
+        shm_table._HEADER.pack_into(table._map, shm_table.header_at(0), bytes(range(16)), 99, 0)
 
     error = await spoilt(monkeypatch, "chunks", other_life, "off")
     assert "block 0" in error.message
@@ -138,7 +138,7 @@ async def test_strangers_are_sent_away() -> None:
         transport = two.source.transport
         assert isinstance(transport, ShmTransport)
         loop = asyncio.get_running_loop()
-        for packet in (b"", b"\x00", shm._encode(shm._Greeting(b"x" * 32))):
+        for packet in (b"", b"\x00", shm._encode(shm_socket.Greeting(b"x" * 32))):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                 stranger.setblocking(False)
                 stranger.connect("\0" + transport._listen())
@@ -157,7 +157,7 @@ async def test_another_user_or_host_gets_no_path(monkeypatch) -> None:
             patch.setattr(os, "geteuid", lambda: user + 1)
             with pytest.raises(TransferError, match="runs as user"):
                 await two.source.transport.connect(two.destination.key, timeout=5)
-        monkeypatch.setattr(shm, "_boot_id", iter(["one host", "another"]).__next__)
+        monkeypatch.setattr(shm, "boot_id", iter(["one host", "another"]).__next__)
         with pytest.raises(TransferRefused, match="another host"):
             await two.source.transport.connect(two.destination.key, timeout=5)
 

@@ -1,0 +1,93 @@
+"""Unix sockets between nodes on one host: who is there, and descriptors passed along.
+
+A greeting is the first packet in each direction: the path's secret, and the sender's descriptors.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.transfer.plan import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "Greeting",
+    "boot_id",
+    "check_user",
+    "close_all",
+    "greet",
+    "receive_greeting",
+    "seqpacket",
+]
+
+
+class Greeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The first packet, with descriptors: the table, then every region."""
+
+    token: bytes
+
+
+_decode = msgspec.msgpack.Decoder(Greeting).decode
+
+
+def greet(connection: socket.socket, token: bytes, own: Sequence[int]) -> None:
+    """Pass these descriptors, for reading only."""
+    fds: list[int] = []
+    try:
+        for fd in own:
+            fds += [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        packet = msgspec.msgpack.encode(Greeting(token))
+        connection.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
+    finally:
+        close_all(fds)
+
+
+def seqpacket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.setblocking(False)
+    return made
+
+
+def receive_greeting(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A greeting with its descriptors."""
+    packet, fds, flags, _ = socket.recv_fds(connection, 4096, 128)
+    try:
+        if not packet or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise PlanError("the connection ended before the greeting, or it was cut")
+        greeting = _decode(packet)
+    except BaseException:
+        close_all(fds)
+        raise
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return greeting.token, list(fds)
+
+
+def check_user(connection: socket.socket) -> None:
+    """The kernel says who the other side is."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, user, _ = struct.unpack("iII", packed)
+    if user != os.geteuid():
+        raise PlanError(f"the peer runs as user {user}, this node as {os.geteuid()}")
+
+
+def boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError as error:
+        raise PlanError(f"cannot tell which host this is: {error}") from error
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,141 @@
+"""What nodes on one host show each other: the table of one, and the other's memory, mapped.
+
+The table is written by its owner and read by its peers, who have no other way to learn in time that
+blocks no longer hold what was announced. An entry belongs to a delivery and is void as soon as the
+blocks may change; a header belongs to a block and says its name. What a reader maps must be as big
+as its owner says, and sealed, so that reading cannot fault.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from pdserve.transfer.path import MAX_OUTGOING
+from pdserve.transfer.plan import PlanError, block_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pdserve.ids import Bytes, Epoch
+    from pdserve.messages.transfer import RegionCard
+    from pdserve.transfer.route import Share
+
+__all__ = ["ENTRIES", "Mapped", "Table", "disbelieved", "header_at", "map_peer"]
+
+ENTRIES: Final = MAX_OUTGOING
+_ENTRY: Final = struct.Struct("<QQQQ")
+"""Of a delivery: number (0: none), attempt, epoch, reserved."""
+_HEADER: Final = struct.Struct("<16sQQ")
+"""Of a block: hash, epoch, reserved."""
+
+
+class Table:
+    """What peers compare with. Written by its owner only."""
+
+    def __init__(self, blocks: int, epoch: Epoch) -> None:
+        size = ENTRIES * _ENTRY.size + blocks * _HEADER.size
+        self.fd = os.memfd_create("pdserve-transfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._map = mmap.mmap(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._epoch = epoch
+        self._free = deque(range(ENTRIES))
+
+    def open(self, attempt: int, share: Share) -> tuple[int, int]:
+        """An entry for a delivery, and its number; headers of blocks that have names say them."""
+        if not self._free:
+            raise PlanError(f"{ENTRIES} deliveries are under way")
+        for block, name in _named(share):
+            _HEADER.pack_into(self._map, header_at(block), name, self._epoch, 0)
+        entry, number = self._free.popleft(), secrets.randbits(63) | 1
+        _ENTRY.pack_into(self._map, entry * _ENTRY.size, number, attempt, self._epoch, 0)
+        return entry, number
+
+    def void(self, entry: int) -> None:
+        """From now on nothing that is read under this entry is believed."""
+        _ENTRY.pack_into(self._map, entry * _ENTRY.size, 0, 0, 0, 0)
+
+    def give_back(self, entry: int) -> None:
+        """Void, and free for the next."""
+        self.void(entry)
+        self._free.append(entry)
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self.fd)
+
+
+def header_at(block: int) -> int:
+    return ENTRIES * _ENTRY.size + block * _HEADER.size
+
+
+def disbelieved(
+    table: mmap.mmap, epoch: Epoch, entry: int, announced: tuple[int, int], share: Share
+) -> str:
+    """Why what the peer's table says is not what it announced (number, attempt); empty: it is."""
+    found = _ENTRY.unpack_from(table, entry * _ENTRY.size)[:3]
+    if found != (*announced, epoch):
+        return "the source has given the blocks up" if not found[0] else "another delivery's entry"
+    for block, name in _named(share):
+        if _HEADER.unpack_from(table, header_at(block))[:2] != (name, epoch):
+            return f"block {block} of the source holds something else"
+    return ""
+
+
+def _named(share: Share) -> Iterator[tuple[int, bytes]]:
+    """Blocks and their names; nothing of blocks that have none."""
+    names = share.names
+    if not names:
+        return iter(())
+    return zip(share.blocks, (names[at : at + 16] for at in range(0, len(names), 16)), strict=True)
+
+
+@dataclass(slots=True)
+class Mapped:
+    """What the peer has passed: its table and its regions, mapped for reading."""
+
+    table: mmap.mmap
+    maps: list[mmap.mmap] = field(default_factory=list)
+    views: list[memoryview] = field(default_factory=list)
+    """Of the regions."""
+
+    def close(self) -> None:
+        for view in self.views:
+            view.release()
+        for mapping in (self.table, *self.maps):
+            mapping.close()
+
+
+def map_peer(fds: Sequence[int], cards: Sequence[RegionCard]) -> Mapped:
+    """Map what the peer has passed, for reading; none of it may be too small, or shrink."""
+    if len(fds) != 1 + len(cards):
+        raise PlanError(f"{len(fds)} descriptors for {len(cards)} regions")
+    blocks = max(card.blocks for card in cards)
+    peer = Mapped(_map(fds[0], header_at(blocks)))
+    try:
+        for fd, card in zip(fds[1:], cards, strict=True):
+            peer.maps.append(_map(fd, card.blocks * block_bytes(card.layout)))
+            peer.views.append(memoryview(peer.maps[-1]))
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def _map(fd: int, size: Bytes) -> mmap.mmap:
+    if os.fstat(fd).st_size < size:
+        raise PlanError(f"the peer's memory is smaller than the {size} bytes it speaks of")
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise PlanError("the peer's memory is not sealed: it could shrink under the reader")
+    return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
