@@ -21,6 +21,16 @@ def copy_runs(
     from_: memoryview | array[int],
     lengths: memoryview | array[int],
 ) -> int: ...
+def bind_runs(
+    source: array[int],
+    destination: array[int],
+    spans: array[int],
+    here: int,
+    there: int,
+    out_source: array[int],
+    out_destination: array[int],
+    out_length: array[int],
+) -> int: ...
 def crc32_here() -> bool: ...
 def crc32(data: memoryview | bytes | bytearray, start: int = 0) -> int: ...
 def cpu_kernel_sets() -> list[str]: ...

@@ -26,6 +26,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+from pdserve import accel
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -41,6 +43,7 @@ __all__ = [
     "Template",
     "align",
     "bind",
+    "bind_pure",
     "block_bytes",
     "blocks_for",
     "check_fit",
@@ -241,6 +244,11 @@ def bind(plan: Template, source: Sequence[int], destination: Sequence[int]) -> R
         raise PlanError(f"{len(source)} blocks cannot fill {len(destination)}")
     if len(source) * len(plan.spans) > MAX_RUNS:
         raise PlanError(f"{len(source)} blocks would be more than {MAX_RUNS} runs of bytes")
+    return _bind(plan, source, destination)
+
+
+def bind_pure(plan: Template, source: Sequence[int], destination: Sequence[int]) -> Runs:
+    """`bind`, of lists that fit."""
     here, there = plan.source_block, plan.destination_block
     if plan.whole:
         return _bind_whole(here, source, destination)
@@ -250,6 +258,28 @@ def bind(plan: Template, source: Sequence[int], destination: Sequence[int]) -> R
         array("q", [block * there + span.destination for block in destination for span in spans]),
         array("q", [span.length for span in spans]) * len(source),
     )
+
+
+def _bind_native(plan: Template, source: Sequence[int], destination: Sequence[int]) -> Runs:
+    spans = array("q", [n for s in plan.spans for n in (s.source, s.destination, s.length)])
+    room = array("q", (0,)) * (len(source) * len(plan.spans))
+    runs = Runs(room, room[:], room[:])
+    count = accel.native.bind_runs(
+        array("q", source),
+        array("q", destination),
+        spans,
+        plan.source_block,
+        plan.destination_block,
+        runs.source,
+        runs.destination,
+        runs.length,
+    )
+    for column in (runs.source, runs.destination, runs.length):
+        del column[count:]
+    return runs
+
+
+_bind = _bind_native if accel.NATIVE else bind_pure
 
 
 def _bind_whole(size: Bytes, source: Sequence[int], destination: Sequence[int]) -> Runs:

@@ -16,6 +16,7 @@ from pdserve.transfer.plan import (
     Runs,
     align,
     bind,
+    bind_pure,
     block_bytes,
     blocks_for,
     groups_of,
@@ -129,6 +130,17 @@ def test_a_group_of_layers_is_one_run_per_block():
 def test_heads_of_another_rank_are_one_run_per_layer_and_half():
     (whole,), halves = layouts(4, 1), layouts(4, 2)
     assert len(bind(template(whole, halves[1], (0, 3)), [0, 1], [5, 6])) == 2 * 3 * 2
+
+
+@given(
+    st.lists(st.integers(0, 12), unique=True, max_size=12), st.sampled_from([1, 2, 4]), st.randoms()
+)
+def test_twins_bind_the_same(blocks: list[int], d: int, random: Random):
+    others = random.choice([blocks, random.sample(range(13), len(blocks))])
+    source, destination = layouts(4, 2)[0], layouts(4, d)[0]
+    for layers in ((0, 3), (1, 2)):
+        plan = template(source, destination, layers)
+        assert bind(plan, blocks, others) == bind_pure(plan, blocks, others)
 
 
 def test_runs_are_arrays_that_c_code_can_read():
