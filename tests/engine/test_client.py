@@ -461,7 +461,9 @@ async def test_a_sink_that_raises_loses_its_request_and_nothing_else():
         assert (await good.wait()).error is None
         await until(lambda: watched.client.statistics().running == 0)
         assert bad.calls == 1
-        assert watched.client.statistics().aborted == 1
+        # Dropped there too, unless the core was done before the word reached it.
+        ends = watched.client.statistics()
+        assert ends.aborted + ends.finished == 2
 
 
 async def test_a_sink_may_abort_and_submit_from_inside():
