@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from pdserve.messages.transfer import KvLayout
     from pdserve.transfer.base import Ask, Grant, Path, Region, Transport
+    from pdserve.transfer.path import PathCore
 
 __all__ = ["SIZES", "TransferConformance"]
 
@@ -175,6 +176,7 @@ class TransferConformance:
                 assert not sink.failed
             assert theirs.statistics().granted == 0
             assert theirs.statistics().fenced == 4
+            assert theirs.statistics().stale == 0
 
     async def test_nothing_arrives_after_the_path_is_closed(self) -> None:
         for side in ("source", "destination"):
@@ -263,6 +265,44 @@ class TransferConformance:
             world.destination.key = PeerKey(world.destination.key.node, 3)
             with pytest.raises(TransferError, match="life"):
                 await ask.connect(world.destination.key, timeout=5)
+
+    async def test_a_later_life_of_the_peer_ends_its_earlier_paths(self) -> None:
+        async with self.world() as world:
+            _, theirs = await world.connect()
+            sink = RecordingSink()
+            grant = theirs.grant(order([1], 4), sink)
+            source = world.source
+            later = PeerKey(source.key.node, source.key.epoch + 1)
+            before = source.transport
+            source.key = later
+            source.transport = self.make(later, source.regions, world.ask_of(later))
+            try:
+                ours, again = await world.connect()
+                await sink.until(lambda s: bool(s.failed))
+                self._names(sink.failed[0], "r-1/0", "p/1", "later life")
+                await grant.revoke(timeout=5)
+                assert again is not theirs
+                fresh = again.grant(order([1], 4), RecordingSink())
+                waiter = deliver(ours, fresh.ticket, Part(0, 0, [1], (0, 3)))
+                assert await waiter.wait() is None
+                fresh.finish()
+            finally:
+                await before.close()
+
+    async def test_a_path_that_is_never_ready_is_given_up(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pdserve.transfer.host.HALF_OPEN", 0.05)
+        async with self.world() as world:
+            monkeypatch.setattr(type(world.source.transport), "_say_ready", _never_ready)
+            with pytest.raises(TransferError, match="never"):
+                await world.connect()
+            transport = world.destination.transport
+            for _ in range(500):
+                if not transport._paths:  # type: ignore[attr-defined]
+                    break
+                await asyncio.sleep(0.01)
+            assert not transport._paths  # type: ignore[attr-defined]
 
     async def test_without_control_there_is_no_path(self) -> None:
         async with self.world() as world:
@@ -355,3 +395,10 @@ class TransferConformance:
             grant = theirs.grant(order([1], 4), RecordingSink())
             assert await deliver(third, grant.ticket, Part(0, 0, [1], (0, 3))).wait() is None
             grant.finish()
+
+
+async def _never_ready(self: object, path: PathCore, timeout: float) -> None:
+    """`TransportCore._say_ready` of a node that comes to nothing in between."""
+    path.fail("connect", "never")
+    assert path.down is not None
+    raise path.down

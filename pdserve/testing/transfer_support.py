@@ -152,9 +152,9 @@ class Ends:
 
         async def ask(peer: PeerKey, control: Control, timeout: Seconds) -> Control:
             await asyncio.sleep(0)
-            if self.cut:
-                raise LinkLost("the link is cut")
             sides = {side.key: side for side in (self.source, self.destination)}
+            if self.cut or peer not in sides:
+                raise LinkLost("the link is cut, or nobody lives there any more")
             async with asyncio.timeout(timeout):
                 answer = await sides[peer].transport.answer(key, _passed(control))
             return _passed(answer)

@@ -147,8 +147,12 @@ class TransportCore:
             raise
 
     def _rise(self, path: PathCore) -> None:
+        """The path is in use. Those to earlier lives of the peer end: nobody is there any more."""
         if path.down is None:
             self._up[path.peer] = path
+        for other in list(self._paths.values()):
+            if other.peer.node == path.peer.node and other.peer.epoch < path.peer.epoch:
+                other.fail("peer", f"a later life of it, {path.peer.epoch}, has a path")
 
     def _next(self) -> int:
         self._numbers += 1

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.errors import TransferCorrupt, TransferError, TransferRefused, TransferWithdrawn
+from pdserve.errors import (
+    PathLost,
+    TransferCorrupt,
+    TransferError,
+    TransferRefused,
+    TransferWithdrawn,
+)
 from pdserve.testing.kv_oracle import layouts
 from pdserve.testing.transfer_support import RecordingSink, deliver, ends, order
 from pdserve.transfer import shm, shm_socket, shm_table
@@ -130,6 +136,18 @@ async def test_a_long_part_comes_in_pieces() -> None:
         names = {block: count - 1 - block for block in range(count)}
         assert two.destination.holds(names, range(1))
         grant.finish()
+
+
+async def test_a_peer_that_fetches_nothing_is_given_up(monkeypatch) -> None:
+    async with world() as two:
+        ours, theirs = await two.connect()
+        grant = theirs.grant(order([1], 4), RecordingSink())
+        monkeypatch.setattr(theirs, "_on_packet", lambda packet: None)
+        ours.patience = 0.05
+        error = await deliver(ours, grant.ticket, Part(0, 0, [1], (0, 3))).wait()
+        assert isinstance(error, PathLost)
+        assert "taken nothing" in error.message
+        await grant.revoke(timeout=5)
 
 
 async def test_strangers_are_sent_away() -> None:
