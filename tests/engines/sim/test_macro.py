@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from pdserve.messages.engine import ClearCache, Rekey
@@ -118,6 +120,27 @@ def told(driver: Driver) -> dict[int, tuple[Any, ...]]:
     }
 
 
+def alike(one: object, other: object) -> bool:
+    """Equal, but for the last bits of times: a sum in one go is rounded otherwise."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, msgspec.Struct):
+        return alike(msgspec.structs.astuple(one), msgspec.structs.astuple(other))  # type: ignore[arg-type]
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == other
+
+
+def test_only_last_bits_are_forgiven() -> None:
+    assert alike({"a": [1.0, (2, 0.1 + 0.2)]}, {"a": [1.0, (2, 0.3)]})
+    for other in ({"a": [1.0, (2, 0.3001)]}, {"a": [1.0, (3, 0.3)]}, {"b": 1}, {"a": [1.0]}):
+        assert not alike({"a": [1.0, (2, 0.3)]}, other)
+
+
 @pytest.mark.timeout(900)  # half a minute in long mode, alone
 def test_many_steps_at_once_are_what_single_steps_are(seed: int, long: bool):
     seen: Counter[str] = Counter()
@@ -130,11 +153,11 @@ def test_many_steps_at_once_are_what_single_steps_are(seed: int, long: bool):
         single = live(random_spec(random.Random(world), 1), deeds)
         macro = live(random_spec(random.Random(world), steps), deeds)
         name = f"seed {seed}, world {number}"
-        assert told(macro) == told(single), name
-        assert macro.story.ended == single.story.ended, name
-        assert macro.story.rejected == single.story.rejected, name
-        assert macro.core.statistics() == single.core.statistics(), name
-        assert macro.story.stats == single.story.stats, name
+        assert alike(told(macro), told(single)), name
+        assert alike(macro.story.ended, single.story.ended), name
+        assert alike(macro.story.rejected, single.story.rejected), name
+        assert alike(macro.core.statistics(), single.core.statistics()), name
+        assert alike(macro.story.stats, single.story.stats), name
         assert flat(macro.story.kv) == flat(single.story.kv), name
         assert pool_of(macro.core.pool) == pool_of(single.core.pool), name
         seen.update(_corners(single, macro))
