@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ABLATIONS",
+    "BEYOND",
     "CANDIDATES",
     "KV_LOAD",
     "RIVALS",
@@ -100,6 +101,8 @@ ABLATIONS: Final = (
     Arm("kv_load, fifo queue", "kv_load", {}, {"queue_order": "fifo"}),
     Arm("kv_load, no queue", "kv_load", {}, {"hold_work": "0"}),
 )
+BEYOND: Final = 1.6
+"""The load at which `ttft` too is short of workers: where its parts are worth most."""
 CANDIDATES: Final = tuple(
     Arm(
         f"kv_load {credit}/{decay}/{weight}/{temperature}",
@@ -148,6 +151,7 @@ def grid(scale: Scale, tuned: Arm) -> Iterator[tuple[World, Arm, int]]:
     plan += [(world, arm) for world in few for arm in (KV_LOAD, *RIVALS)]
     plan += [(world, arm) for world in other for arm in (TTFT, tuned)]
     plan += [(World(load=1.0), arm) for arm in ABLATIONS]
+    plan += [(World(load=BEYOND), arm) for arm in (TTFT, tuned, KV_LOAD, *ABLATIONS)]
     for world, arm in plan:
         for seed in range(1, scale.seeds + 1):
             yield world, arm, seed

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from bench.policy_grid.cells import ABLATIONS, KV_LOAD, RIVALS, TTFT, Arm, Scale, World, few_worlds
+from bench.policy_grid.cells import (
+    ABLATIONS,
+    BEYOND,
+    KV_LOAD,
+    RIVALS,
+    TTFT,
+    Arm,
+    Scale,
+    World,
+    few_worlds,
+)
 from bench.policy_grid.compare import Difference, difference, mean
 
 if TYPE_CHECKING:
@@ -173,10 +183,14 @@ def _one(findings: Findings, world: World, arm: Arm) -> str:
 
 
 def _ablations(findings: Findings) -> Iterator[str]:
-    world = World(load=1.0)
+    for load in (1.0, BEYOND):
+        yield from _ablated(findings, World(load=load))
+
+
+def _ablated(findings: Findings, world: World) -> Iterator[str]:
     if not findings.has(world, TTFT):
         return
-    yield "At load 1, jittered, equal workers, one router; differences to the whole of it."
+    yield f"At load {world.load:g}, jittered, equal workers, one router; differences to the whole."
     yield ""
     yield _row("arm", "good", "difference (95 %)", "mean TTFT s", "difference (95 %)", "hits")
     yield _row("---", *["---:"] * 5)
@@ -198,6 +212,7 @@ def _ablations(findings: Findings) -> Iterator[str]:
             "" if arm == TTFT else _spread(firsts),
             f"{hits:.1%}",
         )
+    yield ""
 
 
 def _predictions(findings: Findings) -> Iterator[str]:
