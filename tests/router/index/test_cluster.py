@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdserve.errors import Overloaded
 from pdserve.messages.kv import KV
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.router.bookings import Life
@@ -94,13 +95,14 @@ class World:
         return made
 
     def ask(self, worker: Worker) -> None:
-        """A prompt that shares a part with others; its worker may be down."""
+        """A prompt that shares a part with others; its worker may be down or full."""
         prompt = [self.random.randrange(3)] * 8 * self.random.randrange(1, 8)
         prompt += [self.random.randrange(3, 60) for _ in range(self.random.randrange(1, 90))]
         sampling = SamplingParams(max_tokens=self.random.randrange(1, 20))
         request = GenerateRequest(request_id="r", model="model", prompt=prompt, sampling=sampling)
         if worker.service.unready_reason() is None:
-            worker.service.submit(request, Nobody())
+            with suppress(Overloaded):
+                worker.service.submit(request, Nobody())
 
     async def busy(self, seconds: float) -> None:
         for _ in range(int(seconds / 0.05)):
