@@ -12,7 +12,6 @@ peers; numbers in it that lead nowhere are refused, not guessed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from pdserve.errors import PdserveError, TransferError, TransferRefused, TransferTimeout
@@ -92,8 +91,19 @@ class TransportCore:
         if task is None:
             task = asyncio.get_running_loop().create_task(self._connect(peer, timeout))
             self._connecting[peer] = task
-            task.add_done_callback(lambda _: self._connecting.pop(peer, None))
-        return await asyncio.shield(task)
+            task.add_done_callback(lambda done: self._connected(peer, done))
+        try:
+            async with asyncio.timeout(timeout):  # the task's is that of whoever asked first
+                return await asyncio.shield(task)
+        except TimeoutError:
+            reason = f"not done within {timeout:g} s"
+            raise TransferTimeout.at("", self._name(peer), "connect", reason) from None
+
+    def _connected(self, peer: PeerKey, task: asyncio.Task[PathCore]) -> None:
+        """Whoever waits hears how it ended; if nobody does any more, it is heard here."""
+        del self._connecting[peer]
+        if not task.cancelled():
+            task.exception()
 
     async def _connect(self, peer: PeerKey, timeout: Seconds) -> PathCore:
         self._check_open(peer)
@@ -229,10 +239,11 @@ class TransportCore:
     async def close(self) -> None:
         """See `base.Transport`."""
         self.closed = True
-        for task in list(self._connecting.values()):
+        connecting = list(self._connecting.values())
+        for task in connecting:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, PdserveError):
-                await task
+        if connecting:
+            await asyncio.wait(connecting)
         for path in list(self._paths.values()):
             await path.close("this node closes its transfers")
 

@@ -19,6 +19,7 @@ from pdserve.transfer.fake import FakeFabric, FakeFaults, FakeTransport
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.messages.transfer import Control
     from pdserve.transfer.base import Ask, PeerKey, Region, Transport
 
 
@@ -195,3 +196,27 @@ def _equal(two, block: int, name: int) -> bool:
         memory.view(block) == block_of(layout, name)
         for layout, memory in zip(side.layouts, side.memories, strict=True)
     )
+
+
+def test_who_joins_a_connection_under_way_waits_no_longer_than_it_asked() -> None:
+    async def main() -> None:
+        async with world(FakeFabric(Random(1))) as two:
+            transport = two.source.transport
+
+            async def deaf(peer: PeerKey, control: Control, timeout: float) -> Control:
+                await asyncio.sleep(3600.0)
+                raise AssertionError("nobody waits so long")
+
+            transport.ask = deaf
+            loop = asyncio.get_running_loop()
+            first = asyncio.ensure_future(transport.connect(two.destination.key, timeout=30.0))
+            await asyncio.sleep(0.0)
+            begun = loop.time()
+            with pytest.raises(TransferTimeout, match="not done within 1 s"):
+                await transport.connect(two.destination.key, timeout=1.0)
+            assert loop.time() - begun == pytest.approx(1.0, abs=0.1)
+            assert not first.done()
+            with pytest.raises(TransferTimeout, match="not done within 30 s"):
+                await first
+
+    run(main())
