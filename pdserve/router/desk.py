@@ -254,16 +254,6 @@ class Desk:
             self.numbers.refused += 1
             raise
 
-    def route(self, now: Seconds, asker: Life, question: Route) -> Booking:
-        """The same without waiting: decide now, however busy everybody is."""
-        self.numbers.offered += 1
-        try:
-            state = self._state(now, question)
-            return self._place(now, asker, question, state).booking
-        except Exception:
-            self.numbers.refused += 1
-            raise
-
     def withdraw(self, item: Held) -> bool:
         """Nobody wants the answer any more; False if there was one, or it was withdrawn."""
         queue = self._queues.get(item.question.model)

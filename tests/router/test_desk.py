@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import ConfigError, ModelNotFound, NotReady, NoWorker, Overloaded
-from pdserve.router.bookings import Booking, End
+from pdserve.router.bookings import Booking, End, Life
 from pdserve.router.config import RouterConfig
 from pdserve.router.desk import Desk
 from pdserve.router.hold import Placement
@@ -18,7 +19,17 @@ from pdserve.router.policies.least_loaded import choose
 from pdserve.router.pool import Facts
 from tests.router.support import booked, facts, life, load, route
 
+if TYPE_CHECKING:
+    from pdserve.messages.routing import Route
+
 F, W1, W2, R = life("f"), life("w1"), life("w2"), life("r")
+
+
+def placed(desk: Desk, now: float, asker: Life, question: Route) -> Booking:
+    """Of a question that is not held."""
+    answer = desk.offer(now, asker, question, lambda _: None)
+    assert isinstance(answer, Placement)
+    return answer.booking
 
 
 class World:
@@ -27,7 +38,7 @@ class World:
     def __init__(self, *nodes: str, **changes):
         self.now = 0.0
         self.ends: list[tuple[int, End]] = []
-        config = RouterConfig(booking_ttl=10.0, gone_model_memory=300.0, **changes)
+        config = RouterConfig(booking_ttl=10.0, gone_model_memory=300.0, hold_work=0, **changes)
         self.desk = Desk(config, choose, Random(1), self.ended)
         for node in nodes:
             self.desk.worker(self.now, facts(node))
@@ -36,7 +47,7 @@ class World:
         self.ends.append((booking.id, why))
 
     def ask(self, model="m", *excluded: str, asker=F, n=1) -> Booking:
-        booking = self.desk.route(self.now, asker, route(model, *excluded, n=n))
+        booking = placed(self.desk, self.now, asker, route(model, *excluded, n=n))
         self.desk.bookings.check()
         return booking
 
@@ -187,7 +198,7 @@ def test_what_a_policy_raises_leaves_no_booking():
     def broken(question, state, random):
         raise ZeroDivisionError
 
-    world.desk = Desk(RouterConfig(), broken, Random(1))
+    world.desk = Desk(RouterConfig(hold_work=0), broken, Random(1))
     world.desk.worker(0.0, facts("w1"))
     with pytest.raises(ConfigError, match="policy ttft failed: ZeroDivisionError"):
         world.ask()
@@ -196,10 +207,10 @@ def test_what_a_policy_raises_leaves_no_booking():
 
 def test_policies_that_take_turns_by_size_are_told_how_many_there_were():
     """Shares are those of the sizes only if the count moves on."""
-    desk = Desk(RouterConfig(), weighted_round_robin.choose, Random(1))
+    desk = Desk(RouterConfig(hold_work=0), weighted_round_robin.choose, Random(1))
     for node, size in (("w1", 8), ("w2", 24)):
         desk.worker(0.0, facts(node, max_sequences=size))
-    shares = Counter(str(desk.route(0.0, F, route("m")).worker.node) for _ in range(64))
+    shares = Counter(str(placed(desk, 0.0, F, route("m")).worker.node) for _ in range(64))
     assert abs(shares["w2"] - 48) <= 2
 
 

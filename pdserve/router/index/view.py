@@ -216,16 +216,6 @@ class PrefixIndex:
                 overlaps.pop(node, None)
                 lower.pop(node, None)
 
-    def overlaps(self, now: Seconds, names: bytes, names_id: bytes = b"") -> Mapping[NodeId, int]:
-        """`find`, for who needs no more; one walk of its own."""
-        return self.find(now, names, names_id).overlaps
-
-    def lower(
-        self, now: Seconds, names: bytes, names_id: bytes = b""
-    ) -> Mapping[NodeId, tuple[int, int]]:
-        """`find`, for who needs no more; one walk of its own."""
-        return self.find(now, names, names_id).lower
-
     def routed(self, now: Seconds, names: bytes) -> Mapping[NodeId, int]:
         """Leading blocks that were sent to each worker lately; of all workers only with
         `remember`."""

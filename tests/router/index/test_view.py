@@ -28,10 +28,10 @@ def test_leading_blocks_count() -> None:
     a.stored(1, 2, 3)
     b.stored(1)
     b.stored(3)
-    assert view.overlaps(0.0, names(1, 2, 3, 4)) == {A: 3, B: 1}
-    assert view.overlaps(0.0, names(2, 3)) == {A: 2}
-    assert view.overlaps(0.0, names(9)) == {}
-    assert view.overlaps(0.0, b"") == {}
+    assert view.find(0.0, names(1, 2, 3, 4)).overlaps == {A: 3, B: 1}
+    assert view.find(0.0, names(2, 3)).overlaps == {A: 2}
+    assert view.find(0.0, names(9)).overlaps == {}
+    assert view.find(0.0, b"").overlaps == {}
     assert (view.known_blocks(A), view.known_blocks(B)) == (3, 2)
     view.check()
 
@@ -41,9 +41,9 @@ def test_removed_and_cleared_do_not_count() -> None:
     a = Pool(view, "a")
     a.stored(1, 2, 3)
     a.removed(3)
-    assert view.overlaps(0.0, names(1, 2, 3)) == {A: 2}
+    assert view.find(0.0, names(1, 2, 3)).overlaps == {A: 2}
     a.cleared()
-    assert view.overlaps(0.0, names(1, 2, 3)) == {}
+    assert view.find(0.0, names(1, 2, 3)).overlaps == {}
     assert view.known_blocks(A) == 0
 
 
@@ -58,7 +58,7 @@ def test_lower_tiers_lengthen_a_run() -> None:
     found = view.find(0.0, names(1, 2, 3))
     assert found.overlaps == {A: 1, B: 2}
     assert found.lower == {A: (2, 3)}
-    assert view.lower(0.0, names(1)) == {}
+    assert view.find(0.0, names(1)).lower == {}
 
 
 def test_a_snapshot_replaces_all_at_once() -> None:
@@ -70,12 +70,12 @@ def test_a_snapshot_replaces_all_at_once() -> None:
     a.feed.reset()
     for piece in other.log.snapshot():
         a.feed.load(piece)
-    assert view.overlaps(0.0, names(1, 2)) == {A: 2}, "not before it is complete"
-    assert view.overlaps(0.0, names(1, 5)) == {A: 1}
+    assert view.find(0.0, names(1, 2)).overlaps == {A: 2}, "not before it is complete"
+    assert view.find(0.0, names(1, 5)).overlaps == {A: 1}
     view.check()
     a.feed.commit()
-    assert view.overlaps(0.0, names(1, 2)) == {A: 1}
-    assert view.overlaps(0.0, names(1, 5)) == {A: 2}
+    assert view.find(0.0, names(1, 2)).overlaps == {A: 1}
+    assert view.find(0.0, names(1, 5)).overlaps == {A: 2}
     assert a.feed.digest() == other.log.digest()
     view.check()
 
@@ -100,7 +100,7 @@ def test_a_life_that_ends_takes_everything_along() -> None:
     a.stored(1, 2)
     view.placed(0.0, a.life, names(1, 2, 3))
     view.worker_gone(a.life)
-    assert view.overlaps(0.0, names(1, 2, 3)) == {}
+    assert view.find(0.0, names(1, 2, 3)).overlaps == {}
     assert view.routed(0.0, names(1, 2, 3)) == {}
     assert view.counters["worker_blocks"] == view.counters["routed_blocks"] == 0
     view.check()
@@ -118,8 +118,8 @@ def test_what_a_dead_life_still_says_counts_for_nobody() -> None:
     old.stored(2)
     view.placed(0.0, old.life, names(7))
     view.worker_gone(old.life)
-    assert view.overlaps(0.0, names(1, 2, 3)) == {A: 1}
-    assert view.overlaps(0.0, names(7)) == {}
+    assert view.find(0.0, names(1, 2, 3)).overlaps == {A: 1}
+    assert view.find(0.0, names(7)).overlaps == {}
     view.check()
 
 
@@ -127,10 +127,10 @@ def test_a_later_life_ends_the_one_before() -> None:
     view = index()
     Pool(view, "a", 1).stored(1)
     view.worker_up(life("a", 2))
-    assert view.overlaps(0.0, names(1)) == {}
+    assert view.find(0.0, names(1)).overlaps == {}
     late = Pool(view, "a", 1)  # somebody who has not heard of it
     late.stored(1)
-    assert view.overlaps(0.0, names(1)) == {}
+    assert view.find(0.0, names(1)).overlaps == {}
     view.check()
 
 
@@ -140,7 +140,7 @@ def test_a_topic_that_is_withdrawn_is_empty() -> None:
     a.stored(1)
     a.feed.reset()
     a.feed.commit()
-    assert view.overlaps(0.0, names(1)) == {}
+    assert view.find(0.0, names(1)).overlaps == {}
     assert Pool(view, "a").feed is not a.feed
     view.check()
 
@@ -152,9 +152,9 @@ def test_a_choice_counts_at_once_and_for_seconds() -> None:
     view = index(predict_ttl=4.0)
     a = Pool(view, "a")
     view.placed(10.0, a.life, names(1, 2, 3))
-    assert view.overlaps(10.0, names(1, 2, 9)) == {A: 2}
-    assert view.overlaps(11.9, names(1, 2, 9)) == {A: 2}
-    assert view.overlaps(14.0, names(1, 2, 9)) == {}
+    assert view.find(10.0, names(1, 2, 9)).overlaps == {A: 2}
+    assert view.find(11.9, names(1, 2, 9)).overlaps == {A: 2}
+    assert view.find(14.0, names(1, 2, 9)).overlaps == {}
     view.check()
 
 
@@ -163,7 +163,7 @@ def test_events_outlast_a_prediction() -> None:
     a = Pool(view, "a")
     view.placed(0.0, a.life, names(1, 2))
     a.stored(1, 2)
-    assert view.overlaps(100.0, names(1, 2)) == {A: 2}
+    assert view.find(100.0, names(1, 2)).overlaps == {A: 2}
     view.sweep(100.0)
     assert view.counters["worker_blocks"] == 2
     view.check()
@@ -175,9 +175,9 @@ def test_a_removal_ends_a_prediction() -> None:
     view.placed(0.0, a.life, names(1, 2))
     a.stored(1, 2)
     a.removed(2)
-    assert view.overlaps(0.0, names(1, 2)) == {A: 1}
+    assert view.find(0.0, names(1, 2)).overlaps == {A: 1}
     a.cleared()
-    assert view.overlaps(0.0, names(1, 2)) == {}
+    assert view.find(0.0, names(1, 2)).overlaps == {}
     view.check()
 
 
@@ -191,8 +191,8 @@ def test_without_events_what_was_sent_counts() -> None:
     assert view.approximate == {A}
     for node in "ab":
         view.placed(0.0, life(node), names(1, 2))
-    assert view.overlaps(60.0, names(1, 2, 3)) == {A: 2}
-    assert view.overlaps(120.0, names(1, 2, 3)) == {}
+    assert view.find(60.0, names(1, 2, 3)).overlaps == {A: 2}
+    assert view.find(120.0, names(1, 2, 3)).overlaps == {}
     view.worker_up(life("a"), events=True)
     assert view.approximate == set()
     view.check()
@@ -203,7 +203,7 @@ def test_policies_may_ask_what_was_sent() -> None:
     a = Pool(view, "a")
     view.placed(0.0, a.life, names(1, 2))
     assert view.routed(60.0, names(1, 2, 3)) == {A: 2}
-    assert view.overlaps(60.0, names(1, 2, 3)) == {}
+    assert view.find(60.0, names(1, 2, 3)).overlaps == {}
     assert view.routed_blocks() == {A: 2}
     assert index().routed(0.0, names(1)) == {}
 
@@ -218,12 +218,12 @@ def test_names_of_another_secret_overlap_nowhere() -> None:
     view.worker_up(b.life, names_id=b"theirs")
     a.stored(1)
     b.stored(1)
-    assert view.overlaps(0.0, names(1), b"ours") == {A: 1}
+    assert view.find(0.0, names(1), b"ours").overlaps == {A: 1}
     assert view.mismatched == 1
     view.placed(0.0, b.life, names(5), b"ours")
-    assert view.overlaps(0.0, names(5)) == {}
+    assert view.find(0.0, names(5)).overlaps == {}
     view.worker_up(b.life, names_id=b"ours")
-    assert view.overlaps(0.0, names(1), b"ours") == {A: 1, B: 1}
+    assert view.find(0.0, names(1), b"ours").overlaps == {A: 1, B: 1}
     assert view.mismatched == 1
     view.check()
 
@@ -239,12 +239,12 @@ def test_what_a_full_index_refused_is_asked_for_when_there_is_room() -> None:
     assert view.full
     assert view.counters["refused_blocks"] == 1
     assert b.feed.digest() == b.log.digest(), "asking would not help"
-    assert view.overlaps(0.0, names(11, 12)) == {B: 1}
+    assert view.find(0.0, names(11, 12)).overlaps == {B: 1}
     a.cleared()
     assert b.feed.digest() != b.log.digest()
     b.snapshot()
     assert b.feed.digest() == b.log.digest()
-    assert view.overlaps(0.0, names(11, 12)) == {B: 2}
+    assert view.find(0.0, names(11, 12)).overlaps == {B: 2}
     assert not view.full
     view.check()
 
@@ -323,7 +323,7 @@ def test_it_is_what_a_plain_model_says(
     for what, node, chain in history:
         now += 1.5 if what == "wait" else 0.0
         pools[node] = _step(view, model, pools[node], now, what, chain)
-        found = view.overlaps(now, names(*prompt))
+        found = view.find(now, names(*prompt)).overlaps
         for other in "abc":
             least, most = model.bounds(other, prompt, now, ttl)
             assert least <= found.get(NodeId(other), 0) <= most
