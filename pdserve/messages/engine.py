@@ -6,10 +6,30 @@ submission until its last delta.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
+from pdserve.messages.handoff import Handoff
 from pdserve.messages.kv import KvEvent
 from pdserve.messages.request import GenerateRequest, TokenDelta
+from pdserve.messages.transfer import Control, Ticket
+
+
+class TransferSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How one worker moves KV."""
+
+    backends: tuple[str, ...] = ()
+    """That may be used, best first; empty: whatever is possible here."""
+    verify: Literal["all", "sample", "off"] = "sample"
+    host: str = "127.0.0.1"
+    """Where bulk connections are listened for."""
+    advertise: str = ""
+    """What peers dial instead of `host`."""
+    tls: tuple[str, str, str] | None = None
+    """Certificate, key and CA files where the cluster's links are encrypted."""
+    unfilled: float = 0.3
+    """Of the pool, at most so much is set aside for prompts that others prefill."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -42,6 +62,8 @@ class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     seed: int = 0
     options: dict[str, str] = {}
     """Engine-specific settings (`--engine-option name=value`), validated by the engine."""
+    transfer: TransferSpec | None = None
+    """How KV is moved; None: this engine neither sends nor receives any."""
 
 
 class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -63,6 +85,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=T
     eos_token_ids: tuple[int, ...] = ()
     weight_bytes: int = 0
     compat_hash: str = ""
+    transfers: tuple[str, ...] = ()
+    """Back ends by which this engine can move KV; empty: none."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -96,6 +120,21 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Of running sequences at this moment: what a decode step reads."""
     itl: float = 0.0
     """Seconds between two tokens of a sequence, lately; 0: unknown."""
+    remote: int = 0
+    """Sequences whose prompt is prefilled elsewhere at this moment."""
+    sending: int = 0
+    """Prefilled sequences whose blocks are still being sent at this moment."""
+    received_tokens: int = 0
+    """Prompt tokens whose KV came from a peer, of sequences that went on with it."""
+    received_blocks: int = 0
+    received_bytes: int = 0
+    """What those blocks take here."""
+    sent_blocks: int = 0
+    sent_bytes: int = 0
+    attempts: int = 0
+    """Opened to be filled by a peer."""
+    attempts_failed: int = 0
+    """Of those, given up; what was in their blocks was not used."""
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -134,7 +173,111 @@ class Rekey(msgspec.Struct, frozen=True, array_like=True, tag=7):
     hash_secret: bytes
 
 
-Command = Start | Submit | Abort | QueryStats | ClearCache | Stop | Rekey
+class Attach(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """The node that this core belongs to, and its life: paths are made in its name. A later one
+    ends what was begun in an earlier one."""
+
+    node: str
+    epoch: int
+
+
+class SubmitRemote(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Take a request whose prompt will be prefilled elsewhere: set capacity aside, compute nothing.
+    Answered by `Admitted`, at once or when there is room, or `Rejected`."""
+
+    handle: int
+    request: GenerateRequest
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Bind fresh blocks to an attempt of the peer's and let it fill them. Answered by `Opened` or
+    `AttemptLost`. An attempt that is open is given up first."""
+
+    handle: int
+    attempt: int
+    node: str
+    epoch: int
+
+
+class Activate(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """The attempt's handoff has come: once all its parts are here and checked, decode. The first
+    tokens' deltas answer it, or `AttemptLost`."""
+
+    handle: int
+    attempt: int
+    handoff: Handoff
+
+
+class GiveUp(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Want nothing more of an attempt. Its blocks come back once they are fenced; `Open` may name
+    the next one at once. Unknown ones are ignored."""
+
+    handle: int
+    attempt: int
+
+
+class PrefillHere(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """A request of `SubmitRemote` is to be computed here after all; an open attempt is given up."""
+
+    handle: int
+
+
+class Prefill(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """Compute a prompt and bring its KV to the blocks of a peer's ticket. Answered by `Prefilled`
+    or `Rejected`; ends by `Sent`. `Abort` withdraws it."""
+
+    handle: int
+    request: GenerateRequest
+    ticket: Ticket
+    node: str
+    epoch: int
+
+
+class PeerGone(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """That life of a node is over: close the paths to it, which fences what it could write."""
+
+    node: str
+    epoch: int
+
+
+class TransferCall(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """A peer's transport asks ours. Answered by `TransferReply`."""
+
+    number: int
+    node: str
+    epoch: int
+    backend: str
+    control: Control
+
+
+class TransferAnswered(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """To a `TransferQuestion`: the answer, or what went wrong (`kind` as in `Rejected`)."""
+
+    number: int
+    control: Control | None
+    kind: str = ""
+    message: str = ""
+
+
+Command = (
+    Start
+    | Submit
+    | Abort
+    | QueryStats
+    | ClearCache
+    | Stop
+    | Rekey
+    | Attach
+    | SubmitRemote
+    | Open
+    | Activate
+    | GiveUp
+    | PrefillHere
+    | Prefill
+    | PeerGone
+    | TransferCall
+    | TransferAnswered
+)
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -188,4 +331,108 @@ class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=8):
     leaked_blocks: int = 0
 
 
-Event = Progress | Ready | Step | Rejected | KvEvents | Stats | Failed | Stopped
+class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """There is room for a request of `SubmitRemote`."""
+
+    handle: int
+    cached_tokens: int
+    """Leading prompt tokens that are in the pool now."""
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """The peer may fill the blocks of this ticket."""
+
+    handle: int
+    attempt: int
+    ticket: Ticket
+
+
+class AttemptLost(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """Nothing came of an attempt; the request waits for the next one, or for `PrefillHere`. `kind`
+    as in `Rejected`."""
+
+    handle: int
+    attempt: int
+    kind: str
+    message: str
+
+
+class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """A prompt has been computed; all its parts are sent or on their way."""
+
+    handle: int
+    handoff: Handoff
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """A prefilled or withdrawn sequence's blocks are not read any more: the end of its handle.
+    `kind` and `message` say why it failed, if it did."""
+
+    handle: int
+    kind: str = ""
+    message: str = ""
+
+
+class TransferQuestion(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """Our transport asks a peer's. Answered by `TransferAnswered`, within `timeout` seconds."""
+
+    number: int
+    node: str
+    epoch: int
+    backend: str
+    control: Control
+    timeout: float
+
+
+class TransferReply(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """To a `TransferCall`."""
+
+    number: int
+    control: Control | None
+    kind: str = ""
+    message: str = ""
+
+
+class PathState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One path, as status and metrics show it."""
+
+    node: str
+    epoch: int
+    backend: str
+    why: str = ""
+    """Why this back end and none better, in words."""
+    expected: float = 0.0
+    """Bytes per second that this back end usually brings; 0: unknown."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    sent_seconds: float = 0.0
+    """During which something was being sent."""
+    failures: int = 0
+    down: str = ""
+    """Why it has ended; empty while it is up."""
+
+
+class Paths(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """All paths that there are: whenever one comes or goes, and with the statistics."""
+
+    paths: list[PathState]
+
+
+Event = (
+    Progress
+    | Ready
+    | Step
+    | Rejected
+    | KvEvents
+    | Stats
+    | Failed
+    | Stopped
+    | Admitted
+    | Opened
+    | AttemptLost
+    | Prefilled
+    | Sent
+    | TransferQuestion
+    | TransferReply
+    | Paths
+)

@@ -7,7 +7,7 @@ need it. Values that change by the second (load) are topics, not part of the car
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -77,6 +77,10 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Which hash secret the node holds (`blocks.hashing.names_id`); empty: none yet."""
     names_birth: int = 0
     """How that secret came to be: see `runtime.secret.Claim`."""
+    mode: Literal["", "aggregated", "prefill", "decode"] = ""
+    """What a worker does; empty: whatever it is asked to."""
+    transfers: tuple[str, ...] = ()
+    """Back ends by which a worker can move KV."""
 
 
 def part_hash(data: bytes) -> bytes:

@@ -124,6 +124,11 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     """From that step's begin to the first token."""
     work_seconds: float
     """Its share of the steps in between: each step's time, by its part of the step's tokens."""
+    received_tokens: int = 0
+    """Prompt tokens whose KV another worker has computed and sent."""
+    prefill: str = ""
+    """Where the prompt was prefilled and why there, as the header `x-pdserve-prefill` says it;
+    empty: the worker has no choice."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
