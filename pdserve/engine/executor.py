@@ -97,7 +97,10 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Computes steps. Every method runs in the core's thread; none may be called concurrently."""
+    """Computes steps. Every method runs in the core's thread; none may be called concurrently.
+
+    An executor may also offer `sibling()`, see `Sharing`.
+    """
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
         """Load weights. Raises `UnsupportedCheckpoint` by name for what it lacks."""
@@ -117,4 +120,18 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free everything; idempotent."""
+        ...
+
+
+class Sharing(Protocol):
+    """What an executor offers besides if several cores of one process can share its weights."""
+
+    def sibling(self) -> Executor:
+        """An executor for the same model and a pool of its own, driven by another thread.
+
+        It shares what is only read, with whoever comes from the same executor, and nothing else:
+        both compute at the same time, and either may close first. Called once this one has loaded.
+        The `load` of a sibling gets a spec that agrees in engine, model, device, dtype and threads
+        (all else may differ) and reads nothing again, unless all that shared it are closed by then.
+        """
         ...

@@ -1,6 +1,10 @@
 """Runs one core behind a socket: in a process of its own (`python -m pdserve.engine.host`), or in
 a thread of the parent, with the same code.
 
+A process that inherits several sockets runs a core behind each, every one in a thread of its own
+and of one `Family`, which lets them share what they read. It ends with the last of them, and at
+once, whatever the others are doing, when one breaks down.
+
 Between steps it takes commands without waiting; when the core is idle it sleeps until a command
 comes or a deadline passes. It ends by a `Stop` command, with the core (`Failed`), or when the
 other end of the socket closes: a core never outlives the node it belongs to. If the node reads too
@@ -17,12 +21,16 @@ import faulthandler
 import gc
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from pdserve.clock import SystemClock
+from pdserve.engine.family import Family
 from pdserve.engine.link import LinkClosed, LinkEnd
 from pdserve.engine.load import load_core
 from pdserve.engine.rejection import failed
@@ -32,11 +40,12 @@ from pdserve.observe import logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from pdserve.clock import Clock
     from pdserve.engine.core import Core
     from pdserve.ids import Seconds
-    from pdserve.messages.engine import Command, Event
+    from pdserve.messages.engine import Command, EngineSpec, Event, Progress
 
 __all__ = ["CoreHost", "main"]
 
@@ -48,6 +57,14 @@ _LAST_WORDS: Seconds = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
+def _lone_core(spec: EngineSpec, clock: Clock) -> Core:
+    return load_core(spec.engine, clock)
+
+
+def _no_turns(say: Callable[[Progress], None]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class CoreHost:
     """Drives one core from `Start` to its end."""
 
@@ -55,13 +72,16 @@ class CoreHost:
         self,
         link: LinkEnd,
         clock: Clock,
-        make_core: Callable[[str, Clock], Core] = load_core,
+        make_core: Callable[[EngineSpec, Clock], Core] = _lone_core,
         *,
+        turn: Callable[[Callable[[Progress], None]], AbstractContextManager[None]] = _no_turns,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
+        """The core is made and loaded within `turn`, which may have to wait and then says so."""
         self._link = link
         self._clock = clock
         self._make_core = make_core
+        self._turn = turn
         self._on_ready = on_ready
         self._core: Core | None = None
 
@@ -117,15 +137,19 @@ class CoreHost:
     def _load(self, command: Command) -> Core:
         if not isinstance(command, Start):
             raise ProtocolError(f"{type(command).__name__} came before Start")
-        self._core = core = self._make_core(command.spec.engine, self._clock)
-        try:
-            capabilities = core.load(command.spec, lambda progress: self._link.send([progress]))
-        except (PdserveError, LinkClosed):
-            raise
-        except ImportError as error:
-            raise ConfigError(f"engine {command.spec.engine!r}: {error}") from error
+        with self._turn(self._say):
+            self._core = core = self._make_core(command.spec, self._clock)
+            try:
+                capabilities = core.load(command.spec, self._say)
+            except (PdserveError, LinkClosed):
+                raise
+            except ImportError as error:
+                raise ConfigError(f"engine {command.spec.engine!r}: {error}") from error
         self._link.send([Ready(capabilities=capabilities)])
         return core
+
+    def _say(self, progress: Progress) -> None:
+        self._link.send([progress])
 
     def _first_commands(self) -> list[Command]:
         """Whatever has arrived when something has."""
@@ -156,17 +180,58 @@ class CoreHost:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the child process that `CoreClient` starts."""
+    """Entry point of the child process that a carrier starts."""
     parser = argparse.ArgumentParser(prog="python -m pdserve.engine.host")
-    parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
+    parser.add_argument(
+        "--fd", type=int, action="append", required=True, help="an inherited socket, one per core"
+    )
+    parser.add_argument(
+        "--ends", type=int, help="inherited pipe: gets the number of cores that end"
+    )
     parser.add_argument("--parent", type=int, required=True, help="process to live and die with")
     parser.add_argument("--log-format", default="text")
     parser.add_argument("--log-level", default="info")
     arguments = parser.parse_args(argv)
     _become_child(arguments.parent)
     logs.configure(arguments.log_format, arguments.log_level)
-    link = LinkEnd(socket.socket(fileno=arguments.fd))
-    return CoreHost(link, SystemClock(), on_ready=_settle_memory).run()
+    links = [LinkEnd(socket.socket(fileno=fd)) for fd in arguments.fd]
+    if arguments.ends is None:
+        return CoreHost(links[0], SystemClock(), on_ready=_settle_memory).run()
+    status = _run_together(links, arguments.ends)
+    if status:
+        # The other cores compute in threads that nobody can stop: no clean end is possible.
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _run_together(links: Sequence[LinkEnd], ends: int) -> int:
+    """A thread per core. Returns 0 when all have ended in order, or the first other status at
+    once. Who ends in order is told by a byte, its number, in the pipe `ends`."""
+    family = Family()
+    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def run(number: int, link: LinkEnd) -> None:
+        status = 1
+        try:
+            host = CoreHost(
+                link, SystemClock(), family.make_core, turn=family.turn, on_ready=_settle_memory
+            )
+            status = host.run()
+        finally:
+            ended.put((number, status))
+
+    for number, link in enumerate(links):
+        name = f"engine-core-{number}"
+        threading.Thread(target=run, args=(number, link), name=name, daemon=True).start()
+    for _ in links:
+        number, status = ended.get()
+        if status:
+            return status
+        with suppress(OSError):
+            os.write(ends, bytes([number]))
+    return 0
 
 
 def _become_child(parent: int) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pdserve.clock import Clock
     from pdserve.engine.executor import Executor
 
-__all__ = ["GROUP", "installed_engines", "load_core"]
+__all__ = ["GROUP", "core_of", "installed_engines", "load_core", "make_engine"]
 
 GROUP = "pdserve.engines"
 
@@ -41,7 +41,16 @@ def installed_engines() -> list[str]:
 
 def load_core(engine: str, clock: Clock) -> Core:
     """The core that drives `engine`. Raises `ConfigError` with the remedy."""
-    made = _factory(engine)()
+    return core_of(engine, make_engine(engine), clock)
+
+
+def make_engine(engine: str) -> object:
+    """What the engine's factory makes: an executor or a core. Raises `ConfigError`."""
+    return _factory(engine)()
+
+
+def core_of(engine: str, made: object, clock: Clock) -> Core:
+    """The core that drives what the factory made. Raises `ConfigError` if it is neither."""
     if hasattr(made, "step"):
         return cast("Core", made)
     if hasattr(made, "make_core"):

@@ -92,7 +92,10 @@ class Parent:
     def __init__(self, core: FakeCore | None = None, *, high_water: int = 4096) -> None:
         self.sock, theirs = socket.socketpair()
         self.sock.settimeout(10)
-        make = load_core if core is None else lambda engine, clock: core
+
+        def make(spec: EngineSpec, clock: Any) -> Any:
+            return load_core(spec.engine, clock) if core is None else core
+
         self.link = LinkEnd(theirs, high_water=high_water)
         host = CoreHost(self.link, SystemClock(), make)
         self.status: int | None = None

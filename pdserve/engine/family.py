@@ -1,0 +1,78 @@
+"""The cores of one process that serve the same model: what the first has read, the others share.
+
+They load one after another. Each runs in a thread of its own with its own scheduler, pool and
+executor; only weights are shared, and only where the engine can (`executor.Sharing`). The host
+process owns the one family it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+from pdserve.engine.load import core_of, make_engine
+from pdserve.errors import ConfigError
+from pdserve.messages.engine import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.clock import Clock
+    from pdserve.engine.core import Core
+    from pdserve.engine.executor import Sharing
+    from pdserve.messages.engine import EngineSpec
+
+__all__ = ["Family"]
+
+_log = logging.getLogger(__name__)
+
+_COMMON = ("engine", "model", "device", "dtype", "threads")
+"""Fields of the spec that decide what the weights are and who computes with them."""
+
+
+class Family:
+    """Makes cores, each within its `turn`."""
+
+    def __init__(self) -> None:
+        self._loading = threading.Lock()
+        self._elder: tuple[EngineSpec, object] | None = None
+        """Who has loaded, and what the factory made for it."""
+
+    @contextmanager
+    def turn(self, say: Callable[[Progress], None]) -> Iterator[None]:
+        """One core at a time is made and loaded. What fails to load is not shared."""
+        if not self._loading.acquire(blocking=False):
+            say(Progress(stage="waiting for another core of this process to load"))
+            self._loading.acquire()
+        before = self._elder
+        try:
+            yield
+        except BaseException:
+            self._elder = before
+            raise
+        finally:
+            self._loading.release()
+
+    def make_core(self, spec: EngineSpec, clock: Clock) -> Core:
+        """A core for `spec`, not loaded. Raises `ConfigError` if it does not fit the others'."""
+        if self._elder is None:
+            made = make_engine(spec.engine)
+            self._elder = spec, made
+        else:
+            made = _another(spec, *self._elder)
+        return core_of(spec.engine, made, clock)
+
+
+def _another(spec: EngineSpec, first: EngineSpec, elder: object) -> object:
+    for field in _COMMON:
+        ours, theirs = getattr(spec, field), getattr(first, field)
+        if ours != theirs:
+            raise ConfigError(
+                f"cores of one process must agree on {field}: {theirs!r} is loaded, {ours!r} wanted"
+            )
+    if hasattr(elder, "sibling"):
+        return cast("Sharing", elder).sibling()
+    _log.warning("engine %r cannot share weights: a further core loads its own", spec.engine)
+    return make_engine(spec.engine)
