@@ -89,7 +89,7 @@ ASYNCIO = {
     "pdserve/transfer/fake.py": "a fake device's only time is the loop's",
     "pdserve/transfer/host.py": "sets paths up under a deadline",
     "pdserve/transfer/path.py": "waits for fences",
-    "pdserve/transfer/shm.py": "a Unix socket, and a thread that copies",
+    "pdserve/transfer/pull.py": "a Unix socket, and a thread that copies",
     "pdserve/transfer/tcp.py": "connections, and threads that report to the loop",
     "pdserve/worker/channel.py": "sends what a turn of the loop brought at its end",
     "pdserve/worker/model.py": "waits for downloads off the loop",

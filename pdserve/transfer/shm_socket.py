@@ -30,22 +30,24 @@ __all__ = [
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The first packet, with descriptors: the table, then every region."""
+    """The first packet, with descriptors: the table, then what the back end passes."""
 
     token: bytes
+    words: bytes = b""
+    """What else the peer must know to map the pools: the back end's own record."""
 
 
 _decode = msgspec.msgpack.Decoder(Greeting).decode
 
 
-def greet(connection: socket.socket, token: bytes, own: Sequence[int]) -> None:
+def greet(connection: socket.socket, token: bytes, own: Sequence[int], words: bytes = b"") -> None:
     """Pass these descriptors, for reading only."""
     fds: list[int] = []
     try:
         for fd in own:
             fds += [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-        packet = msgspec.msgpack.encode(Greeting(token))
+        packet = msgspec.msgpack.encode(Greeting(token, words))
         connection.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
     finally:
         close_all(fds)
@@ -57,9 +59,9 @@ def seqpacket() -> socket.socket:
     return made
 
 
-def receive_greeting(connection: socket.socket) -> tuple[bytes, list[int]]:
+def receive_greeting(connection: socket.socket) -> tuple[Greeting, list[int]]:
     """A greeting with its descriptors."""
-    packet, fds, flags, _ = socket.recv_fds(connection, 4096, 128)
+    packet, fds, flags, _ = socket.recv_fds(connection, 16 * 1024, 128)
     try:
         if not packet or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise PlanError("the connection ended before the greeting, or it was cut")
@@ -69,7 +71,7 @@ def receive_greeting(connection: socket.socket) -> tuple[bytes, list[int]]:
         raise
     for fd in fds:
         os.set_inheritable(fd, False)
-    return greeting.token, list(fds)
+    return greeting, list(fds)
 
 
 def check_user(connection: socket.socket) -> None:

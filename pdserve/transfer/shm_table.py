@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdserve.messages.transfer import RegionCard
     from pdserve.transfer.route import Share
 
-__all__ = ["ENTRIES", "Mapped", "Table", "disbelieved", "header_at", "map_peer"]
+__all__ = ["ENTRIES", "Mapped", "Table", "disbelieved", "header_at", "map_peer", "map_table"]
 
 ENTRIES: Final = MAX_OUTGOING
 _ENTRY: Final = struct.Struct("<QQQQ")
@@ -121,8 +121,7 @@ def map_peer(fds: Sequence[int], cards: Sequence[RegionCard]) -> Mapped:
     """Map what the peer has passed, for reading; none of it may be too small, or shrink."""
     if len(fds) != 1 + len(cards):
         raise PlanError(f"{len(fds)} descriptors for {len(cards)} regions")
-    blocks = max(card.blocks for card in cards)
-    peer = Mapped(_map(fds[0], header_at(blocks)))
+    peer = Mapped(map_table(fds[0], cards))
     try:
         for fd, card in zip(fds[1:], cards, strict=True):
             peer.maps.append(_map(fd, card.blocks * block_bytes(card.layout)))
@@ -131,6 +130,11 @@ def map_peer(fds: Sequence[int], cards: Sequence[RegionCard]) -> Mapped:
         peer.close()
         raise
     return peer
+
+
+def map_table(fd: int, cards: Sequence[RegionCard]) -> mmap.mmap:
+    """The table of a peer with these pools, for reading. Raises `PlanError`, `OSError`."""
+    return _map(fd, header_at(max(card.blocks for card in cards)))
 
 
 def _map(fd: int, size: Bytes) -> mmap.mmap:

@@ -18,7 +18,7 @@ from pdserve.errors import (
 )
 from pdserve.testing.kv_oracle import layouts
 from pdserve.testing.transfer_support import RecordingSink, deliver, ends, order
-from pdserve.transfer import shm, shm_socket, shm_table
+from pdserve.transfer import pull, shm, shm_socket, shm_table
 from pdserve.transfer.base import Part, PeerKey, Region
 from pdserve.transfer.shm import ShmTransport
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.transfer.base import Ask, Transport
-    from pdserve.transfer.shm import Verify
+    from pdserve.transfer.pull import Verify
 
 
 def making(verify: Verify = "all"):
@@ -122,7 +122,7 @@ async def test_samples_are_some_of_every_part() -> None:
 
 
 async def test_a_long_part_comes_in_pieces() -> None:
-    count = 3 * shm._PIECE
+    count = 3 * pull.PIECE
     (one,) = layouts(1, 1, layers=1, tokens=1, dim=1, itemsize=1)
     async with ends(making("sample"), (one,), (one,), blocks=count) as two:
         ours, theirs = await two.connect()
@@ -156,7 +156,7 @@ async def test_strangers_are_sent_away() -> None:
         transport = two.source.transport
         assert isinstance(transport, ShmTransport)
         loop = asyncio.get_running_loop()
-        for packet in (b"", b"\x00", shm._encode(shm_socket.Greeting(b"x" * 32))):
+        for packet in (b"", b"\x00", pull.encode(shm_socket.Greeting(b"x" * 32))):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                 stranger.setblocking(False)
                 stranger.connect("\0" + transport._listen())
@@ -175,7 +175,7 @@ async def test_another_user_or_host_gets_no_path(monkeypatch) -> None:
             patch.setattr(os, "geteuid", lambda: user + 1)
             with pytest.raises(TransferError, match="runs as user"):
                 await two.source.transport.connect(two.destination.key, timeout=5)
-        monkeypatch.setattr(shm, "boot_id", iter(["one host", "another"]).__next__)
+        monkeypatch.setattr(pull, "boot_id", iter(["one host", "another"]).__next__)
         with pytest.raises(TransferRefused, match="another host"):
             await two.source.transport.connect(two.destination.key, timeout=5)
 

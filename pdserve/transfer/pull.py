@@ -1,0 +1,702 @@
+"""Fetching between nodes of one host: what is the same whether host or device memory is read.
+
+**Greeting** over a Unix socket. It has no name in the file system; who connects must have this
+user's id and the secret that went over the authenticated link. It passes descriptors and whatever
+else the peer needs to map the pools, and it tells at once when the peer ends.
+
+**Who moves**: the source announces a part, the destination copies in a thread, in chunks, and
+reports. So nobody else ever writes to this node's blocks, and a fence is a matter of its own: stop
+copying, wait for the chunk.
+
+**What guards the bytes**: the source keeps a table that its peers can read. A delivery has an entry
+(attempt, epoch, a number of its own) that is there only as long as the blocks keep their content; a
+block has a header (its hash, the epoch). The destination compares them before it copies and again
+afterwards, so blocks that were given away meanwhile are never served. Checksums of some blocks, or
+of all, are compared besides (`verify`).
+
+A back end says how the peer's pools are mapped and copied from (`PullPath`), and how its own are
+passed and summed (`PullTransport`).
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import logging
+import secrets
+import socket
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Protocol
+
+import msgspec
+
+from pdserve.errors import TransferCorrupt, TransferWithdrawn
+from pdserve.transfer.host import TransportCore
+from pdserve.transfer.path import MAX_OUTGOING, Key, PathCore
+from pdserve.transfer.plan import PlanError
+from pdserve.transfer.route import Share
+from pdserve.transfer.shm_socket import (
+    boot_id,
+    check_user,
+    close_all,
+    greet,
+    receive_greeting,
+    seqpacket,
+)
+from pdserve.transfer.shm_table import ENTRIES, Table, disbelieved
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pdserve.ids import Bytes, Epoch, NodeId, Seconds
+    from pdserve.messages.transfer import Hello, RegionCard
+    from pdserve.transfer.base import Ask, PeerKey, Region
+    from pdserve.transfer.grants import Granted
+    from pdserve.transfer.host import Exchange
+    from pdserve.transfer.path import Outgoing
+    from pdserve.transfer.route import Move
+    from pdserve.transfer.shm_socket import Greeting
+
+__all__ = [
+    "PATIENCE",
+    "PIECE",
+    "SAMPLE",
+    "Job",
+    "Pools",
+    "PullPath",
+    "PullTransport",
+    "Verify",
+    "encode",
+]
+
+_log = logging.getLogger(__name__)
+
+Verify = Literal["all", "sample", "off"]
+SAMPLE: Final = 16
+"""Of so many blocks, one has its content compared; of every part at least one."""
+
+PATIENCE: Final[Seconds] = 30.0
+"""How long a peer may leave all that is announced where it is before the path is given up."""
+_PACKET: Final[Bytes] = 128 * 1024
+PIECE: Final = 2048
+"""Blocks of one packet; more of a part follow in the next."""
+_UNWANTED: Final = "it is not wanted any more"
+_GREETING: Final[Seconds] = 10.0
+"""How long either end has to show its descriptors."""
+_STRANGERS: Final = 64
+"""Connections that have not greeted; one more is closed."""
+
+
+class _Fetch(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A part is ready, or a piece of one."""
+
+    slot: int
+    generation: int
+    attempt: int
+    part: int
+    entry: int
+    number: int
+    start: int
+    layers: tuple[int, int]
+    blocks: bytes
+    """Little-endian u32."""
+    names: bytes = b""
+    sums: tuple[tuple[int, int], ...] = ()
+    """Checksums: (place in the whole part, CRC-32)."""
+    more: bool = False
+
+
+class _Fetched(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """It has been fetched; `error`: it has not, and will not be."""
+
+    slot: int
+    generation: int
+    part: int
+    error: str = ""
+
+
+_Packet = _Fetch | _Fetched
+_decode = msgspec.msgpack.Decoder(_Packet).decode
+encode = msgspec.msgpack.Encoder().encode
+
+
+class _Greeted(NamedTuple):
+    """Who has connected, and what it passed."""
+
+    connection: socket.socket
+    greeting: Greeting
+    fds: list[int]
+
+
+class _Details(msgspec.Struct, frozen=True, array_like=True):
+    """Of Hello: where to connect, and with what."""
+
+    host: str
+    name: str
+    token: bytes
+
+
+# ------------------------------------------------------------------------------ a path
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One part that is being fetched."""
+
+    granted: Granted
+    fetch: _Fetch
+    share: Share
+    stop: bool = False
+    """Set by the loop, read by the thread between two chunks."""
+    future: asyncio.Future[Any] | None = None
+
+
+class Pools(Protocol):
+    """The peer's table and its pools, mapped into this process for reading."""
+
+    @property
+    def table(self) -> mmap.mmap: ...
+
+    def close(self) -> None:
+        """Nothing of them can be read any more. Nothing is copied from them meanwhile."""
+        ...
+
+
+class PullPath(PathCore):
+    """See above. A back end brings `_map` and `_copy`."""
+
+    transport: PullTransport
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.theirs: Sequence[RegionCard] = kwargs["theirs"]
+        self._socket: socket.socket | None = None
+        self._pools: Pools | None = None
+        self._entries: dict[Key, int] = {}
+        self._jobs: set[Job] = set()
+        self._pieces: dict[Key, list[_Fetch]] = {}
+        self._unsent: deque[bytes] = deque()
+        self._writing = False
+
+    # ------------------------------------------------------------------ what back ends bring
+
+    def _map(self, greeting: Greeting, fds: Sequence[int]) -> Pools:
+        """Map what the peer has passed. Raises `PlanError`, `OSError`. The descriptors stay the
+        caller's."""
+        raise NotImplementedError
+
+    def _copy(self, job: Job, moves: Sequence[Move]) -> Bytes:
+        """In the thread: bring these runs into this node's pools; returns when all of them are
+        there, or none of them is under way any more after `job.stop` was set. Bytes copied."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ the socket
+
+    def attach(self, connection: socket.socket, greeting: Greeting, fds: Sequence[int]) -> None:
+        """The peer has greeted: use what it passed. Raises `PlanError`, `OSError`."""
+        self._pools = self._map(greeting, fds)
+        self._socket = connection
+        asyncio.get_running_loop().add_reader(connection, self._read)
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        try:
+            packet = self._socket.recv(_PACKET)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.fail("peer", str(error))
+            return
+        if not packet:
+            self.fail("peer", "the peer's process, or its transport, has ended")
+            return
+        try:
+            self._on_packet(_decode(packet))
+        except msgspec.MsgspecError as error:
+            self.fail("protocol", str(error))
+
+    def _on_packet(self, packet: _Packet) -> None:
+        if self.down is not None:
+            return
+        if isinstance(packet, _Fetch):
+            self._on_fetch(packet)
+        else:
+            self._on_fetched(packet)
+
+    def _send(self, packet: _Packet) -> None:
+        self._unsent.append(encode(packet))
+        if not self._writing:
+            self._write()
+
+    def _write(self) -> None:
+        """As much as the socket takes; the rest when it takes more."""
+        if self._socket is None:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            while self._unsent:
+                self._socket.send(self._unsent[0], socket.MSG_NOSIGNAL)
+                self._unsent.popleft()
+        except (BlockingIOError, InterruptedError):
+            if not self._writing:
+                self._writing = True
+                loop.add_writer(self._socket, self._write)
+            return
+        except OSError as error:
+            self.fail("peer", str(error))
+            return
+        if self._writing:
+            self._writing = False
+            loop.remove_writer(self._socket)
+
+    # ------------------------------------------------------------------ the source
+
+    def _begin(self, outgoing: Outgoing) -> None:
+        share, ticket = outgoing.share, outgoing.ticket
+        self.out.check(share, ticket.blocks)
+        entry, number = self.transport.table.open(ticket.attempt, share)
+        self._entries[outgoing.key] = entry
+        places = self.transport.sampled(len(share.blocks), number)
+        if not places:
+            self._announce(outgoing, entry, number, ())
+            return
+        summing = self.transport.run(partial(self._sums, outgoing, places))
+        summing.add_done_callback(partial(self._summed, outgoing, entry, number))
+
+    def _sums(self, outgoing: Outgoing, places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """In the thread: of what is about to be announced."""
+        return tuple(
+            (
+                place,
+                self.transport.sum_of(
+                    self.out, outgoing.share, outgoing.ticket.blocks, place, source=True
+                ),
+            )
+            for place in places
+        )
+
+    def _summed(
+        self, outgoing: Outgoing, entry: int, number: int, summing: asyncio.Future[Any]
+    ) -> None:
+        if self.down is not None or self.outgoing.get(outgoing.key) is not outgoing:
+            return
+        if summing.cancelled() or summing.exception() is not None:
+            self.fail("verify", f"checksums: {summing}")
+        else:
+            self._announce(outgoing, entry, number, summing.result())
+
+    def _announce(
+        self, outgoing: Outgoing, entry: int, number: int, sums: tuple[tuple[int, int], ...]
+    ) -> None:
+        """In as many packets as it takes; the last one starts the copy."""
+        share, ticket = outgoing.share, outgoing.ticket
+        block_tokens = self.out.block_tokens
+        count = len(share.blocks)
+        for first in range(0, max(1, count), PIECE):
+            last = min(count, first + PIECE)
+            fetch = _Fetch(
+                slot=ticket.slot,
+                generation=ticket.generation,
+                attempt=ticket.attempt,
+                part=outgoing.part,
+                entry=entry,
+                number=number,
+                start=ticket.first_token + (share.place + first) * block_tokens,
+                layers=share.layers,
+                blocks=array.array("I", share.blocks[first:last]).tobytes(),
+                names=share.names[16 * first : 16 * last],
+                sums=tuple(pair for pair in sums if first <= pair[0] < last),
+                more=last < count,
+            )
+            self._send(fetch)
+
+    def _on_fetched(self, packet: _Fetched) -> None:
+        key = Key(packet.slot, packet.generation, packet.part)
+        outgoing = self.outgoing.get(key)
+        if outgoing is None:
+            self.stats.refused += 1
+            return
+        error = None
+        if packet.error:
+            transfer, reason = outgoing.ticket.transfer, f"the peer says: {packet.error}"
+            error = self._error(TransferWithdrawn, transfer, "fetch", reason)
+        self._release(key)
+        self.settle(key, error)
+
+    def _abandon(self, key: Key) -> None:
+        """The destination finds the entry void, whenever it looks, and reports."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self.transport.table.void(entry)
+
+    def _release(self, key: Key) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.transport.table.give_back(entry)
+
+    # ------------------------------------------------------------------ the destination
+
+    def _on_fetch(self, fetch: _Fetch) -> None:
+        key = Key(fetch.slot, fetch.generation, fetch.part)
+        if fetch.more or key in self._pieces:
+            pieces = self._pieces.setdefault(key, [])
+            pieces.append(fetch)
+            if len(self._pieces) > MAX_OUTGOING:
+                self.fail("protocol", "too many parts in pieces")
+            if fetch.more:
+                return
+            del self._pieces[key]
+            fetch = _joined(pieces)
+        granted = self.grants.find(self, fetch.slot, fetch.generation, exact=True)
+        if granted is None or granted.state != "open" or granted.ticket.attempt != fetch.attempt:
+            self._report(fetch, "the attempt is not current")
+            return
+        try:
+            share = self._share(granted, fetch)
+        except PlanError as error:
+            self._report(fetch, str(error))
+            self.spoiled(
+                granted, self._error(TransferCorrupt, granted.ticket.transfer, "fetch", str(error))
+            )
+            return
+        job = Job(granted, fetch, share)
+        self._jobs.add(job)
+        job.future = self.transport.run(partial(self._fetch, job))
+        job.future.add_done_callback(partial(self._on_done, job))
+
+    def _share(self, granted: Granted, fetch: _Fetch) -> Share:
+        ticket = granted.ticket
+        if not 0 <= fetch.entry < ENTRIES:
+            raise PlanError("there is no such entry")
+        blocks = array.array("I", fetch.blocks)
+        share = self.into.share(
+            ticket.first_token, ticket.tokens, fetch.start, blocks, fetch.layers, fetch.names
+        )
+        self.into.check(share, ticket.blocks)
+        return share
+
+    def _fetch(self, job: Job) -> tuple[str, Bytes]:
+        """In the thread: why it failed (empty: it did not), and how many bytes were copied."""
+        pools = self._pools
+        if pools is None or job.stop:
+            return _UNWANTED, 0
+        reason = self._disbelieved(pools, job)
+        if reason:
+            return reason, 0
+        size = self._copy(job, self.into.moves(job.share, job.granted.ticket.blocks))
+        if job.stop:
+            return _UNWANTED, size
+        reason = self._disbelieved(pools, job)
+        return reason or self._compare(job), size
+
+    def _disbelieved(self, pools: Pools, job: Job) -> str:
+        announced = (job.fetch.number, job.fetch.attempt)
+        return disbelieved(pools.table, self.peer.epoch, job.fetch.entry, announced, job.share)
+
+    def _compare(self, job: Job) -> str:
+        blocks = job.granted.ticket.blocks
+        for place, expected in job.fetch.sums:
+            if not 0 <= place < len(job.share.blocks):
+                return "a checksum of a block that is not there"
+            found = self.transport.sum_of(self.into, job.share, blocks, place, source=False)
+            if found != expected:
+                return f"the checksum of block {blocks[job.share.place + place]} differs"
+        return ""
+
+    def _on_done(self, job: Job, future: asyncio.Future[Any]) -> None:
+        self._jobs.discard(job)
+        if self.down is not None or future.cancelled():
+            return
+        error = future.exception()
+        reason, size = (f"{error!r}", 0) if error is not None else future.result()
+        granted, fetch = job.granted, job.fetch
+        if reason and granted.state == "open":
+            transfer = granted.ticket.transfer
+            self.spoiled(granted, self._error(TransferCorrupt, transfer, "fetch", reason))
+        elif granted.state == "open":
+            self.arrived(fetch.slot, fetch.generation, fetch.part, size)
+        else:
+            reason = reason or _UNWANTED
+        self._report(fetch, reason)
+
+    def _report(self, fetch: _Fetch, reason: str) -> None:
+        if reason:
+            self.stats.refused += 1
+        self._send(_Fetched(fetch.slot, fetch.generation, fetch.part, reason[:500]))
+
+    async def _fence(self, granted: Granted, timeout: Seconds) -> None:
+        await self._stop([job for job in self._jobs if job.granted is granted])
+
+    async def _stop(self, jobs: Sequence[Job]) -> None:
+        """Return when the thread is done with these."""
+        for job in jobs:
+            job.stop = True
+        futures = [job.future for job in jobs if job.future is not None]
+        if futures:
+            await asyncio.wait(futures)
+
+    # ------------------------------------------------------------------ the end
+
+    async def _destroy(self) -> None:
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(connection)
+            loop.remove_writer(connection)
+            connection.close()
+        for key in list(self._entries):
+            self._release(key)
+        await self._stop(list(self._jobs))
+        self._pieces.clear()
+        self._unsent.clear()
+        if self._pools is not None:
+            self._pools.close()
+            self._pools = None
+
+
+def _joined(pieces: Sequence[_Fetch]) -> _Fetch:
+    return msgspec.structs.replace(
+        pieces[0],
+        blocks=b"".join(piece.blocks for piece in pieces),
+        names=b"".join(piece.names for piece in pieces),
+        sums=tuple(pair for piece in pieces for pair in piece.sums),
+        more=False,
+    )
+
+
+# ------------------------------------------------------------------------------ the transport
+
+
+class PullTransport(TransportCore):
+    """A node whose pools others may read. A back end brings `_pass` and `_sum`."""
+
+    path_type: ClassVar[type[PullPath]]
+    threads = 1
+    """Parts are copied by so many at a time."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        epoch: Epoch,
+        regions: Sequence[Region],
+        ask: Ask,
+        *,
+        verify: Verify = "sample",
+        patience: Seconds = PATIENCE,
+    ) -> None:
+        """Raises `OSError` where the system lacks something."""
+        super().__init__(node, epoch, regions, ask)
+        self.verify: Verify = verify
+        self._patience = patience
+        self.table = Table(max(region.blocks for region in regions), epoch)
+        self._thread: ThreadPoolExecutor | None = None
+        self._listening: socket.socket | None = None
+        self._expected: dict[bytes, asyncio.Future[_Greeted]] = {}
+        self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
+
+    # ------------------------------------------------------------------ what back ends bring
+
+    def _pass(self) -> tuple[list[int], bytes]:
+        """With what peers map the pools: descriptors, and other words about them."""
+        raise NotImplementedError
+
+    def _sum(self, region: int, runs: Iterable[tuple[Bytes, Bytes]], start: int) -> int:
+        """In the thread: CRC-32 of runs (offset, length) of one of this node's pools."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ the thread
+
+    def run(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Something that takes time, in a thread that copies."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(self.threads, f"pdserve-{self.name}")
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def sampled(self, count: int, number: int) -> range:
+        """Places of the blocks whose content is compared."""
+        if self.verify == "off" or not count:
+            return range(0)
+        step = 1 if self.verify == "all" else SAMPLE
+        return range(number % min(step, count), count, step)
+
+    def sum_of(
+        self, route: Any, share: Share, destinations: Sequence[int], place: int, *, source: bool
+    ) -> int:
+        """The checksum of one block of a share, at either end."""
+        one = Share(share.place + place, (share.blocks[place],), b"", share.layers)
+        total = 0
+        for move in route.moves(one, destinations):
+            region = move.source if source else move.destination
+            offsets = move.runs.source if source else move.runs.destination
+            total = self._sum(region, zip(offsets, move.runs.length, strict=True), total)
+        return total
+
+    # ------------------------------------------------------------------ a path comes about
+
+    async def _dial(self, peer: PeerKey, number: int, exchange: Exchange) -> PullPath:
+        token = secrets.token_bytes(32)
+        greeted: asyncio.Future[_Greeted]
+        greeted = asyncio.get_running_loop().create_future()
+        self._expected[token] = greeted
+        try:
+            welcome = await exchange(encode(_Details(boot_id(), self._listen(), token)))
+            connection, greeting, fds = await greeted
+        except BaseException:
+            if greeted.done() and not greeted.cancelled() and not greeted.exception():
+                connection, greeting, fds = greeted.result()
+                connection.close()
+                close_all(fds)
+            raise
+        finally:
+            self._expected.pop(token, None)
+        try:
+            path = self._path(peer, number, welcome.regions)
+            path.remote = welcome.path
+            path.attach(connection, greeting, fds)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            close_all(fds)
+        return path
+
+    async def _accept(self, peer: PeerKey, number: int, hello: Hello) -> tuple[PullPath, bytes]:
+        details = msgspec.msgpack.decode(hello.details, type=_Details)
+        if details.host != boot_id():
+            raise PlanError("the peer runs on another host")
+        path = self._path(peer, number, hello.regions)
+        connection = seqpacket()
+        fds: list[int] = []
+        try:
+            connection.connect("\0" + details.name)
+            check_user(connection)
+            self._greet(connection, details.token)
+            greeting, fds = await self._greeting(connection)
+            if not secrets.compare_digest(greeting.token, details.token):
+                raise PlanError("the peer answered for another path")
+            path.attach(connection, greeting, fds)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            close_all(fds)
+        return path, b""
+
+    def _path(self, peer: PeerKey, number: int, theirs: Sequence[RegionCard]) -> PullPath:
+        path = self.path_type(
+            peer,
+            number,
+            ours=self.cards,
+            theirs=theirs,
+            grants=self.grants,
+            forget=self.forget,
+        )
+        path.transport = self
+        path.patience = self._patience
+        return path
+
+    def _listen(self) -> str:
+        """The socket's name, which is in no file system and ends with it."""
+        if self._listening is None:
+            listening = seqpacket()
+            listening.bind(f"\0pdserve-{secrets.token_hex(16)}")
+            listening.listen(_STRANGERS)
+            asyncio.get_running_loop().add_reader(listening, self._on_connection)
+            self._listening = listening
+        name = self._listening.getsockname()
+        return bytes(name[1:]).decode()
+
+    def _on_connection(self) -> None:
+        assert self._listening is not None
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        try:
+            check_user(connection)
+        except PlanError as error:
+            _log.warning("%s: refused a connection: %s", self.name, error)
+            connection.close()
+            return
+        if len(self._strangers) >= _STRANGERS:
+            connection.close()
+            return
+        loop = asyncio.get_running_loop()
+        self._strangers[connection] = loop.call_later(_GREETING, self._dismiss, connection)
+        loop.add_reader(connection, self._on_greeting, connection)
+
+    def _on_greeting(self, connection: socket.socket) -> None:
+        """The first packet of one that has connected: whose path is it?"""
+        try:
+            greeting, fds = receive_greeting(connection)
+        except BlockingIOError:
+            return
+        except (OSError, PlanError, msgspec.MsgspecError):
+            self._dismiss(connection)
+            return
+        expected = self._expected.get(greeting.token)
+        if expected is None or expected.done():
+            close_all(fds)
+            self._dismiss(connection)
+            return
+        self._strangers.pop(connection).cancel()
+        asyncio.get_running_loop().remove_reader(connection)
+        try:
+            self._greet(connection, greeting.token)
+        except OSError as error:
+            close_all(fds)
+            connection.close()
+            expected.set_exception(error)
+        else:
+            expected.set_result(_Greeted(connection, greeting, fds))
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        timer = self._strangers.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+            asyncio.get_running_loop().remove_reader(connection)
+            connection.close()
+
+    def _greet(self, connection: socket.socket, token: bytes) -> None:
+        """Pass the table and the pools, for reading only."""
+        fds, words = self._pass()
+        greet(connection, token, [self.table.fd, *fds], words)
+
+    async def _greeting(self, connection: socket.socket) -> tuple[Greeting, list[int]]:
+        """The peer's, as soon as it is there."""
+        loop = asyncio.get_running_loop()
+        readable = loop.create_future()
+        loop.add_reader(connection, _settle, readable)
+        try:
+            async with asyncio.timeout(_GREETING):
+                await readable
+        except TimeoutError:
+            raise PlanError(f"the peer did not greet within {_GREETING:g} s") from None
+        finally:
+            loop.remove_reader(connection)
+        return receive_greeting(connection)
+
+    async def close(self) -> None:
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
+        for connection in list(self._strangers):
+            self._dismiss(connection)
+        first = not self.closed
+        await super().close()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)  # idle: every path has ended
+            self._thread = None
+        if first:
+            self.table.close()
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
