@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import ConfigError
 
@@ -11,8 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.engine import TransferSpec
+    from pdserve.messages.handoff import Mode
 
 DTYPES = ("auto", "float32", "bfloat16")
+MODES = ("aggregated", "prefill", "decode")
+DISAGG = ("rule", "predict", "always", "never")
+
+Disagg = Literal["rule", "predict", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +58,22 @@ class WorkerConfig:
     """Reuse the KV of equal prompt beginnings."""
     start_timeout: Seconds = 600.0
     """From starting the engine until it is ready, downloads apart."""
+    mode: Mode = "aggregated"
+    """`prefill` workers compute prompts for `decode` workers, which take requests and decide for
+    each where its prompt is prefilled; an `aggregated` one does everything and moves no KV."""
+    disagg: Disagg = "rule"
+    """How a decode worker decides; may be changed while it runs."""
+    disagg_min_tokens: int = 512
+    """`rule`: prompts with more uncached tokens than this may be prefilled elsewhere; 0: all."""
+    disagg_max_queue: int = 10
+    """`rule`: while no more requests than this wait for a prefill worker."""
+    transfer: TransferSpec | None = None
+    """How KV is moved; None: not at all. An aggregated worker needs none."""
 
     def validate(self) -> None:
         """Raise `ConfigError` for what can never work, naming key and remedy."""
+        if self.disagg_min_tokens < 0 or self.disagg_max_queue < 0:
+            raise ConfigError("disagg-min-tokens and disagg-max-queue must not be negative")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
         if self.block_size & (self.block_size - 1) or not 1 <= self.block_size <= 1024:
