@@ -65,9 +65,20 @@ class CpuModel {
  public:
   CpuModel(const Config& config, const Kernels& kernels, int threads)
       : model_(config, kernels, threads) {}
+  CpuModel(const CpuModel& elder, int threads) : model_(elder.model_, threads) {}
+
+  // Complete, so that nothing is left to be placed. The caller owns it.
+  CpuModel* sibling(int threads) {
+    require(threads > 0, "every size must be positive");
+    nb::gil_scoped_release unlocked;
+    const std::lock_guard<std::mutex> one(mutex_);
+    require(model_.complete(), "some weights were not placed");
+    return new CpuModel(*this, threads);
+  }
 
   std::string kernels() const { return model_.kernels().name; }
   std::size_t weight_bytes() const { return model_.weight_bytes(); }
+  int sharers() const { return model_.sharers(); }
 
   void place(const std::string& name, int layer, int at, int rows, nb::handle data) {
     Held part;
@@ -245,10 +256,13 @@ void bind_cpu(nb::module_& m) {
            nb::arg("threads"), nb::arg("kernels") = "")
       .def_prop_ro("kernels", &CpuModel::kernels)
       .def_prop_ro("weight_bytes", &CpuModel::weight_bytes)
+      .def_prop_ro("sharers", &CpuModel::sharers)
       .def("place", &CpuModel::place, nb::arg("name"), nb::arg("layer"), nb::arg("at"),
            nb::arg("rows"), nb::arg("data"))
       .def("set_rope", &CpuModel::set_rope, nb::arg("table"))
       .def("bind", &CpuModel::bind, nb::arg("pool"), nb::arg("blocks"), nb::arg("block_size"))
+      .def("sibling", &CpuModel::sibling, nb::arg("threads"), nb::rv_policy::take_ownership,
+           "A model with the same weights, which it shares, and nothing else in common.")
       .def("close", &CpuModel::close)
       .def("forward", &CpuModel::forward, nb::arg("tokens"), nb::arg("positions"),
            nb::arg("offsets"), nb::arg("starts"), nb::arg("tables"), nb::arg("table_offsets"),

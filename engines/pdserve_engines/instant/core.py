@@ -124,6 +124,10 @@ class InstantCore:
         self._stats_at: Seconds = clock.now()
         self._changed = False
 
+    def sibling(self) -> InstantCore:
+        """See `engine.executor.Sharing`; there are no weights to share."""
+        return InstantCore(self._clock)
+
     # ------------------------------------------------------------------ loading
 
     def load(self, spec: EngineSpec, progress: Callable[[Progress], None]) -> EngineCapabilities:

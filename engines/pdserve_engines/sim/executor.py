@@ -45,6 +45,10 @@ class SimExecutor:
         """See `engine.load`."""
         return SimCore(self, clock)
 
+    def sibling(self) -> SimExecutor:
+        """See `engine.executor.Sharing`; there are no weights to share."""
+        return SimExecutor()
+
     # ------------------------------------------------------------------ the executor's seam
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:

@@ -15,6 +15,7 @@ from pdserve import accel
 from pdserve_engines.torch.rope import rope_table
 
 if TYPE_CHECKING:
+    from pdserve._native import CpuModel as NativeModel
     from pdserve_engines.torch.batch import Batch
     from pdserve_engines.torch.config import ModelConfig
     from pdserve_engines.torch.pool import KvPool
@@ -38,11 +39,23 @@ def unsupported_reason(config: ModelConfig, device: torch.device) -> str | None:
 class CpuModel:
     """Implements `model.Model`. Weights live packed in C++; there is no second copy."""
 
-    def __init__(self, config: ModelConfig, settings: Settings) -> None:
+    def __init__(
+        self, config: ModelConfig, settings: Settings, elder: CpuModel | None = None
+    ) -> None:
+        """With the weights of `elder`, or with none placed yet."""
         self._config = config
         self._dtype = settings.dtype
         self._threads = settings.threads
-        self._native = accel.native.CpuModel(
+        if elder is None:
+            self._native = self._make(config, settings)
+        else:
+            self._native = elder._native.sibling(settings.threads)
+        table = rope_table(config.rope, config.head_dim, settings.max_model_len)
+        self._native.set_rope(table.numpy())
+
+    @staticmethod
+    def _make(config: ModelConfig, settings: Settings) -> NativeModel:
+        return accel.native.CpuModel(
             bfloat16=settings.dtype == torch.bfloat16,
             layers=config.num_layers,
             hidden=config.hidden_size,
@@ -56,8 +69,6 @@ class CpuModel:
             threads=settings.threads,
             kernels="" if settings.kernels in ("auto", "native") else settings.kernels,
         )
-        table = rope_table(config.rope, config.head_dim, settings.max_model_len)
-        self._native.set_rope(table.numpy())
 
     @property
     def kernels(self) -> str:
@@ -84,6 +95,9 @@ class CpuModel:
         for part in parts:
             self._place(name, layer, row, part)
             row += len(part)
+
+    def sibling(self, settings: Settings) -> CpuModel:
+        return CpuModel(self._config, settings, self)
 
     def bind(self, pool: KvPool) -> None:
         assert pool.memory is not None, "native kernels compute in host memory"

@@ -1,11 +1,15 @@
 """The torch executor: loads a checkpoint, computes the scheduler's steps, samples.
 
 It joins the parts that do the work (`model`, `sampler`, `pool`) and owns them. It decides nothing
-about which sequences run; the engine core owns it and calls it from one thread.
+about which sequences run; the engine core owns it and calls it from one thread. Siblings share the
+weights and what was read of the checkpoint; on a GPU each computes in a stream of its own.
 """
 
 from __future__ import annotations
 
+import logging
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +31,7 @@ from pdserve_engines.torch.wanted import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
+    from contextlib import AbstractContextManager
 
     from pdserve.engine.executor import Chunk, ModelInfo, ProgressFn
     from pdserve.engine.sequence import Sequence
@@ -36,14 +41,27 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.model import Model
     from pdserve_engines.torch.settings import Settings
 
+_log = logging.getLogger(__name__)
+
 _LOGITS_AT_ONCE = 32 << 20
 """Elements of logits held at one time while prompt logprobs are computed."""
 
 
-class TorchExecutor:
-    """Implements `pdserve.engine.executor.Executor`."""
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What an executor has loaded, for its siblings."""
 
-    def __init__(self) -> None:
+    config: ModelConfig
+    settings: Settings
+    identity: bytes
+    model: Model
+
+
+class TorchExecutor:
+    """Implements `pdserve.engine.executor.Executor` and `Sharing`."""
+
+    def __init__(self, elder: _Loaded | None = None) -> None:
+        """`elder`: what to share instead of reading it."""
         self.pool: KvPool | None = None
         """KV storage; exists from `allocate` to `close`."""
         self.info: ModelInfo | None = None
@@ -51,24 +69,61 @@ class TorchExecutor:
         self._model: Model | None = None
         self._sampler = Sampler()
         self._settings: Settings | None = None
+        self._loaded = elder
+        """What a sibling would share: before `load` the elder's, then our own."""
+        self._stream: torch.cuda.Stream | None = None
+        """None: the device's default stream."""
 
     # ------------------------------------------------------------------ life
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
+        elder, self._loaded = self._loaded, None
+        with torch.inference_mode():
+            loaded = None if elder is None else self._share(elder, spec)
+            if loaded is None:
+                loaded = self._read(spec, progress)
+            else:
+                progress("sharing the weights of another core", None)
+        self._loaded, self._model, self._settings = loaded, loaded.model, loaded.settings
+        self.prepare_thread()
+        self.info = model_info(
+            spec, loaded.config, loaded.settings, loaded.model.weight_bytes, loaded.identity
+        )
+        return self.info
+
+    def _read(self, spec: EngineSpec, progress: ProgressFn) -> _Loaded:
         directory = Path(spec.model)
         progress("reading the checkpoint", None)
         config = read_config(directory)
-        self._settings = settle(spec, config)
-        torch.set_num_threads(self._settings.threads)
-        with Checkpoint(directory) as checkpoint, torch.inference_mode():
+        settings = settle(spec, config)
+        torch.set_num_threads(settings.threads)
+        with Checkpoint(directory) as checkpoint:
             weights.check(config, checkpoint.entries)
-            self._model = make_model(config, self._settings, progress)
-            weights.load(config, checkpoint, self._model.place, progress)
+            model = make_model(config, settings, progress)
+            weights.load(config, checkpoint, model.place, progress)
             names = [name for param in weights.params(config) for name, _ in param.parts]
-            identity = checkpoint.identity(names)
-        self.prepare_thread()
-        self.info = model_info(spec, config, self._settings, self._model.weight_bytes, identity)
-        return self.info
+            return _Loaded(config, settings, checkpoint.identity(names), model)
+
+    def _share(self, elder: _Loaded, spec: EngineSpec) -> _Loaded | None:
+        """None if what the elder had is gone."""
+        settings = settle(spec, elder.config)
+        if settings.kernels != elder.settings.kernels:
+            raise ConfigError(
+                f"engine option kernels={settings.kernels}: the core to share weights with has "
+                f"{elder.settings.kernels}"
+            )
+        model = elder.model.sibling(settings)
+        if model is None:
+            _log.warning("the core to share weights with is closed: they are read again")
+            return None
+        if settings.device.type == "cuda":
+            torch.cuda.synchronize(settings.device)
+            self._stream = torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
+        return _Loaded(elder.config, settings, elder.identity, model)
+
+    def sibling(self) -> TorchExecutor:
+        """See `pdserve.engine.executor.Sharing`."""
+        return TorchExecutor(self._loaded)
 
     def allocate(self, num_blocks: int) -> None:
         assert self.info is not None, "load comes before allocate"
@@ -87,6 +142,7 @@ class TorchExecutor:
         torch.set_num_threads(self._model.torch_threads)
 
     def close(self) -> None:
+        self._loaded = None
         if self._model is not None:
             self._model.close()
             self._model = None
@@ -99,18 +155,25 @@ class TorchExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         assert self.pool is not None, "allocate comes before execute"
         assert self._model is not None
-        if plan.copies:
-            self.pool.copy(plan.copies)
-        if not plan.chunks:
-            return StepResult([], [])
+        with self._in_stream():
+            if plan.copies:
+                self.pool.copy(plan.copies)
+            if not plan.chunks:
+                return StepResult([], [])
+            return self._compute(plan, self._model, self.pool.layout.block_size)
+
+    def _in_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _compute(self, plan: StepPlan, model: Model, block_size: int) -> StepResult:
         wanted = Wanted(plan.chunks)
-        batch = make_batch(plan.chunks, wanted.rows, self.pool.layout.block_size)
+        batch = make_batch(plan.chunks, wanted.rows, block_size)
         sequences = [plan.chunks[index].sequence for index in wanted.sampling]
         if wanted.only_sampling and all(map(is_plain, sequences)):
-            tokens = self._model.greedy(batch)
+            tokens = model.greedy(batch)
             return StepResult(tokens, [None] * len(tokens))
         with torch.inference_mode():
-            hidden = self._model.forward(batch)
+            hidden = model.forward(batch)
             return self._choose(plan.chunks, wanted, sequences, hidden)
 
     def _choose(

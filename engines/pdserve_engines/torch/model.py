@@ -45,6 +45,11 @@ class Model(Protocol):
         """Take one parameter. Called once for each, then `bind`."""
         ...
 
+    def sibling(self, settings: Settings) -> Model | None:
+        """Another with these weights, all placed, for a pool and a thread of its own; None if they
+        are gone. Both compute at the same time."""
+        ...
+
     def bind(self, pool: KvPool) -> None:
         """From now on keys and values live in `pool`."""
         ...
@@ -66,15 +71,26 @@ class Model(Protocol):
         ...
 
 
+class _Weights:
+    """Tensors by name; written while they are placed, then only read."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.params: dict[str, torch.Tensor] = {}
+        self.layers: list[dict[str, torch.Tensor]] = [{} for _ in range(num_layers)]
+
+
 class TorchModel:
     """Weights as torch tensors, stacked where one product can do the work of several."""
 
-    def __init__(self, config: ModelConfig, settings: Settings) -> None:
+    def __init__(
+        self, config: ModelConfig, settings: Settings, weights: _Weights | None = None
+    ) -> None:
+        """With the weights of another, or with none placed yet."""
         self._config = config
         self._threads = settings.threads
         self._dtype, self._device = settings.dtype, settings.device
-        self._params: dict[str, torch.Tensor] = {}
-        self._layers: list[dict[str, torch.Tensor]] = [{} for _ in range(config.num_layers)]
+        self._weights: _Weights | None = weights or _Weights(config.num_layers)
+        """None once closed; whoever shares them has a reference of its own."""
         table = rope_table(config.rope, config.head_dim, settings.max_model_len)
         self._rope = table.to(settings.device)
         self._pool: KvPool | None = None
@@ -89,7 +105,7 @@ class TorchModel:
 
     @property
     def weight_bytes(self) -> int:
-        groups = [self._params, *self._layers]
+        groups = [self._held.params, *self._held.layers]
         return sum(tensor.nbytes for group in groups for tensor in group.values())
 
     def place(self, param: Param, parts: list[torch.Tensor]) -> None:
@@ -99,30 +115,36 @@ class TorchModel:
             tensor[row : row + len(part)].copy_(part)
             row += len(part)
         group, _, name = param.key.rpartition(".")
-        owner = self._layers[int(group.removeprefix("layers."))] if group else self._params
+        weights = self._held
+        owner = weights.layers[int(group.removeprefix("layers."))] if group else weights.params
         owner[name] = tensor
+
+    def sibling(self, settings: Settings) -> TorchModel | None:
+        weights = self._weights
+        return None if weights is None else TorchModel(self._config, settings, weights)
 
     def bind(self, pool: KvPool) -> None:
         self._pool = pool
 
     def forward(self, batch: Batch) -> torch.Tensor:
         assert self._pool is not None, "bind comes before forward"
+        weights = self._held
         attention = PagedAttention(batch, self._pool, self._config.groups)
         positions = torch.from_numpy(batch.positions).to(self._device)
         cosines, sines = self._rope[positions].unsqueeze(1).unbind(2)
         rows = torch.from_numpy(batch.rows).to(self._device)
         x = functional.embedding(
-            torch.from_numpy(batch.tokens).to(self._device), self._params["embed"]
+            torch.from_numpy(batch.tokens).to(self._device), weights.params["embed"]
         )
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
+        last = len(weights.layers) - 1
+        for index, layer in enumerate(weights.layers):
             mixed = self._attend(index, layer, x, attention, cosines, sines)
             if index == last and len(rows) < len(x):
                 # Nobody reads the other rows any more; their keys and values are stored.
                 mixed, x = mixed[rows], x[rows]
             x = x + functional.linear(mixed, layer["o"], layer.get("o_bias"))
             x = x + self._feed_forward(layer, x)
-        return self._norm(x, self._params["norm"])
+        return self._norm(x, weights.params["norm"])
 
     def greedy(self, batch: Batch) -> list[int]:
         with torch.inference_mode():
@@ -130,13 +152,17 @@ class TorchModel:
         return tokens
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        head = self._params["embed" if self._config.tied else "head"]
+        head = self._held.params["embed" if self._config.tied else "head"]
         return functional.linear(hidden, head).float()
 
     def close(self) -> None:
         self._pool = None
-        self._params.clear()
-        self._layers.clear()
+        self._weights = None
+
+    @property
+    def _held(self) -> _Weights:
+        assert self._weights is not None, "the model is closed"
+        return self._weights
 
     def _attend(
         self,

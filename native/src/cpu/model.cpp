@@ -58,10 +58,17 @@ Pages::~Pages() {
 // ------------------------------------------------------------------ weights
 
 Model::Model(const Config& config, const Kernels& kernels, int threads)
+    : Model(config, kernels, threads, std::make_shared<Weights>(config.layers)) {}
+
+Model::Model(const Model& elder, int threads)
+    : Model(elder.config_, elder.kernels_, threads, elder.weights_) {}
+
+Model::Model(const Config& config, const Kernels& kernels, int threads,
+             std::shared_ptr<Weights> weights)
     : config_(config),
       kernels_(kernels),
       team_(threads),
-      layers_(static_cast<std::size_t>(config.layers)),
+      weights_(std::move(weights)),
       scratch_floats_(
           (scratch_floats(kernels, config.head_dim, config.heads) + 63) / 64 * 64) {
   scratch_.reserve(scratch_floats_ * static_cast<std::size_t>(team_.size()));
@@ -69,10 +76,10 @@ Model::Model(const Config& config, const Kernels& kernels, int threads)
 
 Model::Target Model::find(const std::string& name, int layer) {
   const Config& c = config_;
-  if (name == "norm") return {nullptr, &norm_, c.hidden};
-  if (name == (c.tied ? "embed" : "head")) return {&head_, nullptr, c.vocab, c.hidden};
+  if (name == "norm") return {nullptr, &weights_->norm, c.hidden};
+  if (name == (c.tied ? "embed" : "head")) return {&weights_->head, nullptr, c.vocab, c.hidden};
   if (layer < 0 || layer >= c.layers) throw std::invalid_argument("no such layer");
-  Layer& l = layers_[static_cast<std::size_t>(layer)];
+  Layer& l = weights_->layers[static_cast<std::size_t>(layer)];
   const int q = c.heads * c.head_dim, kv = c.kv_heads * c.head_dim;
   const std::pair<const char*, Target> known[] = {
       {"attn_norm", {nullptr, &l.attn_norm, c.hidden}},
@@ -97,6 +104,7 @@ Model::Target Model::find(const std::string& name, int layer) {
 
 void Model::place(const std::string& name, int layer, int at, int rows, std::size_t bytes,
                   const void* data) {
+  if (weights_.use_count() > 1) throw std::invalid_argument("shared weights cannot be placed");
   if (name == "embed" && !config_.tied) return place_embedding(at, rows, bytes, data);
   const Target target = find(name, layer);
   const std::size_t item = target.matrix ? item_size(config_.type) : sizeof(float);
@@ -113,9 +121,9 @@ void Model::place_embedding(int at, int rows, std::size_t bytes, const void* dat
   if (at < 0 || rows < 0 || at + rows > config_.vocab ||
       bytes != static_cast<std::size_t>(rows) * row)
     throw std::invalid_argument("a part of embed does not fit");
-  if (embedding_.data() == nullptr)
-    embedding_ = Pages(static_cast<std::size_t>(config_.vocab) * row);
-  std::memcpy(embedding_.data() + static_cast<std::size_t>(at) * row, data, bytes);
+  if (weights_->embedding.data() == nullptr)
+    weights_->embedding = Pages(static_cast<std::size_t>(config_.vocab) * row);
+  std::memcpy(weights_->embedding.data() + static_cast<std::size_t>(at) * row, data, bytes);
 }
 
 void Model::pack(Matrix& matrix, const Target& target, int at, int rows, const void* data) {
@@ -142,17 +150,17 @@ void Model::pack(Matrix& matrix, const Target& target, int at, int rows, const v
 }
 
 std::size_t Model::weight_bytes() const {
-  std::size_t total = embedding_.size() ? product_of(config_.vocab, config_.hidden) *
-                                              item_size(config_.type)
-                                        : 0;
+  std::size_t total = 0;
+  if (weights_->embedding.size())
+    total = product_of(config_.vocab, config_.hidden) * item_size(config_.type);
   const auto matrix = [&](const Matrix& m) {
     total += static_cast<std::size_t>(m.packed.panels(kernels_.panel)) *
              m.packed.panel_bytes(kernels_.panel, config_.type);
   };
   const auto vector = [&](const std::vector<float>& v) { total += v.size() * sizeof(float); };
-  matrix(head_);
-  vector(norm_);
-  for (const Layer& l : layers_) {
+  matrix(weights_->head);
+  vector(weights_->norm);
+  for (const Layer& l : weights_->layers) {
     for (const Matrix* m : {&l.qkv, &l.o, &l.gate, &l.up, &l.down}) matrix(*m);
     for (const auto* v : {&l.attn_norm, &l.mlp_norm, &l.q_norm, &l.k_norm, &l.qkv_bias, &l.o_bias,
                           &l.gate_bias, &l.up_bias, &l.down_bias})
@@ -162,9 +170,9 @@ std::size_t Model::weight_bytes() const {
 }
 
 bool Model::complete() const {
-  bool all = head_.packed.data != nullptr && !norm_.empty() &&
-             (config_.tied || embedding_.data() != nullptr);
-  for (const Layer& l : layers_) {
+  bool all = weights_->head.packed.data != nullptr && !weights_->norm.empty() &&
+             (config_.tied || weights_->embedding.data() != nullptr);
+  for (const Layer& l : weights_->layers) {
     for (const Matrix* m : {&l.qkv, &l.o, &l.gate, &l.up, &l.down})
       all = all && m->packed.data != nullptr;
     all = all && !l.attn_norm.empty() && !l.mlp_norm.empty();
@@ -213,7 +221,7 @@ void Model::all_layers(const Batch& batch, float* out, int member) {
   const float* x = stream_.data();
   team_.stage(batch.wanted, grain_of(batch.wanted, team_.size()), [&](int begin, int end) {
     for (int row = begin; row < end; ++row)
-      kernels_.norm(x + product_of(row, config_.hidden), norm_.data(), config_.hidden,
+      kernels_.norm(x + product_of(row, config_.hidden), weights_->norm.data(), config_.hidden,
                     config_.epsilon, Type::kFloat32, out + product_of(row, config_.hidden));
   });
 }
@@ -225,8 +233,9 @@ void Model::head(const float* hidden, int rows, float* out, int member) {
     kernels_.convert(hidden + at, (end - begin) * config_.hidden, config_.type,
                      operand_.data() + at * item);
   });
-  product(job(head_, {}, operand_.data(), config_.hidden, Output::kStore, out, config_.vocab), rows,
-          member);
+  product(job(weights_->head, {}, operand_.data(), config_.hidden, Output::kStore, out,
+              config_.vocab),
+          rows, member);
 }
 
 void Model::prepare(const Batch& batch) {
@@ -287,11 +296,12 @@ void Model::embed(const Batch& batch) {
     for (int t = begin; t < end; ++t) {
       float* out = x + product_of(t, config_.hidden);
       if (config_.tied)
-        kernels_.unpack_row(config_.type, head_.packed, batch.ids[t], out);
+        kernels_.unpack_row(config_.type, weights_->head.packed, batch.ids[t], out);
       else
-        kernels_.widen(config_.type,
-                       embedding_.data() + static_cast<std::size_t>(batch.ids[t]) * row_bytes,
-                       config_.hidden, out);
+        kernels_.widen(
+            config_.type,
+            weights_->embedding.data() + static_cast<std::size_t>(batch.ids[t]) * row_bytes,
+            config_.hidden, out);
     }
   });
 }
@@ -413,7 +423,7 @@ void Model::attend(const Batch& batch, const std::vector<Piece>& pieces, const K
 
 void Model::layer_step(const Batch& batch, int index, int member) {
   const Config& c = config_;
-  const Layer& layer = layers_[static_cast<std::size_t>(index)];
+  const Layer& layer = weights_->layers[static_cast<std::size_t>(index)];
   const int q = c.heads * c.head_dim, width = q + 2 * c.kv_heads * c.head_dim;
   const KvView kv = kv_view(index);
   const bool last = index + 1 == c.layers;

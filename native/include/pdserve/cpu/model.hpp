@@ -1,11 +1,13 @@
 // The forward pass of the Llama family on the CPU: one call computes a whole step.
 //
-// Twin: pdserve_engines/torch/model.py. The model owns packed weights and work space; KV blocks and
-// the rotary table belong to the caller. One thread calls it, one call at a time.
+// Twin: pdserve_engines/torch/model.py. The model owns work space and its share of the packed
+// weights; KV blocks and the rotary table belong to the caller. One thread calls it, one call at a
+// time; models that share weights may be called by as many threads as there are models.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -77,16 +79,21 @@ struct Batch {
 class Model {
  public:
   Model(const Config& config, const Kernels& kernels, int threads);
+  // With the weights of `elder`, which nobody can place any more, and nothing else of it.
+  Model(const Model& elder, int threads);
 
   const Config& config() const { return config_; }
   const Kernels& kernels() const { return kernels_; }
   std::size_t weight_bytes() const;
+  // How many models these weights are shared by, this one included.
+  int sharers() const { return static_cast<int>(weights_.use_count()); }
   // Every tensor that a forward pass reads has been placed; biases and head norms are optional.
   bool complete() const;
 
   // Rows [at, at + rows) of the named tensor, whose whole shape the configuration fixes: matrices
   // in the model's type, row-major; vectors (norms, biases) as float. Throws std::invalid_argument
   // for an unknown name or a part that does not fit. `layer` is ignored for `embed`, `norm`, `head`.
+  // Not once they are shared.
   void place(const std::string& name, int layer, int at, int rows, std::size_t bytes,
              const void* data);
 
@@ -114,6 +121,13 @@ class Model {
     std::vector<float> attn_norm, mlp_norm, q_norm, k_norm;
     std::vector<float> qkv_bias, o_bias, gate_bias, up_bias, down_bias;
   };
+  struct Weights {
+    explicit Weights(int layers) : layers(static_cast<std::size_t>(layers)) {}
+    std::vector<Layer> layers;
+    Pages embedding;  // row-major, only if not tied
+    Matrix head;      // the embedding itself if tied
+    std::vector<float> norm;
+  };
   // Consecutive tokens of one chunk that attend together.
   struct Piece {
     int chunk, first, tokens;
@@ -125,6 +139,7 @@ class Model {
     int cols = 1;
   };
 
+  Model(const Config& config, const Kernels& kernels, int threads, std::shared_ptr<Weights> weights);
   Target find(const std::string& name, int layer);
   void place_embedding(int at, int rows, std::size_t bytes, const void* data);
   void pack(Matrix& matrix, const Target& target, int at, int rows, const void* data);
@@ -152,10 +167,7 @@ class Model {
   Config config_;
   const Kernels& kernels_;
   Team team_;
-  std::vector<Layer> layers_;
-  Pages embedding_;  // row-major, only if not tied
-  Matrix head_;      // the embedding itself if tied
-  std::vector<float> norm_;
+  std::shared_ptr<Weights> weights_;  // written only while this model is the only one
   const float* rope_ = nullptr;
   std::uint8_t* pool_ = nullptr;
   int pool_blocks_ = 0;
