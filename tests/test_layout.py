@@ -34,6 +34,7 @@ ASYNCIO = {
     "pdserve/engine/client.py": "the engine port is asynchronous; one task keeps the core alive",
     "pdserve/engine/connection.py": "the node's end of the core's socket",
     "pdserve/engine/life.py": "deadlines of a core's start and stop",
+    "pdserve/engine/shared.py": "starts and watches one process for several cores",
     "pdserve/frontend/answer.py": "writes to a client as tokens come",
     "pdserve/frontend/api.py": "aiohttp handlers",
     "pdserve/frontend/bodies.py": "reads bodies under a deadline",

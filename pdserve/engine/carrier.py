@@ -21,11 +21,12 @@ from pdserve.engine.host import CoreHost
 from pdserve.engine.link import LinkEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from pdserve.engine.family import Family
     from pdserve.ids import Seconds
 
-__all__ = ["Carrier", "ProcessCarrier", "ThreadCarrier"]
+__all__ = ["Carrier", "HostProcess", "ProcessCarrier", "ThreadCarrier"]
 
 _LINE_LIMIT = 8192
 _STDERR_GRACE: Seconds = 0.5
@@ -55,7 +56,7 @@ class Carrier(Protocol):
 
 
 class ProcessCarrier:
-    """`python -m pdserve.engine.host` with one end of a socket pair."""
+    """A process of its own: `HostProcess` with one end of a socket pair."""
 
     def __init__(
         self,
@@ -66,42 +67,81 @@ class ProcessCarrier:
     ) -> None:
         """`on_line` gets each line of the child's stderr; by default it goes to our own."""
         self._log = ("--log-format", log_format, "--log-level", log_level)
-        self._on_line = on_line or _to_stderr
-        self._child: _ChildProtocol | None = None
-        self._transport: asyncio.SubprocessTransport | None = None
+        self._on_line = on_line
+        self._process: HostProcess | None = None
 
     @property
     def pid(self) -> int | None:
         """The child's process id; None before `launch`."""
-        return None if self._transport is None else self._transport.get_pid()
+        return None if self._process is None else self._process.pid
 
     async def launch(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        loop = asyncio.get_running_loop()
         try:
             with theirs:
-                self._transport, self._child = await loop.subprocess_exec(
-                    lambda: _ChildProtocol(loop, self._on_line),
-                    *self._command(theirs.fileno()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.PIPE,
-                    pass_fds=(theirs.fileno(),),
-                    env=os.environ | {"PYTHONPATH": _search_path()},
+                fd = theirs.fileno()
+                self._process = await HostProcess.start(
+                    ("--fd", str(fd), *self._log), (fd,), self._on_line
                 )
         except BaseException:
             ours.close()
             raise
         return ours
 
-    def _command(self, fd: int) -> tuple[str, ...]:
+    async def ended(self) -> str:
+        return "never started" if self._process is None else await self._process.ended()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+
+class HostProcess:
+    """One run of `python -m pdserve.engine.host`: its stderr, its exit, its end by force."""
+
+    def __init__(self, transport: asyncio.SubprocessTransport, child: _ChildProtocol) -> None:
+        """Use `start`."""
+        self._transport = transport
+        self._child = child
+
+    @classmethod
+    async def start(
+        cls,
+        arguments: Sequence[str],
+        fds: Sequence[int],
+        on_line: Callable[[str], None] | None = None,
+    ) -> HostProcess:
+        """Start it with its own `arguments`; it inherits `fds`. Raises `OSError`.
+
+        Cancellation: what was started is killed.
+        """
+        loop = asyncio.get_running_loop()
         # -P: the child's search path is ours, not whatever directory we happen to stand in.
-        program = (sys.executable, "-P", "-m", "pdserve.engine.host")
-        return (*program, "--fd", str(fd), "--parent", str(os.getpid()), *self._log)
+        program = (sys.executable, "-P", "-m", "pdserve.engine.host", "--parent", str(os.getpid()))
+        transport, child = await loop.subprocess_exec(
+            lambda: _ChildProtocol(loop, on_line or _to_stderr),
+            *program,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            pass_fds=tuple(fds),
+            env=os.environ | {"PYTHONPATH": _search_path()},
+        )
+        return cls(transport, child)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._transport.get_pid()
+
+    @property
+    def exited(self) -> asyncio.Future[None]:
+        """Done once the process is gone. Only to be looked at and waited for."""
+        return self._child.exited
 
     async def ended(self) -> str:
-        if self._child is None or self._transport is None:
-            return "never started"
+        """See `Carrier.ended`."""
         await asyncio.wait({self._child.exited})  # unlike `await`, no harm in being cancelled
         await asyncio.wait({self._child.stderr_closed}, timeout=_STDERR_GRACE)
         status = _describe(self._transport.get_returncode())
@@ -110,9 +150,9 @@ class ProcessCarrier:
         return f"{status}: {last}" if last else status
 
     def kill(self) -> None:
-        if self._transport is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._transport.send_signal(signal.SIGKILL)
+        """SIGKILL. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            self._transport.send_signal(signal.SIGKILL)
 
 
 class _ChildProtocol(asyncio.SubprocessProtocol):
@@ -154,7 +194,9 @@ class ThreadCarrier:
     """A host in a daemon thread: nothing but closing its socket can end it, so a core that hangs
     in a step stays behind. For tests and for looking at a core with a debugger."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: Family | None = None) -> None:
+        """Carriers with the same `family` share the weights."""
+        self._family = family
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Event | None = None
         self._status = 0
@@ -166,7 +208,12 @@ class ThreadCarrier:
         ours, theirs = socket.socketpair()
 
         def run() -> None:
-            self._status = CoreHost(LinkEnd(theirs), SystemClock()).run()
+            link, family = LinkEnd(theirs), self._family
+            if family is None:
+                host = CoreHost(link, SystemClock())
+            else:
+                host = CoreHost(link, SystemClock(), family.make_core, turn=family.turn)
+            self._status = host.run()
             with contextlib.suppress(RuntimeError):  # the loop was closed without waiting for us
                 loop.call_soon_threadsafe(ended.set)
 

@@ -15,7 +15,6 @@ from pdserve import accel
 from pdserve_engines.torch.rope import rope_table
 
 if TYPE_CHECKING:
-    from pdserve._native import CpuModel as NativeModel
     from pdserve_engines.torch.batch import Batch
     from pdserve_engines.torch.config import ModelConfig
     from pdserve_engines.torch.pool import KvPool
@@ -46,29 +45,25 @@ class CpuModel:
         self._config = config
         self._dtype = settings.dtype
         self._threads = settings.threads
-        if elder is None:
-            self._native = self._make(config, settings)
-        else:
+        if elder is not None:
             self._native = elder._native.sibling(settings.threads)
+        else:
+            self._native = accel.native.CpuModel(
+                bfloat16=settings.dtype == torch.bfloat16,
+                layers=config.num_layers,
+                hidden=config.hidden_size,
+                inner=config.intermediate_size,
+                heads=config.num_heads,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                vocab=config.vocab_size,
+                epsilon=config.rms_eps,
+                tied=config.tied,
+                threads=settings.threads,
+                kernels="" if settings.kernels in ("auto", "native") else settings.kernels,
+            )
         table = rope_table(config.rope, config.head_dim, settings.max_model_len)
         self._native.set_rope(table.numpy())
-
-    @staticmethod
-    def _make(config: ModelConfig, settings: Settings) -> NativeModel:
-        return accel.native.CpuModel(
-            bfloat16=settings.dtype == torch.bfloat16,
-            layers=config.num_layers,
-            hidden=config.hidden_size,
-            inner=config.intermediate_size,
-            heads=config.num_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            vocab=config.vocab_size,
-            epsilon=config.rms_eps,
-            tied=config.tied,
-            threads=settings.threads,
-            kernels="" if settings.kernels in ("auto", "native") else settings.kernels,
-        )
 
     @property
     def kernels(self) -> str:
