@@ -45,6 +45,7 @@ class CpuModel:
         self._config = config
         self._dtype = settings.dtype
         self._threads = settings.threads
+        self._native: accel.native.CpuModel
         if elder is not None:
             self._native = elder._native.sibling(settings.threads)
         else:
