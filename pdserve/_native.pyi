@@ -31,6 +31,17 @@ def bind_runs(
     out_destination: array[int],
     out_length: array[int],
 ) -> int: ...
+def convert_layout(
+    map: array[int],
+    destination: Sequence[memoryview | bytearray | mmap],
+    source: Sequence[memoryview | bytes | bytearray | mmap],
+    destination_planes: array[int],
+    source_planes: array[int],
+    destination_blocks: array[int],
+    source_blocks: array[int],
+    first: int,
+    count: int,
+) -> int: ...
 def crc32_here() -> bool: ...
 def crc32(data: memoryview | bytes | bytearray, start: int = 0) -> int: ...
 def cpu_kernel_sets() -> list[str]: ...

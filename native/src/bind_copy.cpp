@@ -5,31 +5,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "held.hpp"
 #include "pdserve/crc32.hpp"
 
 namespace nb = nanobind;
 
 namespace {
-
-// A buffer of Python's, held while its bytes are used.
-class Held {
- public:
-  Held(nb::handle object, int flags) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
-  }
-  ~Held() { PyBuffer_Release(&view_); }
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
-
-  template <typename T>
-  T* as() const {
-    return static_cast<T*>(view_.buf);
-  }
-  std::int64_t size() const { return static_cast<std::int64_t>(view_.len); }
-
- private:
-  Py_buffer view_;
-};
 
 bool inside(std::int64_t at, std::int64_t length, std::int64_t size) {
   return at >= 0 && length >= 0 && length <= size && at <= size - length;
@@ -63,19 +44,6 @@ std::int64_t copy_runs(nb::handle destination, nb::handle source, nb::handle to,
   }
   return total;
 }
-
-// An array of int64, held.
-class Numbers {
- public:
-  Numbers(nb::handle object, int flags = 0) : held_(object, PyBUF_C_CONTIGUOUS | flags) {
-    if (held_.size() % 8) throw nb::value_error("an array of int64 is needed");
-  }
-  std::int64_t size() const { return held_.size() / 8; }
-  std::int64_t* data() const { return held_.as<std::int64_t>(); }
-
- private:
-  Held held_;
-};
 
 // `outputs` are three arrays to fill; the number of runs filled is returned.
 std::int64_t bind_runs(nb::handle source, nb::handle destination, nb::handle spans,

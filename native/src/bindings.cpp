@@ -6,6 +6,7 @@
 #include "bind_copy.hpp"
 #include "bind_cpu.hpp"
 #include "bind_hash.hpp"
+#include "bind_layout.hpp"
 #include "bind_radix.hpp"
 
 namespace nb = nanobind;
@@ -15,5 +16,6 @@ NB_MODULE(_native, m) {
   bind_copy(m);
   bind_cpu(m);
   bind_hash(m);
+  bind_layout(m);
   bind_radix(m);
 }

@@ -17,10 +17,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.errors import PdserveError
-    from pdserve.ids import Seconds
-    from pdserve.messages.engine import EngineCapabilities, EngineStats, Progress
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.engine import EngineCapabilities, EngineStats, PathState, Progress
+    from pdserve.messages.handoff import Handoff, TransferAnswer, TransferAsk
     from pdserve.messages.kv import KvEvent
     from pdserve.messages.request import GenerateRequest, TokenDelta
+    from pdserve.messages.transfer import Ticket
+
+    Answered = Callable[[TransferAnswer | PdserveError], None]
+    """Takes the answer to a `TransferAsk`, or what went wrong; called once at most."""
+    AskPeer = Callable[[NodeId, Epoch, TransferAsk, Seconds, Answered], None]
+    """Asks the transports of that life of a node, within so many seconds. It must not raise."""
 
 Handle = int
 """One submission at one engine; never reused during the engine object's life."""
@@ -52,6 +59,40 @@ class TokenSink(Protocol):
 
     def on_error(self, error: PdserveError) -> None:
         """The submission failed; no call follows."""
+        ...
+
+
+class RemoteSink(TokenSink, Protocol):
+    """Hears of one submission whose prompt is prefilled elsewhere: first how that goes, then, from
+    `activate` or `prefill_here` on, what every `TokenSink` hears."""
+
+    def on_admitted(self, cached_tokens: int) -> None:
+        """There is room; so many leading tokens are there already. Once."""
+        ...
+
+    def on_opened(self, attempt: int, ticket: Ticket) -> None:
+        """The attempt's blocks may be filled by whoever has the ticket."""
+        ...
+
+    def on_attempt_lost(self, attempt: int, error: PdserveError) -> None:
+        """Nothing came of the attempt; the next one may be opened."""
+        ...
+
+
+class PrefillSink(Protocol):
+    """Hears of one prompt that is computed here for a peer. Ends by `on_sent` or `on_error`; after
+    an `abort` nothing is called any more."""
+
+    def on_prefilled(self, handoff: Handoff) -> None:
+        """It has been computed; all its parts are sent or on their way. Once."""
+        ...
+
+    def on_sent(self) -> None:
+        """Every part has arrived; nothing is held any more."""
+        ...
+
+    def on_error(self, error: PdserveError) -> None:
+        """It could not be computed, or not be brought to the peer."""
         ...
 
 
@@ -102,4 +143,66 @@ class Engine(Protocol):
 
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
         """Call `listener` with every later batch of KV events, in order."""
+        ...
+
+    # ------------------------------------------------------------------ handing prompts over
+    #
+    # An engine without `capabilities.transfers` refuses `submit_remote` and `prefill` by
+    # `TransferRefused`; the rest does nothing. Handles that have ended are ignored.
+
+    def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle:
+        """Post a request whose prompt is prefilled elsewhere: room is set aside for it, and
+        `on_admitted` follows. Errors: as `submit`, and `TransferRefused`."""
+        ...
+
+    def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:
+        """Let that life of a node fill its blocks: `on_opened` or `on_attempt_lost` follows. An
+        attempt that is open is given up first."""
+        ...
+
+    def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None:
+        """Go on with what the attempt has brought, once all of it is here: deltas follow, or
+        `on_attempt_lost`."""
+        ...
+
+    def give_up(self, handle: Handle, attempt: int) -> None:
+        """Want nothing more of an attempt. Its blocks come back when nothing can reach them."""
+        ...
+
+    def prefill_here(self, handle: Handle) -> None:
+        """Compute the prompt here after all."""
+        ...
+
+    def prefill(
+        self,
+        request: GenerateRequest,
+        ticket: Ticket,
+        node: NodeId,
+        epoch: Epoch,
+        sink: PrefillSink,
+    ) -> Handle:
+        """Compute a prompt and bring its KV to the blocks of a ticket of that life of a node.
+        `abort` withdraws it. Errors: as `submit`, and `TransferRefused`."""
+        ...
+
+    def attach(self, node: NodeId, epoch: Epoch) -> None:
+        """Move KV in the name of this life of our node from now on; what was begun in an earlier
+        one ends. It holds for every later life of the engine, too."""
+        ...
+
+    def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
+        """That life of a node is over: nothing it could write may be trusted to end by itself."""
+        ...
+
+    def transfer_call(self, node: NodeId, epoch: Epoch, ask: TransferAsk, reply: Answered) -> None:
+        """That life of a node asks this engine's transports. `reply` is called once, maybe at
+        once, and with `EngineDied` if the engine dies over it."""
+        ...
+
+    def on_transfer(self, ask: AskPeer) -> None:
+        """How this engine's transports reach their counterparts; before `start`."""
+        ...
+
+    def paths(self) -> Sequence[PathState]:
+        """All paths there are, as last told."""
         ...

@@ -5,9 +5,10 @@ back to their sinks, and starts it again when it dies. One supervisor task owns 
 core from launch to exit; everything else is synchronous and runs on the event loop's thread.
 
 What happens when the core dies: every submission in flight ends with one `EngineDied` that names
-the exit and the last line of its stderr; its KV is reported as cleared; until the successor is
-ready `submit` raises `NotReady`; after too many deaths in a row `EngineDied` for good. A core that
-says nothing for `hang_timeout` although it has work is killed, and has died.
+the exit and the last line of its stderr, so does every prompt computed for a peer; its KV is
+reported as cleared; until the successor is ready `submit` raises `NotReady`; after too many deaths
+in a row `EngineDied` for good. A core that says nothing for `hang_timeout` although it has work is
+killed, and has died.
 
 It knows neither HTTP nor text, nor what a token means. A worker owns one client per engine.
 """
@@ -26,6 +27,7 @@ from msgspec.structs import replace
 from pdserve.clock import SystemClock
 from pdserve.engine.api import EngineState
 from pdserve.engine.carrier import Carrier, ProcessCarrier, ThreadCarrier
+from pdserve.engine.desk import TransferDesk, tell_remote
 from pdserve.engine.life import CoreLife, LifeOptions
 from pdserve.engine.rejection import error_of
 from pdserve.engine.restart import RestartPolicy, Restarts
@@ -38,21 +40,36 @@ from pdserve.errors import (
     PayloadTooLarge,
     PdserveError,
     ProtocolError,
+    TransferRefused,
 )
 from pdserve.messages.engine import (
     Abort,
+    Activate,
+    Admitted,
+    AttemptLost,
     EngineStats,
     Failed,
+    GiveUp,
     KvEvents,
+    Open,
+    Opened,
+    Paths,
+    Prefill,
+    Prefilled,
+    PrefillHere,
     Progress,
     QueryStats,
     Ready,
     Rejected,
     Rekey,
+    Sent,
     Stats,
     Step,
     Stopped,
     Submit,
+    SubmitRemote,
+    TransferQuestion,
+    TransferReply,
 )
 from pdserve.messages.kv import PoolCleared
 
@@ -60,11 +77,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.clock import Clock
-    from pdserve.engine.api import Handle, TokenSink
-    from pdserve.ids import Seconds
-    from pdserve.messages.engine import EngineCapabilities, EngineSpec, Event
+    from pdserve.engine.api import (
+        Answered,
+        AskPeer,
+        Handle,
+        PrefillSink,
+        RemoteSink,
+        TokenSink,
+    )
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.engine import (
+        Command,
+        EngineCapabilities,
+        EngineSpec,
+        Event,
+        PathState,
+    )
+    from pdserve.messages.handoff import Handoff, TransferAsk
     from pdserve.messages.kv import KvEvent
     from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.transfer import Ticket
 
 __all__ = ["ClientOptions", "CoreClient"]
 
@@ -93,6 +125,8 @@ class _InFlight:
     sink: TokenSink
     choices: int
     """That have not ended."""
+    remote: RemoteSink | None = None
+    """The same sink, of a prompt that is prefilled elsewhere."""
 
 
 class CoreClient:
@@ -127,6 +161,8 @@ class CoreClient:
         self._on_progress: Callable[[Progress], None] | None = None
         self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
         self._in_flight: dict[Handle, _InFlight] = {}
+        self._prefills: dict[Handle, PrefillSink] = {}
+        self._desk = TransferDesk(self._post)
         self._last_handle = 0
         # One life of the core
         self._life: CoreLife | None = None
@@ -198,7 +234,7 @@ class CoreClient:
     async def drain(self, timeout: Seconds) -> bool:
         """Refuse what is new, wait for what runs. The client stays draining afterwards."""
         self._draining = True
-        if not self._in_flight:
+        if not self._owes:
             return True
         self._idle.clear()
         try:
@@ -213,19 +249,21 @@ class CoreClient:
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
         """Post a request; `Overloaded` when more is in flight than the core could even queue,
         `PayloadTooLarge` when no frame holds it."""
-        life = self._usable_life()
-        spec = self._spec
-        if len(self._in_flight) >= spec.max_sequences + spec.max_waiting:
-            raise Overloaded(f"{len(self._in_flight)} requests are in flight", retry_after=1.0)
-        if life.congested:
-            raise Overloaded("the engine does not keep up with new requests", retry_after=1.0)
-        self._last_handle = handle = self._last_handle + 1
-        try:
-            life.post(Submit(handle=handle, request=request))
-        except ProtocolError as error:
-            raise PayloadTooLarge(f"the request is too large: {error.message}") from error
+        life, handle = self._admit()
+        _post_request(life, Submit(handle=handle, request=request))
         self._in_flight[handle] = _InFlight(sink, request.n)
         return handle
+
+    def _admit(self) -> tuple[CoreLife, Handle]:
+        """Who takes one more submission, and its handle."""
+        life = self._usable_life()
+        spec, owed = self._spec, len(self._in_flight) + len(self._prefills)
+        if owed >= spec.max_sequences + spec.max_waiting:
+            raise Overloaded(f"{owed} requests are in flight", retry_after=1.0)
+        if life.congested:
+            raise Overloaded("the engine does not keep up with new requests", retry_after=1.0)
+        self._last_handle += 1
+        return life, self._last_handle
 
     def _usable_life(self) -> CoreLife:
         if self._draining or self.state is EngineState.STOPPED:
@@ -238,11 +276,11 @@ class CoreClient:
 
     def abort(self, handle: Handle) -> None:
         """Nothing is called for `handle` from now on; its blocks are free within one step."""
-        if self._in_flight.pop(handle, None) is None:
+        submission = self._in_flight.pop(handle, None)
+        if submission is None and self._prefills.pop(handle, None) is None:
             return
         self._note_idle()
-        if self._life is not None:
-            self._life.post(Abort(handle=handle))
+        self._post(Abort(handle=handle))
 
     def statistics(self) -> EngineStats:
         """The newest snapshot; zeros while no core is ready."""
@@ -264,6 +302,82 @@ class CoreClient:
         """`listener` must neither block nor raise. A core's death reaches it as `PoolCleared`."""
         self._kv_listeners.append(listener)
 
+    # ------------------------------------------------------------------ the port: handing over
+
+    def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle:
+        """See `Engine`; bounded as `submit` is."""
+        self._check_moves_kv()
+        life, handle = self._admit()
+        _post_request(life, SubmitRemote(handle=handle, request=request))
+        self._in_flight[handle] = _InFlight(sink, request.n, sink)
+        return handle
+
+    def prefill(
+        self,
+        request: GenerateRequest,
+        ticket: Ticket,
+        node: NodeId,
+        epoch: Epoch,
+        sink: PrefillSink,
+    ) -> Handle:
+        """See `Engine`; bounded as `submit` is."""
+        self._check_moves_kv()
+        life, handle = self._admit()
+        command = Prefill(handle=handle, request=request, ticket=ticket, node=node, epoch=epoch)
+        _post_request(life, command)
+        self._prefills[handle] = sink
+        return handle
+
+    def _check_moves_kv(self) -> None:
+        _ = self._usable_life()
+        capabilities = self._capabilities
+        if capabilities is None or not capabilities.transfers:
+            raise TransferRefused("this engine moves no KV")
+
+    def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:
+        """See `Engine`."""
+        if handle in self._in_flight:
+            self._post(Open(handle=handle, attempt=attempt, node=node, epoch=epoch))
+
+    def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None:
+        """See `Engine`."""
+        if handle in self._in_flight:
+            self._post(Activate(handle=handle, attempt=attempt, handoff=handoff))
+
+    def give_up(self, handle: Handle, attempt: int) -> None:
+        """See `Engine`."""
+        if handle in self._in_flight:
+            self._post(GiveUp(handle=handle, attempt=attempt))
+
+    def prefill_here(self, handle: Handle) -> None:
+        """See `Engine`."""
+        if handle in self._in_flight:
+            self._post(PrefillHere(handle=handle))
+
+    def attach(self, node: NodeId, epoch: Epoch) -> None:
+        """See `Engine`."""
+        self._desk.attach(node, epoch)
+
+    def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
+        """See `Engine`."""
+        self._desk.peer_gone(node, epoch)
+
+    def transfer_call(self, node: NodeId, epoch: Epoch, ask: TransferAsk, reply: Answered) -> None:
+        """See `Engine`."""
+        self._desk.call(node, epoch, ask, reply)
+
+    def on_transfer(self, ask: AskPeer) -> None:
+        """See `Engine`."""
+        self._desk.on_transfer(ask)
+
+    def paths(self) -> Sequence[PathState]:
+        """See `Engine`."""
+        return self._desk.paths
+
+    def _post(self, command: Command) -> None:
+        if self._life is not None:
+            self._life.post(command)
+
     # ------------------------------------------------------------------ events of the core
 
     def _on_event(self, event: Event) -> None:
@@ -283,6 +397,14 @@ class CoreClient:
                 self._become_ready(event)
             case Stopped():
                 self._note_stopped(event)
+            case Admitted() | Opened() | AttemptLost():
+                self._tell_remote(event)
+            case Prefilled():
+                self._tell_prefill(event)
+            case Sent():
+                self._sent(event)
+            case TransferQuestion() | TransferReply() | Paths():
+                self._desk.take(event)
             case Failed():  # what the life was lost to; it says so when it has ended
                 pass
 
@@ -306,9 +428,43 @@ class CoreClient:
 
     def _reject(self, event: Rejected) -> None:
         entry = self._in_flight.pop(event.handle, None)
-        if entry is not None:
-            _deliver(entry, error_of(event))
+        sink = self._prefills.pop(event.handle, None) if entry is None else entry.sink
+        if sink is not None:
+            _deliver(sink, error_of(event))
             self._note_idle()
+
+    def _tell_remote(self, event: Admitted | Opened | AttemptLost) -> None:
+        entry = self._in_flight.get(event.handle)
+        if entry is None or entry.remote is None:
+            return
+        try:
+            tell_remote(entry.remote, event)
+        except Exception:
+            _log.exception("a sink raised; its request is dropped")
+            self.abort(event.handle)
+
+    def _tell_prefill(self, event: Prefilled) -> None:
+        sink = self._prefills.get(event.handle)
+        if sink is None:
+            return
+        try:
+            sink.on_prefilled(event.handoff)
+        except Exception:
+            _log.exception("a sink raised; its prompt is withdrawn")
+            self.abort(event.handle)
+
+    def _sent(self, event: Sent) -> None:
+        sink = self._prefills.pop(event.handle, None)
+        if sink is None:
+            return
+        if event.kind:
+            _deliver(sink, error_of(event))
+        else:
+            try:
+                sink.on_sent()
+            except Exception:
+                _log.exception("a sink raised")
+        self._note_idle()
 
     def _tell_listeners(self, events: Sequence[KvEvent]) -> None:
         for listener in self._kv_listeners:
@@ -329,6 +485,8 @@ class CoreClient:
         self._capabilities = event.capabilities
         if self._life is not None and self._spec.hash_secret != self._secret:
             self._life.post(Rekey(hash_secret=self._spec.hash_secret))
+        if event.capabilities.transfers:
+            self._desk.begin()
         self._set_state(EngineState.READY, "ready")
         if self._restarts.total:
             _log.info("the engine is ready again, after restart %d", self._restarts.total)
@@ -339,14 +497,23 @@ class CoreClient:
         if event.leaked_blocks:
             _log.error("the engine core ended with %d blocks still held", event.leaked_blocks)
 
+    @property
+    def _owes(self) -> bool:
+        """Somebody waits for something of the core."""
+        return bool(self._in_flight or self._prefills)
+
     def _note_idle(self) -> None:
-        if not self._in_flight:
+        if not self._owes:
             self._idle.set()
 
     def _fail_all(self, error: PdserveError) -> None:
+        self._desk.end(error)
         in_flight, self._in_flight = self._in_flight, {}
+        prefills, self._prefills = self._prefills, {}
         for entry in in_flight.values():
-            _deliver(entry, error)
+            _deliver(entry.sink, error)
+        for sink in prefills.values():
+            _deliver(sink, error)
         self._note_idle()
 
     def _set_state(self, state: EngineState, reason: str) -> None:
@@ -384,7 +551,7 @@ class CoreClient:
             self._clock,
             on_event=self._on_event,
             on_lost=self._lost,
-            busy=lambda: bool(self._in_flight),
+            busy=lambda: self._owes,
         )
         self._secret = self._spec.hash_secret
         try:
@@ -397,6 +564,7 @@ class CoreClient:
         """No event will come from this life any more; why is not known yet."""
         self._capabilities = None
         self._stats = EngineStats()
+        self._desk.end(EngineDied("the engine process ended", retry_after=1.0))
         if self.state is EngineState.READY:
             self._set_state(EngineState.RESTARTING, "the engine process ended")
 
@@ -453,8 +621,15 @@ def _explained(died: PdserveError) -> str:
     )
 
 
-def _deliver(entry: _InFlight, error: PdserveError) -> None:
+def _post_request(life: CoreLife, command: Submit | SubmitRemote | Prefill) -> None:
     try:
-        entry.sink.on_error(error)
+        life.post(command)
+    except ProtocolError as error:
+        raise PayloadTooLarge(f"the request is too large: {error.message}") from error
+
+
+def _deliver(sink: TokenSink | PrefillSink, error: PdserveError) -> None:
+    try:
+        sink.on_error(error)
     except Exception:
         _log.exception("a token sink raised")

@@ -5,9 +5,16 @@ from __future__ import annotations
 
 from pdserve import errors
 from pdserve.errors import EngineError, PdserveError
-from pdserve.messages.engine import Failed, Rejected
+from pdserve.messages.engine import (
+    AttemptLost,
+    Failed,
+    Rejected,
+    Sent,
+    TransferAnswered,
+    TransferReply,
+)
 
-__all__ = ["error_of", "failed", "rejected"]
+__all__ = ["error_of", "failed", "rejected", "words_of"]
 
 
 def rejected(handle: int, error: PdserveError) -> Rejected:
@@ -29,7 +36,16 @@ def failed(error: BaseException) -> Failed:
     return Failed(kind=EngineError.__name__, message=text)
 
 
-def error_of(record: Rejected | Failed) -> PdserveError:
+def words_of(error: BaseException) -> tuple[str, str]:
+    """Kind and message, as records carry them."""
+    record = failed(error)
+    return record.kind, record.message
+
+
+_Record = Rejected | Failed | AttemptLost | Sent | TransferReply | TransferAnswered
+
+
+def error_of(record: _Record) -> PdserveError:
     """The exception that a record stands for; `EngineError` if this version does not know it."""
     kind = getattr(errors, record.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, PdserveError)):

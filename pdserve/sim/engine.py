@@ -15,21 +15,67 @@ from msgspec.structs import replace
 
 from pdserve.engine.api import EngineState
 from pdserve.engine.core import EngineCore
+from pdserve.engine.desk import TransferDesk, tell_remote
 from pdserve.engine.rejection import error_of
-from pdserve.errors import Draining, EngineDied, NotReady, Overloaded, PdserveError
-from pdserve.messages.engine import Abort, EngineStats, KvEvents, Rejected, Rekey, Step, Submit
+from pdserve.errors import (
+    Draining,
+    EngineDied,
+    NotReady,
+    Overloaded,
+    PdserveError,
+    TransferRefused,
+)
+from pdserve.messages.engine import (
+    Abort,
+    Activate,
+    Admitted,
+    AttemptLost,
+    EngineStats,
+    GiveUp,
+    KvEvents,
+    Open,
+    Opened,
+    Paths,
+    Prefill,
+    Prefilled,
+    PrefillHere,
+    Rejected,
+    Rekey,
+    Sent,
+    Step,
+    Submit,
+    SubmitRemote,
+    TransferQuestion,
+    TransferReply,
+)
 from pdserve.messages.kv import PoolCleared
 from pdserve.testing.scripted import ScriptedExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.engine.api import Handle, TokenSink
+    from pdserve.engine.api import (
+        Answered,
+        AskPeer,
+        Handle,
+        PrefillSink,
+        RemoteSink,
+        TokenSink,
+    )
     from pdserve.engine.core import Core
-    from pdserve.ids import Seconds
-    from pdserve.messages.engine import EngineCapabilities, EngineSpec, Event, Progress
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.engine import (
+        Command,
+        EngineCapabilities,
+        EngineSpec,
+        Event,
+        PathState,
+        Progress,
+    )
+    from pdserve.messages.handoff import Handoff, TransferAsk
     from pdserve.messages.kv import KvEvent
     from pdserve.messages.request import GenerateRequest, TokenDelta
+    from pdserve.messages.transfer import Ticket
 
 __all__ = ["InlineEngine"]
 
@@ -55,6 +101,10 @@ class InlineEngine:
         self._sinks: dict[Handle, TokenSink] = {}
         self._choices: dict[Handle, int] = {}
         """Of each submission, those that have not ended."""
+        self._remotes: dict[Handle, RemoteSink] = {}
+        """Those sinks whose prompt is prefilled elsewhere."""
+        self._prefills: dict[Handle, PrefillSink] = {}
+        self._desk = TransferDesk(self._post)
         self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._reboot: asyncio.TimerHandle | None = None
@@ -82,6 +132,8 @@ class InlineEngine:
         self.capabilities = core.load(self._spec, lambda progress: None)
         self._core = core
         self.state, self.state_reason = EngineState.READY, ""
+        if self.capabilities.transfers:
+            self._desk.begin()
 
     def _make_core(self, spec: EngineSpec) -> Core:
         return EngineCore(ScriptedExecutor(), self)
@@ -110,9 +162,9 @@ class InlineEngine:
     async def drain(self, timeout: Seconds) -> bool:
         """See `engine.api.Engine`."""
         until = self._loop.time() + timeout
-        while self._sinks and self._loop.time() < until:  # noqa: ASYNC110  as a core is polled
+        while self._owed and self._loop.time() < until:  # noqa: ASYNC110  as a core is polled
             await asyncio.sleep(self._pace)
-        return not self._sinks
+        return not self._owed
 
     def free(self) -> None:
         """Its process was killed: give the memory back, as a kernel does."""
@@ -130,35 +182,124 @@ class InlineEngine:
             self.leaked += core.close()
 
     def _fail_all(self, error: PdserveError) -> None:
+        self._desk.end(error)
         sinks, self._sinks = self._sinks, {}
+        prefills, self._prefills = self._prefills, {}
         self._choices.clear()
+        self._remotes.clear()
         for sink in sinks.values():
             sink.on_error(error)
+        for prefill in prefills.values():
+            prefill.on_error(error)
+
+    @property
+    def _owed(self) -> int:
+        return len(self._sinks) + len(self._prefills)
 
     # ------------------------------------------------------------------ requests
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
         """See `engine.api.Engine`."""
+        handle = self._admit()
+        self._sinks[handle] = sink
+        self._choices[handle] = request.n
+        self._post(Submit(handle=handle, request=request))
+        return handle
+
+    def _admit(self) -> Handle:
         if self._core is None:
             raise NotReady(f"the engine is {self.state.value}", retry_after=1.0)
-        if len(self._sinks) >= self._spec.max_sequences + self._spec.max_waiting:
-            raise Overloaded(f"{len(self._sinks)} requests are in flight", retry_after=1.0)
+        if self._owed >= self._spec.max_sequences + self._spec.max_waiting:
+            raise Overloaded(f"{self._owed} requests are in flight", retry_after=1.0)
         self._handles += 1
-        self._sinks[self._handles] = sink
-        self._choices[self._handles] = request.n
-        self._core.handle(Submit(handle=self._handles, request=request))
-        self._arm()
         return self._handles
 
     def abort(self, handle: Handle) -> None:
         """See `engine.api.Engine`."""
-        if self._forget(handle) is not None and self._core is not None:
-            self._core.handle(Abort(handle=handle))
-            self._arm()
+        if self._forget(handle) is not None or self._prefills.pop(handle, None) is not None:
+            self._post(Abort(handle=handle))
 
     def _forget(self, handle: Handle) -> TokenSink | None:
         self._choices.pop(handle, None)
+        self._remotes.pop(handle, None)
         return self._sinks.pop(handle, None)
+
+    def _post(self, command: Command) -> None:
+        if self._core is not None:
+            self._core.handle(command)
+            self._arm()
+
+    # ------------------------------------------------------------------ handing prompts over
+
+    def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle:
+        """See `engine.api.Engine`."""
+        handle = self._admit_transfer()
+        self._sinks[handle] = self._remotes[handle] = sink
+        self._choices[handle] = request.n
+        self._post(SubmitRemote(handle=handle, request=request))
+        return handle
+
+    def prefill(
+        self,
+        request: GenerateRequest,
+        ticket: Ticket,
+        node: NodeId,
+        epoch: Epoch,
+        sink: PrefillSink,
+    ) -> Handle:
+        """See `engine.api.Engine`."""
+        handle = self._admit_transfer()
+        self._prefills[handle] = sink
+        self._post(Prefill(handle=handle, request=request, ticket=ticket, node=node, epoch=epoch))
+        return handle
+
+    def _admit_transfer(self) -> Handle:
+        handle = self._admit()
+        if self.capabilities is None or not self.capabilities.transfers:
+            raise TransferRefused("this engine moves no KV")
+        return handle
+
+    def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:
+        """See `engine.api.Engine`."""
+        if handle in self._remotes:
+            self._post(Open(handle=handle, attempt=attempt, node=node, epoch=epoch))
+
+    def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None:
+        """See `engine.api.Engine`."""
+        if handle in self._remotes:
+            self._post(Activate(handle=handle, attempt=attempt, handoff=handoff))
+
+    def give_up(self, handle: Handle, attempt: int) -> None:
+        """See `engine.api.Engine`."""
+        if handle in self._remotes:
+            self._post(GiveUp(handle=handle, attempt=attempt))
+
+    def prefill_here(self, handle: Handle) -> None:
+        """See `engine.api.Engine`."""
+        if handle in self._remotes:
+            self._post(PrefillHere(handle=handle))
+
+    def attach(self, node: NodeId, epoch: Epoch) -> None:
+        """See `engine.api.Engine`."""
+        self._desk.attach(node, epoch)
+
+    def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
+        """See `engine.api.Engine`."""
+        self._desk.peer_gone(node, epoch)
+
+    def transfer_call(self, node: NodeId, epoch: Epoch, ask: TransferAsk, reply: Answered) -> None:
+        """See `engine.api.Engine`."""
+        self._desk.call(node, epoch, ask, reply)
+
+    def on_transfer(self, ask: AskPeer) -> None:
+        """See `engine.api.Engine`."""
+        self._desk.on_transfer(ask)
+
+    def paths(self) -> Sequence[PathState]:
+        """See `engine.api.Engine`."""
+        return self._desk.paths
+
+    # ------------------------------------------------------------------ the rest of the port
 
     def statistics(self) -> EngineStats:
         """See `engine.api.Engine`."""
@@ -168,9 +309,7 @@ class InlineEngine:
     def rekey(self, hash_secret: bytes) -> None:
         """See `engine.api.Engine`."""
         self._spec = replace(self._spec, hash_secret=hash_secret)
-        if self._core is not None:
-            self._core.handle(Rekey(hash_secret=hash_secret))
-            self._arm()
+        self._post(Rekey(hash_secret=hash_secret))
 
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
         """See `engine.api.Engine`; a death reaches it as `PoolCleared`."""
@@ -203,11 +342,35 @@ class InlineEngine:
             for delta in event.deltas:
                 self._deliver(delta)
         elif isinstance(event, Rejected):
-            sink = self._forget(event.handle)
-            if sink is not None:
-                sink.on_error(error_of(event))
+            self._reject(event)
         elif isinstance(event, KvEvents):
             self._tell_listeners(event.events)
+        elif isinstance(event, TransferQuestion | TransferReply | Paths):
+            self._desk.take(event)
+        elif isinstance(event, Admitted | Opened | AttemptLost):
+            remote = self._remotes.get(event.handle)
+            if remote is not None:
+                tell_remote(remote, event)
+        elif isinstance(event, Prefilled | Sent):
+            self._tell_prefill(event)
+
+    def _reject(self, event: Rejected) -> None:
+        sink = self._forget(event.handle) or self._prefills.pop(event.handle, None)
+        if sink is not None:
+            sink.on_error(error_of(event))
+
+    def _tell_prefill(self, event: Prefilled | Sent) -> None:
+        sink = self._prefills.get(event.handle)
+        if sink is None:
+            return
+        if isinstance(event, Prefilled):
+            sink.on_prefilled(event.handoff)
+            return
+        del self._prefills[event.handle]
+        if event.kind:
+            sink.on_error(error_of(event))
+        else:
+            sink.on_sent()
 
     def _deliver(self, delta: TokenDelta) -> None:
         sink = self._sinks.get(delta.handle)

@@ -22,12 +22,21 @@ from pdserve.worker.totals import EngineTotals
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pdserve.engine.api import Handle, TokenSink
-    from pdserve.ids import Seconds
+    from pdserve.engine.api import (
+        Answered,
+        AskPeer,
+        Handle,
+        PrefillSink,
+        RemoteSink,
+        TokenSink,
+    )
+    from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.card import ModelCard
-    from pdserve.messages.engine import EngineCapabilities, Progress
+    from pdserve.messages.engine import EngineCapabilities, PathState, Progress
+    from pdserve.messages.handoff import Handoff, TransferAsk
     from pdserve.messages.kv import KvEvent
     from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.transfer import Ticket
     from pdserve.observe.metrics import Metrics
     from pdserve.worker.config import WorkerConfig
 
@@ -74,6 +83,8 @@ class WorkerService:
         self._totals = EngineTotals()
         self._watcher: asyncio.Task[None] | None = None
         self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
+        self._ask_peer: AskPeer | None = None
+        self._attached: tuple[NodeId, Epoch] | None = None
         metrics.attach_engine(self.sample)
         # From the moment the model is known
         self._engine: SupervisedEngine | None = None
@@ -97,6 +108,10 @@ class WorkerService:
         self._engine = engine = self._make_engine(self._spec(model))
         for listener in self._kv_listeners:
             engine.subscribe_kv(listener)
+        if self._ask_peer is not None:
+            engine.on_transfer(self._ask_peer)
+        if self._attached is not None:
+            engine.attach(*self._attached)
 
         def forward(progress: Progress) -> None:
             note(progress.stage, progress.fraction)
@@ -143,6 +158,7 @@ class WorkerService:
             prefix_cache=config.prefix_cache,
             hash_secret=self._hash_secret,
             options=dict(config.engine_options),
+            transfer=config.transfer,
         )
 
     async def _make_card(self, model: LocalModel, engine: SupervisedEngine) -> None:
@@ -185,11 +201,14 @@ class WorkerService:
 
         Errors: `NotReady`, `Draining`, `Overloaded`, `EngineDied`.
         """
+        return self._usable_engine().submit(request, sink)
+
+    def _usable_engine(self) -> SupervisedEngine:
         if self._draining:
             raise Draining("this worker is going away and takes no new requests")
         if self._engine is None:
             raise NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER)
-        return self._engine.submit(request, sink)
+        return self._engine
 
     def rekey(self, hash_secret: bytes) -> None:
         """Name blocks with this secret from now on; before `start`, from the beginning."""
@@ -227,6 +246,71 @@ class WorkerService:
     def statistics(self) -> EngineStats:
         """The engine's newest snapshot; zeros while there is none."""
         return _NOTHING if self._engine is None else self._engine.statistics()
+
+    # ------------------------------------------------------------------ handing prompts over
+
+    def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle:
+        """See `Engine`. Errors: as `submit`, and `TransferRefused`."""
+        return self._usable_engine().submit_remote(request, sink)
+
+    def prefill(
+        self,
+        request: GenerateRequest,
+        ticket: Ticket,
+        node: NodeId,
+        epoch: Epoch,
+        sink: PrefillSink,
+    ) -> Handle:
+        """See `Engine`. Errors: as `submit`, and `TransferRefused`."""
+        return self._usable_engine().prefill(request, ticket, node, epoch, sink)
+
+    def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:
+        """See `Engine`."""
+        if self._engine is not None:
+            self._engine.open_attempt(handle, attempt, node, epoch)
+
+    def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None:
+        """See `Engine`."""
+        if self._engine is not None:
+            self._engine.activate(handle, attempt, handoff)
+
+    def give_up(self, handle: Handle, attempt: int) -> None:
+        """See `Engine`."""
+        if self._engine is not None:
+            self._engine.give_up(handle, attempt)
+
+    def prefill_here(self, handle: Handle) -> None:
+        """See `Engine`."""
+        if self._engine is not None:
+            self._engine.prefill_here(handle)
+
+    def attach(self, node: NodeId, epoch: Epoch) -> None:
+        """See `Engine`; before `start`, from the beginning."""
+        self._attached = (node, epoch)
+        if self._engine is not None:
+            self._engine.attach(node, epoch)
+
+    def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
+        """See `Engine`."""
+        if self._engine is not None:
+            self._engine.peer_gone(node, epoch)
+
+    def transfer_call(self, node: NodeId, epoch: Epoch, ask: TransferAsk, reply: Answered) -> None:
+        """See `Engine`."""
+        if self._engine is None:
+            reply(NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER))
+        else:
+            self._engine.transfer_call(node, epoch, ask, reply)
+
+    def on_transfer(self, ask: AskPeer) -> None:
+        """See `Engine`."""
+        if self._engine is not None:
+            raise RuntimeError("the engine has asked things already")
+        self._ask_peer = ask
+
+    def paths(self) -> Sequence[PathState]:
+        """See `Engine`."""
+        return () if self._engine is None else self._engine.paths()
 
     # ------------------------------------------------------------------ for whoever watches
 
