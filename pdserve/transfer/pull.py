@@ -185,8 +185,8 @@ class PullPath(PathCore):
     # ------------------------------------------------------------------ what back ends bring
 
     def _map(self, greeting: Greeting, fds: Sequence[int]) -> Pools:
-        """Map what the peer has passed. Raises `PlanError`, `OSError`. The descriptors stay the
-        caller's."""
+        """In the thread: map what the peer has passed. Raises `PlanError`, `OSError`. The
+        descriptors stay the caller's."""
         raise NotImplementedError
 
     def _copy(self, job: Job, moves: Sequence[Move]) -> Bytes:
@@ -196,9 +196,20 @@ class PullPath(PathCore):
 
     # ------------------------------------------------------------------ the socket
 
-    def attach(self, connection: socket.socket, greeting: Greeting, fds: Sequence[int]) -> None:
+    async def attach(
+        self, connection: socket.socket, greeting: Greeting, fds: Sequence[int]
+    ) -> None:
         """The peer has greeted: use what it passed. Raises `PlanError`, `OSError`."""
-        self._pools = self._map(greeting, fds)
+        mapping = self.transport.run(partial(self._map, greeting, fds))
+        try:
+            pools: Pools = await asyncio.shield(mapping)
+        except asyncio.CancelledError:
+            # The thread cannot be stopped, and the descriptors are its until it has ended.
+            await asyncio.wait([mapping])
+            if mapping.exception() is None:
+                mapping.result().close()
+            raise
+        self._pools = pools
         self._socket = connection
         asyncio.get_running_loop().add_reader(connection, self._read)
 
@@ -447,15 +458,20 @@ class PullPath(PathCore):
             loop = asyncio.get_running_loop()
             loop.remove_reader(connection)
             loop.remove_writer(connection)
-            connection.close()
         for key in list(self._entries):
             self._release(key)
         await self._stop(list(self._jobs))
         self._pieces.clear()
         self._unsent.clear()
-        if self._pools is not None:
-            self._pools.close()
-            self._pools = None
+        pools, self._pools = self._pools, None
+        if pools is not None:
+            await self.transport.run(pools.close)
+        if connection is not None:
+            await self._part(connection)
+            connection.close()
+
+    async def _part(self, connection: socket.socket) -> None:
+        """Before the socket is closed, which tells the peer: this end has let go of its pools."""
 
 
 def _joined(pieces: Sequence[_Fetch]) -> _Fetch:
@@ -556,7 +572,7 @@ class PullTransport(TransportCore):
         try:
             path = self._path(peer, number, welcome.regions)
             path.remote = welcome.path
-            path.attach(connection, greeting, fds)
+            await path.attach(connection, greeting, fds)
         except BaseException:
             connection.close()
             raise
@@ -578,7 +594,7 @@ class PullTransport(TransportCore):
             greeting, fds = await self._greeting(connection)
             if not secrets.compare_digest(greeting.token, details.token):
                 raise PlanError("the peer answered for another path")
-            path.attach(connection, greeting, fds)
+            await path.attach(connection, greeting, fds)
         except BaseException:
             connection.close()
             raise
