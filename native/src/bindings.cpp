@@ -8,6 +8,7 @@
 #include "bind_hash.hpp"
 #include "bind_layout.hpp"
 #include "bind_radix.hpp"
+#include "bind_rdma.hpp"
 
 namespace nb = nanobind;
 
@@ -18,4 +19,5 @@ NB_MODULE(_native, m) {
   bind_hash(m);
   bind_layout(m);
   bind_radix(m);
+  bind_rdma(m);
 }

@@ -1,6 +1,7 @@
 """What two nodes tell each other so that KV can move between them.
 
-Once per (peer, epoch):  Hello, Welcome, Ready   the pools of both ends, and how to reach them
+Once per (peer, epoch):  Probe, Offers           which back ends could join the two
+                         Hello, Welcome, Ready   the pools of both ends, and how to reach them
 Per attempt:             Ticket                  which blocks of the destination may be filled
 When it is given up:     Stop                    answered when nothing more is under way
 
@@ -59,8 +60,10 @@ class RegionCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
     address: Size = 0
     """Where it begins, as RDMA names it; 0 on back ends that need no address."""
-    keys: tuple[Small, ...] = ()
-    """The remote key of each rail."""
+    keys: Annotated[tuple[Small, ...], Meta(max_length=1 << 16)] = ()
+    """The remote keys: of each adapter, those of all slices."""
+    slice: Size = 0
+    """Bytes that one key covers; the last slice may be shorter."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
@@ -113,7 +116,26 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag=6):
     reason: Annotated[str, Meta(max_length=500)] = ""
 
 
-Control = Hello | Welcome | Ready | Stop | Done | Gone
+class Probe(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Which back ends do you have? From the side that wants a path; of no back end. Answered by
+    `Offers`."""
+
+
+Name = Annotated[str, Meta(min_length=1, max_length=40)]
+Place = Annotated[str, Meta(max_length=200)]
+Words = Annotated[str, Meta(max_length=500)]
+
+
+class Offers(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """What a node's transports can use, and where: two ends that have places must share one."""
+
+    places: Annotated[dict[Name, tuple[Place, ...]], Meta(max_length=32)] = {}
+    """By back end; without places it is reached from anywhere."""
+    lacking: Annotated[dict[Name, Words], Meta(max_length=32)] = {}
+    """Why the others cannot be used there."""
+
+
+Control = Hello | Welcome | Ready | Stop | Done | Gone | Probe | Offers
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -135,3 +157,5 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tokens: Annotated[int, Meta(ge=1, le=1 << 40)]
     """Those of the last block may be fewer than it holds."""
     blocks: Annotated[tuple[int, ...], Meta(max_length=MAX_BLOCKS)]
+    backend: Annotated[str, Meta(max_length=40)] = ""
+    """Whose slots these are: each counts its own. Empty: the peers have but one."""

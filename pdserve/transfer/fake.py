@@ -13,17 +13,13 @@ Time is the event loop's, so that a virtual loop makes all of it deterministic.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pdserve.errors import PdserveError
-from pdserve.messages.transfer import Gone
-from pdserve.transfer.host import TransportCore
-from pdserve.transfer.verbs import VerbsPath
+from pdserve.transfer.verbs import VerbsPath, VerbsTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FakeFabric", "FakeFaults", "FakeTransport"]
 
-_GONE: Final[Seconds] = 1.0
-"""How long a peer has to hear that a path has ended; it is a courtesy."""
 _IN_FLIGHT: Final = 4
 """Work requests of a queue pair that a dying process leaves on the wire."""
 
@@ -267,7 +261,7 @@ class _Rails(msgspec.Struct, frozen=True, array_like=True):
     numbers: tuple[int, ...]
 
 
-class FakeTransport(TransportCore):
+class FakeTransport(VerbsTransport):
     """A node with fake devices."""
 
     name = "fake"
@@ -291,7 +285,6 @@ class FakeTransport(TransportCore):
         super().__init__(node, epoch, regions, ask)
         self._rails = rails
         self._stripe = stripe
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def break_keys(self) -> None:
         """What peers know of the keys is wrong from now on."""
@@ -347,22 +340,6 @@ class FakeTransport(TransportCore):
         path.rails, path.peer_rails, path.stripe = pairs, len(remote), self._stripe
         path.transport, path.theirs = self, theirs
         return path
-
-    def tell_gone(self, path: FakePath, reason: str) -> None:
-        """Nothing of verbs tells a peer that is only written to."""
-        if path.remote:
-            task = asyncio.get_running_loop().create_task(self._tell(path, reason))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _tell(self, path: FakePath, reason: str) -> None:
-        with contextlib.suppress(PdserveError):
-            await self.ask(path.peer, Gone(path.remote, reason), _GONE)
-
-    async def close(self) -> None:
-        await super().close()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=2 * _GONE)
 
 
 def _details(pairs: Sequence[FakeQueuePair]) -> bytes:

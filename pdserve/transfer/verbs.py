@@ -13,9 +13,13 @@ It knows no device. `QueuePair` is what one has to offer; work requests reach it
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from pdserve.messages.transfer import Stop
+from pdserve.errors import PdserveError
+from pdserve.messages.transfer import Gone, Stop
+from pdserve.transfer.host import TransportCore
 from pdserve.transfer.immediate import Immediate, Kind
 from pdserve.transfer.path import Key, Outgoing, PathCore
 from pdserve.transfer.plan import Runs, split
@@ -28,11 +32,15 @@ if TYPE_CHECKING:
     from pdserve.transfer.base import Ask
     from pdserve.transfer.grants import Granted
 
-__all__ = ["STRIPE", "Chain", "QueuePair", "VerbsPath", "stripes"]
+__all__ = ["STRIPE", "Chain", "QueuePair", "VerbsPath", "VerbsTransport", "stripes"]
 
 STRIPE: Final[Bytes] = 1 << 20
 """Longest run of one work request: small enough to spread a part over the rails, large enough that
 the fixed cost of a work request does not count."""
+
+_GONE: Final[Seconds] = 1.0
+"""How long a peer has to hear that a path has ended; it is a courtesy."""
+_REASON: Final = 500
 
 
 class Chain(NamedTuple):
@@ -69,6 +77,7 @@ class VerbsPath(PathCore):
         self.stripe: Bytes = STRIPE
         self._ask = ask
         self._posted: dict[Key, int] = {}  # rails that have not completed it
+        self._cut: set[Key] = set()  # of those, what some rail has not posted to its end
 
     def _begin(self, outgoing: Outgoing) -> None:
         moves = self.out.moves(outgoing.share, outgoing.ticket.blocks)
@@ -80,12 +89,19 @@ class VerbsPath(PathCore):
         for rail, share in zip(self.rails, shares, strict=True):
             rail.post(Chain(share, word, key))
 
-    def completed(self, key: Key) -> None:
-        """One rail has completed its chain."""
+    def completed(self, key: Key, *, whole: bool = True) -> None:
+        """One rail has completed its chain, or what it has posted of one that was given up."""
         left = self._posted.pop(key, 0) - 1
+        if left < 0:
+            return
+        if not whole:
+            self._cut.add(key)
         if left > 0:
             self._posted[key] = left
-        elif left == 0:
+        elif key in self._cut:
+            self._cut.discard(key)
+            self.settle(key, self.withdrawn(self.outgoing[key]))
+        else:
             self.settle(key)
 
     def notified(self, word: int) -> None:
@@ -108,6 +124,31 @@ class VerbsPath(PathCore):
         for rail in self.rails:
             rail.destroy()
         self._posted.clear()
+        self._cut.clear()
+
+
+class VerbsTransport(TransportCore):
+    """A node whose peers do not see by themselves that a path has ended: they only write to it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def tell_gone(self, path: PathCore, reason: str) -> None:
+        """Tell the peer, if it can still be told."""
+        if path.remote:
+            task = asyncio.get_running_loop().create_task(self._tell(path, reason))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+
+    async def _tell(self, path: PathCore, reason: str) -> None:
+        with contextlib.suppress(PdserveError):
+            await self.ask(path.peer, Gone(path.remote, reason[:_REASON]), _GONE)
+
+    async def close(self) -> None:
+        await super().close()
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=2 * _GONE)
 
 
 def stripes(moves: Sequence[Move], rails: int, size: Bytes) -> list[tuple[Move, ...]]:

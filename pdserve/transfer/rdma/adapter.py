@@ -1,0 +1,327 @@
+"""One adapter of this node: its port, this node's pools registered with it, and queue pairs made
+on it. The calls are pyverbs'; they block for milliseconds, registering a large pool for seconds.
+
+Each queue pair has a completion queue and a channel of its own, with room for every work request
+that it can have: a queue that overflows loses completions, and nothing that one peer does can fill
+another's. A queue pair that has failed, or whose path has ended, is destroyed and never used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.errors import TransferError
+from pdserve.transfer.plan import block_bytes
+from pdserve.transfer.rdma.native_objects import (
+    ACCESS,
+    Device,
+    Event,
+    MemoryRegion,
+    device_of,
+    next_event,
+    pair_of,
+    register,
+    unregister,
+)
+from pdserve.transfer.rdma.negotiate import Gid, Link, Offer, choose_gid, common_mtu
+from pdserve.transfer.rdma.table import post_receives, slices
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Iterator, Sequence
+
+    from pdserve.ids import Bytes
+    from pdserve.transfer.base import Region
+    from pdserve.transfer.rdma.library import Verbs
+    from pdserve.transfer.rdma.negotiate import DeviceName
+
+__all__ = ["SLICE", "Adapter", "Options", "RawPair", "region_address", "slice_bytes"]
+
+_log = logging.getLogger(__name__)
+
+SLICE: Final[Bytes] = 7 << 29
+"""Most bytes of one registration, 3.5 GiB: some adapters and drivers stop at 4."""
+_ACTIVE: Final = 4
+_ETHERNET: Final = 2
+_RELIABLE: Final = 2
+_MAX_GIDS: Final = 256
+_RNR_TIMER: Final = 12
+"""0.64 ms: how long a sender waits for room for a notification before it tries again."""
+_RNR_RETRIES: Final = 7
+"""For ever: a loop that is busy for a while is no failure. The path's patience ends it."""
+_HOPS: Final = 64
+_READS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of every queue pair."""
+
+    depth: int = 1024
+    """Work requests under way at most; less where an adapter allows less."""
+    receives: int = 512
+    """Notifications that may come before this node has looked at any."""
+    timeout: int = 14
+    """Of an acknowledgement: 4.096 µs * 2^timeout, here 67 ms; adapters may take up to four times
+    as long."""
+    retries: int = 7
+    """How often it is sent again before the path is lost: after 0.5 s and more."""
+    traffic_class: int = 0
+    """Of RoCE; by it switches tell which traffic is lossless."""
+    service_level: int = 0
+    """Of InfiniBand, or the priority of RoCE."""
+    slice: Bytes = SLICE
+    """Most bytes of one registration."""
+
+
+# ------------------------------------------------------------------------------ memory
+
+
+def region_address(region: Region) -> int:
+    """Where a pool begins. Raises `TransferError` for one that an adapter cannot be told of."""
+    if region.view is None:
+        if not region.address:
+            reason = "a pool in device memory needs its address"
+            raise TransferError.at("", "this node over rdma", "register", reason)
+        return region.address
+    return ctypes.addressof(ctypes.c_char.from_buffer(region.view))
+
+
+def slice_bytes(region: Region, most: Bytes) -> Bytes:
+    """Of one registration: whole blocks, no more than `most` unless a block is larger; of a pool
+    that fits, all of it."""
+    block = block_bytes(region.layout)
+    return min(region.size, max(1, most // block) * block)
+
+
+# ------------------------------------------------------------------------------ the adapter
+
+
+class Adapter:
+    """See above. Everything raises `TransferError`."""
+
+    def __init__(self, verbs: Verbs, name: DeviceName) -> None:
+        self.verbs = verbs
+        self.name = name
+        self.regions: list[array[int]] = []
+        """As its work requests name this node's pools, by their places."""
+        self._registered: list[MemoryRegion] = []
+        self._remote_keys: list[tuple[int, ...]] = []
+        self._vectors = count()
+        with self._step("open"):
+            self._context = verbs.device.Context(name=name.name)
+            try:
+                self._read_port()
+                self._domain = verbs.pd.PD(self._context)
+                probe = verbs.mr.MR(self._domain, 4096, ACCESS)
+                self.device: Device = device_of(probe)
+                probe.close()
+                os.set_blocking(self.device.async_fd, False)
+            except BaseException:
+                self._context.close()
+                raise
+
+    def _read_port(self) -> None:
+        port = self._context.query_port(self.name.port)
+        if port.state != _ACTIVE:
+            raise OSError(errno.ENETDOWN, f"the port is in state {port.state}, not active")
+        limits = self._context.query_device()
+        self.link: Link = "roce" if port.link_layer == _ETHERNET else "infiniband"
+        self.lid: int = port.lid
+        self.mtu: int = port.active_mtu
+        self.longest: Bytes = port.max_msg_sz
+        self.max_depth: int = limits.max_qp_wr
+        self.reads: int = min(_READS, limits.max_qp_rd_atom)
+        table = [
+            Gid(entry.gid_index, int(entry.gid_type), ipaddress.IPv6Address(entry.gid_str()).packed)
+            for entry in self._context.query_gid_table(_MAX_GIDS)
+            if entry.port_num == self.name.port
+        ]
+        self.gid = choose_gid(table, self.link, self.name.gid_index)
+
+    @contextlib.contextmanager
+    def _step(self, step: str) -> Iterator[None]:
+        """What pyverbs and the kernel say, as this project says it."""
+        try:
+            yield
+        except self.verbs.errors as error:
+            raise TransferError.at("", f"{self.name} over rdma", step, str(error)) from error
+
+    # ------------------------------------------------------------------ memory
+
+    def register(self, regions: Sequence[Region], most: Bytes) -> None:
+        """Let the adapter reach these pools. May take seconds; other threads run meanwhile."""
+        for region in regions:
+            self.regions.append(self._register(region, slice_bytes(region, most)))
+
+    def _register(self, region: Region, size: Bytes) -> array[int]:
+        address = region_address(region)
+        keys = []
+        for offset in range(0, region.size, size):
+            length = min(size, region.size - offset)
+            try:
+                slice = self._register_slice(region, address + offset, length, offset)
+            except OSError as error:
+                raise self._refused(region, length, error) from error
+            self._registered.append(slice)
+            keys.append(slice)
+        self._remote_keys.append(tuple(slice.remote_key for slice in keys))
+        return slices(address, size, tuple(slice.local_key for slice in keys))
+
+    def _register_slice(
+        self, region: Region, address: int, length: Bytes, offset: Bytes
+    ) -> MemoryRegion:
+        """Device memory by its DMA-BUF, and without one as if it were the host's: that works where
+        the driver of the device and that of the adapter know each other."""
+        if region.view is None and region.fd is not None:
+            return register(self.device, address, length, dmabuf=region.fd, offset=offset)
+        return register(self.device, address, length)
+
+    def _refused(self, region: Region, length: Bytes, error: OSError) -> TransferError:
+        where = "host memory" if region.view is not None else "device memory"
+        reason = f"{length} bytes of {where} cannot be registered: {error.strerror}"
+        if error.errno == errno.ENOMEM:
+            reason += " (is locked memory limited? see ulimit -l)"
+        return TransferError.at("", f"{self.name} over rdma", "register", reason)
+
+    def remote_keys(self, region: int) -> tuple[int, ...]:
+        """Of each slice of a region, for peers."""
+        return self._remote_keys[region]
+
+    # ------------------------------------------------------------------ the rest
+
+    def pair(self, place: int, options: Options) -> RawPair:
+        """A new queue pair; `place` is the adapter's among this node's."""
+        with self._step("queue pair"):
+            return RawPair(self, place, options)
+
+    def events(self) -> list[Event]:
+        """Failures that the adapter reports by itself. Does not block."""
+        return [event for event in iter(partial(next_event, self.device), None) if event.failure]
+
+    def close(self) -> None:
+        """Unregister all and let the adapter go; its queue pairs must be destroyed."""
+        with self._step("close"):
+            while self._registered:
+                unregister(self._registered.pop())
+            self._context.close()
+
+
+# ------------------------------------------------------------------------------ queue pairs
+
+
+class RawPair:
+    """A queue pair of pyverbs, with its completion queue and channel."""
+
+    def __init__(self, adapter: Adapter, place: int, options: Options) -> None:
+        self.adapter = adapter
+        self.depth = min(options.depth, adapter.max_depth)
+        self.receives = min(options.receives, adapter.max_depth)
+        self._options = options
+        self._channel: Any = None
+        self._queue: Any = None
+        self._pair: Any = None
+        try:
+            self._create(place)
+        except BaseException:
+            self.destroy()
+            raise
+
+    def _create(self, place: int) -> None:
+        adapter, verbs = self.adapter, self.adapter.verbs
+        context = adapter._context
+        self._channel = verbs.cq.CompChannel(context)
+        vector = next(adapter._vectors) % context.num_comp_vectors
+        room = self.depth + self.receives
+        self._queue = verbs.cq.CQ(context, room, None, self._channel, vector)
+        limits = verbs.qp.QPCap(
+            max_send_wr=self.depth, max_recv_wr=self.receives, max_send_sge=1, max_recv_sge=1
+        )
+        wanted = verbs.qp.QPInitAttr(
+            qp_type=_RELIABLE, scq=self._queue, rcq=self._queue, cap=limits, sq_sig_all=0
+        )
+        self._pair = verbs.qp.QP(adapter._domain, wanted)
+        self.raw = pair_of(self._pair, adapter.device)
+        os.set_blocking(self.raw.events_fd, False)
+        self._queue.req_notify()
+        self._attributes: Any = verbs.qp.QPAttr(port_num=adapter.name.port)
+        self._attributes.qp_access_flags = ACCESS
+        self._pair.to_init(self._attributes)
+        self.receive(self.receives)
+        self.offer = Offer(
+            device=place,
+            link=adapter.link,
+            number=self._pair.qp_num,
+            sequence=secrets.randbits(24),
+            gid=adapter.gid.value,
+            lid=adapter.lid,
+            mtu=adapter.mtu,
+            reads=adapter.reads,
+        )
+
+    def connect(self, peer: Offer) -> None:
+        """To the peer's queue pair, as far as it goes: afterwards writes may be posted, and arrive.
+        Raises `PlanError`, `TransferError`."""
+        attributes, ours, options = self._attributes, self.offer, self._options
+        attributes.path_mtu = common_mtu(ours, peer)
+        attributes.ah_attr = self._way_to(peer)
+        attributes.dest_qp_num = peer.number
+        attributes.rq_psn, attributes.sq_psn = peer.sequence, ours.sequence
+        attributes.max_rd_atomic = min(ours.reads, peer.reads)
+        attributes.max_dest_rd_atomic = min(ours.reads, peer.reads)
+        attributes.min_rnr_timer, attributes.rnr_retry = _RNR_TIMER, _RNR_RETRIES
+        attributes.timeout, attributes.retry_cnt = options.timeout, options.retries
+        with self.adapter._step("connect"):
+            self._pair.to_rtr(attributes)
+            self._pair.to_rts(attributes)
+
+    def _way_to(self, peer: Offer) -> Any:
+        addr, adapter, options = self.adapter.verbs.addr, self.adapter, self._options
+        common = {"port_num": adapter.name.port, "sl": options.service_level}
+        if adapter.link == "infiniband" and peer.gid[:8] == self.offer.gid[:8]:
+            return addr.AHAttr(dlid=peer.lid, is_global=0, **common)
+        route = addr.GlobalRoute(
+            dgid=addr.GID(ipaddress.IPv6Address(peer.gid).exploded),
+            sgid_index=adapter.gid.index,
+            hop_limit=_HOPS,
+            traffic_class=options.traffic_class,
+        )
+        return addr.AHAttr(dlid=peer.lid, is_global=1, gr=route, **common)
+
+    def receive(self, number: int) -> None:
+        """Make room for so many notifications. Raises `OSError`."""
+        error = post_receives(self.raw.post_receive, self.raw.pair, number)
+        if error:
+            raise OSError(error, os.strerror(error))
+
+    def rearm(self) -> bool:
+        """Take note of the channel's event and ask for the next one; False: there is none."""
+        try:
+            self._channel.get_cq_event(self._queue)
+        except self.adapter.verbs.pyverbs_error.PyverbsRDMAError as error:
+            if error.error_code == errno.EAGAIN:
+                return False
+            raise OSError(error.error_code, str(error)) from error
+        self._queue.ack_events(1)
+        self._queue.req_notify()
+        return True
+
+    def destroy(self) -> None:
+        """Afterwards nothing is sent or taken by it. Idempotent. Raises `TransferError`: then that
+        is not so."""
+        with self.adapter._step("destroy"):
+            for part in ("_pair", "_queue", "_channel"):
+                held = getattr(self, part)
+                if held is not None:
+                    held.close()
+                    setattr(self, part, None)

@@ -1,0 +1,154 @@
+"""One rail of a path: a queue pair, its books, and the descriptor by which the loop hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Final, Protocol
+
+from pdserve.transfer.rdma.queue import SendQueue
+from pdserve.transfer.rdma.table import Completion, new_table, poll_completions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.transfer.path import Key
+    from pdserve.transfer.rdma.adapter import RawPair
+    from pdserve.transfer.rdma.queue import Regions
+    from pdserve.transfer.verbs import Chain
+
+__all__ = ["STATUSES", "Hearer", "Rail", "describe"]
+
+_FLUSHED: Final = 5
+_NOTIFIED: Final = 129
+STATUSES: Final = {
+    1: "local length error",
+    2: "local queue pair error",
+    4: "local protection error: a key or range of this node",
+    _FLUSHED: "flushed, since the queue pair has failed",
+    9: "the peer's queue pair allows no writes",
+    10: "remote access error: a key or range of the peer",
+    11: "the peer's adapter could not do it",
+    12: "the peer does not acknowledge: retries exhausted",
+    13: "the peer takes no notification: retries exhausted",
+    21: "general error",
+}
+"""`ibv_wc_status`, those that can be met."""
+
+
+def describe(completion: Completion, key: Key | None) -> str:
+    """What a failed work request means, and whose it was."""
+    text = STATUSES.get(completion.status, "unknown")
+    whose = "" if key is None else f", slot {key.slot}, part {key.part}"
+    vendor = f", vendor code {completion.vendor:#x}" if completion.vendor else ""
+    return f"{text} (status {completion.status}{vendor}, work request {completion.id}{whose})"
+
+
+class Hearer(Protocol):
+    """The path, as a rail needs it."""
+
+    def completed(self, key: Key, *, whole: bool = True) -> None: ...
+    def notified(self, word: int) -> None: ...
+    def fail(self, step: str, reason: str) -> None: ...
+
+
+class Rail:
+    """See above, and `verbs.QueuePair`."""
+
+    def __init__(self, pair: RawPair, regions: Regions, path: Hearer) -> None:
+        self.pair = pair
+        self.queue = SendQueue(pair.depth, regions)
+        self.path = path
+        self.progress = 0
+        """Grows with everything that completes."""
+        self._table = new_table(pair.depth)
+        self._taken = 0
+        self._over = False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(pair.raw.events_fd, self._on_event)
+
+    def post(self, chain: Chain) -> None:
+        """See `verbs.QueuePair`."""
+        self.queue.push(chain)
+        self._pump()
+
+    def give_up(self, key: Key) -> bool:
+        """See `SendQueue.give_up`."""
+        gone = self.queue.give_up(key)
+        self._pump()
+        return gone
+
+    def _pump(self) -> None:
+        """Post what fits."""
+        queue, raw = self.queue, self.pair.raw
+        while not self._over:
+            first = queue.posted + 1
+            count = queue.fill(self._table)
+            if not count:
+                return
+            error, posted = self._table.post(raw.post_send, raw.pair, count, first, queue.every)
+            if error:
+                self._fail(f"{os.strerror(error)}: {posted} of {count} work requests were taken")
+
+    def _on_event(self) -> None:
+        """The channel is readable: take the event and ask for the next one, only then look."""
+        try:
+            if not self._over and self.pair.rearm():
+                self.poll()
+        except OSError as error:
+            self._fail(f"the completion channel has failed: {error}")
+
+    def poll(self) -> None:
+        """Tell the path all that has completed."""
+        raw = self.pair.raw
+        while not self._over:
+            found = [
+                Completion(*c) for c in poll_completions(self.pair.raw.poll, self.pair.raw.queue)
+            ]
+            if not found:
+                break
+            failed = [c for c in found if c.status]
+            for completion in found:
+                if not completion.status:
+                    self._on_success(completion)
+            if failed:
+                self._on_failure(failed)
+        self._refill()
+        self._pump()
+
+    def _on_success(self, completion: Completion) -> None:
+        self.progress += 1
+        if completion.opcode == _NOTIFIED:
+            self._taken += 1
+            self.path.notified(completion.word)
+            return
+        for ended in self.queue.complete(completion.id):
+            self.path.completed(ended.key, whole=ended.whole)
+
+    def _on_failure(self, failed: Sequence[Completion]) -> None:
+        """The first that was not merely flushed is the cause."""
+        cause = next((c for c in failed if c.status != _FLUSHED), failed[0])
+        key = self.queue.key_at(cause.id) if cause.id else None
+        self._fail(describe(cause, key))
+
+    def _refill(self) -> None:
+        """Make room again for what was notified, a few at once."""
+        if self._over or self._taken * 4 < self.pair.receives:
+            return
+        taken, self._taken = self._taken, 0
+        try:
+            self.pair.receive(taken)
+        except OSError as error:
+            self._fail(f"no more room for notifications: {error}")
+
+    def _fail(self, reason: str) -> None:
+        """The path ends, and will destroy this rail."""
+        self._over = True
+        self.path.fail("write", reason)
+
+    def destroy(self) -> None:
+        """See `verbs.QueuePair`. Raises `TransferError`: then it may still be written through."""
+        self._over = True
+        self._loop.remove_reader(self.pair.raw.events_fd)
+        self.pair.destroy()
+        self.queue.clear()

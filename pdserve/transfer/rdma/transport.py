@@ -1,0 +1,275 @@
+"""RDMA: this node's pools are registered with its adapters, peers write into them.
+
+    open       off the loop: adapters, pools, keys
+    Hello      one queue pair per adapter, how to reach each, and the keys of all pools
+    Welcome    the same of the peer, whose queue pairs are connected already
+    Ready      so are these: both may write
+
+Between two nodes there is one rail per adapter of the side that asked. What both must know comes
+over the authenticated link, keys first of all: whoever has one, and a queue pair, can write to all
+of a pool. So only peers get queue pairs, and only this node decides when one ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.errors import TransferError, TransferRefused
+from pdserve.transfer.plan import PlanError
+from pdserve.transfer.rdma import library
+from pdserve.transfer.rdma.adapter import Adapter, Options, slice_bytes
+from pdserve.transfer.rdma.negotiate import Details, DeviceName, partners
+from pdserve.transfer.rdma.queue import Regions
+from pdserve.transfer.rdma.rail import Rail
+from pdserve.transfer.rdma.table import slices
+from pdserve.transfer.verbs import STRIPE, VerbsPath, VerbsTransport
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Sequence
+
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.transfer import Hello, RegionCard
+    from pdserve.transfer.base import Ask, PeerKey, Region
+    from pdserve.transfer.grants import Granted
+    from pdserve.transfer.host import Exchange
+    from pdserve.transfer.path import Key
+    from pdserve.transfer.rdma.adapter import RawPair
+    from pdserve.transfer.rdma.negotiate import Offer
+
+__all__ = ["PATIENCE", "RdmaPath", "RdmaTransport"]
+
+_log = logging.getLogger(__name__)
+
+PATIENCE: Seconds = 30.0
+"""How long nothing may complete on any rail before the path is given up. Adapters know by
+themselves when a peer is gone; this is for a peer that takes no notification."""
+
+
+class RdmaPath(VerbsPath):
+    """See above."""
+
+    backend = "rdma"
+    transport: RdmaTransport
+    rails: Sequence[Rail]
+
+    def _abandon(self, key: Key) -> None:
+        for rail in self.rails:
+            if rail.give_up(key):
+                self.completed(key, whole=False)
+
+    def _mark(self) -> object:
+        return [rail.progress for rail in self.rails]
+
+    async def _fence(self, granted: Granted, timeout: Seconds) -> None:
+        await super()._fence(granted, timeout)
+        for rail in self.rails:  # its notifications are here, but perhaps not yet looked at
+            rail.poll()
+
+    def _farewell(self, reason: str) -> None:
+        self.transport.tell_gone(self, reason)
+
+
+class RdmaTransport(VerbsTransport):
+    """A node's adapters. `devices`: `name`, `name:port` or `name:port:gid-index`, in the order in
+    which they pair with the peers' ones; without them, all with an active port."""
+
+    name = "rdma"
+
+    def __init__(
+        self,
+        node: NodeId,
+        epoch: Epoch,
+        regions: Sequence[Region],
+        ask: Ask,
+        *,
+        devices: Sequence[str] = (),
+        options: Options | None = None,
+    ) -> None:
+        super().__init__(node, epoch, regions, ask)
+        self.options = options or Options()
+        self.adapters: list[Adapter] = []
+        self._devices = tuple(devices)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pdserve-rdma")
+        self._opening: asyncio.Future[None] | None = None
+
+    # ------------------------------------------------------------------ adapters and pools
+
+    async def open(self) -> None:
+        """Open the adapters and register the pools; the first path does it too, but registering a
+        large pool takes seconds. Raises `TransferError`. Cancellation: it goes on."""
+        if self._opening is None:
+            loop = asyncio.get_running_loop()
+            self._opening = loop.run_in_executor(self._thread, self._open)
+            self._opening.add_done_callback(self._opened)
+        await asyncio.shield(self._opening)
+
+    def _open(self) -> None:
+        """In the thread."""
+        try:
+            verbs = library.load()
+            for name in self._names():
+                self.adapters.append(Adapter(verbs, name))
+            for adapter in self.adapters:
+                adapter.register(self.regions, self.options.slice)
+        except BaseException:
+            self._close_adapters()
+            raise
+
+    def _names(self) -> list[DeviceName]:
+        names = self._devices or tuple(library.devices())
+        if not names:
+            raise TransferError.at("", "this node over rdma", "set-up", "there is no RDMA adapter")
+        try:
+            return [DeviceName.parse(name) for name in names]
+        except PlanError as error:
+            raise TransferError.at("", "this node over rdma", "set-up", str(error)) from error
+
+    def _opened(self, opening: asyncio.Future[None]) -> None:
+        """On the loop: say what peers need, and hear what the adapters report."""
+        if opening.cancelled() or opening.exception() is not None:
+            self._opening = None  # whoever asks next tries again
+            return
+        self.cards = tuple(self._card(place) for place in range(len(self.regions)))
+        loop = asyncio.get_running_loop()
+        for adapter in self.adapters:
+            loop.add_reader(adapter.device.async_fd, partial(self._on_report, adapter))
+
+    def _card(self, place: int) -> RegionCard:
+        region = self.regions[place]
+        keys = tuple(key for adapter in self.adapters for key in adapter.remote_keys(place))
+        address = self.adapters[0].regions[place][0]
+        size = slice_bytes(region, self.options.slice)
+        return msgspec.structs.replace(region.card(keys), address=address, slice=size)
+
+    def _on_report(self, adapter: Adapter) -> None:
+        """An adapter reports a failure that perhaps no work request shows."""
+        for event in adapter.events():
+            _log.error("%s: %s", adapter.name, event.failure)
+            for path in list(self._paths.values()):
+                if isinstance(path, RdmaPath) and _concerns(path, adapter, event.element):
+                    path.fail("adapter", f"{adapter.name}: {event.failure}")
+
+    # ------------------------------------------------------------------ paths
+
+    async def _dial(self, peer: PeerKey, number: int, exchange: Exchange) -> RdmaPath:
+        await self.open()
+        pairs = self._pairs(range(len(self.adapters)))
+        with _destroyed_on_error(pairs):
+            welcome = await exchange(self._details(pairs))
+            details = _read(welcome.details)
+            if len(details.offers) != len(pairs):
+                raise PlanError(f"{len(pairs)} rails here, {len(details.offers)} there")
+            path = self._path(peer, number, welcome.regions, pairs, details)
+        path.remote = welcome.path
+        return path
+
+    async def _accept(self, peer: PeerKey, number: int, hello: Hello) -> tuple[RdmaPath, bytes]:
+        await self.open()
+        details = _read(hello.details)
+        pairs = self._pairs(partners(details.offers, [a.link for a in self.adapters]))
+        with _destroyed_on_error(pairs):
+            path = self._path(peer, number, hello.regions, pairs, details)
+        return path, self._details(pairs)
+
+    def _pairs(self, places: Sequence[int]) -> list[RawPair]:
+        pairs: list[RawPair] = []
+        with _destroyed_on_error(pairs):
+            for place in places:
+                pairs.append(self.adapters[place].pair(place, self.options))  # noqa: PERF401
+        return pairs
+
+    def _details(self, pairs: Sequence[RawPair]) -> bytes:
+        offers = tuple(pair.offer for pair in pairs)
+        return msgspec.msgpack.encode(Details(len(self.adapters), offers))
+
+    def _path(
+        self,
+        peer: PeerKey,
+        number: int,
+        theirs: Sequence[RegionCard],
+        pairs: Sequence[RawPair],
+        details: Details,
+    ) -> RdmaPath:
+        path = RdmaPath(
+            peer,
+            number,
+            ours=self.cards,
+            theirs=theirs,
+            grants=self.grants,
+            forget=self.forget,
+            ask=self.ask,
+        )
+        reach = [
+            Regions(pair.adapter.regions, remote_regions(theirs, offer, details.devices))
+            for pair, offer in zip(pairs, details.offers, strict=True)
+        ]
+        for pair, offer in zip(pairs, details.offers, strict=True):
+            pair.connect(offer)
+        rails = [Rail(pair, regions, path) for pair, regions in zip(pairs, reach, strict=True)]
+        path.rails, path.peer_rails = rails, len(rails)
+        path.stripe = min(STRIPE, *(pair.adapter.longest for pair in pairs))
+        path.patience, path.transport = PATIENCE, self
+        return path
+
+    # ------------------------------------------------------------------ the end
+
+    async def close(self) -> None:
+        await super().close()
+        with contextlib.suppress(TransferError):
+            if self._opening is not None:
+                await asyncio.shield(self._opening)
+        loop = asyncio.get_running_loop()
+        for adapter in self.adapters:
+            loop.remove_reader(adapter.device.async_fd)
+        await loop.run_in_executor(self._thread, self._close_adapters)
+        self._thread.shutdown(wait=False)
+
+    def _close_adapters(self) -> None:
+        """In the thread."""
+        while self.adapters:
+            self.adapters.pop().close()
+
+
+def remote_regions(cards: Sequence[RegionCard], offer: Offer, devices: int) -> list[array[int]]:
+    """The peer's pools as the queue pairs on one of its adapters may reach them. Raises
+    `PlanError` when keys are missing."""
+    regions = []
+    for card in cards:
+        each = len(card.keys) // devices
+        if not each or len(card.keys) % devices or offer.device >= devices or not card.slice:
+            raise PlanError(f"{len(card.keys)} keys of a pool for {devices} adapters")
+        keys = card.keys[offer.device * each : (offer.device + 1) * each]
+        regions.append(slices(card.address, card.slice, keys))
+    return regions
+
+
+def _concerns(path: RdmaPath, adapter: Adapter, element: int) -> bool:
+    """Whether a report is about a path."""
+    mine = [rail.pair for rail in path.rails if rail.pair.adapter is adapter]
+    return any(element in (0, pair.raw.pair, pair.raw.queue) for pair in mine)
+
+
+def _read(details: bytes) -> Details:
+    try:
+        return msgspec.msgpack.decode(details, type=Details)
+    except msgspec.MsgspecError as error:
+        raise TransferRefused.at("", "the peer over rdma", "connect", str(error)) from error
+
+
+@contextlib.contextmanager
+def _destroyed_on_error(pairs: Sequence[RawPair]) -> Any:
+    """Queue pairs that lead to no path are no use to anybody."""
+    try:
+        yield
+    except BaseException:
+        for pair in pairs:
+            pair.destroy()
+        raise
