@@ -260,10 +260,13 @@ class PathCore:
 
     async def drain(self, slot: int, generation: int) -> None:
         """`stop`, and return when nothing of it is under way any more."""
-        for outgoing in self.stop(slot, generation):
+        loop, waiting = asyncio.get_running_loop(), []
+        for outgoing in self.stop(slot, generation):  # they end while an earlier one is awaited
             if outgoing.ended is None:
-                outgoing.ended = asyncio.get_running_loop().create_future()
-            await asyncio.shield(outgoing.ended)
+                outgoing.ended = loop.create_future()
+            waiting.append(outgoing.ended)
+        for ended in waiting:
+            await asyncio.shield(ended)
 
     def settle(self, key: Key, error: TransferError | None = None) -> None:
         """A delivery has ended: the source's blocks are not read for it any more."""

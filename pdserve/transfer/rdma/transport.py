@@ -222,7 +222,10 @@ class RdmaTransport(VerbsTransport):
     # ------------------------------------------------------------------ the end
 
     async def close(self) -> None:
+        first = not self.closed
         await super().close()
+        if not first:
+            return
         with contextlib.suppress(TransferError):
             if self._opening is not None:
                 await asyncio.shield(self._opening)
