@@ -73,6 +73,8 @@ class PrefillItem(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Seconds that remain at the moment of sending; None: none."""
     excluded: tuple[NodeId, ...] = ()
     """Workers that have failed at it."""
+    waited: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    """Seconds since it was first queued, with whomever, at the moment of sending."""
 
 
 class Enqueue(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -94,14 +96,18 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=3):
     credits: Count
     uncomputed_tokens: Count = 0
     """Prompt tokens it has taken and not computed."""
+    claims: Count = 0
+    """Claims of the model that had come on this stream when it said so: those that are still on
+    their way count against the credits."""
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """A prefill worker is done with a claim."""
 
     claim: Number
-    outcome: Literal["done", "refused", "failed", "cancelled"]
-    """`refused`: the decode worker did not open an attempt; it knows why, the item is dropped.
+    outcome: Literal["done", "refused", "failed", "cancelled", "returned"]
+    """`returned`: it was not begun and goes back into the queue.
+    `refused`: the decode worker did not open an attempt; it knows why, the item is dropped.
     `failed`: so has the decode worker been told, if it could be; the item is dropped."""
 
 

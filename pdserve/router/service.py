@@ -1,6 +1,6 @@
 """The router role on a node: questions in, answers out, and what keeps its view true.
 
-    serves      Route, Release, Explain
+    serves      Route, Release, Explain, and the prefill queues (`prefill`)
     follows     load, sequences and KV events of workers, bookings of other routers
     publishes   its own bookings
 
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec.structs import replace
 
+from pdserve.blocks.hashing import SHORT_BYTES
+from pdserve.errors import Overloaded
 from pdserve.messages.kv import KV
 from pdserve.messages.request import Started
 from pdserve.messages.routing import (
@@ -38,6 +40,7 @@ from pdserve.router.bookings import Life
 from pdserve.router.desk import Desk
 from pdserve.router.hold import Placement
 from pdserve.router.pool import Facts
+from pdserve.router.prefill.service import PrefillQueues
 from pdserve.runtime.methods import EXPLAIN, RELEASE, ROUTE
 from pdserve.runtime.models import catalogue
 from pdserve.runtime.registry import Changed, Gone
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 
     from pdserve.errors import PdserveError
     from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.handoff import PrefillItem
     from pdserve.messages.node import NodeCard
     from pdserve.net.base import Call, Link
     from pdserve.net.timers import Timer
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
     from pdserve.router.config import RouterConfig
     from pdserve.router.hold import Held
     from pdserve.router.policies.base import Policy
+    from pdserve.router.prefill.queue import Peer
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import Member, MemberEvent
     from pdserve.runtime.topics.service import Topics
@@ -103,6 +108,7 @@ class RouterService:
         self._node = node
         self._degradations = degradations
         self._bookings = topics.publish_set(BOOKINGS)
+        self.prefill = PrefillQueues(node, topics, overlap=self._prefix_of, claimed=self._prefills)
         self._card = replace(card, topics=topics.names)
         self._conflicts: Mapping[NodeId, str] = {}
         self._conflict_words = ""
@@ -141,10 +147,12 @@ class RouterService:
         self._node.publish_card(self._card, {})
         if self._others():
             self.desk.close()
+            self.prefill.drain()
 
     def close(self) -> None:
         """Answer whoever still waits. Idempotent."""
         self.desk.close()
+        self.prefill.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -240,6 +248,22 @@ class RouterService:
             prediction=0.0 if ratios is None else ratios.p50,
             index_blocks=desk.index.counters["blocks"],
         )
+
+    # ------------------------------------------------------------------ prefill queues
+
+    def _prefix_of(self, now: Seconds, item: PrefillItem) -> Mapping[NodeId, int]:
+        """Who has how many leading blocks; the prompt's last token is always computed."""
+        blocks = (item.prompt_tokens - 1) // item.block_size if item.block_size else 0
+        names = item.names[: SHORT_BYTES * max(0, blocks)]
+        return self.desk.index.find(now, names, item.names_id).overlaps
+
+    def _prefills(self, now: Seconds, item: PrefillItem, worker: Peer) -> None:
+        """What is computed there counts as cached at once."""
+        life = Life(worker.node, worker.epoch)
+        try:
+            self.desk.index.placed(now, life, item.names, item.names_id)
+        except Overloaded as error:
+            _log.debug("a prefill at %s is not predicted: %s", worker.node, error)
 
     # ------------------------------------------------------------------ who waits
 

@@ -1,0 +1,1 @@
+"""The prefill queues that a router owns."""

@@ -1,0 +1,635 @@
+"""One model's prefill queue: items that wait, prefill workers that would take some, claims.
+
+    enqueue ── waiting ── claimed ── ended
+       │          │  ▲       │
+       │          │  └───────┴── its worker was lost, or gave it back
+       └──────────┴── refused, cancelled, replaced by a later round, its decode worker was lost
+
+Who is next:
+
+    bands       higher priority first, strictly
+    items       of a band: least `uncached tokens - AGEING * waited`, so that short prompts overtake
+                long ones, and nobody is overtaken by what came more than `uncached / AGEING`
+                seconds later. What was lost with its worker comes before all of its band
+
+Who gets it: of the workers with credits the one that is done with it first, counted in tokens: what
+it has yet to compute and what it lacks of the prompt. If a busy worker, because of the prefix that
+it holds, would be done much sooner still, the item waits for that one, at most `hold_most`.
+
+Pure: time comes in, messages go out through `send`. It knows peers by their streams: a stream that
+ends takes its items with it, and gives its claims back. Owned by `service`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from msgspec.structs import replace
+from sortedcontainers import SortedDict
+
+from pdserve.messages.handoff import (
+    Claimed,
+    Queued,
+    QueueState,
+    Refused,
+    Unclaimed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from pdserve.ids import Bytes, Epoch, NodeId, Seconds
+    from pdserve.messages.handoff import FromQueue, Offer, PrefillItem
+
+__all__ = ["Peer", "PrefillQueue", "QueueConfig"]
+
+_LOOK: Final = 64
+"""Items that are looked at for a free worker: those before the one that gets it wait for another
+worker, or will not have this one."""
+_RECHECK: Final[Seconds] = 0.05
+"""An item that waits for a busy worker is thought over this often."""
+_FRESH: Final[Seconds] = 0.2
+"""What is cached where is looked up again after this."""
+_HEAD: Final = float("-inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueConfig:
+    """How one queue goes about it."""
+
+    most_items: int = 4096
+    """That wait; one more is refused, or displaces one of lower priority."""
+    most_bytes: Bytes = 64 << 20
+    """Of their names."""
+    ageing: float = 4000.0
+    """Tokens that a second of waiting outweighs: a third of what a slow GPU computes in it."""
+    hold_most: Seconds = 1.0
+    """An item that some free worker could take waits no longer than this for a busy one."""
+    pays: float = 0.8
+    """It waits if it would be done there in less than this share of the time."""
+    no_worker_after: Seconds = 2.0
+    """An item that no worker here may take is refused after this: workers that have just lost their
+    stream are back by then."""
+    most_losses: int = 3
+    """An item whose workers were lost so often is refused: it may be the cause."""
+    most_returns: int = 8
+    """Nor does it come back without end from workers that have too many."""
+
+
+class Peer(NamedTuple):
+    """One stream of one life of a node."""
+
+    node: NodeId
+    epoch: Epoch
+    stream: int
+    """A later one has a higher number."""
+
+
+Key = tuple["NodeId", "Epoch", int]
+"""The decode worker, its life, its request."""
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """One item, from its arrival to its end."""
+
+    peer: Peer
+    item: PrefillItem
+    number: int
+    arrived: Seconds
+    deadline: Seconds | None
+    uncached: int
+    """Tokens that the worker with most of the prefix lacks."""
+    rank: tuple[int, float, int]
+    overlaps: Mapping[NodeId, int]
+    """Leading blocks, by worker,"""
+    looked: Seconds
+    """as of then."""
+    claim: _Claim | None = None
+    """None: it waits."""
+    losses: int = 0
+    returns: int = 0
+    holder: _Worker | None = None
+    """The busy worker that it waits for,"""
+    held_since: Seconds | None = None
+    """since it could have gone elsewhere; and"""
+    recheck: Seconds = 0.0
+    """is thought over then."""
+
+    @property
+    def key(self) -> Key:
+        return (self.peer.node, self.peer.epoch, self.item.request)
+
+    def uncached_at(self, node: NodeId) -> int:
+        """Tokens to compute there; the last one always is."""
+        item = self.item
+        cached = self.overlaps.get(node, 0) * item.block_size
+        return max(1, item.prompt_tokens - cached)
+
+
+@dataclass(slots=True, eq=False)
+class _Claim:
+    """A worker's right to an item."""
+
+    number: int
+    worker: _Worker
+    item: _Item
+    since: Seconds
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A prefill worker's stream."""
+
+    peer: Peer
+    compat_hash: str
+    credits: int = 0
+    uncomputed: int = 0
+    """Both as last offered."""
+    sent: int = 0
+    """Claims ever sent on this stream,"""
+    unheard: deque[int] = field(default_factory=deque)
+    """and what those cost, in tokens, that its last offer does not count yet."""
+    claims: dict[int, _Claim] = field(default_factory=dict)
+    leaving: bool = False
+    """It is given nothing more."""
+
+    @property
+    def left(self) -> int:
+        """Items that it would take now."""
+        return 0 if self.leaving else max(0, self.credits - len(self.unheard))
+
+    @property
+    def load(self) -> int:
+        """Tokens before it."""
+        return self.uncomputed + sum(self.unheard)
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Items and workers of one compatibility hash."""
+
+    order: SortedDict[tuple[int, float, int], _Item] = field(default_factory=SortedDict)
+    """Those that wait."""
+    workers: dict[Peer, _Worker] = field(default_factory=dict)
+    free: dict[Peer, _Worker] = field(default_factory=dict)
+    """Those with credits."""
+
+
+class PrefillQueue:
+    """See above."""
+
+    def __init__(
+        self,
+        model: str,
+        send: Callable[[Peer, FromQueue], None],
+        numbers: Iterator[int],
+        *,
+        overlap: Callable[[Seconds, PrefillItem], Mapping[NodeId, int]] = lambda now, item: {},
+        claimed: Callable[[Seconds, PrefillItem, Peer], None] = lambda now, item, worker: None,
+        config: QueueConfig | None = None,
+    ) -> None:
+        """`send` must not call back. `overlap` says who has how many leading blocks; `claimed`
+        hears who gets what. `numbers` are those of claims, each given once."""
+        self.model = model
+        self.config = config or QueueConfig()
+        self.counters: Counter[str] = Counter()
+        """`enqueued`, `claimed`, `redelivered`, `returned`, `held`, and each end of an item:
+        `ended_OUTCOME`, `refused_REASON`, `cancelled`, `replaced`, `abandoned`."""
+        self._send = send
+        self._numbers = numbers
+        self._overlap = overlap
+        self._on_claimed = claimed
+        self._items: dict[Key, _Item] = {}
+        self._claims: dict[int, _Claim] = {}
+        self._groups: dict[str, _Group] = {}
+        self._workers: dict[Peer, _Worker] = {}
+        self._deadlines: SortedDict[tuple[Seconds, int], _Item] = SortedDict()
+        """Of those that wait."""
+        self._nobody: dict[_Item, Seconds] = {}
+        """Those that wait and that no worker here may take, since when; oldest first."""
+        self._arrivals = 0
+        self._tokens = 0
+        self._bytes: Bytes = 0
+        self._recheck: Seconds | None = None
+        """When an item that waits for a busy worker is to be thought over."""
+
+    # ------------------------------------------------------------------ looking
+
+    def __len__(self) -> int:
+        """Items that wait."""
+        return len(self._items) - len(self._claims)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is here, and nobody."""
+        return not self._items and not self._workers
+
+    def state(self) -> QueueState:
+        """For the report. O(workers)."""
+        workers = [worker for worker in self._workers.values() if not worker.leaving]
+        return QueueState(
+            waiting=len(self),
+            waiting_tokens=self._tokens,
+            claimed=len(self._claims),
+            workers=len(workers),
+            uncomputed_tokens=sum(worker.load for worker in self._workers.values()),
+            credits=sum(worker.left for worker in workers),
+        )
+
+    def next_look(self) -> Seconds | None:
+        """When `look` may have something to do although nothing happens."""
+        moments = [] if self._recheck is None else [self._recheck]
+        if self._deadlines:
+            moments.append(self._deadlines.peekitem(0)[0][0])
+        if self._nobody:
+            moments.append(next(iter(self._nobody.values())) + self.config.no_worker_after)
+        return min(moments, default=None)
+
+    # ------------------------------------------------------------------ decode workers
+
+    def enqueue(self, now: Seconds, peer: Peer, item: PrefillItem) -> None:
+        """Answered by `Queued` or `Refused`, or by nothing if a later round is here."""
+        old = self._items.get((peer.node, peer.epoch, item.request))
+        if old is not None and not self._replaced(peer, old, item):
+            return
+        self.counters["enqueued"] += 1
+        if not self._make_room(peer, item):
+            return
+        entry = self._entry(now, peer, item)
+        self._items[entry.key] = entry
+        self._wait(now, entry)
+        self._send(peer, Queued(item.request, item.round))
+        group = self._groups[item.compat_hash]
+        if group.free:
+            self._match(now, group)
+
+    def _replaced(self, peer: Peer, old: _Item, item: PrefillItem) -> bool:
+        """A later round takes the place of an earlier one; False for what comes late or twice."""
+        if item.round > old.item.round:
+            self._end(old, "replaced")
+            return True
+        if item.round == old.item.round and peer == old.peer:
+            self._send(peer, Queued(item.request, item.round))
+        return False
+
+    def _entry(self, now: Seconds, peer: Peer, item: PrefillItem) -> _Item:
+        self._arrivals += 1
+        overlaps = self._overlap(now, item)
+        most = max(overlaps.values(), default=0) * item.block_size
+        uncached = max(1, item.prompt_tokens - most)
+        arrived = now - item.waited
+        key = uncached + self.config.ageing * arrived
+        deadline = None if item.deadline is None else now + item.deadline
+        return _Item(
+            peer,
+            item,
+            self._arrivals,
+            arrived,
+            deadline,
+            uncached,
+            (-item.priority, key, self._arrivals),
+            overlaps,
+            now,
+        )
+
+    def _make_room(self, peer: Peer, item: PrefillItem) -> bool:
+        """At the bound one of lower priority goes; if there is none, False: this one does."""
+        config = self.config
+        size = len(item.names)
+        while len(self) >= config.most_items or self._bytes + size > config.most_bytes:
+            last = self._last()
+            if last is None or last.item.priority >= item.priority:
+                self._tell_refused(peer, item, "queue_full")
+                return False
+            self._refuse(last, "displaced")
+        return True
+
+    def _last(self) -> _Item | None:
+        """Of those that wait the one that would go last."""
+        lasts = [group.order.peekitem(-1)[1] for group in self._groups.values() if group.order]
+        return max(lasts, key=lambda entry: entry.rank, default=None)
+
+    def cancel(self, peer: Peer, request: int, round: int) -> bool:
+        """Nobody wants it; False if it is not here under that round."""
+        entry = self._items.get((peer.node, peer.epoch, request))
+        if entry is None or entry.item.round != round:
+            return False
+        self._end(entry, "cancelled")
+        return True
+
+    # ------------------------------------------------------------------ prefill workers
+
+    def offer(self, now: Seconds, peer: Peer, offer: Offer) -> None:
+        """A worker says how much it would take."""
+        worker = self._workers.get(peer)
+        if worker is not None and worker.compat_hash != offer.compat_hash:
+            self.peer_gone(now, peer)  # its engine has another model now: nothing else is left
+            worker = self._worker_up(now, peer, offer.compat_hash, worker.sent)
+        elif worker is None:
+            worker = self._worker_up(now, peer, offer.compat_hash, 0)
+        worker.credits, worker.uncomputed = offer.credits, offer.uncomputed_tokens
+        while len(worker.unheard) > max(0, worker.sent - offer.claims):
+            worker.unheard.popleft()
+        group = self._groups[worker.compat_hash]
+        self._settle(group, worker)
+        if group.free:
+            self._match(now, group)
+
+    def _worker_up(self, now: Seconds, peer: Peer, compat_hash: str, sent: int) -> _Worker:
+        for old in [p for p in self._workers if p[:2] == peer[:2] and p.stream < peer.stream]:
+            self.peer_gone(now, old)  # whose end was not seen yet
+        worker = self._workers[peer] = _Worker(peer, compat_hash, sent=sent)
+        group = self._group(compat_hash)
+        group.workers[peer] = worker
+        self._judge_all(now, group)
+        return worker
+
+    def leaving(self, now: Seconds, node: NodeId, epoch: Epoch) -> None:
+        """That worker drains: it gets nothing more and keeps what it has."""
+        for worker in self._workers.values():
+            if worker.peer[:2] == (node, epoch) and not worker.leaving:
+                worker.leaving = True
+                group = self._groups[worker.compat_hash]
+                self._settle(group, worker)
+                self._judge_all(now, group)
+
+    def ended(self, now: Seconds, peer: Peer, number: int, outcome: str) -> bool:
+        """A worker is done with a claim; False if it is none of this queue's, or over."""
+        claim = self._claims.get(number)
+        if claim is None or claim.worker.peer != peer:
+            return False
+        if outcome != "returned":
+            self._end(claim.item, f"ended_{outcome}")
+            return True
+        entry, worker = claim.item, claim.worker
+        self._unclaim(claim)
+        worker.credits = 0  # it had fewer than it had said; its next offer follows
+        self._settle(self._groups[worker.compat_hash], worker)
+        entry.returns += 1
+        self.counters["returned"] += 1
+        self._again(now, entry, "returned" if entry.returns > self.config.most_returns else "")
+        return True
+
+    # ------------------------------------------------------------------ who is gone
+
+    def peer_gone(self, now: Seconds, peer: Peer) -> None:
+        """The stream has ended. Its items go with it, its claims go to others. Idempotent."""
+        for entry in [entry for entry in self._items.values() if entry.peer == peer]:
+            self._end(entry, "abandoned")
+        worker = self._workers.pop(peer, None)
+        if worker is None:
+            return
+        worker.leaving = True
+        group = self._groups[worker.compat_hash]
+        del group.workers[peer]
+        group.free.pop(peer, None)
+        claims, worker.claims = tuple(worker.claims.values()), {}
+        for claim in claims:
+            entry = claim.item
+            self._unclaim(claim)
+            entry.losses += 1
+            self._again(now, entry, "lost" if entry.losses >= self.config.most_losses else "")
+        self._judge_all(now, group)
+        self._forget_empty(worker.compat_hash)
+        if group.free:
+            self._match(now, group)
+
+    def _again(self, now: Seconds, entry: _Item, refused: str) -> None:
+        """Back to the head of its band; or out, if it comes back for ever."""
+        entry.rank = (entry.rank[0], _HEAD, entry.number)
+        entry.holder = entry.held_since = None
+        self._wait(now, entry)
+        if refused:
+            self._refuse(entry, refused)
+            return
+        self.counters["redelivered"] += 1
+        group = self._groups[entry.item.compat_hash]
+        if group.free:
+            self._match(now, group)
+
+    def refuse_all(self, reason: str) -> None:
+        """Whatever waits."""
+        for entry in [entry for entry in self._items.values() if entry.claim is None]:
+            self._refuse(entry, reason)
+
+    # ------------------------------------------------------------------ time
+
+    def look(self, now: Seconds) -> None:
+        """Refuse what has waited too long, and think over who waits for a busy worker."""
+        while self._deadlines:
+            (deadline, _), entry = self._deadlines.peekitem(0)
+            if deadline > now:
+                break
+            self._refuse(entry, "deadline")
+        patience = self.config.no_worker_after
+        while self._nobody:
+            entry, since = next(iter(self._nobody.items()))
+            if since + patience > now:
+                break
+            self._refuse(entry, "no_worker")
+        if self._recheck is not None and self._recheck <= now:
+            self._recheck = None
+            for group in tuple(self._groups.values()):
+                if group.free:
+                    self._match(now, group)
+
+    # ------------------------------------------------------------------ who gets what
+
+    def _match(self, now: Seconds, group: _Group) -> None:
+        """Give the first in order to free workers, as long as there are any."""
+        order, position = group.order, 0
+        promised: dict[_Worker, int] = {}
+        while group.free and position < min(len(order), _LOOK):
+            entry: _Item = order.peekitem(position)[1]
+            worker = self._choose(now, group, entry, promised)
+            if worker is None:
+                position += 1
+            else:
+                self._claim(now, group, entry, worker)
+
+    def _choose(
+        self, now: Seconds, group: _Group, entry: _Item, promised: dict[_Worker, int]
+    ) -> _Worker | None:
+        """Who is to have it now; None: nobody, it waits."""
+        holder = entry.holder
+        if holder is not None and now < entry.recheck and not holder.left and not holder.leaving:
+            self._hold(entry, holder, promised)
+            return None
+        if now - entry.looked > _FRESH:
+            entry.overlaps, entry.looked = self._overlap(now, entry.item), now
+        best, busy = self._compare(group, entry, promised)
+        if best is None:
+            return None
+        if busy is not None and self._waits(now, entry, busy[0], best[0]):
+            self._hold(entry, busy[1], promised)
+            return None
+        return best[1]
+
+    def _hold(self, entry: _Item, holder: _Worker, promised: dict[_Worker, int]) -> None:
+        """It waits for that one; whoever comes after it is to know."""
+        entry.holder = holder
+        promised[holder] = promised.get(holder, 0) + entry.uncached_at(holder.peer.node)
+        self._recheck = min(entry.recheck, self._recheck or entry.recheck)
+
+    def _compare(
+        self, group: _Group, entry: _Item, promised: Mapping[_Worker, int]
+    ) -> tuple[tuple[int, _Worker] | None, tuple[int, _Worker] | None]:
+        """The free worker and the busy one that would be done first, with the tokens until then."""
+        best: tuple[int, _Worker] | None = None
+        busy: tuple[int, _Worker] | None = None
+        excluded, free = entry.item.excluded, group.free
+        for peer, worker in group.workers.items():
+            if peer.node in excluded or worker.leaving:
+                continue
+            load = worker.load + promised.get(worker, 0)
+            cost = load + entry.uncached_at(peer.node)
+            if peer in free:
+                if best is None or cost < best[0]:
+                    best = (cost, worker)
+            elif load and (busy is None or cost < busy[0]):  # without load it is not busy
+                busy = (cost, worker)
+        return best, busy
+
+    def _waits(self, now: Seconds, entry: _Item, there: int, here: int) -> bool:
+        """Whether it pays to wait for a busy worker. Notes until when."""
+        if there >= self.config.pays * here:
+            return False
+        if entry.held_since is None:
+            entry.held_since = now
+            self.counters["held"] += 1
+        end = entry.held_since + self.config.hold_most
+        entry.recheck = min(now + _RECHECK, end)
+        return now < end
+
+    def _claim(self, now: Seconds, group: _Group, entry: _Item, worker: _Worker) -> None:
+        number = next(self._numbers)
+        self._stop_waiting(entry)
+        claim = entry.claim = _Claim(number, worker, entry, now)
+        self._claims[number] = worker.claims[number] = claim
+        worker.sent += 1
+        worker.unheard.append(entry.uncached_at(worker.peer.node))
+        self._settle(group, worker)
+        self.counters["claimed"] += 1
+        item = entry.item
+        left = None if entry.deadline is None else max(0.0, entry.deadline - now)
+        waited = max(0.0, now - entry.arrived)
+        self._send(
+            worker.peer,
+            Claimed(
+                claim=number,
+                decode=entry.peer.node,
+                decode_epoch=entry.peer.epoch,
+                item=replace(item, names=b"", deadline=left, waited=waited),
+            ),
+        )
+        self._on_claimed(now, item, worker.peer)
+
+    # ------------------------------------------------------------------ books
+
+    def _group(self, compat_hash: str) -> _Group:
+        group = self._groups.get(compat_hash)
+        if group is None:
+            group = self._groups[compat_hash] = _Group()
+        return group
+
+    def _forget_empty(self, compat_hash: str) -> None:
+        group = self._groups.get(compat_hash)
+        if group is not None and not group.order and not group.workers:
+            del self._groups[compat_hash]
+
+    def _settle(self, group: _Group, worker: _Worker) -> None:
+        """Whether it is free may have changed."""
+        if worker.left:
+            group.free[worker.peer] = worker
+        else:
+            group.free.pop(worker.peer, None)
+
+    def _wait(self, now: Seconds, entry: _Item) -> None:
+        """Enter it among those that wait."""
+        group = self._group(entry.item.compat_hash)
+        group.order[entry.rank] = entry
+        self._tokens += entry.uncached
+        self._bytes += len(entry.item.names)
+        if entry.deadline is not None:
+            self._deadlines[entry.deadline, entry.number] = entry
+        self._judge(now, group, entry)
+
+    def _stop_waiting(self, entry: _Item) -> None:
+        compat_hash = entry.item.compat_hash
+        del self._groups[compat_hash].order[entry.rank]
+        self._forget_empty(compat_hash)
+        self._tokens -= entry.uncached
+        self._bytes -= len(entry.item.names)
+        if entry.deadline is not None:
+            del self._deadlines[entry.deadline, entry.number]
+        self._nobody.pop(entry, None)
+        entry.holder = entry.held_since = None
+
+    def _judge(self, now: Seconds, group: _Group, entry: _Item) -> None:
+        """Whether anybody here may take it, with credits or without."""
+        excluded = entry.item.excluded
+        takers = (worker for worker in group.workers.values() if not worker.leaving)
+        if any(worker.peer.node not in excluded for worker in takers):
+            self._nobody.pop(entry, None)
+        else:
+            self._nobody.setdefault(entry, now)
+
+    def _judge_all(self, now: Seconds, group: _Group) -> None:
+        for entry in group.order.values():
+            self._judge(now, group, entry)
+
+    def _unclaim(self, claim: _Claim) -> None:
+        del self._claims[claim.number]
+        claim.worker.claims.pop(claim.number, None)
+        claim.item.claim = None
+
+    def _end(self, entry: _Item, why: str) -> None:
+        """Nothing more comes of it; a worker that has it and does not know is told."""
+        del self._items[entry.key]
+        self.counters[why] += 1
+        claim = entry.claim
+        if claim is None:
+            self._stop_waiting(entry)
+            return
+        self._unclaim(claim)
+        if not why.startswith("ended_"):
+            self._send(claim.worker.peer, Unclaimed(claim.number))
+
+    def _refuse(self, entry: _Item, reason: str) -> None:
+        self._end(entry, f"refused_{reason}")
+        self._send(entry.peer, Refused(entry.item.request, entry.item.round, reason))
+
+    def _tell_refused(self, peer: Peer, item: PrefillItem, reason: str) -> None:
+        self.counters[f"refused_{reason}"] += 1
+        self._send(peer, Refused(item.request, item.round, reason))
+
+    # ------------------------------------------------------------------ for tests
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless all sums are those of the parts. O(all)."""
+        waiting = {id(entry) for entry in self._items.values() if entry.claim is None}
+        ordered = [entry for group in self._groups.values() for entry in group.order.values()]
+        assert {id(entry) for entry in ordered} == waiting
+        assert len(ordered) == len(waiting) == len(self)
+        assert self._tokens == sum(entry.uncached for entry in ordered)
+        assert self._bytes == sum(len(entry.item.names) for entry in ordered)
+        timed = {id(entry) for entry in ordered if entry.deadline is not None}
+        assert {id(entry) for entry in self._deadlines.values()} == timed
+        assert {id(entry) for entry in self._nobody} <= waiting
+        claims = {entry.claim.number for entry in self._items.values() if entry.claim is not None}
+        assert claims == set(self._claims)
+        assert claims == {n for worker in self._workers.values() for n in worker.claims}
+        grouped = {peer for group in self._groups.values() for peer in group.workers}
+        assert grouped == set(self._workers)
+        for group in self._groups.values():
+            assert group.order or group.workers
+            assert set(group.free) == {p for p, w in group.workers.items() if w.left}
+        ends = sum(self.counters[why] for why in self.counters if why in _ENDS)
+        ends += sum(n for why, n in self.counters.items() if why.startswith(("ended_", "refused_")))
+        assert self.counters["enqueued"] == ends + len(self._items)
+
+
+_ENDS: Final = frozenset(("cancelled", "replaced", "abandoned"))
