@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pdserve.errors import ConfigError
 from pdserve.launch.config import Config, nearest, resolve, unknown_option
-from pdserve.launch.options import BY_NAME, GROUPS, OPTIONS, UNBUILT
+from pdserve.launch.options import BY_NAME, GROUPS, OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return ConfigError(f"unexpected argument {argument!r} (try {self.prog} --help)")
         close = nearest(word, self._option_string_actions)
-        if close is not None and word.lstrip("-") not in UNBUILT:
+        if close is not None:
             return ConfigError(f"{word} is unknown, did you mean {close}?")
         return unknown_option(word.lstrip("-"), word, lambda option: option.flag)
 

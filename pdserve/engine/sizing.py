@@ -31,7 +31,7 @@ def size_pool(spec: EngineSpec, info: ModelInfo) -> Sizing:
     warning. Raises `ConfigError`, which names the memory that would suffice.
     """
     layout = info.layout
-    memory = spec.kv_memory or info.kv_memory
+    memory = int((spec.kv_memory or info.kv_memory) * spec.kv_share)
     num_blocks = memory // layout.block_bytes
     if num_blocks < 1:
         raise ConfigError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from pdserve import __version__
 from pdserve.ids import NodeId
 from pdserve.launch.addresses import advertise, listen_address, route_from
+from pdserve.messages.engine import TransferSpec
 from pdserve.messages.node import NodeCard
 from pdserve.net.address import join, split, without_port
 from pdserve.net.memory import MemoryWorld
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pdserve.net.base import ByteNetwork
     from pdserve.net.security import KeyFile
     from pdserve.observe.degraded import Degradations
+    from pdserve.worker.config import WorkerConfig
 
 __all__ = ["Membership"]
 
@@ -64,13 +66,13 @@ class Membership:
         elif config.tls_cert is not None and config.tls_key is not None:
             self._tls = Tls.load(config.tls_cert, config.tls_key, config.tls_ca)
 
-    def node(self, role: str, *, first: bool = True) -> Node:
+    def node(self, role: str, *, first: bool = True, label: str = "") -> Node:
         """A node that has not started. The first takes the configured name and address, others of
-        this process a name of their own and any port.
+        this process a name of their own, which begins with `label`, and any port.
 
         Errors: `ConfigError`. Call it inside the running loop.
         """
-        name = self._name(role) if first else self._default_name(role)
+        name = self._name(role) if first else self._default_name(label or role)
         if self._world is not None:
             config = NodeConfig(
                 node=name, role=role, listen=f"{name}:7700", cluster="private", leave_timeout=0.0
@@ -117,6 +119,26 @@ class Membership:
             wall=time.time,
             degradations=degradations,
             given=self._given,
+        )
+
+    def transfer(self, node: Node, config: WorkerConfig) -> TransferSpec | None:
+        """How a worker on `node` moves KV; None: it does not. Bulk connections listen where the
+        node does, and are encrypted if its links are."""
+        if config.mode == "aggregated":
+            return None
+        host, advertised = "127.0.0.1", ""
+        if not self.private:
+            host = split(node.config.listen)[0]
+            advertised = without_port(node.config.advertise)
+        tls = self._config
+        return TransferSpec(
+            backends=() if config.transfer_backend == "auto" else (config.transfer_backend,),
+            verify=config.verify_kv,
+            host=host,
+            advertise=advertised,
+            tls=None
+            if self._tls is None
+            else (str(tls.tls_cert), str(tls.tls_key), str(tls.tls_ca or "")),
         )
 
     def card(self, role: str) -> NodeCard:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pdserve.errors import ConfigError
 from pdserve.frontend.config import FrontendConfig
 from pdserve.launch.addresses import ClusterConfig
-from pdserve.launch.options import BY_NAME, OPTIONS, UNBUILT, Option
+from pdserve.launch.options import BY_NAME, OPTIONS, Option
 from pdserve.router.config import RouterConfig
 from pdserve.worker.config import WorkerConfig
 
@@ -51,6 +51,9 @@ class ProcessConfig:
     """The configuration file that was read, if one was."""
     metrics_port: int | None = None
     """A second listener for probes and scrapes, on the same host; None: only the API's port."""
+    aggregated: bool = True
+    """All-in-one with one worker; else one for prefill and one for decode, where the engine can
+    move KV."""
     frontends: int = 1
     """Frontend processes that share the port, this one included: one uses one core."""
     log_format: LogFormat = "text"
@@ -121,6 +124,14 @@ def resolve(
     return config
 
 
+def splits(config: Config) -> bool:
+    """Whether an all-in-one of this configuration has two workers. An engine that keeps no KV has
+    nothing that could move."""
+    worker, process = config.worker, config.process
+    moves = worker.engine == "torch" or worker.engine_options.get("content") == "true"
+    return process.role == "all-in-one" and not process.aggregated and moves
+
+
 def idle_flags(config: Config) -> list[str]:
     """The flags that were given and that no role of this process looks at. Variables and files may
     be shared by several roles, so nobody is told of those."""
@@ -143,12 +154,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_option(name: str, shown: str, spell: Callable[[Option], str]) -> ConfigError:
-    """The error for an option that does not exist (yet).
+    """The error for an option that does not exist.
 
     Args: `shown` is what was written, `spell` writes an option the same way.
     """
-    if name in UNBUILT:
-        return ConfigError(f"{shown} is not built yet")
     close = nearest(name, BY_NAME)
     hint = f", did you mean {spell(BY_NAME[close])}?" if close else ""
     return ConfigError(f"{shown} is unknown{hint}")

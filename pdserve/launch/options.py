@@ -16,6 +16,7 @@ from pdserve.errors import ConfigError
 from pdserve.launch import units
 from pdserve.net import address
 from pdserve.observe.logs import LEVELS
+from pdserve.worker.config import DISAGG, MODES, TRANSFERS, VERIFY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,11 +36,6 @@ GROUPS = {
 
 ROLES = ("all-in-one", "frontend", "router", "worker")
 UNBUILT_ROLES = ("planner",)
-UNBUILT = (
-    *("mode", "disagg", "disagg-min-tokens", "disagg-max-queue", "aggregated"),
-    *("transfer", "verify-kv"),
-)
-"""Options that are named in the plans, not in this version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +304,62 @@ OPTIONS: tuple[Option, ...] = (
         "Compute threads; auto: what CPU affinity, control groups and Slurm allow.",
         auto=True,
         most=1024,
+    ),
+    Option(
+        "mode",
+        "worker.mode",
+        "engine",
+        "What a worker does: decode workers take requests, prefill workers compute prompts for "
+        "them, aggregated ones do both for themselves.",
+        "MODE",
+        _choice(*MODES),
+    ),
+    _switch(
+        "aggregated",
+        "process.aggregated",
+        "engine",
+        "All in one: one worker that does everything, not one for prompts and one for the rest.",
+    ),
+    Option(
+        "disagg",
+        "worker.disagg",
+        "engine",
+        "When a decode worker has a prompt computed elsewhere: rule (long, and the queue is "
+        "short), predict (when that is sooner), always, never.",
+        "HOW",
+        _choice(*DISAGG),
+    ),
+    Option(
+        "disagg-min-tokens",
+        "worker.disagg_min_tokens",
+        "engine",
+        "By rule: only prompts with more tokens to compute than this; 0: all.",
+        "N",
+        functools.partial(units.parse_count, least=0),
+    ),
+    Option(
+        "disagg-max-queue",
+        "worker.disagg_max_queue",
+        "engine",
+        "By rule: only while no more prompts than this wait for a prefill worker.",
+        "N",
+        functools.partial(units.parse_count, least=0),
+    ),
+    Option(
+        "transfer",
+        "worker.transfer_backend",
+        "engine",
+        "How KV moves between workers: rdma, shm, cuda_ipc, tcp; auto: the best both have.",
+        "HOW",
+        _choice(*TRANSFERS),
+    ),
+    Option(
+        "verify-kv",
+        "worker.verify_kv",
+        "engine",
+        "How much of the KV that arrives is compared with what was sent: all, sample, off.",
+        "HOW",
+        _choice(*VERIFY),
     ),
     _count("block-size", "worker.block_size", "engine", "Tokens per KV block; a power of two."),
     _size(

@@ -25,7 +25,7 @@ from pdserve.engine.api import EngineState
 from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
 from pdserve.launch.cluster import Membership
-from pdserve.launch.config import idle_flags
+from pdserve.launch.config import idle_flags, splits
 from pdserve.launch.parts.base import Context
 from pdserve.launch.screen import Screen
 from pdserve.launch.siblings import is_sibling, sharing
@@ -104,7 +104,7 @@ class Process:
         self._unheard: list[Callable[[], None]] = []
         """Each ends what the log tells of members: who leaves does not judge who leaves too."""
         self._frontend: FrontendPart | None = None
-        self._worker: WorkerPart | None = None
+        self._workers: list[WorkerPart] = []
         self._tasks = Tasks("process")
         self._probes: ProbeServer | None = None
         self._lag = LoopLagMonitor(metrics)
@@ -140,14 +140,20 @@ class Process:
 
     def _make_parts(self) -> None:
         """A router first, as the seed of the others in this process."""
-        role, membership = self._config.process.role, self._membership
+        role = self._config.process.role
         roles = ("router", "worker", "frontend") if self._all_in_one else (role,)
-        for number, name in enumerate(roles):
-            node = membership.node(name, first=number == 0)
-            node.on_superseded = self._on_superseded
-            if not membership.private:
-                self._unheard.append(node.on_member(note_member))
-            self._parts.append(self._make_part(name, node))
+        for name in roles:
+            if name == "worker" and splits(self._config):
+                self._make_pair()
+            else:
+                self._parts.append(self._make_part(name, self._make_node(name)))
+
+    def _make_node(self, role: str, label: str = "") -> Node:
+        node = self._membership.node(role, first=not self._parts, label=label)
+        node.on_superseded = self._on_superseded
+        if not self._membership.private:
+            self._unheard.append(node.on_member(note_member))
+        return node
 
     def _make_part(self, role: str, node: Node) -> Part:
         """Imports what this role needs: what the others need costs time and memory."""
@@ -158,12 +164,31 @@ class Process:
         if role == "worker":
             from pdserve.launch.parts.worker import WorkerPart
 
-            self._worker = WorkerPart(self._context, node, self._on_engine_state)
-            return self._worker
+            worker = WorkerPart(self._context, node, self._on_engine_state)
+            self._workers.append(worker)
+            return worker
         from pdserve.launch.parts.frontend import FrontendPart
 
         self._frontend = FrontendPart(self._context, node, self._on_siblings_failed)
         return self._frontend
+
+    def _make_pair(self) -> None:
+        """One worker for prompts and one for the rest; the latter answers for both."""
+        from pdserve.launch.parts.pair import pair
+        from pdserve.launch.parts.worker import WorkerPart
+
+        for config, carrier in pair(self._context):
+            node = self._make_node("worker", config.mode)
+            worker = WorkerPart(
+                self._context, node, self._on_engine_state, config=config, carrier=carrier
+            )
+            self._workers.append(worker)
+            self._parts.append(worker)
+
+    @property
+    def _worker(self) -> WorkerPart | None:
+        """The one that takes requests, if there is one in this process."""
+        return self._workers[-1] if self._workers else None
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` unless a signal comes first."""
@@ -188,8 +213,7 @@ class Process:
             if not self._all_in_one or not self._config.cluster.alone:
                 _log.info("%s %s at %s", part.node.config.role, part.node.id, part.node.address)
         self._note_oddities()
-        if self._worker is not None:
-            await self._worker.load()
+        await asyncio.gather(*(worker.load() for worker in self._workers))
         if self._frontend is None:
             return
         if self._worker is None or not await self._frontend.wait_model():
@@ -211,6 +235,9 @@ class Process:
         idle = idle_flags(self._config)
         if idle:
             _log.warning("a %s has no use for %s", role, ", ".join(idle))
+        mode = self._config.worker.mode
+        if self._all_in_one and mode != "aggregated":
+            _log.warning("all in one has its own workers: nobody looks at --mode=%s", mode)
         if role in ("frontend", "worker") and not self._config.cluster.join:
             address = self._parts[0].node.address
             _log.warning("there is no --join: this %s waits for others, at %s", role, address)

@@ -48,6 +48,8 @@ class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     block_size: int = 32
     kv_memory: int = 0
     """Bytes for KV blocks; 0: the engine chooses from what is free."""
+    kv_share: float = 1.0
+    """Of that memory: several workers of one machine divide it."""
     max_model_len: int = 0
     """0: the checkpoint's limit."""
     max_batch_tokens: int = 2048
@@ -410,6 +412,8 @@ class PathState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     failures: int = 0
     down: str = ""
     """Why it has ended; empty while it is up."""
+    degraded: str = ""
+    """Why a better back end, which both have, is not used; empty: there is none."""
 
 
 class Paths(msgspec.Struct, frozen=True, array_like=True, tag=16):

@@ -9,7 +9,7 @@ It does not know where the numbers come from: who owns a group is said beside it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
 
@@ -94,6 +94,15 @@ class EngineSample:
     def kv_usage(self) -> float:
         """Share of blocks held by sequences, 0 to 1; cached blocks count as free."""
         return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+
+
+def together(samples: Sequence[EngineSample]) -> EngineSample:
+    """Several engines of one process as one; it is ready when all are. At least one sample."""
+    if len(samples) == 1:
+        return samples[0]
+    names = [field.name for field in fields(EngineSample) if field.name != "ready"]
+    sums = {name: sum(getattr(sample, name) for sample in samples) for name in names}
+    return EngineSample(ready=all(sample.ready for sample in samples), **sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +243,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._exported: list[tuple[Definition, Instrument]] = []
-        self._engine: Callable[[], EngineSample] | None = None
+        self._engines: list[Callable[[], EngineSample]] = []
         self._nodes: list[Callable[[], NodeSample]] = []
 
         # The frontend's, per request.
@@ -333,8 +342,9 @@ class Metrics:
         )
 
     def attach_engine(self, read: Callable[[], EngineSample]) -> None:
-        """Export what `read` reports; without it the worker's group is absent. Quick, no raise."""
-        self._engine = read
+        """Export what `read` reports, summed over all engines of this process; without any the
+        worker's group is absent. Quick, no raise."""
+        self._engines.append(read)
 
     def attach_node(self, read: Callable[[], NodeSample]) -> None:
         """Export what `read` reports of one node of this process. Quick, no raise."""
@@ -346,10 +356,10 @@ class Metrics:
         """Prometheus client's collector protocol."""
         for definition, instrument in self._exported:
             yield _family(definition, instrument)
-        if self._engine is not None:
-            sample = self._engine()
-            for definition, read in _ENGINE:
-                yield _single(definition, read(sample))
+        if self._engines:
+            sample = together([read() for read in self._engines])
+            for definition, value in _ENGINE:
+                yield _single(definition, value(sample))
         samples = [read() for read in self._nodes]
         for definition, field in _NODE:
             metric = _empty(definition)

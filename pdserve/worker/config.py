@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16")
 MODES = ("aggregated", "prefill", "decode")
 DISAGG = ("rule", "predict", "always", "never")
+TRANSFERS = ("auto", "rdma", "shm", "cuda_ipc", "tcp")
+VERIFY = ("all", "sample", "off")
+
+Verify = Literal["all", "sample", "off"]
 
 Disagg = Literal["rule", "predict", "always", "never"]
 
@@ -46,6 +50,8 @@ class WorkerConfig:
     """Tokens per KV block; 32 is what TensorRT-LLM uses, so blocks can travel."""
     kv_memory: Bytes = 0
     """For KV blocks; 0: the engine proposes from what is free."""
+    kv_share: float = 1.0
+    """Of that memory: the workers of one process divide it."""
     max_model_len: int = 0
     """Prompt and output tokens together; 0: the checkpoint's limit."""
     max_batch_tokens: int = 2048
@@ -67,8 +73,12 @@ class WorkerConfig:
     """`rule`: prompts with more uncached tokens than this may be prefilled elsewhere; 0: all."""
     disagg_max_queue: int = 10
     """`rule`: while no more requests than this wait for a prefill worker."""
+    transfer_backend: str = "auto"
+    """One of `TRANSFERS`: by what KV is moved; `auto` takes the best that a pair of workers has."""
+    verify_kv: Verify = "sample"
+    """How much of the KV that came is compared with what was sent."""
     transfer: TransferSpec | None = None
-    """How KV is moved; None: not at all. An aggregated worker needs none."""
+    """How KV is moved, in full; None: not at all. An aggregated worker needs none."""
 
     def validate(self) -> None:
         """Raise `ConfigError` for what can never work, naming key and remedy."""

@@ -151,6 +151,7 @@ class WorkerService:
             threads=config.threads,
             block_size=config.block_size,
             kv_memory=config.kv_memory,
+            kv_share=config.kv_share,
             max_model_len=config.max_model_len,
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,

@@ -5,7 +5,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.launch.config import Config, idle_flags, resolve, table
-from pdserve.launch.options import BY_NAME, GROUPS, OPTIONS, UNBUILT
+from pdserve.launch.options import BY_NAME, GROUPS, OPTIONS
 
 INTERNAL = {
     *("frontend.reuse_port", "frontend.group"),  # for several frontends on one port
@@ -14,6 +14,7 @@ INTERNAL = {
     *("router.gone_model_memory", "router.gone_models", "router.retry_after"),
     *("router.assumed_max_sequences", "router.hold_bytes"),
     *("router.index_max_blocks", "router.predict_ttl"),
+    *("worker.kv_share", "worker.transfer"),  # follow from others
     *("router.approximate_ttl", "router.approximate_blocks"),
 }
 
@@ -70,6 +71,10 @@ def sample(option):
     named = {
         "role": "all-in-one",
         "dtype": "float32",
+        "mode": "decode",
+        "disagg": "predict",
+        "transfer": "tcp",
+        "verify-kv": "all",
         "log-format": "json",
         "log-level": "debug",
         "engine-option": {"a": "b"},
@@ -141,8 +146,8 @@ def test_a_file_is_utf_8_whatever_the_locale_says(compose, monkeypatch):
         ("prot = 1", {}, {}, r"key 'prot' is unknown, did you mean 'port'\?"),
         (None, {"PDSERVE_PROT": "1"}, {}, r"PDSERVE_PROT is unknown, did you mean PDSERVE_PORT\?"),
         (None, {"PDSERVE_ZZZZZZ": "1"}, {}, r"PDSERVE_ZZZZZZ is unknown$"),
-        (None, {"PDSERVE_MODE": "x"}, {}, "PDSERVE_MODE is not built yet"),
-        ("mode = 'x'", {}, {}, "key 'mode' is not built yet"),
+        (None, {"PDSERVE_MODE": "x"}, {}, "PDSERVE_MODE: 'x' is unknown: use one of aggregated"),
+        ("mode = 'x'", {}, {}, "mode: 'x' is unknown"),
         (None, {}, {"port": "70000"}, "--port: 70000 is out of range: must be between 0 and 65535"),
         (None, {"PDSERVE_KV_MEMORY": "4G"}, {}, "PDSERVE_KV_MEMORY: '4G' is ambiguous"),
         (
@@ -202,7 +207,6 @@ def test_options_are_unique_grouped_and_none_is_unbuilt():
     names = [option.name for option in OPTIONS]
     assert len(set(names)) == len(names)
     assert {option.group for option in OPTIONS} == set(GROUPS)
-    assert not set(names) & set(UNBUILT)
     for option in OPTIONS:
         assert option.help.endswith(".")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.engine.api import EngineState
+    from pdserve.engine.carrier import Carrier
     from pdserve.ids import Seconds
     from pdserve.launch.parts.base import Context
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.status import Report
     from pdserve.runtime.node import Node
+    from pdserve.worker.config import WorkerConfig
 
 __all__ = ["WorkerPart"]
 
@@ -43,16 +46,19 @@ class WorkerPart:
         context: Context,
         node: Node,
         on_state: Callable[[EngineState, str], None],
+        *,
+        config: WorkerConfig | None = None,
+        carrier: Callable[[], Carrier] | None = None,
     ) -> None:
-        config = context.config.worker
+        """`config` and `carrier`: of one of several workers in this process."""
+        config = config or context.config.worker
         threads = config.threads or read_limits().threads
+        transfer = context.membership.transfer(node, config)
+        self._config = config = dataclasses.replace(config, threads=threads, transfer=transfer)
+        self._carrier = carrier or functools.partial(_process, context)
         self.node = node
         self.topics = Topics(node, node.timers)
-        self.service = WorkerService(
-            dataclasses.replace(config, threads=threads),
-            self._make_engine,
-            context.metrics,
-        )
+        self.service = WorkerService(config, self._make_engine, context.metrics)
         self.secrets = context.membership.secrets(node, context.degradations)
         self.secrets.listen(self.service.rekey)
         self.member = WorkerMember(self.service, node, self.topics, card(context, "worker"))
@@ -65,17 +71,8 @@ class WorkerPart:
         return replace(report(self._context, self), worker=self.member.load())
 
     def _make_engine(self, spec: EngineSpec) -> CoreClient:
-        process = self._context.config.process
-        options = ClientOptions(load_timeout=self._context.config.worker.start_timeout)
-
-        def carrier() -> ProcessCarrier:
-            return ProcessCarrier(
-                log_format=process.log_format,
-                log_level=process.log_level,
-                on_line=self._context.screen.write_line,
-            )
-
-        return CoreClient(spec, options, on_state=self._note_state, make_carrier=carrier)
+        options = ClientOptions(load_timeout=self._config.start_timeout)
+        return CoreClient(spec, options, on_state=self._note_state, make_carrier=self._carrier)
 
     def _note_state(self, state: EngineState, reason: str) -> None:
         self.node.call_soon(self.member.tell)  # the engine has the state when this turn ends
@@ -110,3 +107,12 @@ class WorkerPart:
 
     def unready_reason(self) -> str | None:
         return self.service.unready_reason()
+
+
+def _process(context: Context) -> ProcessCarrier:
+    process = context.config.process
+    return ProcessCarrier(
+        log_format=process.log_format,
+        log_level=process.log_level,
+        on_line=context.screen.write_line,
+    )
