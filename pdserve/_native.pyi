@@ -20,6 +20,7 @@ def copy_runs(
     to: memoryview | array[int],
     from_: memoryview | array[int],
     lengths: memoryview | array[int],
+    streaming: bool = False,
 ) -> int: ...
 def bind_runs(
     source: array[int],

@@ -7,6 +7,7 @@
 
 #include "held.hpp"
 #include "pdserve/crc32.hpp"
+#include "pdserve/stream_copy.hpp"
 
 namespace nb = nanobind;
 
@@ -18,7 +19,7 @@ bool inside(std::int64_t at, std::int64_t length, std::int64_t size) {
 
 // All runs are checked before the first byte moves.
 std::int64_t copy_runs(nb::handle destination, nb::handle source, nb::handle to, nb::handle from,
-                       nb::handle lengths) {
+                       nb::handle lengths, bool streaming) {
   const Held target(destination, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS);
   const Held origin(source, PyBUF_C_CONTIGUOUS);
   const Held there(to, PyBUF_C_CONTIGUOUS), here(from, PyBUF_C_CONTIGUOUS),
@@ -38,9 +39,14 @@ std::int64_t copy_runs(nb::handle destination, nb::handle source, nb::handle to,
     auto* const out = target.as<std::uint8_t>();
     const auto* const in = origin.as<const std::uint8_t>();
     for (std::int64_t i = 0; i < count; ++i) {
-      std::memcpy(out + t[i], in + h[i], static_cast<std::size_t>(n[i]));
+      const auto size = static_cast<std::size_t>(n[i]);
+      if (streaming)
+        pdserve::stream_copy(out + t[i], in + h[i], size, i + 1 < count ? in + h[i + 1] : nullptr);
+      else
+        std::memcpy(out + t[i], in + h[i], size);
       total += n[i];
     }
+    if (streaming) pdserve::stream_fence();
   }
   return total;
 }
@@ -90,7 +96,7 @@ std::uint32_t crc32(nb::handle data, std::uint32_t start) {
 
 void bind_copy(nb::module_& m) {
   m.def("copy_runs", &copy_runs, nb::arg("destination"), nb::arg("source"), nb::arg("to"),
-        nb::arg("from_"), nb::arg("lengths"));
+        nb::arg("from_"), nb::arg("lengths"), nb::arg("streaming") = false);
   m.def("bind_runs", &bind_runs, nb::arg("source"), nb::arg("destination"), nb::arg("spans"),
         nb::arg("here"), nb::arg("there"), nb::arg("out_source"), nb::arg("out_destination"),
         nb::arg("out_length"));

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.transfer.copying import CHUNK, checksum, chunks, copy_runs
+from pdserve.transfer.copying import CHUNK, STREAMED, checksum, chunks, copy_runs
 from pdserve.transfer.plan import split
 from pdserve.transfer.pull import PATIENCE, PullPath, PullTransport
 from pdserve.transfer.shm_table import Mapped, map_peer
@@ -38,13 +38,15 @@ class ShmPath(PullPath):
 
     def _copy(self, job: Job, moves: Sequence[Move]) -> Bytes:
         size = 0
+        streaming = sum(move.runs.size for move in moves) >= STREAMED
         for move in moves:
             memory = self.transport.regions[move.destination].view
             assert memory is not None
             for to, from_, lengths in chunks(split(move.runs, CHUNK)):
                 if job.stop:
                     return size
-                size += copy_runs(memory, self._peer.views[move.source], to, from_, lengths)
+                source = self._peer.views[move.source]
+                size += copy_runs(memory, source, to, from_, lengths, streaming)
         return size
 
 

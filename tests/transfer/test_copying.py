@@ -36,6 +36,25 @@ def test_twins_copy_the_same(runs: list[tuple[int, int, int]]) -> None:
     assert results == [bytes(plain)] * len(BOTH)
 
 
+def test_streamed_copies_are_the_same_at_any_alignment(seed: int) -> None:
+    random = Random(seed)
+    source = random.randbytes(200_000)
+    for copy in BOTH:
+        out, plain = bytearray(300_000), bytearray(300_000)
+        at = 0
+        runs = []
+        for length in (0, 1, 63, 64, 16_384, 16_385, 16_447, 16_448, 32_768, 70_000, 65_536):
+            at += random.randrange(130)
+            begin = random.randrange(len(source) - length)
+            runs.append((at, begin, length))
+            plain[at : at + length] = source[begin : begin + length]
+            at += length
+        columns = [q(*column) for column in zip(*runs, strict=True)]
+        moved = copy(memoryview(out), memoryview(source), *columns, True)
+        assert moved == sum(columns[2])
+        assert out == plain
+
+
 @pytest.mark.parametrize("copy", BOTH)
 @pytest.mark.parametrize(
     ("to", "at", "length"),
