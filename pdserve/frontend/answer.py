@@ -106,6 +106,7 @@ class PromptSink:
             course = self.course
             course.cached_tokens = started.cached_tokens
             course.queue, course.prefill = started.queue_seconds, started.prefill_seconds
+            course.where = started.prefill
         answer = self._answer
         if answer.first_token is None:
             answer.begin(now)

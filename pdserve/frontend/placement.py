@@ -46,6 +46,8 @@ class Course(msgspec.Struct):
     queue: Seconds | None = None
     """In the worker's queue."""
     prefill: Seconds | None = None
+    where: str = ""
+    """It was prefilled, and why there; empty: the worker had no choice."""
 
 
 def served(courses: Sequence[Course], ttft: Seconds | None) -> Served | None:
@@ -66,12 +68,13 @@ def served(courses: Sequence[Course], ttft: Seconds | None) -> Served | None:
         held_ms=_ms(max([p.held for p in placements])),
         queue_ms=_longest([course.queue for course in courses]),
         prefill_ms=_longest([course.prefill for course in courses]),
+        prefill=_names([course.where for course in courses]) or None,
     )
 
 
 _HEADERS = (
     *("worker", "router", "policy", "attempts", "overlap_tokens", "cached_tokens"),
-    *("predicted_ttft_ms", "ttft_ms", "held_ms"),
+    *("predicted_ttft_ms", "ttft_ms", "held_ms", "prefill"),
 )
 NAMES: Final = tuple(f"x-pdserve-{name.replace('_', '-')}".encode() for name in _HEADERS)
 """Of all headers that may come."""

@@ -44,6 +44,9 @@ class Served(msgspec.Struct, kw_only=True):
     queue_ms: float | None = None
     """In the worker's own queue."""
     prefill_ms: float | None = None
+    prefill: str | None = None
+    """Where the prompt was computed and why there: `remote; node=…; reason=…`. Null: where it was
+    decoded, for want of a choice."""
 
 
 class Usage(msgspec.Struct, kw_only=True):

@@ -36,6 +36,15 @@ def test_what_is_known_is_told() -> None:
     }
 
 
+def test_where_the_prompt_was_computed_is_told() -> None:
+    remote = course()
+    remote.where = "remote; node=p; reason=rule"
+    assert lines(remote)["x-pdserve-prefill"] == "remote; node=p; reason=rule"
+    both = served([remote, course(), remote], 0.5)
+    assert both is not None
+    assert both.prefill == "remote; node=p; reason=rule"
+
+
 def test_what_is_not_known_has_no_header() -> None:
     found = lines(course(cached=None, predicted_ttft=None, policy=""), ttft=None)
     assert set(found) == {
