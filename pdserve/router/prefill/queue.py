@@ -150,8 +150,8 @@ class _Worker:
     """Both as last offered."""
     sent: int = 0
     """Claims ever sent on this stream,"""
-    unheard: deque[int] = field(default_factory=deque)
-    """and what those cost, in tokens, that its last offer does not count yet."""
+    unheard: deque[tuple[int, int]] = field(default_factory=deque)
+    """and those among them that its last offer does not count yet, with their tokens."""
     claims: dict[int, _Claim] = field(default_factory=dict)
     leaving: bool = False
     """It is given nothing more."""
@@ -164,7 +164,7 @@ class _Worker:
     @property
     def load(self) -> int:
         """Tokens before it."""
-        return self.uncomputed + sum(self.unheard)
+        return self.uncomputed + sum(tokens for _, tokens in self.unheard)
 
 
 @dataclass(slots=True, eq=False)
@@ -241,7 +241,7 @@ class PrefillQueue:
 
     def next_look(self) -> Seconds | None:
         """When `look` may have something to do although nothing happens."""
-        moments = [] if self._recheck is None else [self._recheck]
+        moments = [] if self._recheck is None or not len(self) else [self._recheck]
         if self._deadlines:
             moments.append(self._deadlines.peekitem(0)[0][0])
         if self._nobody:
@@ -367,6 +367,7 @@ class PrefillQueue:
         entry, worker = claim.item, claim.worker
         self._unclaim(claim)
         worker.credits = 0  # it had fewer than it had said; its next offer follows
+        worker.unheard = deque((n, 0 if n == number else tokens) for n, tokens in worker.unheard)
         self._settle(self._groups[worker.compat_hash], worker)
         entry.returns += 1
         self.counters["returned"] += 1
@@ -510,7 +511,7 @@ class PrefillQueue:
         claim = entry.claim = _Claim(number, worker, entry, now)
         self._claims[number] = worker.claims[number] = claim
         worker.sent += 1
-        worker.unheard.append(entry.uncached_at(worker.peer.node))
+        worker.unheard.append((number, entry.uncached_at(worker.peer.node)))
         self._settle(group, worker)
         self.counters["claimed"] += 1
         item = entry.item
