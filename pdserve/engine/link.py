@@ -1,13 +1,15 @@
 """The core's end of its socket: commands in, events out, without ever blocking by itself.
 
-Used by the host only, in one thread. What the other side has not read yet is kept here; the host
-stops stepping while that is too much, so nothing is dropped and the buffer stays bounded by the
-high-water mark plus the events of one step.
+Used by the host only, in one thread, but for `nudge`. What the other side has not read yet is kept
+here; the host stops stepping while that is too much, so nothing is dropped and the buffer stays
+bounded by the high-water mark plus the events of one step.
 """
 
 from __future__ import annotations
 
 import select
+import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +19,6 @@ from pdserve.messages.engine import Command, Step
 from pdserve.wire.frames import FrameDecoder, encode_frames
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Iterator, Sequence
 
     from pdserve.ids import Bytes, Seconds
@@ -52,6 +53,10 @@ class LinkEnd:
         self._unsent = bytearray()
         self._high_water = high_water
         self._draining = False
+        self._nudged, self._nudge = socket.socketpair()
+        self._nudged.setblocking(False)
+        self._nudge.setblocking(False)
+        self._nudging = False
 
     def receive(self) -> list[Command]:
         """Everything that has arrived. Raises `LinkClosed`, `ProtocolError`."""
@@ -121,16 +126,31 @@ class LinkEnd:
         return self._draining
 
     def wait(self, timeout: Seconds | None) -> None:
-        """Sleep until something can be read, unsent bytes can be written, or time is up."""
+        """Sleep until something can be read, unsent bytes can be written, somebody has called
+        `nudge` since the last time, or time is up."""
+        readers = [self._sock, self._nudged]
         writers = [self._sock] if self._unsent else []
-        if self._sock.fileno() < _SELECT_LIMIT:
+        if max(reader.fileno() for reader in readers) < _SELECT_LIMIT:
             # Not poll: it rounds up to milliseconds, which paced engines would feel.
-            select.select([self._sock], writers, [], timeout)
-            return
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN | (select.POLLOUT if writers else 0))
-        poll.poll(None if timeout is None else timeout * 1000)
+            select.select(readers, writers, [], timeout)
+        else:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN | (select.POLLOUT if writers else 0))
+            poll.register(self._nudged, select.POLLIN)
+            poll.poll(None if timeout is None else timeout * 1000)
+        if self._nudging:
+            with suppress(BlockingIOError):
+                self._nudged.recv(64)
+            self._nudging = False
+
+    def nudge(self) -> None:
+        """Make `wait` return, now or when it is called next. From any thread, at any time."""
+        if not self._nudging:
+            self._nudging = True
+            with suppress(OSError):  # it is full, which serves, or closed
+                self._nudge.send(b"!")
 
     def close(self) -> None:
         """Idempotent."""
-        self._sock.close()
+        for sock in (self._sock, self._nudged, self._nudge):
+            sock.close()

@@ -1,0 +1,462 @@
+"""`LoopMover`: the transports of an engine core, on the event loop it is made on.
+
+    open      path ─▶ grant                           Granted │ Lost
+    revoke    Grant.revoke, or else Path.close        Closed, within seconds
+    deliver   Path.deliver                            Delivered
+    take      Transport.answer; answers to questions  Say(TransferReply); -
+
+Everything is called on the loop and returns at once; `poll` gives what has happened, in order. It
+owns its tasks, paths and grants, and all of them end with it.
+
+What bounds its queues: the core opens and delivers, and gets as many answers as it has asked for; a
+part is told once. Peers' calls under way are at most `MAX_CALLS`, ours `questions.MAX_QUESTIONS`:
+one more fails as `Overloaded`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from msgspec.structs import replace
+
+from pdserve.engine.mover import (
+    Arrived,
+    AttemptKey,
+    Closed,
+    Delivered,
+    Granted,
+    Lost,
+    Moved,
+    Say,
+)
+from pdserve.engine.movers.questions import Questions
+from pdserve.engine.movers.roads import Roads
+from pdserve.engine.rejection import words_of
+from pdserve.errors import (
+    EngineDied,
+    Overloaded,
+    PathLost,
+    PdserveError,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+)
+from pdserve.ids import NodeId
+from pdserve.messages.engine import (
+    Paths,
+    PeerGone,
+    TransferAnswered,
+    TransferCall,
+    TransferReply,
+)
+from pdserve.runtime.tasks import Tasks
+from pdserve.transfer.backends import offers_of
+from pdserve.transfer.base import PeerKey
+from pdserve.transfer.plan import block_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.engine.movers.books import Meter
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.engine import PathState
+    from pdserve.messages.transfer import Control, Offers, Ticket
+    from pdserve.transfer.backends import BackEnd
+    from pdserve.transfer.base import Grant, Order, Part, Path, Region
+
+__all__ = ["LoopMover"]
+
+_log = logging.getLogger(__name__)
+
+MAX_CALLS: Final = 256
+_REVOKE: Final[Seconds] = 3.0
+"""For the peer's word that it writes no more; afterwards the path is closed."""
+_ANSWER: Final[Seconds] = 15.0
+"""For an answer to a peer, who waits no longer than that."""
+_LOOK: Final[Seconds] = 1.0
+"""Between two looks at the paths: those that end in silence show, and so do the counters."""
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """See `mover.AttemptKey`; the sink of its grant."""
+
+    mover: LoopMover
+    key: AttemptKey
+    peer: PeerKey
+    order: Order
+    roads: Roads
+    state: Literal["opening", "open", "lost", "closing"] = "opening"
+    opening: asyncio.Task[None] | None = None
+    grant: Grant | None = None
+    path: Path | None = None
+    meter: Meter | None = None
+    received: Bytes = 0
+    """As far as the back end knows."""
+
+    def on_part(self, part: int) -> None:
+        """See `transfer.base.Sink`."""
+        assert self.meter is not None
+        size = self.meter.arrived()
+        self.received += size
+        if self.state == "open":
+            self.mover.emit(Arrived(self.key, part, size))
+
+    def on_failed(self, error: TransferError) -> None:
+        """See `transfer.base.Sink`."""
+        if self.meter is not None:
+            self.roads.lost(self.meter)
+        self.lose(error)
+
+    def lose(self, error: TransferError) -> None:
+        """Tell it, once."""
+        if self.state in ("opening", "open"):
+            self.state = "lost"
+            self.mover.emit(Lost(self.key, error))
+
+
+@dataclass(slots=True)
+class _Pool:
+    regions: Sequence[Region]
+    offers: Offers
+    block: Bytes
+    """Bytes of a block, over all regions."""
+
+
+class LoopMover:
+    """See above, and `mover.Mover`."""
+
+    def __init__(
+        self,
+        backends: Sequence[BackEnd],
+        *,
+        nudge: Callable[[], None] = lambda: None,
+        on_broken: Callable[[EngineDied], None] | None = None,
+    ) -> None:
+        """`nudge` is called, like `start`'s `wake`, whenever there is something to poll: the one
+        reaches the core, the other whoever drives it. `on_broken` hears of a mistake in here, after
+        which nothing is to be relied on; without it, `poll` raises it."""
+        self._backends = backends
+        self._nudge = nudge
+        self._wake: Callable[[], None] = lambda: None
+        self._on_broken = on_broken or self._break
+        self._broken: EngineDied | None = None
+        self._moved: deque[Moved] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._tasks = Tasks("the engine's transports", self._task_failed)
+        self._questions = Questions(lambda question: self.emit(Say(question)))
+        self._pool: _Pool | None = None
+        self._roads: Roads | None = None
+        self._turn: asyncio.Task[None] | None = None
+        """From the last life to this one."""
+        self._attempts: dict[AttemptKey, _Attempt] = {}
+        self._closing: dict[AttemptKey, _Attempt] = {}
+        self._calls = 0
+        self._paths: list[PathState] = []
+        self._look: asyncio.TimerHandle | None = None
+        self._looks_soon = False
+        self._ended: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ life
+
+    def start(self, region: Region, wake: Callable[[], None]) -> tuple[str, ...]:
+        """See `Mover`."""
+        self.use([region], offers_of(self._backends, [region]), wake)
+        return tuple(self._pool.offers.places) if self._pool is not None else ()
+
+    def use(self, regions: Sequence[Region], offers: Offers, wake: Callable[[], None]) -> None:
+        """`start`, with what has been found out already."""
+        self._wake = wake
+        size = sum(block_bytes(region.layout) for region in regions)
+        self._pool = _Pool(regions, offers, size)
+
+    def attach(self, peer: PeerKey) -> None:
+        """See `Mover`."""
+        pool, old = self._pool, self._roads
+        assert pool is not None, "start comes first"
+        if (old is not None and old.key == peer) or self._ended is not None:
+            return
+        for attempt in list(self._attempts.values()):
+            if attempt.state == "opening":
+                self._stop_opening(attempt, "this node has begun another life")
+        self._roads = roads = Roads(
+            peer,
+            pool.regions,
+            self._backends,
+            pool.offers,
+            self._questions,
+            self._tasks,
+            self._look_soon,
+        )
+        self._turn = self._tasks.spawn(self._turn_to(roads, old, self._turn), f"life {peer}")
+
+    async def _turn_to(
+        self, roads: Roads, old: Roads | None, before: asyncio.Task[None] | None
+    ) -> None:
+        if before is not None:
+            await asyncio.wait({before})
+        if old is not None:
+            await old.close()
+        if not roads.closing:
+            await roads.open()
+
+    def close(self) -> None:
+        """See `Mover`. On a loop nothing can be waited for here: the end has begun on return, and
+        `closed` tells when it has come. The pool must stay until then."""
+        if self._ended is None:
+            self._ended = self._loop.create_task(self._end(), name="the engine's transports end")
+
+    async def closed(self) -> None:
+        """`close`, and return when no byte can come or go."""
+        self.close()
+        assert self._ended is not None
+        await asyncio.shield(self._ended)
+
+    async def _end(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+        self._questions.close()
+        turn, roads = self._turn, self._roads
+        if roads is not None:
+            roads.closing = True
+        if turn is not None:  # an earlier life's transports end first
+            await asyncio.wait({turn})
+        if roads is not None:
+            await roads.close()
+        await self._tasks.close()
+        self._attempts.clear()
+        self._closing.clear()
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        self._on_broken(EngineDied(f"the engine's transports broke down in {name}: {error!r}"))
+
+    def _break(self, error: EngineDied) -> None:
+        self._broken = error
+        self._tell()
+
+    # ------------------------------------------------------------------ the destination
+
+    def open(self, key: AttemptKey, peer: PeerKey, order: Order) -> None:
+        """See `Mover`."""
+        roads = self._roads
+        if self._ended is not None:
+            return
+        if roads is None or key in self._attempts:
+            reason = "this core belongs to no node yet" if roads is None else "it is open already"
+            self.emit(Lost(key, TransferRefused.at(order.transfer, str(peer), "open", reason)))
+            return
+        attempt = self._attempts[key] = _Attempt(self, key, peer, order, roads)
+        attempt.opening = self._tasks.spawn(self._open(attempt), f"open {order.transfer}")
+
+    async def _open(self, attempt: _Attempt) -> None:
+        order = attempt.order
+        try:
+            path = attempt.path = await attempt.roads.path(attempt.peer)
+            attempt.meter = attempt.roads.books.meter(path)
+            attempt.grant = path.grant(order, attempt)
+        except PdserveError as error:
+            attempt.lose(_as_transfer(error, order.transfer, attempt.peer, "open"))
+            return
+        attempt.state = "open"
+        self.emit(Granted(attempt.key, replace(attempt.grant.ticket, backend=path.backend)))
+
+    def _stop_opening(self, attempt: _Attempt, reason: str) -> None:
+        if attempt.opening is not None:
+            attempt.opening.cancel()
+        attempt.lose(PathLost.at(attempt.order.transfer, str(attempt.peer), "open", reason))
+
+    def finish(self, key: AttemptKey) -> None:
+        """See `Mover`."""
+        attempt = self._attempts.pop(key, None)
+        if attempt is None or attempt.grant is None or attempt.meter is None:
+            return
+        attempt.state = "closing"
+        attempt.grant.finish()
+        if not attempt.received and self._pool is not None:
+            attempt.meter.book.received += len(attempt.order.blocks) * self._pool.block
+        attempt.roads.worked(attempt.meter.path)
+
+    def revoke(self, key: AttemptKey) -> None:
+        """See `Mover`."""
+        if key in self._closing or self._ended is not None:
+            return
+        attempt = self._attempts.pop(key, None)
+        if attempt is None:
+            self.emit(Closed(key))
+            return
+        attempt.state = "closing"
+        if attempt.opening is not None:
+            attempt.opening.cancel()
+        self._closing[key] = attempt
+        _ = self._tasks.spawn(self._fence(attempt), f"close {attempt.order.transfer}")
+
+    async def _fence(self, attempt: _Attempt) -> None:
+        """The peer's word, or the path's end."""
+        if attempt.opening is not None and not attempt.opening.done():
+            await asyncio.wait({attempt.opening})
+        grant, path = attempt.grant, attempt.path
+        if grant is not None and path is not None and not grant.closed:
+            try:
+                await grant.revoke(timeout=_REVOKE)
+            except PdserveError as error:
+                _log.warning("%s; the path is closed instead", error.message)
+                await path.close(f"an attempt could not be stopped: {error.message}")
+                self._look_soon()
+        del self._closing[attempt.key]
+        self.emit(Closed(attempt.key))
+
+    # ------------------------------------------------------------------ the source
+
+    def deliver(self, handle: int, peer: PeerKey, ticket: Ticket, part: Part) -> None:
+        """See `Mover`."""
+        if self._ended is not None:
+            return
+        try:
+            roads = self._attached()
+            path = roads.existing(peer, ticket.backend)
+            meter = roads.books.meter(path)
+            done = _Done(self, handle, part.number, meter, roads)
+            meter.began(self._loop.time())
+            try:
+                path.deliver(ticket, part, done)
+            except PdserveError:
+                meter.ended(self._loop.time())
+                raise
+        except PdserveError as error:
+            reason = _as_transfer(error, ticket.transfer, peer, "deliver")
+            self.emit(Delivered(handle, part.number, 0, reason))
+
+    def withdraw(self, handle: int, peer: PeerKey, ticket: Ticket) -> None:
+        """See `Mover`."""
+        try:
+            path = self._attached().existing(peer, ticket.backend)
+        except PdserveError:
+            return  # its deliveries have ended with it
+        path.withdraw(ticket)
+
+    def _attached(self) -> Roads:
+        if self._roads is None:
+            raise TransferRefused("this core belongs to no node yet")
+        return self._roads
+
+    # ------------------------------------------------------------------ the node
+
+    def take(self, command: PeerGone | TransferCall | TransferAnswered) -> None:
+        """See `Mover`."""
+        if self._ended is not None:
+            return
+        match command:
+            case TransferAnswered():
+                self._questions.answered(command)
+            case TransferCall():
+                self._call(command)
+            case PeerGone():
+                self._peer_gone(PeerKey(NodeId(command.node), command.epoch))
+
+    def _peer_gone(self, peer: PeerKey) -> None:
+        for attempt in list(self._attempts.values()):
+            if attempt.peer == peer and attempt.state == "opening":
+                self._stop_opening(attempt, "it is gone")
+        if self._roads is not None:
+            _ = self._tasks.spawn(self._roads.peer_gone(peer), f"{peer} gone")
+
+    def _call(self, call: TransferCall) -> None:
+        if self._calls >= MAX_CALLS:
+            self._reply(call, Overloaded(f"{MAX_CALLS} calls of peers are under way"))
+            return
+        self._calls += 1
+        _ = self._tasks.spawn(self._answer(call), f"answer {call.node}")
+
+    async def _answer(self, call: TransferCall) -> None:
+        peer = PeerKey(NodeId(call.node), call.epoch)
+        answer: Control | PdserveError
+        try:
+            async with asyncio.timeout(_ANSWER):
+                answer = await self._attached().answer(peer, call.backend, call.control)
+        except PdserveError as error:
+            answer = error
+        except TimeoutError:
+            answer = TransferTimeout.at("", str(peer), "answer", f"not done in {_ANSWER:g} s")
+        finally:
+            self._calls -= 1
+        self._reply(call, answer)
+
+    def _reply(self, call: TransferCall, answer: Control | PdserveError) -> None:
+        if isinstance(answer, PdserveError):
+            kind, message = words_of(answer)
+            reply = TransferReply(number=call.number, control=None, kind=kind, message=message)
+        else:
+            reply = TransferReply(number=call.number, control=answer)
+        self.emit(Say(reply))
+
+    # ------------------------------------------------------------------ what it tells
+
+    def emit(self, moved: Moved) -> None:
+        """Something has happened."""
+        if self._ended is None:
+            self._moved.append(moved)
+            self._tell()
+
+    def _tell(self) -> None:
+        self._wake()
+        self._nudge()
+
+    def poll(self) -> list[Moved]:
+        """See `Mover`; from any thread. Raises `EngineDied` when it has broken down."""
+        if self._broken is not None:
+            raise self._broken
+        moved: list[Moved] = []
+        while self._moved:
+            moved.append(self._moved.popleft())
+        return moved
+
+    def paths(self) -> list[PathState]:
+        """See `Mover`; from any thread."""
+        return self._paths
+
+    def _look_soon(self) -> None:
+        """At the end of this turn of the loop."""
+        if not self._looks_soon and self._ended is None:
+            self._looks_soon = True
+            self._loop.call_soon(self._look_at_paths)
+
+    def _look_at_paths(self) -> None:
+        self._looks_soon = False
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+        if self._ended is not None or self._roads is None:
+            return
+        states = self._roads.books.states(self._loop.time())
+        if states != self._paths:
+            self._paths = states
+            self.emit(Say(Paths(states)))
+        if states:
+            self._look = self._loop.call_later(_LOOK, self._look_at_paths)
+
+
+@dataclass(slots=True, eq=False)
+class _Done:
+    """The end of one delivery."""
+
+    mover: LoopMover
+    handle: int
+    part: int
+    meter: Meter
+    roads: Roads
+
+    def __call__(self, error: TransferError | None) -> None:
+        size = self.meter.ended(asyncio.get_running_loop().time())
+        if error is not None:
+            self.roads.lost(self.meter)
+        self.mover.emit(Delivered(self.handle, self.part, size, error))
+
+
+def _as_transfer(error: PdserveError, transfer: str, peer: PeerKey, step: str) -> TransferError:
+    if isinstance(error, TransferError):
+        return error
+    return TransferError.at(transfer, str(peer), step, error.message)

@@ -1,0 +1,271 @@
+"""The transports of one life of the node, and its paths: chosen, set up, set up again, counted.
+
+    path(peer)    Probe ─▶ Offers, once per peer; then the best back end that both have
+    answer(...)   what peers' transports ask of ours
+
+Owned by a mover, which makes one for each life that it is attached to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from pdserve.engine.movers.books import Books
+from pdserve.errors import (
+    PathLost,
+    PdserveError,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+)
+from pdserve.messages.transfer import Offers, Probe, Ready
+from pdserve.transfer.choose import Choices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from typing import Any
+
+    from pdserve.engine.movers.books import Meter
+    from pdserve.engine.movers.questions import Questions
+    from pdserve.ids import Seconds
+    from pdserve.messages.transfer import Control
+    from pdserve.runtime.tasks import Tasks
+    from pdserve.transfer.backends import BackEnd
+    from pdserve.transfer.base import Path, PeerKey, Region, Transport
+    from pdserve.transfer.choose import Choice
+
+__all__ = ["CONNECT", "Roads"]
+
+_log = logging.getLogger(__name__)
+
+CONNECT: Final[Seconds] = 10.0
+"""For a path: control is taken between steps at both ends, and goes to and fro three times."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    offers: Offers | None = None
+    setting_up: asyncio.Task[Path | TransferError] | None = None
+    told: Choice | None = None
+    """The choice that the log has."""
+
+
+class Roads:
+    """See above."""
+
+    def __init__(
+        self,
+        key: PeerKey,
+        regions: Sequence[Region],
+        backends: Sequence[BackEnd],
+        offers: Offers,
+        questions: Questions,
+        tasks: Tasks,
+        changed: Callable[[], None],
+    ) -> None:
+        """`changed` is called when a path comes or goes."""
+        loop = asyncio.get_running_loop()
+        self.key = key
+        self.books = Books()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        """The transports are there."""
+        self.closing = False
+        self._now = loop.time
+        self._regions = regions
+        self._backends = {b.name: b for b in backends if b.name in offers.places}
+        self._offers = offers
+        self._choices = Choices([b.name for b in backends], offers)
+        self._questions = questions
+        self._tasks = tasks
+        self._changed = changed
+        self._transports: dict[str, Transport] = {}
+        self._peers: dict[PeerKey, _Peer] = {}
+
+    # ------------------------------------------------------------------ life
+
+    async def open(self) -> None:
+        """Make the transports. Those that need long to get ready are ready when this returns; one
+        that fails at it is not offered, which is said."""
+        for name, backend in self._backends.items():
+            try:
+                transport = backend.make(self.key, self._regions, self._questions.of(name))
+                self._transports[name] = transport
+                opening: Callable[[], Coroutine[Any, Any, None]] | None
+                opening = getattr(transport, "open", None)
+                if opening is not None:
+                    await opening()
+            except (PdserveError, OSError, ValueError) as error:
+                await self._give_up(name, str(error))
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    async def _give_up(self, name: str, reason: str) -> None:
+        _log.error("KV cannot be moved over %s, which looked possible: %s", name, reason)
+        transport = self._transports.pop(name, None)
+        if transport is not None:
+            await transport.close()
+        places = {key: value for key, value in self._offers.places.items() if key != name}
+        lacking = {**self._offers.lacking, name: reason[:500]}
+        self._offers = self._choices.ours = Offers(places, lacking)
+
+    async def close(self) -> None:
+        """End every path; on return no byte can come or go. Idempotent."""
+        self.closing = True
+        if not self.ready.done():
+            self.ready.set_exception(_error(TransferRefused, self.key, "close", "its life is over"))
+            self.ready.exception()  # maybe nobody waits
+        for transport in self._transports.values():
+            await transport.close()
+        self._changed()
+
+    # ------------------------------------------------------------------ paths of ours
+
+    async def path(self, peer: PeerKey) -> Path:
+        """The best path to a peer, set up if need be. Raises `TransferError`. Cancellation: only
+        this waiting ends."""
+        known = self._peers.setdefault(peer, _Peer())
+        if known.setting_up is None:
+            known.setting_up = self._tasks.spawn(self._set_up(peer, known), f"path to {peer}")
+            known.setting_up.add_done_callback(partial(_forget_task, known))
+        try:
+            async with asyncio.timeout(CONNECT):
+                found = await asyncio.shield(known.setting_up)
+        except TimeoutError:
+            raise _error(TransferTimeout, peer, "connect", f"not done in {CONNECT:g} s") from None
+        if isinstance(found, TransferError):
+            raise found
+        return found
+
+    async def _set_up(self, peer: PeerKey, known: _Peer) -> Path | TransferError:
+        """Errors are returned: several may wait for them, or nobody."""
+        try:
+            async with asyncio.timeout(CONNECT):
+                await asyncio.shield(self.ready)
+                if known.offers is None:
+                    known.offers = await self._probe(peer)
+                choice = self._choices.choose(peer, known.offers, self._now())
+                return await self._connect(peer, known, choice)
+        except TransferError as error:
+            return error
+        except TimeoutError:
+            return _error(TransferTimeout, peer, "connect", f"not done in {CONNECT:g} s")
+        except PdserveError as error:
+            return _error(TransferError, peer, "connect", error.message)
+
+    async def _probe(self, peer: PeerKey) -> Offers:
+        answer = await self._questions.of("")(peer, Probe(), CONNECT)
+        if not isinstance(answer, Offers):
+            raise _error(TransferRefused, peer, "connect", "it does not say what it has")
+        return answer
+
+    async def _connect(self, peer: PeerKey, known: _Peer, choice: Choice) -> Path:
+        transport = self._transports[choice.backend]
+        path = transport.path(peer)
+        if path is None:
+            try:
+                path = await transport.connect(peer, timeout=CONNECT)
+            except TransferError as error:
+                known.offers = None  # perhaps they are not what they were
+                self._connect_failed(peer, choice, error)
+                raise
+        self._enter(path, known, choice)
+        return path
+
+    def _connect_failed(self, peer: PeerKey, choice: Choice, error: TransferError) -> None:
+        if self._is_nobody_there(error):
+            return
+        _log.warning("%s", error.message)
+        self._choices.failed(peer, choice.backend, error.message, self._now())
+        self.books.failed(peer, choice.backend)
+
+    def _is_nobody_there(self, error: BaseException | None) -> bool:
+        """The peer did not answer at all: any other back end would have met the same."""
+        while error is not None:
+            if isinstance(error, PdserveError) and not isinstance(error, TransferError):
+                return True
+            error = error.__cause__
+        return False
+
+    def _enter(self, path: Path, known: _Peer, choice: Choice) -> None:
+        book = self.books.meter(path).book
+        book.why, book.degraded = choice.why, choice.degraded
+        book.expected = self._backends[choice.backend].expected()
+        if known.told is None or known.told.backend != choice.backend:
+            rate = f"about {book.expected / 1e9:.1f} GB/s" if book.expected else "rate unknown"
+            _log.info("KV with %s goes over %s, %s (%s)", path.peer, path.backend, rate, choice.why)
+            if choice.degraded:
+                _log.warning("KV with %s: %s", path.peer, choice.degraded)
+        known.told = choice
+        self._changed()
+
+    # ------------------------------------------------------------------ what becomes of them
+
+    def lost(self, meter: Meter) -> None:
+        """Something failed on a path: if the path did, it counts against its back end, once."""
+        path = meter.path
+        if meter.died or path.down is None or self.closing:
+            return
+        meter.died = True
+        self._choices.failed(path.peer, path.backend, path.down.message, self._now())
+        self.books.failed(path.peer, path.backend)
+        self._changed()
+
+    def worked(self, path: Path) -> None:
+        """All that was wanted has come by this path."""
+        self._choices.worked(path.peer, path.backend)
+
+    def existing(self, peer: PeerKey, backend: str) -> Path:
+        """The path to a peer by a back end that is up. Raises `PathLost`."""
+        names = [backend] if backend else list(self._transports)
+        for name in names:
+            transport = self._transports.get(name)
+            path = None if transport is None else transport.path(peer)
+            if path is not None:
+                return path
+        raise _error(PathLost, peer, "deliver", f"there is no path over {backend or 'anything'}")
+
+    async def peer_gone(self, peer: PeerKey) -> None:
+        """Close all paths to that life of a peer."""
+        known = self._peers.pop(peer, None)
+        if known is not None and known.setting_up is not None:
+            known.setting_up.cancel()
+        paths = set(self.books.paths(peer))
+        paths |= {path for t in self._transports.values() if (path := t.path(peer)) is not None}
+        for path in paths:
+            self.books.meter(path).died = True
+        for path in paths:
+            await path.close(f"{peer} is gone")
+        self._choices.forget(peer)
+        self.books.forget(peer)
+        self._changed()
+
+    # ------------------------------------------------------------------ what peers ask
+
+    async def answer(self, peer: PeerKey, backend: str, control: Control) -> Control:
+        """Raises `TransferError`."""
+        await asyncio.shield(self.ready)
+        if isinstance(control, Probe):
+            return self._offers
+        transport = self._transports.get(backend)
+        if transport is None:
+            reason = self._offers.lacking.get(backend, "not offered")
+            raise _error(TransferRefused, peer, "connect", f"{backend} cannot be used: {reason}")
+        answer = await transport.answer(peer, control)
+        path = transport.path(peer)
+        if isinstance(control, Ready) and path is not None:
+            book = self.books.meter(path).book
+            book.why, book.expected = "the peer chose it", self._backends[backend].expected()
+            self._changed()
+        return answer
+
+
+def _forget_task(known: _Peer, task: asyncio.Task[Path | TransferError]) -> None:
+    known.setting_up = None
+
+
+def _error(kind: type[TransferError], peer: PeerKey, step: str, reason: str) -> TransferError:
+    return kind.at("", str(peer), step, reason)

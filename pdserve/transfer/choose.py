@@ -1,0 +1,128 @@
+"""Which back end joins a pair of nodes, why no better one does, and what follows when it fails.
+
+Both ends say what they have and where (`Offers`); the best that has a place in common is taken. One
+that fails three times in a row with a peer is passed over for a while, which is said, and then
+tried again. What was asked for by name is never replaced by something else.
+
+It is pure: times are arguments. Order, names and reasons come from whoever knows the back ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import TransferRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.ids import Seconds
+    from pdserve.messages.transfer import Offers
+    from pdserve.transfer.base import PeerKey
+
+__all__ = ["AGAIN", "FAILURES", "Choice", "Choices", "obstacle"]
+
+FAILURES: Final = 3
+"""In a row, after which a back end is passed over with a peer."""
+AGAIN: Final[Seconds] = 60.0
+"""After which it is tried again; one further failure puts it off for as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to try with a peer."""
+
+    backend: str
+    why: str
+    """Why none better, in words."""
+    degraded: str = ""
+    """A better one, which both have, has failed: what happened, and until when."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """How a back end did with a peer lately."""
+
+    failures: int = 0
+    """In a row."""
+    until: Seconds = 0.0
+    """Passed over until then."""
+    last: str = ""
+
+
+@dataclass(slots=True)
+class Choices:
+    """For all peers of one life of a node."""
+
+    order: Sequence[str]
+    """That may be used, best first."""
+    ours: Offers
+    _records: dict[tuple[PeerKey, str], _Record] = field(default_factory=dict)
+
+    def choose(self, peer: PeerKey, theirs: Offers, now: Seconds) -> Choice:
+        """Raises `TransferRefused` with the reason of each when there is none."""
+        reasons: list[str] = []
+        passed_over: list[tuple[str, _Record]] = []
+        for name in self.order:
+            why_not = obstacle(name, self.ours, theirs)
+            record = self._records.get((peer, name), _Record())
+            if why_not:
+                reasons.append(f"{name}: {why_not}")
+            elif record.failures >= FAILURES and now < record.until:
+                passed_over.append((name, record))
+                reasons.append(f"{name}: {_failed(record)}")
+            else:
+                return Choice(name, _best(reasons), _degraded(name, passed_over, now))
+        if passed_over:  # no other is left: rather this than nothing
+            return Choice(passed_over[0][0], "it fails, and there is no other")
+        raise TransferRefused.at("", str(peer), "choose a back end", "; ".join(reasons) or "none")
+
+    def failed(self, peer: PeerKey, backend: str, reason: str, now: Seconds) -> None:
+        """No path came about, or it has died."""
+        record = self._records.setdefault((peer, backend), _Record())
+        record.failures += 1
+        record.last = reason
+        if record.failures >= FAILURES:
+            record.until = now + AGAIN
+
+    def worked(self, peer: PeerKey, backend: str) -> None:
+        """It has brought something."""
+        self._records.pop((peer, backend), None)
+
+    def forget(self, peer: PeerKey) -> None:
+        """That life of the peer is over."""
+        for key in [key for key in self._records if key[0] == peer]:
+            del self._records[key]
+
+
+def obstacle(backend: str, ours: Offers, theirs: Offers) -> str:
+    """Why a back end cannot join two ends; empty: it can."""
+    if backend not in ours.places:
+        return ours.lacking.get(backend, "not offered") + " (here)"
+    if backend not in theirs.places:
+        return theirs.lacking.get(backend, "not offered") + " (there)"
+    here, there = ours.places[backend], theirs.places[backend]
+    if (here or there) and not set(here) & set(there):
+        return f"no place in common: {_list(here)} here, {_list(there)} there"
+    return ""
+
+
+def _list(places: Sequence[str]) -> str:
+    return ", ".join(places) or "none"
+
+
+def _best(reasons: Sequence[str]) -> str:
+    return "; ".join(reasons) if reasons else "the best there is"
+
+
+def _failed(record: _Record) -> str:
+    return f"failed {record.failures} times in a row, lastly: {record.last}"
+
+
+def _degraded(taken: str, passed_over: Sequence[tuple[str, _Record]], now: Seconds) -> str:
+    if not passed_over:
+        return ""
+    name, record = passed_over[0]
+    wait = max(0.0, record.until - now)
+    return f"{name} {_failed(record)}; {taken} instead, {name} again in {wait:.0f} s"

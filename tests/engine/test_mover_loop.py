@@ -1,0 +1,309 @@
+"""A mover on a loop: every attempt that is opened is answered, every one revoked fenced, soon."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+
+from pdserve.engine.mover import Arrived, AttemptKey, Closed, Granted, Lost
+from pdserve.engine.movers.loop import LoopMover
+from pdserve.errors import ConfigError, EngineDied, PathLost, TransferRefused
+from pdserve.messages.engine import PeerGone
+from pdserve.messages.transfer import Hello, Ready
+from pdserve.testing.virtual_time import run
+from pdserve.transfer.backends import BackEnd
+from pdserve.transfer.base import PeerKey
+from pdserve.transfer.fake import FakeFabric, FakeFaults
+from tests.engine.mover_world import End, World, fake, filled, granted, part, revoked
+
+SOON = 15.0
+"""Virtual seconds: the peer's word, or else the path's end."""
+
+
+class Two(World):
+    """A decode and a prefill worker over one fabric."""
+
+    def __init__(self, seed: int, faults: FakeFaults | None = None) -> None:
+        super().__init__()
+        self.fabric = FakeFabric(Random(seed), faults)
+        self.d, self.p = self.add("d", 1), self.add("p", 2)
+
+    def add(self, name: str, epoch: int, *backends: BackEnd) -> End:
+        end = self.end(name, epoch)
+        mover = end.mover = LoopMover(backends or [fake(self.fabric)], nudge=end.nudge)
+        assert mover.start(end.region, lambda: None) == tuple(b.name for b in mover._backends)
+        mover.attach(end.key)
+        return end
+
+    async def __aenter__(self) -> Two:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for end in self.ends.values():
+            await end.mover.closed()
+            assert not len(end.mover._tasks)
+            end.free()
+        assert self.fabric.pairs == {}
+
+
+KEY = AttemptKey(1, 1)
+
+
+def test_blocks_travel_and_are_counted(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+            two.p.fill({1: 11, 2: 12})
+            sent = await filled(two, two.d, two.p, KEY, [1, 2], [5, 6])
+            assert two.d.holds({5: 11, 6: 12})
+            assert sent.size == 2 * two.d.memory.block_bytes
+            await asyncio.sleep(2.0)
+            (ours,), (theirs,) = two.d.paths, two.p.paths
+            assert ours.received_bytes == theirs.sent_bytes == sent.size
+            assert (ours.node, ours.backend, ours.down) == ("p", "fake", "")
+            assert ours.why == "the best there is"
+            assert theirs.why == "the peer chose it"
+            assert ours.expected == 1e9
+
+    run(main())
+
+
+def test_attempts_to_one_peer_share_a_path(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+            keys = [AttemptKey(handle, 1) for handle in range(8)]
+            for key in keys:
+                two.d.mover.open(key, two.p.key, two.d.order(key, [key.handle]))
+            await two.until(lambda: all(two.d.of(Granted, key) for key in keys))
+            assert two.d.asked == 3  # a probe, Hello, Ready
+            for key in keys:
+                two.d.mover.finish(key)
+
+    run(main())
+
+
+def test_a_revoked_attempt_is_closed_in_every_state(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+            await revoked(two, two.d, AttemptKey(9, 9), SOON)  # never opened
+            opening = AttemptKey(2, 1)
+            two.d.mover.open(opening, two.p.key, two.d.order(opening, [0]))
+            await revoked(two, two.d, opening, SOON)
+            assert two.d.of((Granted, Lost), opening) == []
+            await granted(two, two.d, two.p, KEY, [1])
+            await revoked(two, two.d, KEY, SOON)
+            again = AttemptKey(1, 2)
+            await granted(two, two.d, two.p, again, [1])  # its blocks are free again
+            await revoked(two, two.d, again, SOON)
+            await revoked(two, two.d, again, SOON)
+
+    run(main())
+
+
+def test_a_silent_peer_costs_the_path_and_not_the_fence(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+            ticket = (await granted(two, two.d, two.p, KEY, [1])).ticket
+            other = AttemptKey(2, 1)
+            await granted(two, two.d, two.p, other, [2])
+            two.silent.add(two.p.key)
+            await revoked(two, two.d, KEY, SOON)
+            await two.until(lambda: bool(two.d.of(Lost, other)))  # it went by the same path
+            await revoked(two, two.d, other, SOON)
+            two.p.fill({1: 1})
+            two.p.mover.deliver(1, two.d.key, ticket, part(0, [1]))
+            await two.until(lambda: bool(two.p.deliveries(1)))
+            assert two.p.deliveries(1)[0].error is not None
+            assert two.d.holds({})
+            two.silent.clear()
+            two.p.fill({1: 7})
+            await filled(two, two.d, two.p, AttemptKey(3, 1), [1], [3])  # a new path
+            assert two.d.holds({3: 7})
+
+    run(main())
+
+
+def test_nobody_there_loses_the_attempt_and_not_the_back_end(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+            two.cut.add(two.p.key)
+            for number in range(1, 6):
+                key = AttemptKey(1, number)
+                two.d.mover.open(key, two.p.key, two.d.order(key, [1]))
+                await two.until(lambda key=key: bool(two.d.of(Lost, key)))
+                await revoked(two, two.d, key, SOON)
+            two.cut.clear()
+            await granted(two, two.d, two.p, AttemptKey(1, 6), [1])
+            assert two.d.mover._roads.books.states(0.0)[0].failures == 0
+            two.d.mover.finish(AttemptKey(1, 6))
+
+    run(main())
+
+
+def test_a_peer_that_is_gone_takes_its_paths_with_it(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed, FakeFaults(delay=(0.1, 0.2))) as two:
+            opened = await granted(two, two.d, two.p, KEY, [1, 2, 3])
+            two.p.mover.deliver(1, two.d.key, opened.ticket, part(0, [1, 2, 3]))
+            opening = AttemptKey(2, 1)
+            two.silent.add(two.p.key)
+            two.d.mover.open(opening, two.p.key, two.d.order(opening, [4]))
+            two.d.mover.take(PeerGone(node="p", epoch=2))
+            await two.until(lambda: bool(two.d.of(Lost, KEY)), SOON)
+            (lost,) = two.d.of(Lost, KEY)
+            assert isinstance(lost.error, PathLost)
+            await revoked(two, two.d, KEY, SOON)
+            await asyncio.sleep(5.0)
+            assert two.d.of(Arrived, KEY) == []
+            assert two.d.paths == []
+            await revoked(two, two.d, opening, SOON)
+
+    run(main())
+
+
+def test_another_life_of_ours_ends_what_was_begun(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+            ticket = (await granted(two, two.d, two.p, KEY, [1])).ticket
+            del two.ends[two.d.key]
+            two.d.key = PeerKey(two.d.key.node, 7)
+            two.ends[two.d.key] = two.d
+            two.d.mover.attach(two.d.key)
+            await two.until(lambda: bool(two.d.of(Lost, KEY)), SOON)
+            await revoked(two, two.d, KEY, SOON)
+            two.p.mover.deliver(1, PeerKey(two.d.key.node, 1), ticket, part(0, [1]))
+            await two.until(lambda: bool(two.p.deliveries(1)), SOON)
+            assert two.p.deliveries(1)[0].error is not None
+            two.p.fill({1: 5})
+            await filled(two, two.d, two.p, AttemptKey(2, 1), [1], [1])
+            assert two.d.holds({1: 5})
+
+    run(main())
+
+
+def test_what_cannot_be_is_said_by_name(seed: int) -> None:
+    async def main() -> None:
+        never = BackEnd(name="never", make=fake(FakeFabric(Random(0))).make, lacking=lambda r: "no")
+        async with Two(seed) as two:
+            lone = LoopMover([never])
+            with pytest.raises(ConfigError, match="never: no"):
+                lone.start(two.d.region, lambda: None)
+            await lone.closed()
+            other = two.add("e", 3, fake(FakeFabric(Random(0)), "other"))
+            other.mover.open(KEY, two.p.key, other.order(KEY, [1]))
+            await two.until(lambda: bool(other.of(Lost, KEY)))
+            (lost,) = other.of(Lost, KEY)
+            assert isinstance(lost.error, TransferRefused)
+            assert "other: not offered (there)" in lost.error.message
+
+    run(main())
+
+
+def test_three_failures_make_the_next_back_end_be_taken_and_the_better_tried_again(
+    seed: int,
+) -> None:
+    async def main() -> None:
+        two = World()
+        fabric = FakeFabric(Random(seed))
+        ends = []
+        for name, epoch in (("d", 1), ("p", 2)):
+            end = two.end(name, epoch)
+            end.mover = LoopMover([fake(fabric, "good"), fake(fabric, "plain")], nudge=end.nudge)
+            end.mover.start(end.region, lambda: None)
+            end.mover.attach(end.key)
+            ends.append(end)
+        d, p = ends
+
+        def refuse(question):
+            bad = question.backend == "good" and isinstance(question.control, Hello | Ready)
+            return TransferRefused("no adapter left") if bad else None
+
+        two.refuse = refuse
+        for number in (1, 2, 3):
+            key = AttemptKey(1, number)
+            d.mover.open(key, p.key, d.order(key, [1]))
+            await two.until(lambda key=key: bool(d.of(Lost, key)))
+            await revoked(two, d, key, SOON)
+        assert (await granted(two, d, p, AttemptKey(1, 4), [1])).ticket.backend == "plain"
+        await asyncio.sleep(0.1)
+        (state,) = d.paths
+        assert state.backend == "plain"
+        assert "good failed 3 times in a row, lastly" in state.degraded
+        two.refuse = lambda question: None
+        await asyncio.sleep(60.0)
+        assert (await granted(two, d, p, AttemptKey(2, 1), [2])).ticket.backend == "good"
+        await asyncio.sleep(0.1)
+        assert [state.degraded for state in d.paths if state.backend == "good"] == [""]
+        for end in ends:
+            await end.mover.closed()
+            end.free()
+
+    run(main())
+
+
+def test_a_mistake_in_here_is_not_survived(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+
+            async def mistake() -> None:
+                raise ZeroDivisionError
+
+            two.d.pump = lambda: None
+            _ = two.d.mover._tasks.spawn(mistake(), "a mistake")
+            await asyncio.sleep(0.1)
+            with pytest.raises(EngineDied, match="ZeroDivisionError"):
+                two.d.mover.poll()
+
+    run(main())
+
+
+@pytest.mark.parametrize("round", range(6))
+def test_faults_leave_nothing_unanswered_and_nothing_behind(seed: int, round: int) -> None:
+    """Lost and late packets, silence, deaths, withdrawals, in an order drawn by the seed: every
+    attempt is granted or lost and, revoked, closed; a block that is free again stays as it is."""
+
+    async def main() -> None:
+        random = Random(f"{seed} {round}")
+        faults = FakeFaults(delay=(0.0, 0.05), lost=0.02, late=0.02, give_up=0.5, late_by=(0, 3))
+        async with Two(seed, faults) as two:
+            two.p.fill({block: block for block in range(32)})
+            open_: dict[AttemptKey, list[int]] = {}
+            free = list(range(32))
+            for number in range(40):
+                key = AttemptKey(number, 1)
+                blocks = [free.pop() for _ in range(min(len(free), random.randint(1, 4)))]
+                if not blocks:
+                    break
+                two.d.mover.open(key, two.p.key, two.d.order(key, blocks))
+                open_[key] = blocks
+                await asyncio.sleep(random.random() * 0.2)
+                for found in two.d.of(Granted, key):
+                    two.p.mover.deliver(number, two.d.key, found.ticket, part(0, blocks))
+                if random.random() < 0.1:
+                    two.p.mover.withdraw(number, two.d.key, two.d.moved[-1].ticket) if isinstance(
+                        two.d.moved[-1], Granted
+                    ) else None
+                if random.random() < 0.1:
+                    two.d.mover.take(PeerGone(node="p", epoch=2))
+                if random.random() < 0.1:
+                    two.silent ^= {two.p.key}
+                await asyncio.sleep(random.random() * 0.3)
+                for key in [key for key in open_ if random.random() < 0.5]:
+                    blocks = open_.pop(key)
+                    if two.d.of(Arrived, key) and random.random() < 0.5:
+                        two.d.mover.finish(key)
+                    else:
+                        await revoked(two, two.d, key, SOON)
+                        answered = two.d.of((Granted, Lost), key)
+                        assert len([m for m in answered if isinstance(m, Granted)]) <= 1
+                    two.d.poison(blocks)
+                    free += blocks
+            for key, blocks in open_.items():
+                await revoked(two, two.d, key, SOON)
+                two.d.poison(blocks)
+            await asyncio.sleep(10.0)
+            assert two.d.holds({}), "something was written after its fence"
+            assert len(two.d.of(Closed, KEY)) <= 1
+
+    run(main())
