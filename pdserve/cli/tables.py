@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.cli.conversation import printable
+from pdserve.launch.units import approximate_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pdserve.ids import Seconds
+    from pdserve.messages.engine import PathState
     from pdserve.messages.status import ClusterStatus, MemberStatus
 
 __all__ = ["age", "as_json", "render"]
@@ -30,6 +32,8 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> str:
         _table(_members(status)),
         _table(_models(status)),
         _table(_workers(status)),
+        _table(_handoffs(status)),
+        _table(_paths(status, before)),
         _table(_routers(status, before)),
         _table(_frontends(status)),
         _notes("degraded", _degradations(status)),
@@ -138,6 +142,72 @@ def _workers(status: ClusterStatus) -> _Rows:
             )
         )
     return rows
+
+
+def _handoffs(status: ClusterStatus) -> _Rows:
+    """Workers that share the work on a prompt."""
+    rows: _Rows = [("WORKER", "MODE", "BY", "REMOTE", "LOCAL", "UNDER WAY", "ENDED", "WHY")]
+    for member in status.members:
+        numbers = None if member.report is None else member.report.handoffs
+        if numbers is None:
+            continue
+        decodes = numbers.mode == "decode"
+        rows.append(
+            (
+                member.node,
+                numbers.mode,
+                numbers.disagg or "-",
+                str(sum(numbers.remote.values())) if decodes else "-",
+                str(sum(numbers.local.values())) if decodes else "-",
+                _counts(numbers.states) or "0",
+                _counts(numbers.ended) or "0",
+                _counts({**numbers.remote, **numbers.local}) or "-",
+            )
+        )
+    return rows
+
+
+def _counts(numbers: dict[str, int]) -> str:
+    """The largest first."""
+    ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} {word}" for word, count in ordered if count)
+
+
+def _paths(status: ClusterStatus, before: ClusterStatus | None) -> _Rows:
+    """By what KV moves, and how much has moved."""
+    rows: _Rows = [
+        (
+            *("KV BETWEEN", "AND", "BY", "SENT", "RECEIVED"),
+            *(("PER SECOND",) if before else ()),
+            *("FAILURES", "NOTE"),
+        )
+    ]
+    for member in status.members:
+        for path in () if member.report is None else member.report.paths:
+            moved = (approximate_size(path.sent_bytes), approximate_size(path.received_bytes))
+            rate = (_path_rate(status, before, member, path),) if before else ()
+            note = f"down: {path.down}" if path.down else path.why
+            rows.append(
+                (member.node, path.node, path.backend, *moved, *rate, str(path.failures), note)
+            )
+    return rows
+
+
+def _path_rate(
+    status: ClusterStatus, before: ClusterStatus, member: MemberStatus, path: PathState
+) -> str:
+    """Bytes per second both ways since `before`, on the same path."""
+    elapsed = status.now - before.now
+    for old in before.members:
+        if (old.node, old.epoch) != (member.node, member.epoch) or old.report is None:
+            continue
+        for then in old.report.paths:
+            same = (then.node, then.epoch, then.backend) == (path.node, path.epoch, path.backend)
+            if same and elapsed > 0:
+                moved = path.sent_bytes + path.received_bytes
+                moved -= then.sent_bytes + then.received_bytes
+                return approximate_size(max(0, int(moved / elapsed)))
+    return "-"
 
 
 def _routers(status: ClusterStatus, before: ClusterStatus | None) -> _Rows:

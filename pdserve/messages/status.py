@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from pdserve.ids import NodeId
+from pdserve.messages.engine import PathState
 from pdserve.messages.routing import Count, WorkerLoad
 
 State = Literal["alive", "suspect", "unreachable"]
@@ -60,6 +61,23 @@ class FrontendNumbers(msgspec.Struct, frozen=True, array_like=True):
     """Requests that a worker did not take and another was asked for, in this life."""
 
 
+class HandoffNumbers(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A worker's part in prefill and decode on different workers; counts over its life."""
+
+    mode: str
+    """`prefill` or `decode`."""
+    disagg: str = ""
+    """How a decode worker decides now."""
+    remote: dict[str, int] = {}
+    """Prompts that came from a prefill worker, by reason."""
+    local: dict[str, int] = {}
+    """Prompts that a decode worker prefilled itself, by reason."""
+    ended: dict[str, int] = {}
+    """Attempts of a decode worker, claims of a prefill worker, by outcome."""
+    states: dict[str, int] = {}
+    """Requests under way to their first token, by state of the handoff."""
+
+
 class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One node's account of itself. Numbers of roles that it does not have are None."""
 
@@ -70,6 +88,9 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     worker: WorkerLoad | None = None
     router: RouterNumbers | None = None
     frontend: FrontendNumbers | None = None
+    handoffs: HandoffNumbers | None = None
+    paths: tuple[PathState, ...] = ()
+    """By which a worker's KV comes and goes."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -4,13 +4,16 @@ import json
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from pdserve.cli.tables import age, as_json, render
 from pdserve.ids import NodeId
+from pdserve.messages.engine import PathState
 from pdserve.messages.routing import WorkerLoad
 from pdserve.messages.status import (
     ClusterStatus,
     FrontendNumbers,
+    HandoffNumbers,
     MemberStatus,
     ModelStatus,
     Report,
@@ -82,6 +85,29 @@ def test_numbers_of_each_role():
     assert "r1      10      1        2" in text
     assert "f1        5       7            1         h:80  -" in text
     assert "tiny   1        instant" in text
+
+
+def test_where_prompts_were_prefilled_and_how_their_kv_came():
+    paths = (PathState(node="p1", epoch=7, backend="shm", received_bytes=3 << 20, why="same host"),)
+    decode = HandoffNumbers(
+        mode="decode",
+        disagg="rule",
+        remote={"rule": 3},
+        local={"short_prompt": 5, "queue_full": 1},
+        ended={"done": 3},
+        states={"fill": 2},
+    )
+    then = status(member("d1", "worker", Report(handoffs=decode, paths=paths)))
+    (line,) = (line for line in render(then).splitlines() if " decode " in line)
+    assert line.split()[1:5] == ["decode", "rule", "3", "6"]
+    assert "5 short_prompt, 3 rule, 1 queue_full" in render(then)
+    (line,) = (line for line in render(then).splitlines() if " shm " in line)
+    assert line.split()[1:7] == ["p1", "shm", "0", "B", "3.0", "MiB"]
+    moved = (replace(paths[0], received_bytes=7 << 20),)
+    now = status(member("d1", "worker", Report(handoffs=decode, paths=moved)), now=NOW + 2)
+    assert "2.0 MiB" in render(now, then)
+    down = (replace(paths[0], down="the peer has ended"),)
+    assert "down: the peer has ended" in render(status(member("d1", "worker", Report(paths=down))))
 
 
 def test_rates_need_two_statuses_of_the_same_life():
