@@ -9,8 +9,8 @@ An executor that fails a step costs the requests of that step, since their block
 written; committed blocks were complete before and stay. An executor that raises `EngineDied`, or
 fails three steps in a row, is broken: the core says `Failed` and is to be closed.
 
-Handoff joins in `handle`: a prefill command enters the scheduler like a submission and leaves
-its blocks pinned under a lease, a decode command brings a sequence whose blocks a peer has filled.
+With a `Mover`, prompts may be prefilled elsewhere (`Incoming`) or for others (`Outgoing`). What
+comes of the moving is taken in between steps, like commands.
 """
 
 from __future__ import annotations
@@ -19,36 +19,60 @@ import logging
 import secrets
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from pdserve.blocks.hashing import names_id
+from pdserve.engine.incoming import Incoming
+from pdserve.engine.mover import Delivered, Say
+from pdserve.engine.outgoing import Outgoing
 from pdserve.engine.prefix import BlockNames
 from pdserve.engine.rejection import failed, rejected
 from pdserve.engine.scheduler import Scheduler, SchedulerLimits
 from pdserve.engine.sizing import size_pool
-from pdserve.errors import DeadlineExceeded, EngineDied, EngineError, PdserveError
+from pdserve.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    EngineError,
+    PdserveError,
+    TransferRefused,
+)
+from pdserve.ids import NodeId
 from pdserve.kv.block_pool import BlockPool
 from pdserve.messages.engine import (
     Abort,
+    Activate,
+    Attach,
     ClearCache,
     Command,
     EngineCapabilities,
     EngineSpec,
     EngineStats,
     Event,
+    GiveUp,
     KvEvents,
+    Open,
+    PeerGone,
+    Prefill,
+    PrefillHere,
     Progress,
     QueryStats,
-    Rejected,
     Rekey,
     Stats,
     Step,
     Submit,
+    SubmitRemote,
+    TransferAnswered,
+    TransferCall,
+    TransferReply,
 )
+from pdserve.transfer.base import PeerKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.clock import Clock
     from pdserve.engine.executor import Executor, ModelInfo, StepPlan, StepResult
+    from pdserve.engine.mover import Moved, Mover
     from pdserve.ids import Seconds
     from pdserve.messages.request import TokenDelta
 
@@ -103,9 +127,17 @@ class EngineCore:
     is known beforehand (the sim engine's) derives from it and calls its parts.
     """
 
-    def __init__(self, executor: Executor, clock: Clock) -> None:
+    def __init__(self, executor: Executor, clock: Clock, mover: Mover | None = None) -> None:
+        """`mover` None: it neither sends KV nor receives any."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called from any thread when `has_work` has become true without a command."""
         self._executor = executor
         self._clock = clock
+        self._mover = mover
+        self._incoming: Incoming | None = None
+        self._outgoing: Outgoing | None = None
+        self._moved = False
+        """`Mover.poll` has something."""
         self._events: list[Event] = []
         self._deltas: list[TokenDelta] = []
         self._steps = 0
@@ -133,13 +165,35 @@ class EngineCore:
             max_batch_tokens=spec.max_batch_tokens,
             max_sequences=spec.max_sequences,
             max_waiting=spec.max_waiting,
+            unfilled=spec.transfer.unfilled if spec.transfer is not None else 0.0,
         )
         progress(Progress(stage="allocating KV blocks"))
         self._executor.allocate(sizing.num_blocks)
         self.pool = BlockPool(sizing.num_blocks, info.layout.block_size)
         self._names = _names(spec, info)
         self.scheduler = Scheduler(self.pool, limits, self._names)
-        return _capabilities(spec, info, limits, sizing.num_blocks)
+        transfers = self._start_moving(spec)
+        return _capabilities(spec, info, limits, sizing.num_blocks, transfers)
+
+    def _start_moving(self, spec: EngineSpec) -> tuple[str, ...]:
+        """The back ends by which KV can be moved; none if nobody wants it, or this engine cannot.
+        Raises `ConfigError` as `Mover.start` does."""
+        mover = self._mover
+        if mover is None or spec.transfer is None:
+            return ()
+        region = self._executor.region() if hasattr(self._executor, "region") else None
+        if region is None:
+            _log.warning("engine %s has no KV that could be moved", spec.engine)
+            return ()
+        transfers = mover.start(region, self._on_moved)
+        scheduler, pool, verify = self.scheduler, self.pool, spec.transfer.verify
+        self._incoming = Incoming(scheduler, pool, mover, region, self._say)
+        self._outgoing = Outgoing(scheduler, pool, mover, region, verify, self._say)
+        return transfers
+
+    def _on_moved(self) -> None:
+        self._moved = True
+        self.wake()
 
     # ------------------------------------------------------------------ commands
 
@@ -149,8 +203,7 @@ class EngineCore:
             case Submit():
                 self._submit(command)
             case Abort():
-                self._changed |= self.scheduler.abort(command.handle)
-                self._unsay(command.handle)
+                self._abort(command.handle)
             case QueryStats():
                 self._events.append(Stats(stats=self.statistics()))
             case ClearCache():
@@ -158,8 +211,64 @@ class EngineCore:
                 self._changed = True
             case Rekey():
                 self._rekey(command.hash_secret)
+            case SubmitRemote() | Prefill() | Open() | Activate() | GiveUp() | PrefillHere():
+                self._hand_over(command)
+            case Attach() | PeerGone() | TransferCall() | TransferAnswered():
+                self._tell_mover(command)
             case _:
                 raise ValueError(f"{type(command).__name__} is for the host")
+
+    def _hand_over(
+        self, command: SubmitRemote | Prefill | Open | Activate | GiveUp | PrefillHere
+    ) -> None:
+        """What has to do with prompts that one worker prefills and another goes on with."""
+        incoming, outgoing = self._incoming, self._outgoing
+        now = self._clock.now()
+        self._changed = True
+        if incoming is None or outgoing is None:
+            if isinstance(command, SubmitRemote | Prefill):
+                error = TransferRefused("this engine neither sends KV nor receives any")
+                self._reject(command.handle, error)
+            return
+        try:
+            match command:
+                case SubmitRemote():
+                    self.scheduler.submit_remote(command.handle, command.request, now)
+                case Prefill():
+                    outgoing.submit(command, now)
+                case Open():
+                    incoming.open(command, now)
+                case Activate():
+                    self._deltas += incoming.activate(command, now)
+                case GiveUp():
+                    incoming.give_up(command.handle, command.attempt)
+                case PrefillHere():
+                    incoming.prefill_here(command.handle)
+        except PdserveError as error:
+            self._reject(command.handle, error)
+
+    def _tell_mover(self, command: Attach | PeerGone | TransferCall | TransferAnswered) -> None:
+        if self._mover is not None and self._incoming is not None:
+            if isinstance(command, Attach):
+                self._mover.attach(PeerKey(NodeId(command.node), command.epoch))
+            else:
+                self._mover.take(command)
+        elif isinstance(command, TransferCall):
+            error = TransferRefused("this engine neither sends KV nor receives any")
+            kind = type(error).__name__
+            self._events.append(TransferReply(command.number, None, kind, error.message))
+
+    def _abort(self, handle: int) -> None:
+        self._end_transfers(handle)
+        self._changed |= self.scheduler.abort(handle)
+        self._unsay(handle)
+        if self._outgoing is not None:
+            self._outgoing.abort(handle)
+
+    def _end_transfers(self, handle: int) -> None:
+        """Of a submission that ends: its attempt, or what it sends."""
+        if self._incoming is not None:
+            self._incoming.give_up(handle)
 
     def _submit(self, command: Submit) -> None:
         try:
@@ -178,9 +287,16 @@ class EngineCore:
         self._changed = True
 
     def _reject(self, handle: int, error: PdserveError) -> None:
+        if self._incoming is not None:
+            self._incoming.give_up(handle)
+        if self._outgoing is not None:
+            self._outgoing.fail(handle)
+        self._say(rejected(handle, error))
+
+    def _say(self, event: Event) -> None:
         """What has been produced before is said before."""
         self._say_deltas()
-        self._events.append(rejected(handle, error))
+        self._events.append(event)
 
     def _say_deltas(self) -> None:
         if self._deltas:
@@ -196,7 +312,7 @@ class EngineCore:
                 deltas = [delta for delta in event.deltas if delta.handle != handle]
                 if deltas:
                     kept.append(Step(deltas=deltas))
-            elif not (isinstance(event, Rejected) and event.handle == handle):
+            elif getattr(event, "handle", None) != handle:
                 kept.append(event)
         self._events = kept
 
@@ -207,25 +323,61 @@ class EngineCore:
         """Something can be computed, or something waits to be said."""
         if self._broken:
             return bool(self._events)
+        if self._moved or (self._incoming is not None and self._incoming.has_work):
+            return True
         return self.scheduler.has_work or bool(self._events or self._deltas) or self._changed
 
     def wake_at(self) -> Seconds | None:
-        """The next deadline of a request."""
-        return self.scheduler.next_deadline()
+        """The next deadline of a request, or of an attempt."""
+        deadline = self.scheduler.next_deadline()
+        patience = None if self._incoming is None else self._incoming.next_deadline()
+        if deadline is None or patience is None:
+            return patience if deadline is None else deadline
+        return min(deadline, patience)
 
     def step(self) -> list[Event]:
         """Expire, plan, compute, report."""
         started = self._clock.now()
+        if self._incoming is not None:
+            self._take_moved(self._poll(), started)
         self._expire(started)
+        if self._incoming is not None:
+            self._incoming.advance(started)
         if self.scheduler.has_work and not self._broken:
-            plan = self.scheduler.schedule(started)
-            self._release()
+            plan = self._plan(started)
             if plan.chunks:
                 self._compute(plan, started)
         self._release()
         self._report(self._clock.now())
         events, self._events = self._events, []
         return events
+
+    def _plan(self, now: Seconds) -> StepPlan:
+        plan = self.scheduler.schedule(now)
+        self._release()
+        if self._outgoing is not None and self._outgoing.active:
+            self._outgoing.planned(plan)
+        return plan
+
+    def _poll(self) -> list[Moved]:
+        """What the mover has to tell since it was last asked."""
+        if not self._moved or self._mover is None:
+            return []
+        self._moved = False
+        return self._mover.poll()
+
+    def _take_moved(self, events: list[Moved], now: Seconds) -> None:
+        assert self._incoming is not None
+        assert self._outgoing is not None
+        for event in events:
+            if isinstance(event, Say):
+                self._say(event.event)
+                continue
+            self._changed = True
+            if isinstance(event, Delivered):
+                self._outgoing.delivered(event)
+            else:
+                self._deltas += self._incoming.moved(event, now)
 
     def _expire(self, now: Seconds) -> None:
         deadline = self.scheduler.next_deadline()
@@ -261,7 +413,12 @@ class EngineCore:
         """Book a step that has been computed in `took` seconds."""
         decodes = plan.chunks[0].sequence.first_token is not None  # decodes come first
         self._count(took, decodes)
-        self._deltas += self.scheduler.complete(plan, result, now, took)
+        outgoing = self._outgoing
+        if outgoing is None or not outgoing.active:
+            self._deltas += self.scheduler.complete(plan, result, now, took)
+        else:
+            outgoing.computed(plan)
+            self._deltas += outgoing.take(self.scheduler.complete(plan, result, now, took))
 
     def _count(self, took: Seconds, decodes: bool) -> None:
         self._failures = 0
@@ -298,9 +455,9 @@ class EngineCore:
         """A snapshot of this moment."""
         scheduler, counts = self.scheduler, self.pool.counts()
         counters = scheduler.counters
-        return EngineStats(
+        stats = EngineStats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_waiting,
             blocks_total=self.pool.num_blocks,
             blocks_free=counts.free,
             blocks_cached=counts.cached,
@@ -310,6 +467,7 @@ class EngineCore:
             step_seconds=self._step_seconds,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
+            received_tokens=counters.received_tokens,
             computed_tokens=counters.computed_tokens,
             output_tokens=counters.output_tokens,
             preemptions=counters.preemptions,
@@ -319,17 +477,40 @@ class EngineCore:
             kv_tokens=sum(sequence.num_computed for sequence in scheduler.running),
             itl=self._itl,
         )
+        return stats if self._incoming is None else self._with_transfers(stats, self._incoming)
+
+    def _with_transfers(self, stats: EngineStats, incoming: Incoming) -> EngineStats:
+        outgoing = self._outgoing
+        assert outgoing is not None
+        return msgspec.structs.replace(
+            stats,
+            remote=len(self.scheduler.promises),
+            sending=outgoing.sending,
+            received_blocks=incoming.received_blocks,
+            received_bytes=incoming.received_bytes,
+            sent_blocks=outgoing.sent_blocks,
+            sent_bytes=outgoing.sent_bytes,
+            attempts=incoming.opened,
+            attempts_failed=incoming.failed,
+        )
 
     def close(self) -> int:
-        """Safe at any time, also when `load` failed or never ran."""
+        """Safe at any time, also when `load` failed or never ran. No byte is moved after it."""
         try:
+            if self._mover is not None:
+                self._mover.close()
             return self._end_all() if hasattr(self, "scheduler") else 0
         finally:
             self._executor.close()
 
     def _end_all(self) -> int:
         for handle in self.scheduler.handles():
+            self._end_transfers(handle)
             self.scheduler.abort(handle)
+        if self._incoming is not None:
+            self._incoming.fenced()
+        if self._outgoing is not None:
+            self._outgoing.fenced()
         self._release()
         self.pool.check()
         return self.pool.counts().used
@@ -353,7 +534,11 @@ def _check_result(plan: StepPlan, result: StepResult) -> None:
 
 
 def _capabilities(
-    spec: EngineSpec, info: ModelInfo, limits: SchedulerLimits, num_blocks: int
+    spec: EngineSpec,
+    info: ModelInfo,
+    limits: SchedulerLimits,
+    num_blocks: int,
+    transfers: tuple[str, ...],
 ) -> EngineCapabilities:
     return EngineCapabilities(
         engine=spec.engine,
@@ -372,4 +557,5 @@ def _capabilities(
         eos_token_ids=info.eos_token_ids,
         weight_bytes=info.weight_bytes,
         compat_hash=info.compat_hash,
+        transfers=transfers,
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pdserve.engine.sequence import Sequence
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import TokenLogprob
+    from pdserve.transfer.base import Region
 
 ProgressFn = Callable[[str, float | None], None]
 """(stage in words, fraction 0..1 or None)."""
@@ -79,6 +80,12 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source block, destination block): copy-on-write forks."""
+    watch: Callable[[int], None] | None = None
+    """Set if somebody reads KV of the plan's chunks as soon as it is there: all of it is in memory
+    when `execute` returns. An executor that can calls it besides, from its thread, while it
+    computes: so many layers of all chunks are in memory."""
+    watch_at: frozenset[int] = frozenset()
+    """After how many layers `watch` is worth a call."""
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +106,7 @@ class StepResult:
 class Executor(Protocol):
     """Computes steps. Every method runs in the core's thread; none may be called concurrently.
 
-    An executor may also offer `sibling()`, see `Sharing`.
+    An executor may also offer `sibling()`, see `Sharing`, and `region()`, see `Movable`.
     """
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
@@ -120,6 +127,15 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free everything; idempotent."""
+        ...
+
+
+class Movable(Protocol):
+    """What an executor offers besides if KV can be moved out of and into its blocks."""
+
+    def region(self) -> Region | None:
+        """Its KV storage, once it is allocated; peers may write to blocks that are in no plan. None
+        if there is nothing that could be moved."""
         ...
 
 

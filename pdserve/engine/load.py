@@ -3,8 +3,8 @@
 What is found is a factory without arguments that returns an `Executor`, which pdserve's scheduler
 then drives, or a whole `Core` for engines that schedule for themselves. Which of the two shows by
 its methods: a core has `step`, an executor has `execute`, and an executor that is to be driven in a
-way of its own has `make_core(clock)`. Factories must be cheap; loading happens in their `load`,
-with progress.
+way of its own has `make_core(clock, mover)`. Factories must be cheap; loading happens in their
+`load`, with progress.
 
 Nothing is imported before it is chosen, so an engine whose library is missing costs nothing until
 someone asks for it.
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from pdserve.clock import Clock
     from pdserve.engine.executor import Executor
+    from pdserve.engine.mover import Mover
 
 __all__ = ["GROUP", "core_of", "installed_engines", "load_core", "make_engine"]
 
@@ -39,9 +40,9 @@ def installed_engines() -> list[str]:
     return sorted({point.name for point in entry_points(group=GROUP)})
 
 
-def load_core(engine: str, clock: Clock) -> Core:
+def load_core(engine: str, clock: Clock, mover: Mover | None = None) -> Core:
     """The core that drives `engine`. Raises `ConfigError` with the remedy."""
-    return core_of(engine, make_engine(engine), clock)
+    return core_of(engine, make_engine(engine), clock, mover)
 
 
 def make_engine(engine: str) -> object:
@@ -49,14 +50,17 @@ def make_engine(engine: str) -> object:
     return _factory(engine)()
 
 
-def core_of(engine: str, made: object, clock: Clock) -> Core:
-    """The core that drives what the factory made. Raises `ConfigError` if it is neither."""
+def core_of(engine: str, made: object, clock: Clock, mover: Mover | None = None) -> Core:
+    """The core that drives what the factory made. Raises `ConfigError` if it is neither.
+
+    With a `mover` it can exchange KV with others; a core that schedules for itself gets none.
+    """
     if hasattr(made, "step"):
         return cast("Core", made)
     if hasattr(made, "make_core"):
-        return cast("Core", made.make_core(clock))
+        return cast("Core", made.make_core(clock, mover))
     if hasattr(made, "execute"):
-        return EngineCore(cast("Executor", made), clock)
+        return EngineCore(cast("Executor", made), clock, mover)
     raise ConfigError(f"engine {engine!r} made a {type(made).__name__}: no executor and no core")
 
 

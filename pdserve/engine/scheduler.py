@@ -21,9 +21,10 @@ core owns the scheduler and calls in turn `schedule`, (its executor), `complete`
 A core in simulated time may skip steps: while `steady` says that they only decode the same batch,
 `advance` does in one call what so many turns would do, to the pool as to the sequences.
 
-The handoff of a prefilled sequence joins here twice: a sequence whose blocks were filled by a peer
-enters `_admit` with `num_computed` already set, and one that is to be decoded elsewhere leaves
-through `_leave` with its blocks kept under a lease instead of released.
+Prompts that are prefilled elsewhere wait in the same order, but for a promise of room instead of
+blocks (`promises`); who fills them is not known here (`incoming`). `activate` takes in one that has
+been filled: it keeps its blocks while it waits for a place among the running, and is the first to
+get one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.engine.attempt import Remote
 from pdserve.engine.executor import Chunk, StepPlan, StepResult
+from pdserve.engine.promises import Promises
 from pdserve.engine.queues import Deadlines, WaitingQueue
 from pdserve.engine.sequence import Sequence, Status
 from pdserve.engine.submission import (
@@ -43,16 +46,17 @@ from pdserve.engine.submission import (
     finish_record,
     started_record,
 )
-from pdserve.errors import ConfigError, ContextLengthExceeded, Overloaded
+from pdserve.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Overloaded
 from pdserve.messages.request import Finish, GenerateRequest, Started, TokenDelta, TokenLogprob
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from collections.abc import Sequence as Seq
 
     from pdserve.engine.prefix import BlockNames
     from pdserve.ids import Seconds
     from pdserve.kv.block_pool import BlockPool
+    from pdserve.messages.handoff import Handoff
 
 __all__ = ["Counters", "Expired", "Scheduler", "SchedulerLimits"]
 
@@ -70,6 +74,8 @@ class SchedulerLimits:
     """Running at once."""
     max_waiting: int = 4096
     """Submissions of which nothing has been computed yet; one more is `Overloaded`."""
+    unfilled: float = 0.3
+    """Of the pool, at most so much is set aside for prompts that others prefill."""
 
     def __post_init__(self) -> None:
         if self.max_sequences < 1 or self.max_waiting < 1 or self.max_model_len < 2:
@@ -89,6 +95,7 @@ class Counters:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    received_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
@@ -116,7 +123,10 @@ class Scheduler:
         self.counters = Counters()
         self.running: list[Sequence] = []
         """In order of precedence: the last one is preempted first."""
+        self.ready: list[Sequence] = []
+        """In order of precedence: who has blocks that were filled elsewhere, and no place yet."""
         self.waiting = WaitingQueue()
+        self.promises = Promises(int(limits.unfilled * pool.num_blocks))
         self._pool = pool
         self._names = names
         self._submissions: dict[int, Submission] = {}
@@ -124,10 +134,19 @@ class Scheduler:
         self._arrivals = 0
         self._unstarted = 0
         self._forked: list[Sequence] = []
-        self._copy_sources: list[int] = []
+        self._copying: list[tuple[int, int]] = []
+        """Blocks that are copied in this step, and the handles of those who wait for it."""
         self._released: list[Sequence] = []
+        self.keeps: Callable[[Sequence], bool] = lambda sequence: False
+        """Asked about each sequence that leaves; who says yes holds its blocks from then on."""
+        self._loosened = 0
+        """Grows when somebody may fit although no block was released."""
         self._stuck: tuple[Sequence, int] | None = None
-        """The waiting sequence that did not fit, and the pool's `releases` at that moment."""
+        """The waiting sequence that did not fit, and `_room` at that moment."""
+        self._held: tuple[Sequence, int] | None = None
+        """The same of who waits for a promise."""
+        self._lacks_room = False
+        """It is blocks that the promise waits for: nobody overtakes it."""
 
     # ------------------------------------------------------------------ submissions
 
@@ -136,15 +155,7 @@ class Scheduler:
 
         Raises `InvalidRequest`, `ContextLengthExceeded` or `Overloaded`; then nothing has changed.
         """
-        limits = self.limits
-        check_request(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
-        if self._unstarted >= limits.max_waiting:
-            raise Overloaded(
-                f"{self._unstarted} requests are waiting for the engine", retry_after=1.0
-            )
-        choices = build_sequences(handle, request, now, self._arrivals, limits.max_model_len)
-        self._check_fits(choices[0])
-        self._arrivals += 1
+        choices = self._build(handle, request, now)
         deltas: list[TokenDelta] = []
         live: list[Sequence] = []
         for choice in choices:
@@ -155,10 +166,22 @@ class Scheduler:
                 finish = finish_record(choice, *end, now)
                 deltas.append(TokenDelta(handle, choice.choice, [], finish))
         if live:
-            self._enter(Submission(handle, request, None, live), now)
+            self.waiting.push(self._enter(Submission(handle, request, None, live), now))
         else:
             self.counters.finished += 1
         return deltas
+
+    def _build(self, handle: int, request: GenerateRequest, now: Seconds) -> list[Sequence]:
+        limits = self.limits
+        check_request(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+        if self._unstarted >= limits.max_waiting:
+            raise Overloaded(
+                f"{self._unstarted} requests are waiting for the engine", retry_after=1.0
+            )
+        choices = build_sequences(handle, request, now, self._arrivals, limits.max_model_len)
+        self._check_fits(choices[0])
+        self._arrivals += 1
+        return choices
 
     def _check_fits(self, sequence: Sequence) -> None:
         """The last token of a sequence is never computed, so it needs no room."""
@@ -170,7 +193,8 @@ class Scheduler:
                 param="max_tokens",
             )
 
-    def _enter(self, submission: Submission, now: Seconds) -> None:
+    def _enter(self, submission: Submission, now: Seconds) -> Sequence:
+        """Take it into the books; returns its stem."""
         stem, *stem.forks = submission.live
         request = submission.request
         if request.deadline is not None:
@@ -180,7 +204,7 @@ class Scheduler:
             self._name(submission, self._names)
         self._submissions[submission.handle] = submission
         self._unstarted += 1
-        self.waiting.push(stem)
+        return stem
 
     def _name(self, submission: Submission, names: BlockNames) -> None:
         """Begin the chains of a submission's choices."""
@@ -200,7 +224,7 @@ class Scheduler:
         for submission in self._submissions.values():
             self._name(submission, names)
             for sequence in submission.live:
-                if sequence.status is Status.RUNNING:
+                if sequence.blocks:
                     self._commit(sequence)
 
     def abort(self, handle: int) -> bool:
@@ -218,13 +242,25 @@ class Scheduler:
 
     def _drop(self, submission: Submission) -> None:
         for sequence in submission.live:
-            if sequence.status is Status.RUNNING:
+            self._take_out(sequence)
+        if submission.remote is not None:
+            self.promises.end(submission.live[0])
+            self._loosened += 1
+        self._forget(submission)
+
+    def _take_out(self, sequence: Sequence) -> None:
+        """From wherever it is, for good."""
+        match sequence.status:
+            case Status.RUNNING:
                 self.running.remove(sequence)
                 self._leave(sequence)
-            else:
+            case Status.READY:
+                self.ready.remove(sequence)
+                self._leave(sequence)
+            case _:
                 self.waiting.discard(sequence)
-            sequence.status = Status.FINISHED
-        self._forget(submission)
+                self._loosened += 1
+        sequence.status = Status.FINISHED
 
     def _forget(self, submission: Submission) -> None:
         del self._submissions[submission.handle]
@@ -251,9 +287,11 @@ class Scheduler:
 
     def _stage(self, submission: Submission) -> str:
         produced = sum(sequence.num_output for sequence in submission.live)
+        if submission.remote is not None:
+            return submission.remote.stage()
         if not submission.started:
             return f"waiting in the engine's queue with {len(self.waiting)} sequences"
-        if any(sequence.status is Status.RUNNING for sequence in submission.live):
+        if any(sequence.blocks for sequence in submission.live):
             return f"decoding, {produced} tokens done" if produced else "computing the prompt"
         return f"waiting for KV blocks after a preemption, {produced} tokens done"
 
@@ -263,7 +301,14 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether `schedule` may plan something now. False while the only sequences there are wait
         for blocks that nobody here can free."""
-        return bool(self.running) or (len(self.waiting) > 0 and not self._is_stuck())
+        if self.running or self.ready:
+            return True
+        return len(self.waiting) > 0 and not self._is_stuck()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for blocks, a place or a promise."""
+        return len(self.waiting) + len(self.ready) + len(self.promises.waiting)
 
     def uncomputed(self) -> int:
         """Prompt tokens that no step has computed yet, a preempted sequence's output included; what
@@ -275,9 +320,10 @@ class Scheduler:
     def schedule(self, now: Seconds) -> StepPlan:
         """The next step; empty if there is nothing to compute. Preempts if blocks are short."""
         plan = StepPlan()
+        if self.ready:
+            self._resume()
         preemptions = self.counters.preemptions
         prefills = self._plan_decodes(plan)
-        self._plan_copies(plan)
         budget = self.limits.max_batch_tokens - len(plan.chunks)
         for sequence in prefills:
             if budget <= 0:
@@ -285,7 +331,16 @@ class Scheduler:
             budget -= self._plan_chunk(plan, sequence, budget)
         if self.counters.preemptions == preemptions:
             self._admit(plan, budget, now)
+        if self._forked and plan.chunks:
+            self._plan_copies(plan)
         return plan
+
+    def _resume(self) -> None:
+        """Whose prompt was prefilled elsewhere runs as soon as there is a place."""
+        count = self.limits.max_sequences - len(self.running)
+        for sequence in self.ready[:count]:
+            self._run(sequence)
+        del self.ready[:count]
 
     def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
         """One token for each running sequence that lacks just one; returns the others.
@@ -326,14 +381,12 @@ class Scheduler:
 
     def _plan_copies(self, plan: StepPlan) -> None:
         """The sources stay referenced until the step is done, lest they be written before."""
-        if not self._forked:
-            return
         for sequence in self._forked:
             source = sequence.copy_from
             if source is not None:
                 block = (sequence.prompt_len - 1) // self._pool.block_size
                 plan.copies.append((source, sequence.blocks[block]))
-                self._copy_sources.append(source)
+                self._copying.append((source, sequence.handle))
                 sequence.copy_from = None
         self._forked.clear()
 
@@ -357,32 +410,51 @@ class Scheduler:
             self._start(sequence, now)
             budget -= self._plan_chunk(plan, sequence, budget)
 
+    @property
+    def _room(self) -> int:
+        """Grows whenever somebody may fit who did not before."""
+        return self._pool.releases + self._loosened
+
     def _is_stuck(self) -> bool:
         """The first in the queue did not fit, and nothing has been released since."""
         if self._stuck is None:
             return False
-        sequence, releases = self._stuck
-        return releases == self._pool.releases and sequence is self.waiting.first()
+        sequence, room = self._stuck
+        return room == self._room and sequence is self.waiting.first()
 
     def _place(self, sequence: Sequence) -> bool:
         """Blocks for all its tokens: as many as possible from the cache, the rest fresh.
 
         At least one token stays to be computed, for its logits.
         """
-        pool = self._pool
-        shared: list[int] = []
-        if self._names is not None and self._submissions[sequence.handle].reads_cache:
-            reusable = (len(sequence.tokens) - 1) // pool.block_size
-            shared = pool.match(self._names.of(sequence, reusable)[:reusable])
-        need = self._blocks_for(len(sequence.tokens)) - len(shared)
-        fresh = pool.reserve(need, shared=shared, spare=len(self.running))
-        if fresh is None:
-            self._stuck = (sequence, pool.releases)
+        if self._lacks_room and self._is_behind(sequence):
+            self._stuck = (sequence, self._room)
             return False
-        self._stuck = None
+        pool = self._pool
+        shared = self._reusable(sequence)
+        need = self._blocks_for(len(sequence.tokens)) - len(shared)
+        fresh = pool.reserve(need, shared=shared, spare=self._spare)
+        if fresh is None:
+            self._stuck = (sequence, self._room)
+            return False
+        if self._stuck is not None:
+            self._stuck = None
+            self._loosened += 1
         sequence.blocks = shared + fresh
         self._set_computed(sequence, len(shared))
         return True
+
+    @property
+    def _spare(self) -> int:
+        """Blocks that an admission leaves over: one for each that decodes, and what is promised."""
+        return len(self.running) + len(self.ready) + self.promises.unbound
+
+    def _reusable(self, sequence: Sequence) -> list[int]:
+        """What the prefix cache has of it; at least one token stays to be computed."""
+        if self._names is None or not self._submissions[sequence.handle].reads_cache:
+            return []
+        reusable = (len(sequence.tokens) - 1) // self._pool.block_size
+        return self._pool.match(self._names.of(sequence, reusable)[:reusable])
 
     def _set_computed(self, sequence: Sequence, blocks: int) -> None:
         """The first `blocks` blocks are complete and known to the pool."""
@@ -394,19 +466,166 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, now: Seconds) -> None:
         self._run(sequence)
-        submission = self._submissions[sequence.handle]
-        if not submission.started:
-            submission.started = True
-            self._unstarted -= 1
+        self._begin(self._submissions[sequence.handle])
         if sequence.first_step is None:
             sequence.first_step = now
             sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_len)
             self.counters.prompt_tokens += sequence.prompt_len
             self.counters.cached_tokens += sequence.cached_tokens
 
+    def _begin(self, submission: Submission) -> None:
+        if not submission.started:
+            submission.started = True
+            self._unstarted -= 1
+
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_precedence)
+
+    # ------------------------------------------------------------------ prompts prefilled elsewhere
+
+    def submit_remote(self, handle: int, request: GenerateRequest, now: Seconds) -> None:
+        """Like `submit`, but nothing is computed: it waits for `promise`, then for `activate`.
+
+        Raises besides `InvalidRequest` for what can only be computed here.
+        """
+        choices = self._build(handle, request, now)
+        if request.n > 1 and any(request.output):
+            raise InvalidRequest("several choices with given outputs are prefilled here only")
+        if ending(choices[0]) is not None:
+            raise InvalidRequest("the given output is complete: nothing is left to be prefilled")
+        submission = Submission(handle, request, None, choices, remote=Remote())
+        self.promises.waiting.push(self._enter(submission, now))
+
+    def remote(self, handle: int) -> Remote | None:
+        """Of a submission whose prompt is still to come from elsewhere."""
+        submission = self._submissions.get(handle)
+        return None if submission is None else submission.remote
+
+    def stem_of(self, handle: int) -> Sequence:
+        """The first live choice of a submission."""
+        return self._submissions[handle].live[0]
+
+    @property
+    def may_promise(self) -> bool:
+        """Whether `promise` may get further than it did."""
+        stem = self.promises.first()
+        return stem is not None and self._held != (stem, self._room)
+
+    def promise(self) -> list[tuple[int, int]]:
+        """Set room aside, in order, for those who fit: handle, and tokens that are cached now."""
+        made: list[tuple[int, int]] = []
+        while self.may_promise:
+            stem = self.promises.waiting.first()
+            shared = self._reusable(stem)
+            if not self._set_aside(stem, shared):
+                self._held = (stem, self._room)
+                break
+            remote = self._submissions[stem.handle].remote
+            assert remote is not None
+            remote.admitted = True
+            made.append((stem.handle, len(shared) * self._pool.block_size))
+        return made
+
+    def _set_aside(self, stem: Sequence, shared: list[int]) -> bool:
+        """Of the promise's blocks, those that are cached count as available until it is bound."""
+        self._lacks_room = False
+        pool = self._pool
+        need = self._blocks_for(len(stem.tokens)) - len(shared)
+        if self._is_overtaking(stem) or not self.promises.allows(need):
+            return False
+        waking = sum(not pool.references(block) for block in shared)
+        need += min(len(stem.forks), pool.num_blocks - need - waking)
+        if need + waking + self._spare > pool.available:
+            self._lacks_room = True
+            return False
+        self.promises.give(stem, need)
+        return True
+
+    def _is_overtaking(self, stem: Sequence) -> bool:
+        """Somebody who waits for blocks is before it."""
+        if self._stuck is None or not len(self.waiting):
+            return False
+        first = self.waiting.first()
+        return first is self._stuck[0] and first.order < stem.order
+
+    def _is_behind(self, sequence: Sequence) -> bool:
+        stem = self.promises.first()
+        return stem is not None and stem.order < sequence.order
+
+    def bind(self, handle: int) -> tuple[list[int], list[int]] | None:
+        """Blocks for all tokens of a promised sequence: (from the prefix cache, fresh), the
+        caller's. None if there are too few now."""
+        stem = self.stem_of(handle)
+        shared = self._reusable(stem)
+        fresh = self._pool.reserve(self._blocks_for(len(stem.tokens)) - len(shared), shared=shared)
+        if fresh is None:
+            self.promises.lacking.add(handle)
+            return None
+        self.promises.bind(handle)
+        return shared, fresh
+
+    def unbind(self, handle: int) -> None:
+        """The caller has given back what `bind` gave: room is set aside again."""
+        self.promises.unbind(handle)
+
+    def prefill_here(self, handle: int) -> None:
+        """It waits to be computed, at its arrival's place."""
+        stem = self._fulfil(self._submissions[handle])
+        self.waiting.push(stem)
+
+    def _fulfil(self, submission: Submission) -> Sequence:
+        stem = submission.live[0]
+        self.promises.end(stem)
+        self._loosened += 1
+        submission.remote = None
+        return stem
+
+    def activate(
+        self, handle: int, shared: list[int], fresh: list[int], handoff: Handoff, now: Seconds
+    ) -> list[TokenDelta]:
+        """A peer has filled the blocks of `bind`, which are now the sequence's: go on from there.
+        Returns the deltas of the first tokens."""
+        submission = self._submissions[handle]
+        stem = self._fulfil(submission)
+        self._begin(submission)
+        submission.prompt_logprobs = handoff.prompt_logprobs or []
+        stem.blocks = shared + fresh
+        stem.cached_tokens = min(len(shared) * self._pool.block_size, stem.prompt_len)
+        stem.received_tokens = stem.prompt_len - stem.cached_tokens
+        self._set_filled(stem)
+        children, stem.forks = stem.forks, []
+        for child in children:
+            child.cached_tokens, child.received_tokens = stem.cached_tokens, stem.received_tokens
+            if self._share(stem, child, stem.prompt_len):
+                self._set_ready(child)
+        self.counters.prompt_tokens += stem.prompt_len
+        self.counters.cached_tokens += stem.cached_tokens
+        self.counters.received_tokens += stem.received_tokens
+        self.counters.output_tokens += len(handoff.first)
+        return [self._append_first(sequence, handoff, now) for sequence in [stem, *children]]
+
+    def _set_filled(self, stem: Sequence) -> None:
+        """All its tokens are in its blocks, none of which may have a name yet."""
+        stem.num_computed = len(stem.tokens)
+        stem.num_committed = 0
+        if self._names is not None:
+            self._commit(stem)
+        self._set_ready(stem)
+
+    def _set_ready(self, sequence: Sequence) -> None:
+        sequence.status = Status.READY
+        insort(self.ready, sequence, key=_precedence)
+
+    def _append_first(self, sequence: Sequence, handoff: Handoff, now: Seconds) -> TokenDelta:
+        """A choice without blocks of its own waits for some, and computes its prompt anew."""
+        first, started = handoff.first[sequence.choice], handoff.started
+        sequence.first_step = max(sequence.arrival, now - started.prefill_seconds)
+        sequence.work = started.work_seconds
+        delta = self._append(sequence, iter([(first.token, first.logprob)]), now)
+        if sequence.status is Status.WAITING:
+            self.waiting.push(sequence)
+        return delta
 
     # ------------------------------------------------------------------ taking results in
 
@@ -442,11 +661,13 @@ class Scheduler:
 
     def fail(self, plan: StepPlan) -> list[int]:
         """The step could not be computed: drop every submission in it; returns their handles."""
+        copying = [handle for _, handle in self._copying]
         self._release_copy_sources()
-        handles = list(dict.fromkeys(chunk.sequence.handle for chunk in plan.chunks))
+        handles = dict.fromkeys(chunk.sequence.handle for chunk in plan.chunks)
+        handles.update((handle, None) for handle in copying if handle in self._submissions)
         for handle in handles:
             self._drop(self._submissions[handle])
-        return handles
+        return list(handles)
 
     def take_released(self) -> list[Sequence]:
         """Sequences that ended or were preempted since the last call."""
@@ -486,9 +707,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, now: Seconds) -> Finish:
         end = ending(sequence)
         assert end is not None
-        self.running.remove(sequence)
-        self._leave(sequence)
-        sequence.status = Status.FINISHED
+        self._take_out(sequence)
         submission = self._submissions[sequence.handle]
         submission.live.remove(sequence)
         if not submission.live:
@@ -524,18 +743,21 @@ class Scheduler:
         or somebody outside ends it sooner. Within them no block is lacking and nobody can be
         admitted; a sequence may reach its length in the last one. O(running)."""
         running, pool = self.running, self._pool
-        if not running or self._forked:
+        if not running or self._forked or self.may_promise:
+            return 0
+        if self.ready and len(running) < self.limits.max_sequences:
             return 0
         open_door = len(self.waiting) > 0 and len(running) < self.limits.max_sequences
         if open_door and not self._is_stuck():
             return 0
+        hungry = open_door or len(self.promises.waiting) > 0 or bool(self.promises.lacking)
         steps = limit
         for sequence in running:
             length = len(sequence.tokens)
             if length - sequence.num_computed != 1 or sequence.first_token is None:
                 return 0
             steps = min(steps, sequence.max_len - length)
-            if open_door:  # a commit may free a block, and so unstick the queue
+            if hungry:  # a commit may free a block, and so unstick the queue
                 steps = min(steps, sequence.commit_at - length + 1)
         while steps > 0 and self._growth(steps) > pool.available:
             steps //= 2
@@ -606,15 +828,17 @@ class Scheduler:
                 self.waiting.push(child)
         stem.forks = []
 
-    def _share(self, stem: Sequence, child: Sequence) -> bool:
-        """Reference the stem's blocks before the one that holds the prompt's last token.
+    def _share(self, stem: Sequence, child: Sequence, computed: int | None = None) -> bool:
+        """Reference the stem's blocks before the one in which the child goes on, which is copied if
+        anything is in it.
 
-        That token is computed again, for logits of the child's own; the block before which it
-        stands is copied if anything is in it.
+        Of the prompt, `computed` tokens are taken over; as a rule the last one is computed again,
+        for logits of the child's own.
         """
         pool = self._pool
-        last = stem.prompt_len - 1
-        index, offset = divmod(last, pool.block_size)
+        if computed is None:
+            computed = stem.prompt_len - 1
+        index, offset = divmod(computed, pool.block_size)
         shared = stem.blocks[:index]
         fresh = pool.reserve(self._blocks_for(len(child.tokens)) - index, shared=shared)
         if fresh is None:
@@ -622,7 +846,7 @@ class Scheduler:
         child.blocks = shared + fresh
         child.hashes = stem.hashes[:index]
         self._set_computed(child, index)
-        child.num_computed = last
+        child.num_computed = computed
         if offset:
             child.copy_from = stem.blocks[index]
             pool.acquire((child.copy_from,))
@@ -639,14 +863,15 @@ class Scheduler:
         if sequence.copy_from is not None:
             self._pool.release((sequence.copy_from,))
             sequence.copy_from = None
-        self._pool.release(sequence.blocks)
+        if not self.keeps(sequence):
+            self._pool.release(sequence.blocks)
         sequence.blocks = []
         self._released.append(sequence)
 
     def _release_copy_sources(self) -> None:
-        for source in self._copy_sources:
+        for source, _ in self._copying:
             self._pool.release((source,))
-        self._copy_sources.clear()
+        self._copying.clear()
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._pool.block_size)

@@ -20,6 +20,8 @@ class Status(enum.Enum):
 
     WAITING = "waiting"
     """Has no blocks; also what a preempted sequence returns to."""
+    READY = "ready"
+    """A peer has filled its blocks; it waits for a place among those that run."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -47,6 +49,8 @@ class Sequence:
     """Leading blocks whose hash the pool already knows."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
+    received_tokens: int = 0
+    """Prompt tokens whose KV a peer has computed."""
     preemptions: int = 0
     first_step: Seconds | None = None
     first_token: Seconds | None = None

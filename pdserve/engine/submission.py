@@ -21,6 +21,7 @@ from pdserve.messages.request import (
 )
 
 if TYPE_CHECKING:
+    from pdserve.engine.attempt import Remote
     from pdserve.ids import Seconds
 
 _MAX_PROMPT_LOGPROBS = 1 << 21
@@ -50,6 +51,8 @@ class Submission:
     """A step has computed something for it."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Entry i belongs to prompt token i + 1; complete before the first delta."""
+    remote: Remote | None = None
+    """As long as its prompt is to come from elsewhere."""
 
     @property
     def reads_cache(self) -> bool:
@@ -155,4 +158,5 @@ def started_record(sequence: Sequence) -> Started:
         sequence.first_step - sequence.arrival,
         sequence.first_token - sequence.first_step,
         sequence.work,
+        sequence.received_tokens,
     )

@@ -23,6 +23,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from pdserve.engine.executor import Chunk, KvLayout, ModelInfo, ProgressFn, StepPlan, StepResult
+from pdserve.engine.region import layout_of, region_in_memory
 from pdserve.errors import ConfigError, EngineDied
 from pdserve.kv.storage import BlockMemory
 from pdserve.messages.request import SamplingParams, TokenLogprob
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pdserve.engine.sequence import Sequence
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import GenerateRequest
+    from pdserve.transfer.base import Region
 
 __all__ = ["ENGINE", "ScriptedExecutor", "create", "reference_tokens"]
 
@@ -54,9 +56,11 @@ _DEFAULTS = {
     "step_ms": "0",
     "load_ms": "0",
     "load_error": "",
+    "layers": "1",
 }
 """Options and their defaults. `…_on` name a prompt token: a step that computes it raises, breaks
-the executor for good, kills the process, or sleeps for a minute."""
+the executor for good, kills the process, or sleeps for a minute. `layers`, a divisor of 8, is how
+many runs of bytes a block is said to consist of."""
 
 
 def create() -> ScriptedExecutor:
@@ -89,8 +93,9 @@ class ScriptedExecutor:
             raise ConfigError(self._options["load_error"])
         self._size = spec.block_size
         self._vocab = int(self._options["vocab"])
-        layout = KvLayout(1, 1, spec.block_size, _ENTRY // 8, 4)
-        return ModelInfo(
+        layers = int(self._options["layers"])
+        layout = KvLayout(layers, 1, spec.block_size, 1, _ENTRY // 2 // layers)
+        info = ModelInfo(
             model_type="scripted",
             dtype="float32",
             device="cpu",
@@ -102,9 +107,15 @@ class ScriptedExecutor:
             kv_memory=int(self._options["blocks"]) * layout.block_bytes,
             compat_hash="scripted",
         )
+        self._layout = layout_of(info)
+        return info
 
     def allocate(self, num_blocks: int) -> None:
         self._memory = BlockMemory(num_blocks, (self._size, _ENTRY))
+
+    def region(self) -> Region:
+        """See `engine.executor.Movable`."""
+        return region_in_memory(self._layout, self._kv)
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self._on_plan is not None:
@@ -116,6 +127,9 @@ class ScriptedExecutor:
         for chunk in plan.chunks:
             self._misbehave(chunk)
             self._write(chunk)
+        if plan.watch is not None:
+            for layers in sorted(plan.watch_at):
+                plan.watch(layers)
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         tokens = [self._next_token(sequence) for sequence in sampling]
         return StepResult(

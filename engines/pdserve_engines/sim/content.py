@@ -37,6 +37,11 @@ __all__ = ["Content", "Digests", "Nothing"]
 class Content(Protocol):
     """The bytes of one pool."""
 
+    @property
+    def memory(self) -> BlockMemory:
+        """What peers read and write."""
+        ...
+
     def copy(self, source: int, destination: int) -> None:
         """Of one block to another."""
         ...
@@ -63,12 +68,21 @@ class Content(Protocol):
 
 
 class Nothing:
-    """Blocks without bytes."""
+    """Blocks without bytes, but for a few per token that stand for them when blocks are moved."""
 
-    def __init__(self, words: tuple[TokenId, ...]) -> None:
+    def __init__(self, words: tuple[TokenId, ...], num_blocks: int, block_size: int) -> None:
+        self._shape = (num_blocks, (2, block_size))
+        self._memory: BlockMemory | None = None
         self._words = words
         self._some = frozenset(words)
         self._starts: dict[SequenceKey, int] = {}
+
+    @property
+    def memory(self) -> BlockMemory:
+        """Made when it is asked for."""
+        if self._memory is None:
+            self._memory = BlockMemory(*self._shape)
+        return self._memory
 
     def copy(self, source: int, destination: int) -> None:
         pass
@@ -109,6 +123,9 @@ class Nothing:
 
     def close(self) -> None:
         self._starts.clear()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
 
 @dataclass(slots=True)

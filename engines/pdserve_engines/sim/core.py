@@ -5,7 +5,8 @@ results are booked with exactly that time, and the next step begins. `step` neve
 sleeps until `wake_at`, a simulation lets its clock jump there.
 
 Submissions enter the queue when they come. Whatever else comes during a flight (aborts, cleared
-caches) takes effect at its end, as it does in a core whose executor is busy.
+caches, moved KV) takes effect at its end, as it does in a core whose executor is busy; but what
+transports say to each other passes at once.
 
 **Many steps as one flight.** With `steps_at_once` above 1, decode steps that nobody can disturb
 (`Scheduler.steady`) fly together: one delta per sequence with all its tokens, at the end of the
@@ -23,11 +24,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.engine.core import STATS_INTERVAL, EngineCore
-from pdserve.messages.engine import QueryStats, Submit
+from pdserve.engine.mover import Say
+from pdserve.messages.engine import (
+    Attach,
+    PeerGone,
+    Prefill,
+    QueryStats,
+    Submit,
+    SubmitRemote,
+    TransferAnswered,
+    TransferCall,
+)
 
 if TYPE_CHECKING:
     from pdserve.clock import Clock
     from pdserve.engine.executor import StepPlan
+    from pdserve.engine.mover import Moved, Mover
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.engine import Command, Event
     from pdserve_engines.sim.executor import SimExecutor
@@ -57,12 +69,14 @@ class _Flight:
 class SimCore(EngineCore):
     """A `Core` in simulated time."""
 
-    def __init__(self, executor: SimExecutor, clock: Clock) -> None:
-        super().__init__(executor, clock)
+    def __init__(self, executor: SimExecutor, clock: Clock, mover: Mover | None = None) -> None:
+        super().__init__(executor, clock, mover)
         self._sim = executor
         self._flight: _Flight | None = None
         self._later: list[Command] = []
         """For the end of the flight."""
+        self._later_moved: list[Moved] = []
+        """Likewise."""
 
     # ------------------------------------------------------------------ commands
 
@@ -70,7 +84,12 @@ class SimCore(EngineCore):
         now = self._clock.now()
         if self._flight is not None and self._flight.due <= now:
             self._land(self._flight)
-        if self._flight is None or isinstance(command, Submit | QueryStats):
+        if isinstance(command, Attach | PeerGone | TransferCall | TransferAnswered):
+            super().handle(command)
+            return
+        if self._flight is None or isinstance(
+            command, Submit | SubmitRemote | Prefill | QueryStats
+        ):
             super().handle(command)
         else:
             self._later.append(command)
@@ -89,8 +108,8 @@ class SimCore(EngineCore):
     def has_work(self) -> bool:
         """Something waits to be said, or a step to be planned."""
         if self._flight is not None:
-            return bool(self._events or self._deltas)
-        return super().has_work
+            return bool(self._events or self._deltas) or self._moved
+        return super().has_work or bool(self._later_moved)
 
     def wake_at(self) -> Seconds | None:
         """The end of what is in flight, else the next deadline of a request."""
@@ -99,13 +118,18 @@ class SimCore(EngineCore):
     def step(self) -> list[Event]:
         """Book what has ended and plan what comes next."""
         begin = self._clock.now()
+        if self._moved:
+            self._hear(begin)
         flight = self._flight
         if flight is not None and flight.due <= begin:
             self._land(flight)
             if begin - flight.due < _LATE:
                 begin = flight.due
         if self._flight is None:
+            self._take_later(begin)
             self._expire(begin)
+            if self._incoming is not None:
+                self._incoming.advance(begin)
             self._release()
             self._report(begin)
             if self.scheduler.has_work and not self._broken:
@@ -114,13 +138,27 @@ class SimCore(EngineCore):
         events, self._events = self._events, []
         return events
 
+    def _hear(self, now: Seconds) -> None:
+        """Only what is said passes during a flight."""
+        for event in self._poll():
+            if isinstance(event, Say):
+                self._say(event.event)
+            else:
+                self._later_moved.append(event)
+        if self._flight is not None and self._later_moved:
+            self._cut(self._flight, now)
+
+    def _take_later(self, now: Seconds) -> None:
+        events, self._later_moved = self._later_moved, []
+        if events:
+            self._take_moved(events, now)
+
     def _take_off(self, begin: Seconds) -> None:
         steps = self._foreseen_steps()
         if steps > 1:
             self._flight = _Flight(begin, self._ends(begin, steps), None)
             return
-        plan = self.scheduler.schedule(begin)
-        self._release()
+        plan = self._plan(begin)
         if plan.chunks:
             seconds = self._sim.seconds(plan, self._steps)
             self._flight = _Flight(begin, [begin + seconds], plan)
@@ -140,7 +178,7 @@ class SimCore(EngineCore):
         """Of `steps` steps, or of as many as there are until somebody has to look."""
         running = self.scheduler.running
         decodes, kv_tokens = len(running), sum(sequence.num_computed for sequence in running)
-        deadline = self.scheduler.next_deadline()
+        deadline = super().wake_at()
         seconds = self._sim.decode_seconds
         at, ends = begin, []
         for number in range(self._steps, self._steps + steps):

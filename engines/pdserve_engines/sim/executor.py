@@ -11,7 +11,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdserve.engine.executor import KvLayout, ModelInfo, StepPlan, StepResult
+from pdserve.engine.region import layout_of, region_in_memory
 from pdserve_engines.sim.content import Content, Digests, Nothing
 from pdserve_engines.sim.core import SimCore
 from pdserve_engines.sim.settings import Options, Vocabulary, parse_options, read_model
@@ -23,10 +26,12 @@ if TYPE_CHECKING:
 
     from pdserve.clock import Clock
     from pdserve.engine.executor import ProgressFn
+    from pdserve.engine.mover import Mover
     from pdserve.engine.sequence import Sequence
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import TokenLogprob
+    from pdserve.transfer.base import Region
 
 __all__ = ["SimExecutor"]
 
@@ -41,9 +46,9 @@ class SimExecutor:
         self.content: Content | None = None
         self._capacity = 1
 
-    def make_core(self, clock: Clock) -> SimCore:
+    def make_core(self, clock: Clock, mover: Mover | None = None) -> SimCore:
         """See `engine.load`."""
-        return SimCore(self, clock)
+        return SimCore(self, clock, mover)
 
     def sibling(self) -> SimExecutor:
         """See `engine.executor.Sharing`; there are no weights to share."""
@@ -62,7 +67,13 @@ class SimExecutor:
         if options.load_time:
             progress("pretending to load", 0.5)
             time.sleep(options.load_time)
-        return _model_info(spec, options, preset, self.vocabulary)
+        info = _model_info(spec, options, preset, self.vocabulary)
+        self._region_layout = layout_of(info)
+        if not options.content:
+            self._region_layout = msgspec.structs.replace(
+                self._region_layout, layers=1, heads=1, dim=1, itemsize=1
+            )
+        return info
 
     def allocate(self, num_blocks: int) -> None:
         words = self.vocabulary.words
@@ -70,7 +81,11 @@ class SimExecutor:
         if self.options.content:
             self.content = Digests(words, num_blocks, self._block_size)
         else:
-            self.content = Nothing(words)
+            self.content = Nothing(words, num_blocks, self._block_size)
+
+    def region(self) -> Region:
+        """See `engine.executor.Movable`. Without content, blocks are bytes that nobody looks at."""
+        return region_in_memory(self._region_layout, self._content.memory)
 
     def execute(self, plan: StepPlan) -> StepResult:
         content = self._content

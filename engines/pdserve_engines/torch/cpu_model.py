@@ -17,6 +17,7 @@ from pdserve_engines.torch.rope import rope_table
 if TYPE_CHECKING:
     from pdserve_engines.torch.batch import Batch
     from pdserve_engines.torch.config import ModelConfig
+    from pdserve_engines.torch.model import After
     from pdserve_engines.torch.pool import KvPool
     from pdserve_engines.torch.settings import Settings
     from pdserve_engines.torch.weights import Param
@@ -99,12 +100,14 @@ class CpuModel:
         assert pool.memory is not None, "native kernels compute in host memory"
         self._native.bind(pool.memory.view(), pool.num_blocks, pool.layout.block_size)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, after: After | None = None) -> torch.Tensor:
+        del after
         hidden = np.empty((len(batch.rows), self._config.hidden_size), np.float32)
         self._native.forward(*batch.arrays, hidden)
         return torch.from_numpy(hidden)
 
-    def greedy(self, batch: Batch) -> list[int]:
+    def greedy(self, batch: Batch, after: After | None = None) -> list[int]:
+        del after
         # No tensor on this path: between two steps' weights the caches hold little of torch, and
         # waking it up would take as long as a tenth of a small model's step.
         return self._native.greedy(*batch.arrays)

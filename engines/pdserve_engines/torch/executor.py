@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.engine.executor import StepPlan, StepResult
+from pdserve.engine.region import layout_of, region_in_memory
 from pdserve.errors import ConfigError
+from pdserve.transfer.base import Region
 from pdserve_engines.torch import weights
 from pdserve_engines.torch.batch import make_batch
 from pdserve_engines.torch.checkpoint import Checkpoint
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import TokenLogprob
     from pdserve_engines.torch.config import ModelConfig
-    from pdserve_engines.torch.model import Model
+    from pdserve_engines.torch.model import After, Model
     from pdserve_engines.torch.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -133,6 +135,15 @@ class TorchExecutor:
         self.pool = KvPool(self.info.layout, num_blocks, settings.dtype, settings.device)
         self._model.bind(self.pool)
 
+    def region(self) -> Region:
+        """See `pdserve.engine.executor.Movable`."""
+        assert self.pool is not None, "allocate comes before region"
+        assert self.info is not None
+        layout, pool = layout_of(self.info), self.pool
+        if pool.memory is not None:
+            return region_in_memory(layout, pool.memory)
+        return Region(layout, pool.num_blocks, address=pool.tensor.data_ptr())
+
     def release(self, sequences: Seq[Sequence]) -> None:
         self._sampler.forget(sequence.key for sequence in sequences)
 
@@ -160,7 +171,29 @@ class TorchExecutor:
                 self.pool.copy(plan.copies)
             if not plan.chunks:
                 return StepResult([], [])
-            return self._compute(plan, self._model, self.pool.layout.block_size)
+            result = self._compute(plan, self._model, self.pool.layout.block_size)
+            if plan.watch is not None:
+                self._settle()
+            return result
+
+    def _settle(self) -> None:
+        """What was computed so far is in memory on return."""
+        assert self._settings is not None
+        if self._settings.device.type == "cuda":
+            torch.cuda.current_stream(self._settings.device).synchronize()
+
+    def _after(self, plan: StepPlan) -> After | None:
+        """Tells who watches the plan."""
+        watch = plan.watch
+        if watch is None or not plan.watch_at:
+            return None
+
+        def after(layers: int) -> None:
+            if layers in plan.watch_at:
+                self._settle()
+                watch(layers)
+
+        return after
 
     def _in_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -170,10 +203,10 @@ class TorchExecutor:
         batch = make_batch(plan.chunks, wanted.rows, block_size)
         sequences = [plan.chunks[index].sequence for index in wanted.sampling]
         if wanted.only_sampling and all(map(is_plain, sequences)):
-            tokens = model.greedy(batch)
+            tokens = model.greedy(batch, self._after(plan))
             return StepResult(tokens, [None] * len(tokens))
         with torch.inference_mode():
-            hidden = model.forward(batch)
+            hidden = model.forward(batch, self._after(plan))
             return self._choose(plan.chunks, wanted, sequences, hidden)
 
     def _choose(

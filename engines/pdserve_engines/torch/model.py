@@ -6,6 +6,7 @@ its weights and borrows the pool; it knows nothing of sampling.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.pool import KvPool
     from pdserve_engines.torch.settings import Settings
     from pdserve_engines.torch.weights import Param
+
+
+After = Callable[[int], None]
+"""Called in the thread of a forward pass: keys and values of so many layers are written."""
 
 
 class Model(Protocol):
@@ -54,11 +59,11 @@ class Model(Protocol):
         """From now on keys and values live in `pool`."""
         ...
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, after: After | None = None) -> torch.Tensor:
         """Compute every token of `batch`, write its KV, return the wanted rows, `[R, hidden]`."""
         ...
 
-    def greedy(self, batch: Batch) -> list[int]:
+    def greedy(self, batch: Batch, after: After | None = None) -> list[int]:
         """Compute every token of `batch`; the likeliest token of each wanted row."""
         ...
 
@@ -126,7 +131,7 @@ class TorchModel:
     def bind(self, pool: KvPool) -> None:
         self._pool = pool
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, after: After | None = None) -> torch.Tensor:
         assert self._pool is not None, "bind comes before forward"
         weights = self._held
         attention = PagedAttention(batch, self._pool, self._config.groups)
@@ -139,6 +144,8 @@ class TorchModel:
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             mixed = self._attend(index, layer, x, attention, cosines, sines)
+            if after is not None:
+                after(index + 1)
             if index == last and len(rows) < len(x):
                 # Nobody reads the other rows any more; their keys and values are stored.
                 mixed, x = mixed[rows], x[rows]
@@ -146,9 +153,9 @@ class TorchModel:
             x = x + self._feed_forward(layer, x)
         return self._norm(x, weights.params["norm"])
 
-    def greedy(self, batch: Batch) -> list[int]:
+    def greedy(self, batch: Batch, after: After | None = None) -> list[int]:
         with torch.inference_mode():
-            tokens: list[int] = argmax(self.logits(self.forward(batch))).tolist()
+            tokens: list[int] = argmax(self.logits(self.forward(batch, after))).tolist()
         return tokens
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
