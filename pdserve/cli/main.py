@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": ("pdserve.cli.chat", "talk to a running server in the terminal"),
     "status": ("pdserve.cli.status", "members, models and load of a cluster"),
     "top": ("pdserve.cli.top", "the same, live in the terminal"),
+    "disagg": ("pdserve.cli.disagg", "how decode workers choose where prompts are computed"),
     "simulate": ("pdserve.cli.simulate", "what a cluster would do with a trace of requests"),
     "doctor": ("pdserve.cli.doctor", "what this machine has, and what pdserve will use"),
     "config": ("pdserve.cli.config", "the settings in force, and where each comes from"),

@@ -24,13 +24,14 @@ from pdserve.errors import (
 )
 from pdserve.ids import NodeId
 from pdserve.launch.addresses import DEFAULT_ROUTER_PORT
+from pdserve.messages.handoff import SetDisagg
 from pdserve.messages.status import Ask
 from pdserve.net.endpoint import Endpoint
 from pdserve.net.security import cluster_key_file
 from pdserve.net.settings import NetSettings
 from pdserve.net.tcp import TcpNetwork
 from pdserve.net.tls import Tls
-from pdserve.runtime.methods import STATUS
+from pdserve.runtime.methods import DISAGG, STATUS
 from pdserve.wire.handshake import Identity
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.launch.addresses import ClusterConfig
+    from pdserve.messages.handoff import Disagg
     from pdserve.messages.status import ClusterStatus
     from pdserve.net.base import Call, Down, Incoming, Link
     from pdserve.wire.parser import Buffer
@@ -100,6 +102,15 @@ class Visitor:
             else:
                 return self._link
         raise DialFailed(_nobody(self.addresses, failures))
+
+    async def set_disagg(self, address: str, disagg: Disagg) -> Disagg:
+        """Tell the decode worker at `address` how to decide from now on; returns how it did before.
+
+        Errors: `LinkError` of some kind, `DeadlineExceeded`, what the worker raises.
+        """
+        link = await self._endpoint.dial(address)
+        answer = await link.request(DISAGG, SetDisagg(disagg), timeout=_TIMEOUT)
+        return answer.before
 
     async def close(self) -> None:
         """Nothing is left."""

@@ -39,6 +39,8 @@ RENEWAL: Final = 1.0
 """Seconds between two renewals."""
 
 Mode = Literal["aggregated", "prefill", "decode"]
+Disagg = Literal["rule", "predict", "always", "never"]
+"""How a decode worker decides where a prompt is prefilled."""
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -273,6 +275,16 @@ class Taken(msgspec.Struct, frozen=True, array_like=True):
     """It has been heard. False: the attempt was not open any more, and nothing came of it."""
 
     current: bool = True
+
+
+class SetDisagg(msgspec.Struct, frozen=True, array_like=True):
+    """From an operator to a decode worker: decide like this from now on, until it restarts."""
+
+    disagg: Disagg
+
+
+class DisaggSet(msgspec.Struct, frozen=True, array_like=True):
+    before: Disagg
 
 
 class TransferAsk(msgspec.Struct, frozen=True, array_like=True):

@@ -17,11 +17,13 @@ from typing import Final
 
 from pdserve.messages.handoff import (
     AttemptFailed,
+    DisaggSet,
     Notify,
     OpenAttempt,
     Opened,
     Renew,
     Renewed,
+    SetDisagg,
     Taken,
     TransferAnswer,
     TransferAsk,
@@ -51,6 +53,8 @@ WITHDRAW: Final = Method(0x0315, "withdraw", Withdraw, Taken)
 """A decode worker wants nothing more of an attempt."""
 TRANSFER: Final = Method(0x0316, "transfer", TransferAsk, TransferAnswer)
 """One worker's transport to another's."""
+DISAGG: Final = Method(0x0317, "disagg", SetDisagg, DisaggSet)
+"""An operator tells a decode worker how to decide."""
 
 STATUS: Final = Method(0x0320, "status", Ask, ClusterStatus)
 """Anybody with the key asks any node how the cluster is."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.engine import TransferSpec
-    from pdserve.messages.handoff import Mode
+    from pdserve.messages.handoff import Disagg, Mode
 
 DTYPES = ("auto", "float32", "bfloat16")
 MODES = ("aggregated", "prefill", "decode")
@@ -22,7 +22,6 @@ VERIFY = ("all", "sample", "off")
 
 Verify = Literal["all", "sample", "off"]
 
-Disagg = Literal["rule", "predict", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

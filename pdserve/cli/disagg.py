@@ -1,0 +1,97 @@
+"""`pdserve disagg HOW`: decode workers choose differently from now on, until they restart.
+
+It asks one node who is there and tells each decode worker itself. It joins nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, cast
+
+from pdserve.cli.conversation import printable
+from pdserve.cli.parser import Parser, add_options, given_flags
+from pdserve.cli.status import OPTIONS
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.launch import exit_codes
+from pdserve.launch.config import nearest, resolve
+from pdserve.worker.config import DISAGG
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.launch.addresses import ClusterConfig
+    from pdserve.launch.visit import Visitor
+    from pdserve.messages.handoff import Disagg
+    from pdserve.messages.status import ClusterStatus, MemberStatus
+
+__all__ = ["run"]
+
+_MEANING: Final = """\
+rule      elsewhere if it is long and few wait there (--disagg-min-tokens, --disagg-max-queue)
+predict   wherever the first token is predicted sooner, harm to running streams counted
+always    elsewhere whenever that is possible
+never     where it is decoded"""
+
+
+def run(arguments: list[str]) -> int:
+    """Tell them, print what each did before; the exit status says whether all have heard it."""
+    parser = Parser(
+        "pdserve disagg",
+        "Say where decode workers have prompts computed from now on, until they restart:\n\n"
+        f"{_MEANING}",
+    )
+    parser.own.add_argument("how", metavar="HOW", help=f"One of {', '.join(DISAGG)}.")
+    parser.own.add_argument(
+        "--worker", metavar="NODE", action="append", default=[], help="Only this one; repeatable."
+    )
+    add_options(parser, OPTIONS)
+    parsed = parser.parse(arguments)
+    how = _checked(parsed.how)
+    return asyncio.run(_tell(resolve(given_flags(parsed)).cluster, how, parsed.worker))
+
+
+def _checked(how: str) -> Disagg:
+    if how not in DISAGG:
+        close = nearest(how, DISAGG)
+        hint = f", did you mean {close!r}?" if close else f": use one of {', '.join(DISAGG)}"
+        raise ConfigError(f"{how!r} is unknown{hint}")
+    return cast("Disagg", how)
+
+
+async def _tell(config: ClusterConfig, how: Disagg, only: list[str]) -> int:
+    from pdserve.launch.visit import Visitor
+
+    visitor = Visitor(config)
+    try:
+        workers = list(decode_workers(await visitor.status(), only))
+        heard = [await _tell_one(visitor, worker, how) for worker in workers]
+    finally:
+        await visitor.close()
+    return exit_codes.OK if all(heard) else exit_codes.FAILED
+
+
+def decode_workers(status: ClusterStatus, only: list[str]) -> Iterator[MemberStatus]:
+    """Those that are meant. Raises `ConfigError` if there is none, or not one of a given name."""
+    found = {
+        member.node: member
+        for member in status.members
+        if member.report is not None
+        and member.report.handoffs is not None
+        and member.report.handoffs.mode == "decode"
+    }
+    if not found:
+        raise ConfigError("no decode worker answers: start one with --role=worker --mode=decode")
+    for name in only:
+        if name not in found:
+            raise ConfigError(f"{name!r} is no decode worker; there are {', '.join(found)}")
+    return (member for name, member in found.items() if not only or name in only)
+
+
+async def _tell_one(visitor: Visitor, worker: MemberStatus, how: Disagg) -> bool:
+    try:
+        before = await visitor.set_disagg(worker.address, how)
+    except PdserveError as error:
+        print(printable(f"{worker.node}: {error.message}"))
+        return False
+    print(printable(f"{worker.node}: {how}, before {before}"))
+    return True
