@@ -1,10 +1,11 @@
 """Frames with payload over a socket, from threads that may wait: what `tcp` is made of.
 
-    frame    header · record (msgpack) · payload · CRC-32 of the payload
+    frame    header · record (msgpack) · payload · CRC-32 of the payload, or of a range of it
     header   magic, length of the record, CRC-32 of the record, length of the payload
 
-A record is checked before it is acted on, and the payload before it is believed. Payload is written
-from where it lies and read to where it belongs, many runs per system call. Once a frame has begun,
+A record is checked before it is acted on, and the payload, as far as the checksum goes, before it
+is believed. Payload is written from where it lies and read to where it belongs, many runs per
+system call. Once a frame has begun,
 every step must make progress within the deadline; between frames the reader waits for ever, until
 `end`. It knows nothing of what records say. One thread reads, another one writes.
 """
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes, Seconds
 
-__all__ = ["BulkError", "BulkSocket"]
+__all__ = ["BulkError", "BulkSocket", "Range"]
+
+Range = tuple[int, int]
+"""From one byte of a payload to before another."""
 
 _HEADER: Final = struct.Struct("<4sIIQ")
 _MAGIC: Final = b"pdKV"
@@ -66,18 +70,20 @@ class BulkSocket:
 
     # ------------------------------------------------------------------ writing
 
-    def send(self, record: bytes, views: Sequence[memoryview] = ()) -> None:
-        """One frame. Raises `BulkError`."""
+    def send(
+        self, record: bytes, views: Sequence[memoryview] = (), checked: Range | None = None
+    ) -> None:
+        """One frame; its checksum is of that range of the payload, None: of all. Raises
+        `BulkError`."""
         size = sum(map(len, views))
         head = _HEADER.pack(_MAGIC, len(record), crc32(record), size)
         self._send_all([memoryview(head), memoryview(record)])
         if size:
-            total = 0
+            running = _Checksum(checked or (0, size))
             for batch in _batches(views):
-                for view in batch:
-                    total = crc32(view, total)
+                running.add(batch)
                 self._send_all(batch)
-            self._send_all([memoryview(_TRAILER.pack(total))])
+            self._send_all([memoryview(_TRAILER.pack(running.total))])
 
     def _send_all(self, views: list[memoryview]) -> None:
         while views:
@@ -108,18 +114,22 @@ class BulkSocket:
             raise BulkError("the checksum of a record differs")
         return bytes(record), size
 
-    def receive_payload(self, views: Sequence[memoryview], guard: Guard) -> bool:
+    def receive_payload(
+        self, views: Sequence[memoryview], guard: Guard, checked: Range | None = None
+    ) -> bool:
         """Read the payload to `views` as long as the guard allows, else past them; whether its
-        checksum is right. Raises `BulkError`."""
-        total = 0
+        checksum, of that range of it, is right. Raises `BulkError`."""
+        running = _Checksum(checked or (0, sum(map(len, views))))
         for batch in _batches(views):
-            left = list(batch)
+            left = batch
             while left:
-                self._wait(select.POLLIN, self._progress)
-                left = _after(left, self._read_guarded(left, guard))
-            for view in batch:
-                total = crc32(view, total)
-        return self._trailer() == total
+                count = self._read_guarded(left, guard)
+                if count:
+                    left = _after(left, count)
+                else:
+                    self._wait(select.POLLIN, self._progress)
+            running.add(batch)
+        return self._trailer() == running.total
 
     def skip_payload(self, size: Bytes) -> None:
         """Read past a payload that nobody wants."""
@@ -137,7 +147,10 @@ class BulkSocket:
         return value
 
     def _read_guarded(self, views: list[memoryview], guard: Guard) -> int:
-        """Bytes taken off the connection, into the views only while the guard holds."""
+        """Bytes taken off the connection, into the views only while the guard holds; 0: there are
+        none."""
+        if self._closing.is_set():
+            raise BulkError("closed here")
         try:
             with guard.lock:
                 if guard.allowed():
@@ -173,6 +186,25 @@ class BulkSocket:
             raise BulkError("closed here")
         if not ready:
             raise BulkError(f"no progress for {patience:g} s")
+
+
+class _Checksum:
+    """CRC-32 of a range of the bytes that come by."""
+
+    def __init__(self, checked: Range) -> None:
+        self.total = 0
+        self._first, self._last = checked
+        self._at = 0
+
+    def add(self, views: Sequence[memoryview]) -> None:
+        """These come next."""
+        for view in views:
+            if self._at >= self._last:
+                return
+            piece = view[max(0, self._first - self._at) : self._last - self._at]
+            if piece:
+                self.total = crc32(piece, self.total)
+            self._at += len(view)
 
 
 class Guard:

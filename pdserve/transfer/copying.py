@@ -32,7 +32,7 @@ def copy_pure(
     to: Iterable[int],
     from_: Iterable[int],
     lengths: Iterable[int],
-    streaming: bool = False,  # noqa: FBT001, FBT002 - as the native twin
+    streaming: bool = False,
 ) -> int:
     """Copy `lengths[i]` bytes from `from_[i]` to `to[i]`, for all i; returns their number.
 

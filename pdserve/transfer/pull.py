@@ -29,7 +29,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -47,6 +47,7 @@ from pdserve.transfer.shm_socket import (
     seqpacket,
 )
 from pdserve.transfer.shm_table import ENTRIES, Table, disbelieved
+from pdserve.transfer.verify import SAMPLE, Verify
 
 if TYPE_CHECKING:
     import mmap
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
 __all__ = [
     "PATIENCE",
     "PIECE",
-    "SAMPLE",
     "Job",
     "Pools",
     "PullPath",
@@ -74,10 +74,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-
-Verify = Literal["all", "sample", "off"]
-SAMPLE: Final = 16
-"""Of so many blocks, one has its content compared; of every part at least one."""
 
 PATIENCE: Final[Seconds] = 30.0
 """How long a peer may leave all that is announced where it is before the path is given up."""

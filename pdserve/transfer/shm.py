@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes, Epoch, NodeId, Seconds
     from pdserve.transfer.base import Ask, Region
-    from pdserve.transfer.pull import Job, Verify
+    from pdserve.transfer.pull import Job
     from pdserve.transfer.route import Move
     from pdserve.transfer.shm_socket import Greeting
+    from pdserve.transfer.verify import Verify
 
 __all__ = ["ShmPath", "ShmTransport"]
 

@@ -2,16 +2,17 @@
 
 A path has a connection of its own, beside the link over which it was agreed: blocks then delay no
 tokens, and threads that wait for the kernel, not the loop, move the bytes. Who connects must know
-the secret that went over the authenticated link. The bytes are not encrypted: where links use TLS,
-the owner does not choose this back end.
+the secret that went over the authenticated link. The bytes are not encrypted: where links are, no
+path comes about (`encrypted_links`).
 
 Nothing of what a frame says is an address. It names slot, generation, attempt and epoch, and a
 range of the ticket's blocks; the receiver computes where that is, by its own plan, and places bytes
 only while the grant is open, asked before every system call. So a fence is a lock of this node's
 own.
 
-Every payload has a CRC-32, and a delivery is done when
-the receiver says that it has been placed and checked.
+Payloads have a CRC-32, of all, some or none of their bytes (`verify`): both ends say what they want
+and the stricter holds. A delivery is done when the receiver says that it has been placed and
+checked.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from pdserve.transfer.host import TransportCore
 from pdserve.transfer.path import Key, PathCore
 from pdserve.transfer.plan import PlanError
 from pdserve.transfer.route import Share
+from pdserve.transfer.verify import Verify, covers, sampled_range, stricter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,6 +78,8 @@ class _Data(msgspec.Struct, frozen=True, array_like=True, tag=1):
     layers: tuple[int, int]
     last: bool
     """The part is complete with this one."""
+    checked: tuple[int, int]
+    """The range of the payload that its checksum is of."""
 
 
 class _Dropped(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -100,12 +104,19 @@ _decode = msgspec.msgpack.Decoder(_Frame).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
+class _Wish(msgspec.Struct, frozen=True, array_like=True):
+    """Of Hello: what has to be checked at least."""
+
+    verify: Verify
+
+
 class _Details(msgspec.Struct, frozen=True, array_like=True):
-    """Of Welcome: where to connect, and with what."""
+    """Of Welcome: where to connect, and with what; what is checked."""
 
     host: str
     port: int
     token: bytes
+    verify: Verify
 
 
 class _OpenGrant(Guard):
@@ -132,6 +143,9 @@ class TcpPath(PathCore):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.token = b""
+        self.verify: Verify = "all"
+        """What both ends have agreed on."""
+        self._turn = 0  # the sending thread's own
         self._loop = asyncio.get_running_loop()
         self._bulk: BulkSocket | None = None
         self._threads: list[threading.Thread] = []
@@ -198,6 +212,8 @@ class TcpPath(PathCore):
             piece = Share(share.place + first, blocks, b"", share.layers)
             moves = self.out.moves(piece, ticket.blocks)
             outgoing.runs += sum(len(move.runs) for move in moves)
+            self._turn += 1
+            checked = sampled_range(self.verify, self.out.size(piece), self._turn)
             record = _Data(
                 *outgoing.key[:2],
                 ticket.attempt,
@@ -207,8 +223,9 @@ class TcpPath(PathCore):
                 len(blocks),
                 share.layers,
                 first + step >= count,
+                checked,
             )
-            self._bulk.send(_encode(record), self._views(moves, source=True))
+            self._bulk.send(_encode(record), self._views(moves, source=True), checked)
 
     def _views(self, moves: Sequence[Move], *, source: bool) -> list[memoryview]:
         """The runs of one end, in the order in which they travel."""
@@ -287,7 +304,7 @@ class TcpPath(PathCore):
                 bulk.skip_payload(size)
             reason = str(error)
         else:
-            good = not size or bulk.receive_payload(views, _guard_of(grant))
+            good = not size or bulk.receive_payload(views, _guard_of(grant), frame.checked)
             reason = "" if good else "the checksum of the payload differs"
         if grant is None:
             if frame.last:
@@ -313,6 +330,8 @@ class TcpPath(PathCore):
         share = Share(frame.place, tuple(range(frame.count)), b"", frame.layers)
         if size != self.into.size(share):
             raise PlanError(f"{size} bytes for {frame.count} blocks")
+        if not covers(self.verify, size, frame.checked):
+            raise PlanError(f"a checksum of {frame.checked} where {self.verify} was agreed")
         return self._views(self.into.moves(share, ticket.blocks), source=False)
 
     def _conclude(self, frame: _Data | _Dropped, reason: str, size: Bytes = 0) -> None:
@@ -378,13 +397,18 @@ class TcpTransport(TransportCore):
         host: str,
         advertise: str = "",
         progress: Seconds = PROGRESS,
+        verify: Verify = "all",
+        encrypted_links: bool = False,
     ) -> None:
         """Listens on `host`, an address of this machine, on a port of the system's choice;
-        `advertise` is what peers dial instead. Every region must have a view."""
+        `advertise` is what peers dial instead. Every region must have a view. With
+        `encrypted_links` every path is refused: bulk connections would carry KV in the clear."""
         if any(region.view is None for region in regions):
             raise ValueError("tcp needs regions with a view")
         super().__init__(node, epoch, regions, ask)
         self.progress = progress
+        self.verify: Verify = verify
+        self._encrypted_links = encrypted_links
         self._host = host
         self._advertise = advertise or host
         self._listening: socket.socket | None = None
@@ -392,9 +416,11 @@ class TcpTransport(TransportCore):
         self._strangers: set[asyncio.Task[None]] = set()
 
     async def _dial(self, peer: PeerKey, number: int, exchange: Exchange) -> TcpPath:
-        welcome = await exchange(b"")
+        self._check_plain(peer)
+        welcome = await exchange(_encode(_Wish(self.verify)))
         details = msgspec.msgpack.decode(welcome.details, type=_Details)
         path = self._path(peer, number, welcome.regions)
+        path.verify = stricter(self.verify, details.verify)
         path.remote = welcome.path
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(details.host, details.port, type=socket.SOCK_STREAM)
@@ -413,11 +439,25 @@ class TcpTransport(TransportCore):
         return path
 
     async def _accept(self, peer: PeerKey, number: int, hello: Hello) -> tuple[TcpPath, bytes]:
+        self._check_plain(peer)
+        wish = _wish_of(hello)
         path = self._path(peer, number, hello.regions)
+        path.verify = stricter(self.verify, wish.verify)
         port = self._listen()
         path.token = secrets.token_bytes(_TOKEN)
         self._expected[path.token] = path
-        return path, _encode(_Details(self._advertise, port, path.token))
+        return path, _encode(_Details(self._advertise, port, path.token, path.verify))
+
+    def _check_plain(self, peer: PeerKey) -> None:
+        """KV is not sent in the clear where everything else is encrypted."""
+        if self._encrypted_links:
+            self._refuse(
+                peer,
+                "connect",
+                "the cluster's links are encrypted (--tls-cert) and bulk connections are not: have "
+                "the two workers on one host (shm, cuda_ipc) or on a fabric of their own (rdma), "
+                "or run the cluster without TLS on a network that you trust",
+            )
 
     def _path(self, peer: PeerKey, number: int, theirs: Sequence[RegionCard]) -> TcpPath:
         path = TcpPath(
@@ -502,6 +542,13 @@ class TcpTransport(TransportCore):
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await super().close()
+
+
+def _wish_of(hello: Hello) -> _Wish:
+    try:
+        return msgspec.msgpack.decode(hello.details, type=_Wish)
+    except msgspec.MsgspecError as error:
+        raise PlanError(f"a Hello that nobody can read: {error}") from error
 
 
 def _tune(connection: socket.socket) -> None:

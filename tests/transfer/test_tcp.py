@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from pdserve.errors import PathLost, TransferCorrupt, TransferError
+from pdserve.errors import PathLost, TransferCorrupt, TransferError, TransferRefused
 from pdserve.messages.transfer import Hello, Ready, Welcome
 from pdserve.testing.kv_oracle import block_of, layouts
 from pdserve.testing.transfer_support import RecordingSink, deliver, ends, order
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.transfer.base import Ask, Transport
+    from pdserve.transfer.verify import Verify
 
 
-def making(progress: float = 10.0):
+def making(**settings):
     def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
-        return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1", progress=progress)
+        return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1", **settings)
 
     return make
 
 
-def world(progress: float = 10.0):
-    return ends(making(progress), layouts(2, 1), layouts(2, 1), blocks=8)
+def world(**settings):
+    return ends(making(**settings), layouts(2, 1), layouts(2, 1), blocks=8)
 
 
 class Raw:
@@ -47,7 +48,8 @@ class Raw:
     async def __aenter__(self) -> Raw:
         destination, key = self.two.destination.transport, self.two.source.key
         cards = self.two.source.transport.cards
-        hello = Hello(backend="tcp", epoch=key.epoch, path=1, regions=cards)
+        wish = msgspec.msgpack.encode(tcp._Wish("off"))
+        hello = Hello(backend="tcp", epoch=key.epoch, path=1, regions=cards, details=wish)
         welcome = await destination.answer(key, hello)
         assert isinstance(welcome, Welcome)
         details = msgspec.msgpack.decode(welcome.details, type=tcp._Details)
@@ -95,7 +97,16 @@ def frame(record: object, payload: bytes = b"", *, flip: bool = False) -> bytes:
 
 def data(ticket, **changes: object) -> tcp._Data:
     record = tcp._Data(
-        ticket.slot, ticket.generation, ticket.attempt, ticket.epoch, 0, 0, 1, (0, 3), True
+        ticket.slot,
+        ticket.generation,
+        ticket.attempt,
+        ticket.epoch,
+        0,
+        0,
+        1,
+        (0, 3),
+        True,
+        (0, len(BLOCK)),
     )
     return msgspec.structs.replace(record, **changes)
 
@@ -126,6 +137,9 @@ async def test_a_frame_by_the_rules_is_placed() -> None:
         {"count": 2},
         {"count": -1},
         {"layers": (0, 2)},
+        {"checked": (0, 0)},
+        {"checked": (1, 1 << 40)},
+        {"checked": (-1, 1 << 20)},
     ],
 )
 async def test_a_frame_against_the_rules_is_read_and_not_placed(changes) -> None:
@@ -150,6 +164,60 @@ async def test_a_wrong_checksum_fails_the_grant() -> None:
         assert "transfer r-1/0 with p/1 over tcp, place" in sink.failed[0].message
         assert sink.parts == []
         await grant.revoke(timeout=5)
+
+
+@pytest.mark.parametrize("verify", ["off", "sample"])
+async def test_what_was_not_agreed_to_be_checked_is_not(verify: Verify) -> None:
+    some = {"off": (0, 0), "sample": (0, -(-len(BLOCK) // 16))}[verify]
+    async with world(verify=verify) as two, Raw(two) as raw:
+        sink = RecordingSink()
+        grant = raw.path.grant(order([3, 5], 8), sink)
+        partly = zlib.crc32(BLOCK[: some[1]])
+        for part, flip in enumerate((False, True)):
+            record = data(grant.ticket, part=part, place=part, checked=some)
+            await raw.send(frame(record, BLOCK)[:-4] + bulk._TRAILER.pack(partly ^ flip))
+            assert bool((await raw.answer()).error) == flip
+        assert sink.parts == [0]
+        await grant.revoke(timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "agreed"),
+    [("off", "off", "off"), ("off", "sample", "sample"), ("all", "off", "all")],
+)
+async def test_the_stricter_of_two_ends_wins(ours: Verify, theirs: Verify, agreed: Verify) -> None:
+    def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+        return making(verify=ours if key.node == "p" else theirs)(key, regions, ask)
+
+    async with ends(make, layouts(2, 1), layouts(2, 2), blocks=8) as two:
+        here, there = await two.connect()
+        assert (here.verify, there.verify) == (agreed, agreed)  # type: ignore[attr-defined]
+        two.source.fill({1: 7, 2: 8})
+        grant = there.grant(order([3, 5], 8), RecordingSink())
+        waiters = [deliver(here, grant.ticket, Part(0, 0, [1, 2], (0, 3)))]
+        assert [await waiter.wait() for waiter in waiters] == [None]
+        grant.finish()
+        assert two.destination.holds({3: 7, 5: 8}, range(3))
+
+
+@pytest.mark.parametrize("side", ["p", "d"])
+async def test_kv_is_not_sent_in_the_clear_where_links_are_encrypted(side: str) -> None:
+    def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+        return making(encrypted_links=key.node == side)(key, regions, ask)
+
+    async with ends(make, layouts(2, 1), layouts(2, 1), blocks=8) as two:
+        with pytest.raises(TransferRefused, match=r"are encrypted .* on one host"):
+            await two.source.transport.connect(two.destination.key, timeout=5)
+        assert two.destination.transport.path(two.source.key) is None
+
+
+async def test_a_hello_that_nobody_can_read_is_refused() -> None:
+    async with world() as two:
+        key = two.source.key
+        cards = two.source.transport.cards
+        hello = Hello(backend="tcp", epoch=key.epoch, path=1, regions=cards, details=b"x")
+        with pytest.raises(TransferRefused, match="nobody can read"):
+            await two.destination.transport.answer(key, hello)
 
 
 async def test_a_fence_holds_in_the_middle_of_a_frame() -> None:

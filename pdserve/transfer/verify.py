@@ -1,0 +1,40 @@
+"""How much of what arrives is compared with what was sent, besides what each road checks anyway."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from pdserve.ids import Bytes
+
+__all__ = ["SAMPLE", "Verify", "covers", "sampled_range", "stricter"]
+
+Verify = Literal["all", "sample", "off"]
+SAMPLE: Final = 16
+"""Of so many blocks or bytes, one has its content compared; of every part at least one."""
+
+_STRICT: Final[tuple[Verify, ...]] = ("off", "sample", "all")
+
+
+def stricter(one: Verify, other: Verify) -> Verify:
+    """What two ends that want this and that agree on."""
+    return max(one, other, key=_STRICT.index)
+
+
+def sampled_range(verify: Verify, size: Bytes, turn: int) -> tuple[Bytes, Bytes]:
+    """From where to where in a payload its checksum goes; `turn` counts the sender's payloads, so
+    that a sample is from another place each time."""
+    if verify == "all":
+        return 0, size
+    if verify == "off":
+        return 0, 0
+    width = -(-size // SAMPLE)
+    start = min(turn % SAMPLE * width, size - width)
+    return start, start + width
+
+
+def covers(verify: Verify, size: Bytes, checked: tuple[Bytes, Bytes]) -> bool:
+    """Whether such a checksum is as much as was agreed, and lies in the payload."""
+    start, stop = checked
+    wanted = {"all": size, "sample": -(-size // SAMPLE), "off": 0}[verify]
+    return 0 <= start <= stop <= size and stop - start >= wanted
