@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pdserve.clock import Clock
     from pdserve.engine.core import Core
     from pdserve.engine.executor import Sharing
+    from pdserve.engine.mover import Mover
     from pdserve.messages.engine import EngineSpec
 
 __all__ = ["Family"]
@@ -55,14 +56,14 @@ class Family:
         finally:
             self._loading.release()
 
-    def make_core(self, spec: EngineSpec, clock: Clock) -> Core:
+    def make_core(self, spec: EngineSpec, clock: Clock, mover: Mover | None = None) -> Core:
         """A core for `spec`, not loaded. Raises `ConfigError` if it does not fit the others'."""
         if self._elder is None:
             made = make_engine(spec.engine)
             self._elder = spec, made
         else:
             made = _another(spec, *self._elder)
-        return core_of(spec.engine, made, clock)
+        return core_of(spec.engine, made, clock, mover)
 
 
 def _another(spec: EngineSpec, first: EngineSpec, elder: object) -> object:

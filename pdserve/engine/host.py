@@ -10,6 +10,8 @@ comes or a deadline passes. It ends by a `Stop` command, with the core (`Failed`
 other end of the socket closes: a core never outlives the node it belongs to. If the node reads too
 slowly, no further step is computed until it has caught up; events are never dropped.
 
+A core that moves KV gets a `ThreadMover`; what it has to tell ends the sleep as a command does.
+
 It knows no engine and no model. `CoreClient` is its counterpart and only user.
 """
 
@@ -33,6 +35,7 @@ from pdserve.clock import SystemClock
 from pdserve.engine.family import Family
 from pdserve.engine.link import LinkClosed, LinkEnd
 from pdserve.engine.load import load_core
+from pdserve.engine.movers.thread import thread_mover
 from pdserve.engine.rejection import failed
 from pdserve.errors import ConfigError, PdserveError, ProtocolError
 from pdserve.messages.engine import Failed, Ready, Start, Stop, Stopped
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 
     from pdserve.clock import Clock
     from pdserve.engine.core import Core
+    from pdserve.engine.mover import Mover
     from pdserve.ids import Seconds
     from pdserve.messages.engine import Command, EngineSpec, Event, Progress
 
@@ -57,8 +61,8 @@ _LAST_WORDS: Seconds = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
-def _lone_core(spec: EngineSpec, clock: Clock) -> Core:
-    return load_core(spec.engine, clock)
+def _lone_core(spec: EngineSpec, clock: Clock, mover: Mover | None) -> Core:
+    return load_core(spec.engine, clock, mover)
 
 
 def _no_turns(say: Callable[[Progress], None]) -> AbstractContextManager[None]:
@@ -72,7 +76,7 @@ class CoreHost:
         self,
         link: LinkEnd,
         clock: Clock,
-        make_core: Callable[[EngineSpec, Clock], Core] = _lone_core,
+        make_core: Callable[[EngineSpec, Clock, Mover | None], Core] = _lone_core,
         *,
         turn: Callable[[Callable[[Progress], None]], AbstractContextManager[None]] = _no_turns,
         on_ready: Callable[[], None] = lambda: None,
@@ -138,7 +142,9 @@ class CoreHost:
         if not isinstance(command, Start):
             raise ProtocolError(f"{type(command).__name__} came before Start")
         with self._turn(self._say):
-            self._core = core = self._make_core(command.spec, self._clock)
+            transfer = command.spec.transfer
+            mover = None if transfer is None else thread_mover(transfer, self._link.nudge)
+            self._core = core = self._make_core(command.spec, self._clock, mover)
             try:
                 capabilities = core.load(command.spec, self._say)
             except (PdserveError, LinkClosed):

@@ -93,8 +93,8 @@ class Parent:
         self.sock, theirs = socket.socketpair()
         self.sock.settimeout(10)
 
-        def make(spec: EngineSpec, clock: Any) -> Any:
-            return load_core(spec.engine, clock) if core is None else core
+        def make(spec: EngineSpec, clock: Any, mover: Any) -> Any:
+            return load_core(spec.engine, clock, mover) if core is None else core
 
         self.link = LinkEnd(theirs, high_water=high_water)
         host = CoreHost(self.link, SystemClock(), make)
