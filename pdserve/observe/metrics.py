@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from pdserve.observe.node_metrics import NodeSample
 
-Instrument = Counter | Gauge | Histogram | Family[Counter] | Family[Gauge]
+Instrument = Counter | Gauge | Histogram | Family[Counter] | Family[Gauge] | Family[Histogram]
 _I = TypeVar("_I", bound=Instrument)
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -313,6 +313,45 @@ class Metrics:
             bound=64,
         )
 
+        # The worker's, of prompts that are prefilled elsewhere or for others.
+        self.prefill_decisions = self._counters(
+            "prefill_decisions_total",
+            "Prompts by where they were prefilled, here (local) or on a prefill worker (remote), "
+            "and by the reason.",
+            "worker",
+            ("where", "reason"),
+        )
+        self.handoff_attempts = self._counters(
+            "handoff_attempts_total",
+            "Attempts at having a prompt prefilled elsewhere: done, unwanted (the request ended), "
+            "or failed: lost (KV did not arrive whole), failed (the prefill worker said so), "
+            "lapsed (it was silent), died, superseded, fenced.",
+            "worker",
+            ("outcome",),
+        )
+        self.handoff_claims = self._counters(
+            "handoff_claims_total",
+            "Prompts taken from the queue by a prefill worker: done, refused (by the decode "
+            "worker), failed, cancelled.",
+            "worker",
+            ("outcome",),
+        )
+        self.handoff_seconds = self._histograms(
+            "handoff_seconds",
+            "Of a handoff, by phase: admit (until there is room), queue (until a prefill worker "
+            "asks), open (until its blocks are bound), fill (until it hands over), activate (until "
+            "the first token).",
+            "worker",
+            LATENCY,
+            ("phase",),
+        )
+        self.handoffs = self._gauges(
+            "handoffs",
+            "Prompts on their way between two workers, by state.",
+            "worker",
+            ("state",),
+        )
+
         # The process's.
         self.event_loop_lag = self._histogram(
             "event_loop_lag_seconds",
@@ -418,6 +457,19 @@ class Metrics:
         definition = Definition(f"pdserve_{name}", "counter", text, owner, labels)
         return self._export(definition, Family(Counter, len(labels), bound))
 
+    def _histograms(
+        self,
+        name: str,
+        text: str,
+        owner: str,
+        bounds: Sequence[float],
+        labels: tuple[str, ...],
+        bound: int = 64,
+    ) -> Family[Histogram]:
+        definition = Definition(f"pdserve_{name}", "histogram", text, owner, labels)
+        family = Family(lambda: Histogram(bounds), len(labels), bound)
+        return self._export(definition, family)
+
     def _gauges(
         self,
         name: str,
@@ -440,13 +492,20 @@ def _family(definition: Definition, instrument: Instrument) -> Metric:
     """One metric with all its label values."""
     from prometheus_client.core import HistogramMetricFamily
 
-    if isinstance(instrument, Histogram):
-        histogram = HistogramMetricFamily(definition.name, definition.help)
-        histogram.add_metric([], _buckets(instrument), sum_value=instrument.sum)
+    if definition.kind == "histogram":
+        histogram = HistogramMetricFamily(
+            definition.name, definition.help, labels=definition.labels
+        )
+        members = instrument if isinstance(instrument, Family) else (((), instrument),)
+        for values, member in members:
+            assert isinstance(member, Histogram)
+            histogram.add_metric(values, _buckets(member), sum_value=member.sum)
         return histogram
+    assert not isinstance(instrument, Histogram)
     if isinstance(instrument, Family):
         metric = _empty(definition)
         for values, member in instrument:
+            assert not isinstance(member, Histogram)
             metric.add_metric(values, member.value)
         return metric
     return _single(definition, instrument.value)

@@ -1,0 +1,292 @@
+"""A decode worker's handoffs: which requests are prefilled elsewhere, and what is said about them.
+
+    submit           decides; here it is an ordinary submission, else a `RemoteRequest`
+    open attempt     a prefill worker with a claim asks for blocks        answered with the ticket
+    renew            it still works on some attempts                      answered with those over
+    notify           it hands over
+    attempt failed   it gives up
+    withdraw         asked of it when an attempt is not wanted any more; should that be lost, its
+                     next renewal tells it
+
+Leases run on the node's timers: they end whether or not anything else happens here. Every request
+is in `_remote` from its submission to its last delta, error or abort. Owned by the worker's member.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from pdserve.errors import LinkLost, PdserveError, TransferRefused
+from pdserve.messages.handoff import Renewed, Taken, Withdraw
+from pdserve.runtime.methods import ATTEMPT_FAILED, NOTIFY, OPEN_ATTEMPT, RENEW, WITHDRAW
+from pdserve.runtime.registry import Gone
+from pdserve.worker.handoff.choice import Decision, Prospect
+from pdserve.worker.handoff.numbers import DecodeNumbers, Tally
+from pdserve.worker.handoff.overlap import cached_tokens, tokens_of
+from pdserve.worker.handoff.ports import Life
+from pdserve.worker.handoff.remote import RemoteRequest
+from pdserve.worker.handoff.table import Event, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.engine.api import Handle, TokenSink
+    from pdserve.ids import Seconds
+    from pdserve.messages.handoff import AttemptFailed, Notify, OpenAttempt, Opened, Renew
+    from pdserve.messages.request import GenerateRequest, Started, TokenDelta
+    from pdserve.net.base import Call
+    from pdserve.observe.metrics import Metrics
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import MemberEvent
+    from pdserve.worker.handoff.choice import Chooser
+    from pdserve.worker.handoff.ports import DecodeWorker, PrefillQueue
+
+__all__ = ["Decode"]
+
+_log = logging.getLogger(__name__)
+
+_WITHDRAW_TIMEOUT: Final[Seconds] = 1.0
+"""By then the next renewal has told it."""
+
+
+class Decode:
+    """See above."""
+
+    def __init__(
+        self,
+        node: Node,
+        worker: DecodeWorker,
+        queue: PrefillQueue,
+        chooser: Chooser,
+        overlap: Callable[[bytes], int],
+        metrics: Metrics,
+    ) -> None:
+        """`overlap`: how many leading ones of these block hashes are in the pool."""
+        self.node = node
+        self.worker = worker
+        self.queue = queue
+        self.chooser = chooser
+        self.tally = Tally(metrics)
+        self._overlap = overlap
+        self._remote: dict[Handle, RemoteRequest] = {}
+        node.serve(OPEN_ATTEMPT, self._open)
+        node.serve(RENEW, self._renew)
+        node.serve(NOTIFY, self._notify)
+        node.serve(ATTEMPT_FAILED, self._failed)
+        self._deaf = node.on_member(self._on_member)
+        for state in _WAYS:
+            metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
+
+    def __len__(self) -> int:
+        """Requests that were not prefilled here from the beginning, until their last delta."""
+        return len(self._remote)
+
+    # ------------------------------------------------------------------ for the channels
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
+        """See `engine.api.Engine`; the prompt may be prefilled elsewhere."""
+        cached = cached_tokens(request, self.worker, self._overlap)
+        decision = self.decide(request, cached)
+        _log.debug("%s: %s", request.request_id, decision)
+        if not decision.remote:
+            return self._submit_here(request, sink, decision.reason)
+        remote = RemoteRequest(self, request, sink, decision)
+        try:
+            handle = self.worker.submit_remote(request, remote)
+        except TransferRefused as error:
+            remote.discard()
+            _log.warning("%s is prefilled here: %s", request.request_id, error.message)
+            return self._submit_here(request, sink, "not_possible")
+        except BaseException:
+            remote.discard()
+            raise
+        self._remote[handle] = remote
+        remote.begin(handle)
+        return handle
+
+    def abort(self, handle: Handle) -> None:
+        """See `engine.api.Engine`: both workers are free of it at once, or as soon as the other one
+        can be told."""
+        remote = self._remote.get(handle)
+        if remote is None:
+            self.worker.abort(handle)
+        else:
+            remote.feed(Event.CANCEL)
+
+    @property
+    def unstarted(self) -> int:
+        """Sequences that wait for their prompt to come."""
+        return sum(r.request.n for r in self._remote.values() if r.state is not State.ACTIVE)
+
+    def close(self) -> None:
+        """Decide nothing more; what runs ends with its channels. Idempotent."""
+        self._deaf()
+        self.queue.close()
+
+    def _submit_here(self, request: GenerateRequest, sink: TokenSink, reason: str) -> Handle:
+        handle = self.worker.submit(request, _Here(self, request, sink, reason))
+        self.tally.decided(remote=False, reason=reason)
+        return handle
+
+    # ------------------------------------------------------------------ deciding
+
+    def decide(self, request: GenerateRequest, cached: int) -> Decision:
+        """Where its prompt is prefilled, as things are now."""
+        stats = self.worker.statistics()
+        card = self.worker.cards().get(request.model)
+        prospect = Prospect(
+            tokens=tokens_of(request),
+            cached=cached,
+            obstacle=self._obstacle(request),
+            streams=stats.running,
+            backlog=stats.uncomputed_tokens,
+            queue=None if card is None else self.queue.state(card.name),
+        )
+        return self.chooser.decide(prospect)
+
+    def _obstacle(self, request: GenerateRequest) -> str:
+        card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
+        if request.n > 1 and any(request.output):
+            return "migrated_choices"
+        if card is None or not card.compat_hash or capabilities is None:
+            return "not_possible"
+        return "" if capabilities.transfers else "not_possible"
+
+    def learn_local(self, request: GenerateRequest, started: Started) -> None:
+        """A prompt was prefilled here."""
+        uncached = tokens_of(request) - started.cached_tokens
+        if uncached > 0:
+            self.chooser.learnt.local(uncached, started.work_seconds)
+
+    # ------------------------------------------------------------------ for the requests
+
+    def lives(self, life: Life) -> bool:
+        """That life of a node is a member."""
+        member = self.node.registry.get(life.node)
+        return member is not None and member.epoch == life.epoch
+
+    def forget(self, remote: RemoteRequest) -> None:
+        """It has ended."""
+        self._remote.pop(remote.handle, None)
+
+    def withdraw(self, life: Life, request: Handle, attempt: int, reason: str) -> None:
+        """Tell a prefill worker that an attempt of its is over."""
+        if self.lives(life) and not self.node.tasks.closed:
+            words = Withdraw(request, attempt, reason)
+            _ = self.node.tasks.spawn(self._withdraw(life, words), "withdraw an attempt")
+
+    async def _withdraw(self, life: Life, words: Withdraw) -> None:
+        try:
+            link = await self.node.link(life.node, timeout=_WITHDRAW_TIMEOUT)
+            if link.peer.epoch != life.epoch:
+                raise LinkLost(f"{life.node} has begun another life", sent=False)
+            await link.request(WITHDRAW, words, timeout=_WITHDRAW_TIMEOUT)
+        except PdserveError as error:
+            _log.debug("attempt %d of %d: %s", words.attempt, words.request, error.message)
+
+    # ------------------------------------------------------------------ from prefill workers
+
+    def _open(self, question: OpenAttempt, call: Call) -> Opened | None:
+        remote = self._remote.get(question.request)
+        if remote is None:
+            raise TransferRefused.at(
+                f"request {question.request}",
+                call.link.peer.node,
+                "opening an attempt",
+                "there is no such request, or it has ended",
+            )
+        remote.asked(question, _life(call), call)
+        return None
+
+    def _renew(self, question: Renew, call: Call) -> Renewed:
+        by, over = _life(call), []
+        for held in question.held:
+            remote = self._remote.get(held.request)
+            if remote is None or not remote.renewed(held.attempt, by):
+                over.append(held)
+        return Renewed(tuple(over))
+
+    def _notify(self, words: Notify, call: Call) -> Taken | None:
+        return self._told(Event.NOTIFY, words, call)
+
+    def _failed(self, words: AttemptFailed, call: Call) -> Taken | None:
+        return self._told(Event.FAILED, words, call)
+
+    def _told(self, event: Event, words: Notify | AttemptFailed, call: Call) -> Taken | None:
+        remote = self._remote.get(words.request)
+        if remote is None:
+            return Taken(current=False)
+        remote.told(event, words, _life(call), call)
+        return None
+
+    # ------------------------------------------------------------------ from membership
+
+    def _on_member(self, event: MemberEvent) -> None:
+        if not isinstance(event, Gone):
+            return
+        gone = Life(event.member.node, event.member.epoch)
+        fenced = event.reason == "own rejoin"
+        for remote in tuple(self._remote.values()):
+            if fenced:
+                remote.feed(Event.FENCE)
+            elif remote.held_by(gone):
+                remote.feed(Event.DIED)
+
+    # ------------------------------------------------------------------ looking
+
+    def _in(self, state: State) -> int:
+        return sum(remote.state is state for remote in self._remote.values())
+
+    def numbers(self) -> DecodeNumbers:
+        """For status."""
+        states = Counter(remote.state.value for remote in self._remote.values())
+        return DecodeNumbers(
+            mode=self.chooser.mode,
+            remote=dict(self.tally.remote),
+            local=dict(self.tally.local),
+            attempts=dict(self.tally.attempts),
+            states={state.value: states[state.value] for state in _WAYS},
+        )
+
+
+_WAYS: Final = tuple(state for state in State if state not in (State.ACTIVE, State.RELEASED))
+"""To the first token."""
+
+
+def _life(call: Call) -> Life:
+    peer = call.link.peer
+    return Life(peer.node, peer.epoch)
+
+
+class _Here:
+    """The sink of a request that is prefilled here from the beginning."""
+
+    __slots__ = ("_line", "_owner", "_request", "_sink", "_started")
+
+    def __init__(
+        self, owner: Decode, request: GenerateRequest, sink: TokenSink, reason: str
+    ) -> None:
+        self._owner = owner
+        self._request = request
+        self._sink = sink
+        self._line = f"local; node={owner.node.id}; reason={reason}"
+        self._started = False
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        """See `engine.api.TokenSink`."""
+        started = delta.started
+        if started is not None:
+            if not self._started:
+                self._started = True
+                self._owner.learn_local(self._request, started)
+            delta = replace(delta, started=replace(started, prefill=self._line))
+        self._sink.on_delta(delta)
+
+    def on_error(self, error: PdserveError) -> None:
+        """See `engine.api.TokenSink`."""
+        self._sink.on_error(error)

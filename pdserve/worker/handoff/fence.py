@@ -1,0 +1,96 @@
+"""Whose word counts: the fence between what a decode worker has begun and what others say of it.
+
+A claim counts if it comes from the router, in the life of it and of the round that the request was
+queued with last. A word about an attempt counts if it names the present one and comes from the very
+life of the worker that it was opened for. Everything else is stale, whenever it arrives.
+
+Pure; one per request, owned by `remote`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pdserve.messages.handoff import LEASE, RENEWAL
+from pdserve.worker.handoff.table import Event, State
+
+if TYPE_CHECKING:
+    from pdserve.ids import Seconds
+    from pdserve.messages.handoff import OpenAttempt
+    from pdserve.worker.handoff.ports import Life
+
+__all__ = ["SILENT", "Fence", "Holder"]
+
+SILENT: Final[Seconds] = 2.5 * RENEWAL
+"""A worker that has not renewed for so long is passed over for another with a valid claim: the
+queue has given the item away because it, too, has lost sight of the first."""
+
+
+@dataclass(slots=True)
+class Holder:
+    """Who has the present attempt."""
+
+    life: Life
+    attempt: int
+    renewed: Seconds
+
+    @property
+    def lapses(self) -> Seconds:
+        """When the lease ends unless it is renewed."""
+        return self.renewed + LEASE
+
+
+class Fence:
+    """See above."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        """Opened so far; the next one's number is one more."""
+        self.holder: Holder | None = None
+        self._owner: Life | None = None
+        self._round = -1
+
+    def queued(self, owner: Life, round: int) -> None:
+        """It is sent to this life of a router now."""
+        self._owner, self._round = owner, round
+
+    def unqueued(self) -> None:
+        """No claim is valid."""
+        self._owner = None
+
+    def claim(
+        self, asked: OpenAttempt, by: Life, state: State, now: Seconds, *, alive: bool
+    ) -> tuple[Event, str]:
+        """Which event a question for an attempt is, and why if it is stale. `alive`: the present
+        attempt's worker, in that life, is a member."""
+        owner = self._owner
+        if owner is None or (asked.owner, asked.owner_epoch) != owner:
+            return Event.STALE, f"it is not queued with this life of {asked.owner}"
+        if asked.round != self._round:
+            return Event.STALE, f"round {asked.round} is over, this is round {self._round}"
+        holder = self.holder
+        if holder is None:
+            return (Event.CLAIM, "") if state is State.QUEUE else (Event.STALE, state.value)
+        if holder.life == by:
+            return Event.AGAIN, f"it is in {state.value}"
+        if state not in (State.ATTEMPT, State.FILL):
+            return Event.STALE, f"it is in {state.value}"
+        if alive and now < holder.renewed + SILENT:
+            return Event.STALE, f"attempt {holder.attempt} of {holder.life.node} is open"
+        return Event.CLAIM, ""
+
+    def open(self, by: Life, now: Seconds) -> Holder:
+        """The next attempt is theirs; its lease begins."""
+        self.attempts += 1
+        self.holder = Holder(by, self.attempts, now)
+        return self.holder
+
+    def close(self) -> None:
+        """No attempt is open."""
+        self.holder = None
+
+    def current(self, attempt: int, by: Life) -> bool:
+        """A word of theirs about this attempt counts."""
+        holder = self.holder
+        return holder is not None and holder.attempt == attempt and holder.life == by

@@ -1,0 +1,160 @@
+"""What the two drivers need of whoever is around them, so that tests can stand in for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.engine.api import Handle, PrefillSink, RemoteSink, TokenSink
+    from pdserve.ids import Epoch, NodeId
+    from pdserve.messages.card import ModelCard
+    from pdserve.messages.engine import EngineCapabilities, EngineStats
+    from pdserve.messages.handoff import Handoff, PrefillItem, QueueState
+    from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.transfer import Ticket
+
+__all__ = [
+    "Claim",
+    "Claims",
+    "DecodeWorker",
+    "Life",
+    "PrefillQueue",
+    "PrefillWorker",
+    "QueueListener",
+    "Worker",
+]
+
+Ending = Literal["done", "refused", "failed", "cancelled"]
+
+
+class Life(NamedTuple):
+    """One life of a node."""
+
+    node: NodeId
+    epoch: Epoch
+
+
+class Worker(Protocol):
+    """What both drivers ask of the worker: see `worker.service.WorkerService`."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities | None: ...
+
+    @property
+    def names_id(self) -> bytes: ...
+
+    def cards(self) -> Mapping[str, ModelCard]: ...
+
+    def statistics(self) -> EngineStats: ...
+
+    def unready_reason(self) -> str | None: ...
+
+    def abort(self, handle: Handle) -> None: ...
+
+
+class DecodeWorker(Worker, Protocol):
+    """See `engine.api.Engine`."""
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle: ...
+
+    def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle: ...
+
+    def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None: ...
+
+    def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None: ...
+
+    def give_up(self, handle: Handle, attempt: int) -> None: ...
+
+    def prefill_here(self, handle: Handle) -> None: ...
+
+
+class PrefillWorker(Worker, Protocol):
+    """See `engine.api.Engine`."""
+
+    def prefill(
+        self,
+        request: GenerateRequest,
+        ticket: Ticket,
+        node: NodeId,
+        epoch: Epoch,
+        sink: PrefillSink,
+    ) -> Handle: ...
+
+
+class QueueListener(Protocol):
+    """Hears of one queued item, until it is refused, cancelled or taken."""
+
+    def on_owner(self, owner: NodeId, epoch: Epoch, round: int) -> None:
+        """It is about to be sent to that life of a router, in this round: only claims of these are
+        valid from now on."""
+        ...
+
+    def on_queued(self, owner: NodeId, epoch: Epoch) -> None:
+        """It has it."""
+        ...
+
+    def on_refused(self, reason: str) -> None:
+        """It is in no queue, and nobody will take it; no call follows."""
+        ...
+
+
+class PrefillQueue(Protocol):
+    """The decode worker's end of the prefill queues."""
+
+    def state(self, model: str) -> QueueState | None:
+        """As last reported by the queue's owner; None: there is none, or nobody to prefill."""
+        ...
+
+    def enqueue(self, item: PrefillItem, listener: QueueListener) -> None:
+        """Queue it, and again when the queue gets another owner, each time in a later round."""
+        ...
+
+    def opened(self, request: int) -> None:
+        """An attempt is open: the queue has no more to do with it."""
+        ...
+
+    def cancel(self, request: int) -> None:
+        """Nobody need prefill it any more; unknown ones are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Refuse whatever is here."""
+        ...
+
+
+class Claim(Protocol):
+    """A prefill worker's right to an item."""
+
+    item: PrefillItem
+    decode: NodeId
+    decode_epoch: Epoch
+
+    @property
+    def owner(self) -> NodeId:
+        """The router whose claim it is."""
+        ...
+
+    @property
+    def owner_epoch(self) -> Epoch: ...
+
+    def opened(self) -> None:
+        """The decode worker has opened an attempt: that it is not wanted comes from there."""
+        ...
+
+    def end(self, outcome: Ending) -> None:
+        """Tell the queue; nothing happens if it has ended."""
+        ...
+
+
+class Claims(Protocol):
+    """The prefill worker's end of the prefill queues."""
+
+    def offer(self, model: str, compat_hash: str, credits: int, uncomputed_tokens: int) -> None:
+        """So many more items would be taken; it is told when it has changed."""
+        ...
+
+    def close(self) -> None:
+        """Leave every queue."""
+        ...

@@ -1,0 +1,264 @@
+"""A prefill worker's handoffs: claims are taken as far as the engine keeps up, leases are renewed.
+
+    claims      of the queue; more are offered while little is left to compute
+    renewals    once a second for each decode worker, for all its attempts together; what it says is
+                over is dropped at once. They run on the node's timers, whatever the engine does
+    withdraw    a decode worker wants nothing more of an attempt
+
+Every claim is in `_claims` from the queue's word to its end. Owned by the worker's member.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import Draining, LinkLost, PdserveError
+from pdserve.messages.handoff import RENEWAL, Renew, Taken
+from pdserve.runtime.methods import RENEW, WITHDRAW
+from pdserve.runtime.registry import Gone
+from pdserve.worker.handoff.credits import Credits
+from pdserve.worker.handoff.numbers import PrefillNumbers, Tally
+from pdserve.worker.handoff.overlap import cached_tokens
+from pdserve.worker.handoff.ports import Life
+from pdserve.worker.handoff.prefilling import Prefilling
+from pdserve.worker.handoff.table import PrefillEvent, PrefillState
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+    from pdserve.ids import Seconds
+    from pdserve.messages.handoff import Held, Renewed, Withdraw
+    from pdserve.messages.request import GenerateRequest
+    from pdserve.net.base import Call
+    from pdserve.net.timers import Timer
+    from pdserve.observe.metrics import Metrics
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import MemberEvent
+    from pdserve.worker.handoff.ports import Claim, Claims, Ending, PrefillWorker
+
+__all__ = ["Prefill"]
+
+_log = logging.getLogger(__name__)
+
+_RENEW_TIMEOUT: Final[Seconds] = 1.5
+"""So that several fit into a lease."""
+
+
+class _Renewals:
+    """The leases at one life of a decode worker."""
+
+    __slots__ = ("asks", "held", "timer")
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, int], Prefilling] = {}
+        self.asks = False
+        """An answer is due."""
+        self.timer: Timer | None = None
+
+
+class Prefill:
+    """See above."""
+
+    def __init__(
+        self,
+        node: Node,
+        worker: PrefillWorker,
+        make_claims: Callable[[Callable[[Claim], None], Callable[[Claim], None]], Claims],
+        overlap: Callable[[bytes], int],
+        metrics: Metrics,
+    ) -> None:
+        """`make_claims` gets what is to be done with a claim, and with one that is not wanted any
+        more; `overlap`: how many leading ones of these block hashes are in the pool."""
+        self.node = node
+        self.worker = worker
+        self.tally = Tally(metrics)
+        self._overlap = overlap
+        self._claims: dict[int, Prefilling] = {}
+        """By identity of the claim: numbers are each router's own."""
+        self._renewals: dict[Life, _Renewals] = {}
+        self._credits = Credits()
+        self._tells = False
+        self._closed = False
+        self._queue = make_claims(self._take, self._stop)
+        node.serve(WITHDRAW, self._withdrawn)
+        self._deaf = node.on_member(self._on_member)
+        for state in PrefillState:
+            if state is not PrefillState.ENDED:
+                metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
+
+    def __len__(self) -> int:
+        """Claims in hand."""
+        return len(self._claims)
+
+    def close(self) -> None:
+        """Leave the queues and drop what is in hand; decode workers learn it from membership.
+        Idempotent."""
+        self._closed = True
+        self._deaf()
+        self._queue.close()
+        for prefilling in tuple(self._claims.values()):
+            prefilling.feed(PrefillEvent.FENCE)
+
+    # ------------------------------------------------------------------ from the queue
+
+    def _take(self, claim: Claim) -> None:
+        prefilling = self._claims[id(claim)] = Prefilling(self, claim)
+        self._credits.took(claim.item.prompt_tokens)
+        prefilling.begin()
+        self.changed()
+
+    def _stop(self, claim: Claim) -> None:
+        prefilling = self._claims.get(id(claim))
+        if prefilling is not None:
+            prefilling.feed(PrefillEvent.UNCLAIMED)
+
+    def changed(self) -> None:
+        """Something has, and with it perhaps the credits: they are offered at the end of this turn
+        of the loop."""
+        if not self._tells and not self._closed:
+            self._tells = True
+            self.node.call_soon(self._offer)
+
+    def _offer(self) -> None:
+        self._tells = False
+        if self._closed:
+            return
+        for card in {card.name: card for card in self.worker.cards().values()}.values():
+            self._queue.offer(card.name, card.compat_hash, self.credits, self.uncomputed)
+
+    @property
+    def uncomputed(self) -> int:
+        """Prompt tokens that were taken and are not computed yet."""
+        return sum(one.uncached for one in self._claims.values() if one.waiting)
+
+    @property
+    def credits(self) -> int:
+        """Items that would be taken besides."""
+        capabilities = self.worker.capabilities
+        if capabilities is None or self.worker.unready_reason() is not None:
+            return 0
+        waiting = sum(one.waiting for one in self._claims.values())
+        return self._credits.left(waiting, self.uncomputed, capabilities)
+
+    # ------------------------------------------------------------------ for the claims
+
+    def cached(self, request: GenerateRequest) -> int:
+        """Leading tokens of it in the pool here."""
+        return cached_tokens(request, self.worker, self._overlap)
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
+        """Run it while the node lives."""
+        try:
+            return self.node.tasks.spawn(work, name)
+        except Draining:
+            return None
+
+    def tell(self, prefilling: Prefilling, held: Held, error: PdserveError) -> None:
+        """The decode worker hears that an attempt has failed."""
+        self.spawn(prefilling.say_failed(held, error), "tell of a failure")
+
+    def hold(self, prefilling: Prefilling) -> None:
+        """Renew its lease from now on."""
+        assert prefilling.held is not None
+        held = prefilling.held
+        renewals = self._renewals.get(prefilling.decode)
+        if renewals is None:
+            renewals = self._renewals[prefilling.decode] = _Renewals()
+            self._later(prefilling.decode, renewals)
+        renewals.held[held.request, held.attempt] = prefilling
+
+    def ended(self, prefilling: Prefilling, outcome: Ending) -> None:
+        """It is over."""
+        del self._claims[id(prefilling.claim)]
+        self.tally.claim(outcome)
+        renewals, held = self._renewals.get(prefilling.decode), prefilling.held
+        if renewals is None or held is None:
+            return
+        renewals.held.pop((held.request, held.attempt), None)
+        if not renewals.held:
+            del self._renewals[prefilling.decode]
+            if renewals.timer is not None:
+                renewals.timer.cancel()
+
+    # ------------------------------------------------------------------ leases
+
+    def _later(self, decode: Life, renewals: _Renewals) -> None:
+        renewals.timer = self.node.timers.call_later(RENEWAL, lambda: self._beat(decode, renewals))
+
+    def _beat(self, decode: Life, renewals: _Renewals) -> None:
+        self._later(decode, renewals)
+        if not renewals.asks:
+            renewals.asks = True
+            self.spawn(self._renew(decode, renewals), "renew leases")
+
+    async def _renew(self, decode: Life, renewals: _Renewals) -> None:
+        held = tuple(one.held for one in renewals.held.values() if one.held is not None)
+        try:
+            link = await self.node.link(decode.node, timeout=_RENEW_TIMEOUT)
+            if link.peer.epoch != decode.epoch:
+                raise LinkLost(f"{decode.node} is another life of itself", sent=False)
+            sent = self.node.now()
+            answer = await link.request(RENEW, Renew(held), timeout=_RENEW_TIMEOUT)
+        except PdserveError as error:
+            _log.debug("leases at %s were not renewed: %s", decode.node, error.message)
+            return
+        finally:
+            renewals.asks = False
+        self._renewed(renewals, held, answer, sent)
+
+    def _renewed(
+        self, renewals: _Renewals, asked: tuple[Held, ...], answer: Renewed, sent: Seconds
+    ) -> None:
+        over = {(held.request, held.attempt) for held in answer.over}
+        for key in ((held.request, held.attempt) for held in asked):
+            prefilling = renewals.held.get(key)
+            if prefilling is None:
+                continue  # it has ended meanwhile
+            if key in over:
+                prefilling.feed(PrefillEvent.OVER)
+            else:
+                prefilling.renewed(sent)
+
+    # ------------------------------------------------------------------ from decode workers
+
+    def _withdrawn(self, words: Withdraw, call: Call) -> Taken:
+        peer = call.link.peer
+        renewals = self._renewals.get(Life(peer.node, peer.epoch))
+        found = None if renewals is None else renewals.held.get((words.request, words.attempt))
+        if found is None:
+            return Taken(current=False)
+        found.feed(PrefillEvent.OVER)
+        return Taken()
+
+    # ------------------------------------------------------------------ from membership
+
+    def _on_member(self, event: MemberEvent) -> None:
+        if not isinstance(event, Gone):
+            return
+        gone = Life(event.member.node, event.member.epoch)
+        fenced = event.reason == "own rejoin"
+        for prefilling in tuple(self._claims.values()):
+            if fenced:
+                prefilling.feed(PrefillEvent.FENCE)
+            elif prefilling.decode == gone:
+                prefilling.feed(PrefillEvent.DIED)
+
+    # ------------------------------------------------------------------ looking
+
+    def _in(self, state: PrefillState) -> int:
+        return sum(one.state is state for one in self._claims.values())
+
+    def numbers(self) -> PrefillNumbers:
+        """For status."""
+        states = Counter(one.state.value for one in self._claims.values())
+        return PrefillNumbers(
+            claims=dict(self.tally.claims),
+            states=dict(states),
+            uncomputed_tokens=self.uncomputed,
+            credits=self.credits,
+        )
