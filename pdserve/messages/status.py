@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.ids import NodeId
 from pdserve.messages.engine import PathState
+from pdserve.messages.handoff import QueueState
 from pdserve.messages.routing import Count, WorkerLoad
 
 State = Literal["alive", "suspect", "unreachable"]
@@ -48,6 +49,10 @@ class RouterNumbers(msgspec.Struct, frozen=True, array_like=True):
     """Time to first token, observed over predicted: the median lately; 0: none was predicted."""
     index_blocks: Count = 0
     """Distinct blocks of workers' pools that it knows."""
+    prefill: dict[str, QueueState] = {}
+    """The prefill queues that it owns, by model."""
+    prefill_events: dict[str, int] = {}
+    """What happened to items of those queues, ever: see `router.prefill.queue`."""
 
 
 class FrontendNumbers(msgspec.Struct, frozen=True, array_like=True):

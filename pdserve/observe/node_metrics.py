@@ -32,6 +32,12 @@ class RouterSample:
     index_bytes: float | None = None
     approximate_workers: float | None = None
     silent_routers: float | None = None
+    prefill_items: Mapping[str, float] = field(default_factory=dict)
+    prefill_tokens: Mapping[str, float] = field(default_factory=dict)
+    prefill_claims: Mapping[str, float] = field(default_factory=dict)
+    prefill_workers: Mapping[str, float] = field(default_factory=dict)
+    prefill_credits: Mapping[str, float] = field(default_factory=dict)
+    prefill_events: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +192,49 @@ NODE_METRICS = (
         "silent_routers",
         "Other routers whose bookings are late, and count less.",
         combine="max",
+    ),
+    NodeMetric(
+        "prefill_queue_items",
+        "gauge",
+        "prefill_items",
+        "Prompts that wait in this router for a prefill worker, by model.",
+        "model",
+    ),
+    NodeMetric(
+        "prefill_queue_tokens",
+        "gauge",
+        "prefill_tokens",
+        "Their tokens, less what the best prefill worker for each has cached.",
+        "model",
+    ),
+    NodeMetric(
+        "prefill_queue_claims",
+        "gauge",
+        "prefill_claims",
+        "Prompts that a prefill worker has claimed and not ended, by model.",
+        "model",
+    ),
+    NodeMetric(
+        "prefill_queue_workers",
+        "gauge",
+        "prefill_workers",
+        "Prefill workers connected to this router's queue, by model.",
+        "model",
+    ),
+    NodeMetric(
+        "prefill_queue_credits",
+        "gauge",
+        "prefill_credits",
+        "Prompts that those would take at once.",
+        "model",
+    ),
+    NodeMetric(
+        "prefill_queue_events_total",
+        "counter",
+        "prefill_events",
+        "What happened to prompts in the queues: enqueued, claimed, held, redelivered, returned, "
+        "cancelled, replaced, abandoned, ended_OUTCOME, refused_REASON.",
+        "event",
     ),
     NodeMetric(
         "rerouted_requests_total",

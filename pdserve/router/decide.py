@@ -34,6 +34,8 @@ class Why(Enum):
     """Nobody serves such a model, and nobody did lately: the client's mistake."""
     NO_WORKER = "no_worker"
     """Its last worker left not long ago."""
+    PREFILL_ONLY = "prefill_only"
+    """All its workers compute prompts for others, and none of those others is there."""
     NOT_ALLOWED = "not_allowed"
     """The client named its workers, and none of them is there."""
     NO_ADAPTER = "no_adapter"
@@ -49,6 +51,8 @@ class Why(Enum):
 _MESSAGES = {
     Why.UNKNOWN_MODEL: "the model '{model}' is not served here",
     Why.NO_WORKER: "no worker serves the model '{model}' now; the last one has left",
+    Why.PREFILL_ONLY: "the model '{model}' has only prefill workers now, which take no requests: "
+    "start a worker with --mode=decode or --mode=aggregated",
     Why.NOT_ALLOWED: "none of the workers that the request allows ({allowed}) is there and takes "
     "requests for the model '{model}'",
     Why.NO_ADAPTER: "no worker of the model '{model}' has the adapter '{lora}'",
@@ -125,4 +129,6 @@ def _why(question: Route, model: ModelView, adapted: Collection[NodeId] | None) 
         return Why.EXCLUDED
     if model.unready:
         return Why.NOT_READY
-    return Why.DRAINING if model.draining else Why.NO_WORKER
+    if model.draining:
+        return Why.DRAINING
+    return Why.PREFILL_ONLY if model.prefill else Why.NO_WORKER

@@ -47,6 +47,8 @@ class Facts:
     """From its card; 0: not said."""
     loras: frozenset[str] = frozenset()
     """Adapters that it has."""
+    prefill: bool = False
+    """It computes prompts for others and takes no requests."""
 
     @classmethod
     def of(cls, member: Member) -> Facts:
@@ -62,6 +64,7 @@ class Facts:
             member.suspect,
             member.reachable,
             card.max_sequences,
+            prefill=card.mode == "prefill",
         )
 
 
@@ -75,6 +78,8 @@ class Standing(Enum):
     """Never: it finishes what it has."""
     UNREADY = "unready"
     """Never: by its own report it takes nothing now."""
+    PREFILL = "prefill"
+    """Never: it is there for other workers, which find it by the prefill queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,8 @@ class ModelView:
     """Who was chosen last; None: nobody yet."""
     known: bool = False
     """It has workers, or had some until lately."""
+    prefill: int = 0
+    """Workers that only compute prompts for others."""
 
 
 @dataclass(slots=True)
@@ -216,15 +223,21 @@ class Pool:
             len(standing[Standing.UNREADY]),
             found.last,
             known=True,
+            prefill=len(standing[Standing.PREFILL]),
         )
 
     def workers(self, model: str) -> list[tuple[Standing, WorkerView]]:
-        """All of the model, by rising node id."""
+        """All that requests might go to, by rising node id."""
         self._catch_up()
         found = self._models.get(model)
         if found is None:
             return []
-        pairs = [(standing, view) for standing, views in found.standing.items() for view in views]
+        pairs = [
+            (standing, view)
+            for standing, views in found.standing.items()
+            if standing is not Standing.PREFILL
+            for view in views
+        ]
         return sorted(pairs, key=lambda pair: pair[1].node)
 
     def facts(self, node: NodeId) -> Facts | None:
@@ -313,6 +326,8 @@ class Pool:
 
     def _standing(self, worker: _Worker) -> Standing:
         facts, load = worker.facts, worker.load
+        if facts.prefill:
+            return Standing.PREFILL
         if facts.draining:
             return Standing.DRAINING
         if load and not load.ready:

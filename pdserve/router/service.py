@@ -247,6 +247,8 @@ class RouterService:
             cached_tokens=numbers.cached_tokens,
             prediction=0.0 if ratios is None else ratios.p50,
             index_blocks=desk.index.counters["blocks"],
+            prefill=self.prefill.states(),
+            prefill_events=dict(self.prefill.counters),
         )
 
     # ------------------------------------------------------------------ prefill queues

@@ -1,5 +1,6 @@
 """Which models the cluster serves, and who serves each, as the cards of its members say.
 
+A prefill worker serves nobody by itself: it counts only in that its model must be the others'.
 Two workers that offer one name must mean the same model: same compatibility hash, same tokenizer,
 same template. Where they do not, the one that started first holds the name, on every node alike,
 and the others serve nothing and are named as being in conflict. Plain functions of the members.
@@ -46,14 +47,15 @@ class Catalogue:
 def catalogue(members: Iterable[Member]) -> Catalogue:
     """See above; the order of `members` does not matter."""
     cards = [
-        (member.card.started, member.node, member.card.models)
+        (member.card.started, member.node, member.card)
         for member in members
         if member.card is not None and member.card.models
     ]
     held: dict[str, tuple[ModelOffer, NodeId]] = {}
     workers: dict[str, list[NodeId]] = {}
     conflicts: dict[NodeId, str] = {}
-    for _, node, offers in sorted(cards, key=lambda one: one[:2]):
+    for _, node, card in sorted(cards, key=lambda one: one[:2]):
+        offers = card.models
         why = _conflict(held, offers)
         if why:
             conflicts[node] = why
@@ -61,7 +63,8 @@ def catalogue(members: Iterable[Member]) -> Catalogue:
         for offer in offers:
             for name in _names(offer):
                 held.setdefault(name, (offer, node))
-                workers.setdefault(name, []).append(node)
+                if card.mode != "prefill":
+                    workers.setdefault(name, []).append(node)
     names = {name: Served(*held[name], tuple(sorted({*nodes}))) for name, nodes in workers.items()}
     return Catalogue(names, conflicts)
 

@@ -48,6 +48,7 @@ def test_the_sound_come_first_and_the_excluded_never(model, excluded, chosen):
     [
         (ModelView(), (), Why.UNKNOWN_MODEL),
         (ModelView(known=True), (), Why.NO_WORKER),
+        (ModelView(known=True, prefill=2), (), Why.PREFILL_ONLY),
         (ModelView(known=True, draining=1), (), Why.DRAINING),
         (ModelView(known=True, draining=1, unready=1), (), Why.NOT_READY),
         (ModelView(known=True, sound=(A,), doubtful=(B,), unready=1), ("a", "b"), Why.EXCLUDED),

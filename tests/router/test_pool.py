@@ -75,6 +75,7 @@ def test_a_worker_stands_under_each_of_its_names(world):
         ({"suspect": True}, load(ready=False), Standing.UNREADY),
         ({"draining": True, "reachable": False}, load(), Standing.DRAINING),
         ({"draining": True}, load(ready=False), Standing.DRAINING),
+        ({"prefill": True, "draining": True}, load(ready=False), Standing.PREFILL),
     ],
 )
 def test_where_a_worker_stands(world, changes, report, standing):
@@ -82,9 +83,16 @@ def test_where_a_worker_stands(world, changes, report, standing):
     world.pool.report(life("w1"), report)
     assert world.pool.models() == {"m": {standing: 1}}
     view = world.view()
-    counts = (len(view.sound), len(view.doubtful), view.draining, view.unready)
-    order = (Standing.SOUND, Standing.DOUBTFUL, Standing.DRAINING, Standing.UNREADY)
+    counts = (len(view.sound), len(view.doubtful), view.draining, view.unready, view.prefill)
+    order = tuple(Standing)
     assert counts == tuple(int(one is standing) for one in order)
+
+
+def test_nobody_asks_a_prefill_worker(world):
+    world.put(facts("w1", prefill=True))
+    world.put(facts("w2"))
+    assert world.nodes() == (["w2"], [])
+    assert [view.node for _, view in world.pool.workers("m")] == ["w2"]
 
 
 def test_it_may_come_back_from_any_standing(world):

@@ -14,6 +14,7 @@ from pdserve.frontend.cluster import ClusterBackend
 from pdserve.frontend.config import FrontendConfig
 from pdserve.ids import NodeId
 from pdserve.messages.engine import EngineStats
+from pdserve.messages.kv import BlockStored
 from pdserve.messages.node import NodeCard
 from pdserve.messages.request import Finish, Started, TokenDelta
 from pdserve.messages.routing import Release
@@ -22,6 +23,7 @@ from pdserve.observe.metrics import Metrics
 from pdserve.router.bookings import End
 from pdserve.router.config import RouterConfig
 from pdserve.router.policies.load import load_policy
+from pdserve.router.pool import Standing
 from pdserve.router.predict.model import TimeModel
 from pdserve.router.service import RouterService
 from pdserve.runtime.methods import EXPLAIN, RELEASE, ROUTE
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.messages.card import ModelCard
+    from pdserve.messages.handoff import Mode
     from pdserve.messages.routing import Route, Routed
     from pdserve.runtime.node import Node
     from tests.runtime.cluster import Cluster
@@ -67,14 +70,13 @@ class Router:
 
 
 class Worker:
-    def __init__(self, node: Node, started: int) -> None:
+    def __init__(self, node: Node, started: int, mode: Mode = "aggregated") -> None:
         self.node = node
         self.service = FakeService()
         self.topics = Topics(node, node.timers)
         service: Any = self.service
-        self.member = WorkerMember(
-            service, node, self.topics, NodeCard(role="worker", started=started)
-        )
+        card = NodeCard(role="worker", started=started, mode=mode)
+        self.member = WorkerMember(service, node, self.topics, card)
 
     def end(self, handle: int) -> None:
         finish = Finish(reason="stop")
@@ -96,9 +98,11 @@ class World:
         made.service.open()
         return made
 
-    async def worker(self, name: str, card: ModelCard | None = None) -> Worker:
+    async def worker(
+        self, name: str, card: ModelCard | None = None, mode: Mode = "aggregated"
+    ) -> Worker:
         node = await self.nodes.add(name)
-        made = self.workers[name] = Worker(node, started=len(self.workers))
+        made = self.workers[name] = Worker(node, len(self.workers), mode)
         made.service.ready(card or model())
         return made
 
@@ -500,6 +504,34 @@ async def test_a_router_says_what_it_would_do() -> None:
         assert (told.worker, told.policy) == ("a", "ttft")
         assert told.candidates[0].terms["cost"] > 0
         assert len(router.bookings) == 0
+
+
+# ------------------------------------------------------------------------ prefill workers
+
+
+@virtually
+async def test_a_prefill_worker_gets_no_requests_but_its_blocks_are_known() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        worker = await w.worker("p", mode="prefill")
+        await w.frontend("f")
+        known = router.service.desk.pool.models
+        await w.nodes.until(lambda: known() == {"tiny": {Standing.PREFILL: 1}})
+        with pytest.raises(NoWorker, match="only prefill workers"):
+            await w.ask("f", "r")
+        link = await w.nodes.nodes["f"].link(NodeId("r"), timeout=1.0)
+        told = await link.request(EXPLAIN, route("tiny"), timeout=1.0)
+        assert (told.candidates, told.worker) == ((), None)
+        assert "only prefill workers" in told.refusal
+        backend = w.frontends["f"]
+        await w.nodes.until(lambda: "prefill workers" in str(backend.unready_reason()))
+        worker.service.say(BlockStored([b"x" * 16], b"y" * 16))
+        index = router.service.desk.index
+        await w.nodes.until(lambda: index.known_blocks(NodeId("p")) == 1)
+        await w.worker("d", mode="decode")
+        await w.nodes.until(lambda: router.workers() == ["d"])
+        assert (await w.ask("f", "r")).worker == "d"
+        await w.nodes.until(lambda: backend._offers.workers("tiny") == (NodeId("d"),))
 
 
 # ------------------------------------------------------------------------ several routers

@@ -27,6 +27,25 @@ def worker(node: str, *offers: ModelOffer, started: int = 1) -> Member:
     return Member(NodeId(node), 1, f"{node}:1", "worker", card)
 
 
+def prefiller(node: str, *offers: ModelOffer, started: int = 1) -> Member:
+    card = NodeCard(role="worker", started=started, models=offers, mode="prefill")
+    return Member(NodeId(node), 1, f"{node}:1", "worker", card)
+
+
+def test_prefill_workers_serve_nobody_by_themselves() -> None:
+    alone = prefiller("p", offered())
+    assert catalogue([alone]).names == {}
+    both = catalogue([alone, worker("d", offered(), started=2)])
+    assert both.names["tiny"].workers == ("d",)
+    assert both.names["tiny"].holder == "p"  # it has the parts, and was there first
+
+
+def test_prefill_workers_must_have_the_same_model() -> None:
+    found = catalogue([worker("d", offered()), prefiller("p", offered(compat_hash="y"), started=2)])
+    assert list(found.conflicts) == ["p"]
+    assert found.names["tiny"].workers == ("d",)
+
+
 def test_names_and_aliases_lead_to_those_who_serve_them() -> None:
     two = offered("other", aliases=("o", "other"))
     found = catalogue([worker("b", offered()), worker("a", offered(), two)])

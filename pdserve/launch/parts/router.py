@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pdserve.launch.parts.base import Context
     from pdserve.messages.status import Report
     from pdserve.observe.node_metrics import NodeSample
-    from pdserve.router.desk import Desk
     from pdserve.runtime.node import Node
 
 __all__ = ["RouterPart"]
@@ -56,7 +55,7 @@ class RouterPart:
             refused=service.refused,
             bookings=len(ledger),
             bookings_ended={why.value: count for why, count in ledger.ended.items()},
-            router=_sampled(service.desk),
+            router=_sampled(service),
         )
 
     def _report(self) -> Report:
@@ -83,7 +82,8 @@ class RouterPart:
         return self.service.unready_reason()
 
 
-def _sampled(desk: Desk) -> RouterSample:
+def _sampled(service: RouterService) -> RouterSample:
+    desk, queues = service.desk, service.prefill.states()
     numbers, index, ratios = desk.numbers, desk.index.counters, desk.prediction()
     return RouterSample(
         decisions=dict(desk.decisions),
@@ -109,4 +109,10 @@ def _sampled(desk: Desk) -> RouterSample:
         index_bytes=index["bytes"],
         approximate_workers=index["approximate_workers"],
         silent_routers=len(desk.bookings.silent_peers),
+        prefill_items={model: queue.waiting for model, queue in queues.items()},
+        prefill_tokens={model: queue.waiting_tokens for model, queue in queues.items()},
+        prefill_claims={model: queue.claimed for model, queue in queues.items()},
+        prefill_workers={model: queue.workers for model, queue in queues.items()},
+        prefill_credits={model: queue.credits for model, queue in queues.items()},
+        prefill_events=service.prefill.counters,
     )
