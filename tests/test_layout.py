@@ -91,6 +91,7 @@ ASYNCIO = {
     "pdserve/testing/transfer_conformance.py": "a suite over asynchronous transfers",
     "pdserve/testing/transfer_support.py": "two nodes that transfer, for tests",
     "pdserve/text/pool.py": "hands long text work to threads and processes",
+    "pdserve/transfer/cuda_ipc.py": "an ending path waits for its peer, under a deadline",
     "pdserve/transfer/fake.py": "a fake device's only time is the loop's",
     "pdserve/transfer/host.py": "sets paths up under a deadline",
     "pdserve/transfer/path.py": "waits for fences",

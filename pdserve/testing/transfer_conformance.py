@@ -22,6 +22,7 @@ from pdserve.testing.transfer_support import (
     Waiter,
     deliver,
     ends,
+    host_memory,
     order,
 )
 from pdserve.transfer.base import Part, PeerKey
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractAsyncContextManager
 
+    from pdserve.ids import Bytes
+    from pdserve.kv.storage import BlockMemory
     from pdserve.messages.transfer import KvLayout
+    from pdserve.testing.device_memory import DeviceMemory
     from pdserve.transfer.base import Ask, Grant, Path, Region, Transport
     from pdserve.transfer.path import PathCore
 
@@ -50,6 +54,10 @@ class TransferConformance:
         """One side."""
         raise NotImplementedError
 
+    def new_memory(self, key: PeerKey, blocks: int, size: Bytes) -> BlockMemory | DeviceMemory:
+        """The pool of one rank of this side."""
+        return host_memory(key, blocks, size)
+
     def world(
         self,
         sources: Sequence[KvLayout] = (),
@@ -58,7 +66,13 @@ class TransferConformance:
     ) -> AbstractAsyncContextManager[Ends]:
         """Two nodes; without layouts, of one rank each."""
         one = layouts(2, 1)
-        return ends(self.make, sources or one, destinations or one, blocks=blocks)
+        return ends(
+            self.make,
+            sources or one,
+            destinations or one,
+            blocks=blocks,
+            new_memory=self.new_memory,
+        )
 
     # ------------------------------------------------------------------ bytes
 

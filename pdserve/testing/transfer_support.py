@@ -13,17 +13,18 @@ from pdserve.errors import LinkLost, TransferError
 from pdserve.ids import NodeId
 from pdserve.kv.storage import BlockMemory
 from pdserve.messages.transfer import Control
+from pdserve.testing.device_memory import DeviceMemory
 from pdserve.testing.kv_oracle import block_of, pattern, received
 from pdserve.transfer.base import Order, Part, PeerKey, Region
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
-    from pdserve.ids import Seconds
+    from pdserve.ids import Bytes, Seconds
     from pdserve.messages.transfer import KvLayout, Ticket
     from pdserve.transfer.base import Ask, Path, Transport
 
-__all__ = ["Ends", "Make", "RecordingSink", "Side", "Waiter", "ends"]
+__all__ = ["Ends", "Make", "NewMemory", "RecordingSink", "Side", "Waiter", "ends", "host_memory"]
 
 PATIENCE: Seconds = 20.0
 """How long a test waits for what has to happen."""
@@ -33,6 +34,12 @@ class Make(Protocol):
     """A back end's transport for one side."""
 
     def __call__(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport: ...
+
+
+class NewMemory(Protocol):
+    """Makes a rank's pool, for blocks of so many bytes."""
+
+    def __call__(self, key: PeerKey, blocks: int, size: Bytes) -> BlockMemory | DeviceMemory: ...
 
 
 class RecordingSink:
@@ -80,6 +87,11 @@ class Waiter:
         return self.calls[0]
 
 
+def host_memory(key: PeerKey, blocks: int, size: Bytes) -> BlockMemory:
+    """What most back ends move."""
+    return BlockMemory(blocks, (size,))
+
+
 @dataclass(eq=False)
 class Side:
     """One node: its ranks' memories and its transport."""
@@ -87,7 +99,8 @@ class Side:
     key: PeerKey
     layouts: Sequence[KvLayout]
     blocks: int
-    memories: list[BlockMemory] = field(default_factory=list)
+    new_memory: NewMemory = host_memory
+    memories: list[BlockMemory | DeviceMemory] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     transport: Transport = field(init=False)
 
@@ -95,10 +108,13 @@ class Side:
         """Poisoned pools."""
         for layout in self.layouts:
             size = len(block_of(layout, 0))
-            memory = BlockMemory(self.blocks, (size,))
+            memory = self.new_memory(self.key, self.blocks, size)
+            self.memories.append(memory)
+            if isinstance(memory, DeviceMemory):
+                self.regions.append(Region(layout, self.blocks, address=memory.address))
+                continue
             export = memory.export() if memory.backing == "memfd" else None
             fd = None if export is None else export.fd
-            self.memories.append(memory)
             self.regions.append(Region(layout, self.blocks, memory.view(), fd))
         self.poison(range(self.blocks))
 
@@ -169,11 +185,12 @@ async def ends(
     destinations: Sequence[KvLayout],
     *,
     blocks: int = 16,
+    new_memory: NewMemory = host_memory,
 ) -> AsyncIterator[Ends]:
     """Two nodes, which are closed at the end; the pools' memory is the last to go."""
     world = Ends(
-        Side(PeerKey(NodeId("p"), 1), sources, blocks),
-        Side(PeerKey(NodeId("d"), 2), destinations, blocks),
+        Side(PeerKey(NodeId("p"), 1), sources, blocks, new_memory),
+        Side(PeerKey(NodeId("d"), 2), destinations, blocks, new_memory),
     )
     sides = (world.source, world.destination)
     for side in sides:

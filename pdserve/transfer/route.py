@@ -60,10 +60,11 @@ class Route:
         for source in sources:
             for destination in destinations:
                 check_fit(source.layout, destination.layout)
-        self._pairs = rank_pairs(
+        self.pairs = rank_pairs(
             [card.layout for card in sources], [card.layout for card in destinations]
         )
-        if not self._pairs:
+        """Regions of both, by their places, that have bytes to exchange."""
+        if not self.pairs:
             raise PlanError("no rank of the source has what a rank of the destination holds")
         self._blocks = (_least(sources), _least(destinations))
         self.block_tokens = sources[0].layout.tokens
@@ -89,7 +90,7 @@ class Route:
         count = len(share.blocks)
         theirs = destinations[share.place : share.place + count]
         moves = []
-        for s, d in self._pairs:
+        for s, d in self.pairs:
             plan = template(self._sources[s].layout, self._destinations[d].layout, share.layers)
             if plan.spans and count:
                 moves.append(Move(s, d, bind(plan, share.blocks, theirs)))
@@ -104,7 +105,7 @@ class Route:
         """Bytes that a share brings to the destination."""
         return len(share.blocks) * sum(
             template(self._sources[s].layout, self._destinations[d].layout, share.layers).size
-            for s, d in self._pairs
+            for s, d in self.pairs
         )
 
     def check_order(self, first_token: int, tokens: int, blocks: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""A source in a process of its own, for tests that kill it: `python -m … shm|tcp`.
+"""A source in a process of its own, for tests that kill it: `python -m … shm|tcp|cuda_ipc`.
 
 It takes what its transport is asked from stdin and answers on stdout, as frames of a length and
 msgpack: a control record, or a ticket, whose blocks it then delivers, one part each, over and over.
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import struct
 import sys
+from random import Random
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,9 +18,13 @@ import msgspec
 from pdserve.errors import LinkLost, PdserveError
 from pdserve.ids import NodeId
 from pdserve.messages.transfer import Control, Ticket
+from pdserve.testing.device_memory import DeviceMemory
+from pdserve.testing.fake_cuda import FakeCuda
 from pdserve.testing.kv_oracle import layouts
-from pdserve.testing.transfer_support import Side, Waiter
+from pdserve.testing.transfer_support import Side, Waiter, host_memory
 from pdserve.transfer.base import Part, PeerKey
+from pdserve.transfer.cuda.nvidia import NvidiaDriver
+from pdserve.transfer.cuda_ipc import CudaIpcTransport, available
 from pdserve.transfer.shm import ShmTransport
 from pdserve.transfer.tcp import TcpTransport
 
@@ -28,10 +33,13 @@ if TYPE_CHECKING:
 
     from pdserve.messages.transfer import KvLayout
     from pdserve.transfer.base import Ask, Path, Region, Transport
+    from pdserve.transfer.cuda.driver import CudaDriver
 
 SOURCE = PeerKey(NodeId("p"), 1)
 DESTINATION = PeerKey(NodeId("d"), 2)
 BLOCKS = 64
+DRIVER: CudaDriver = NvidiaDriver() if available() is None else FakeCuda(Random(1))
+"""The GPU, or what plays one."""
 
 
 def big() -> Sequence[KvLayout]:
@@ -39,9 +47,21 @@ def big() -> Sequence[KvLayout]:
     return layouts(4, 2, layers=4, tokens=16, dim=64)
 
 
+def side_of(kind: str, key: PeerKey) -> Side:
+    """One end, with its pools."""
+    if kind != "cuda_ipc":
+        side = Side(key, big(), BLOCKS, host_memory)
+    else:
+        side = Side(key, big(), BLOCKS, lambda _, blocks, size: DeviceMemory(DRIVER, blocks, size))
+    side.allocate()
+    return side
+
+
 def make(kind: str, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
     if kind == "shm":
         return ShmTransport(key.node, key.epoch, regions, ask)
+    if kind == "cuda_ipc":
+        return CudaIpcTransport(key.node, key.epoch, regions, ask, driver=DRIVER)
     return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1")
 
 
@@ -58,8 +78,7 @@ async def main(kind: str) -> None:
     async def nobody(peer: PeerKey, control: Control, timeout: float) -> Control:
         raise LinkLost("this process asks nothing")
 
-    side = Side(SOURCE, big(), BLOCKS)
-    side.allocate()
+    side = side_of(kind, SOURCE)
     side.fill({block: block for block in range(BLOCKS)})
     side.transport = make(kind, SOURCE, side.regions, nobody)
     stdin = asyncio.StreamReader()

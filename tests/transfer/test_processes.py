@@ -13,12 +13,13 @@ import pytest
 
 from pdserve.errors import PathLost
 from pdserve.messages.transfer import Control
-from pdserve.testing.transfer_support import RecordingSink, Side, order
+from pdserve.testing.transfer_support import RecordingSink, order
 from tests.transfer import peer_process as peer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from pdserve.testing.transfer_support import Side
     from pdserve.transfer.base import Grant, PeerKey
 
 WHOLE = range(4)
@@ -65,8 +66,7 @@ async def killable(kind: str) -> AsyncIterator[Killable]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    side = Side(peer.DESTINATION, peer.big(), peer.BLOCKS)
-    side.allocate()
+    side = peer.side_of(kind, peer.DESTINATION)
     two = Killable(process, side)
     side.transport = peer.make(kind, side.key, side.regions, two.ask)
     try:
@@ -82,7 +82,7 @@ async def killable(kind: str) -> AsyncIterator[Killable]:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "cuda_ipc"])
 async def test_a_source_that_is_killed_fails_and_is_fenced(kind: str) -> None:
     async with killable(kind) as two:
         grant, sink = await two.grant()
@@ -95,7 +95,7 @@ async def test_a_source_that_is_killed_fails_and_is_fenced(kind: str) -> None:
         assert two.side.transport.path(peer.SOURCE) is None
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "cuda_ipc"])
 async def test_a_source_that_sleeps_and_wakes_writes_nothing_that_was_fenced(kind: str) -> None:
     async with killable(kind) as two:
         grant, sink = await two.grant()

@@ -1,0 +1,51 @@
+"""A pool in device memory, as tests look at it: the part of `kv.storage.BlockMemory` they use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdserve.ids import Bytes
+    from pdserve.transfer.cuda.driver import CudaDriver
+
+__all__ = ["DeviceMemory"]
+
+
+class DeviceView:
+    """Some of it: assigned to as a whole, and compared."""
+
+    def __init__(self, driver: CudaDriver, address: int, size: Bytes) -> None:
+        self._driver = driver
+        self._address = address
+        self._size = size
+
+    def __setitem__(self, all_: slice, data: bytes) -> None:
+        if all_ != slice(None) or len(data) != self._size:
+            raise ValueError("a view of device memory is assigned to as a whole")
+        self._driver.write(self._address, bytes(data))
+
+    def __eq__(self, other: object) -> bool:
+        return self._driver.read(self._address, self._size) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class DeviceMemory:
+    """See above."""
+
+    def __init__(self, driver: CudaDriver, blocks: int, block_bytes: Bytes) -> None:
+        self.blocks = blocks
+        self.block_bytes = block_bytes
+        self._driver = driver
+        self.address = driver.allocate(blocks * block_bytes)
+
+    def view(self, block: int | None = None) -> DeviceView:
+        """One block, or all."""
+        if block is None:
+            return DeviceView(self._driver, self.address, self.blocks * self.block_bytes)
+        address = self.address + block * self.block_bytes
+        return DeviceView(self._driver, address, self.block_bytes)
+
+    def close(self) -> None:
+        """Give it up."""
+        self._driver.free(self.address)

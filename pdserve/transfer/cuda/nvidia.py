@@ -1,0 +1,317 @@
+"""NVIDIA's driver behind the port, by cuda-python.
+
+Every call is made in the primary context of a device, the one that torch uses, too. Calls give the
+interpreter free while they wait, so threads may make them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import secrets
+import sys
+import threading
+from array import array
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from pdserve.transfer.cuda import kernels
+from pdserve.transfer.cuda.driver import CudaError, Exported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.ids import Bytes
+    from pdserve.transfer.cuda.driver import CudaStream
+
+__all__ = ["NvidiaDriver", "available"]
+
+_log = logging.getLogger(__name__)
+
+FEW: Final = 16
+"""Up to so many runs, a copy command each."""
+SHORT: Final[Bytes] = 64 * 1024
+"""Runs that are shorter in the mean go through one kernel instead of a command each."""
+BATCH: Final = 32 * 1024
+"""Runs of one launch; their table takes 24 bytes each on the device."""
+_THREADS: Final = 128
+_BLOCKS: Final = 4096
+"""Of threads, in one launch: beyond what any device runs at a time, they take turns."""
+_HANDLE: Final[Bytes] = 64
+_PROCESS: Final = secrets.token_bytes(16)
+
+
+def available() -> str | None:
+    """Why CUDA cannot be used by this process; None: it can. Loads the driver, which may take
+    seconds, and where it is broken may hang: a doctor asks from a process of its own."""
+    if sys.platform != "linux":
+        return f"memory of a GPU is not shared between processes on {sys.platform}"
+    if not Path("/dev/nvidiactl").exists():
+        if Path("/dev/kfd").exists():
+            return "the GPUs here are AMD's: ROCm is not supported"
+        return "no NVIDIA driver here"
+    if importlib.util.find_spec("cuda") is None:
+        return "cuda-python is not installed: pip install 'pdserve[cuda]'"
+    try:
+        NvidiaDriver()
+    except (CudaError, ImportError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+class _Device(NamedTuple):
+    ordinal: int
+    uuid: bytes
+    context: Any
+    architecture: str
+
+
+class NvidiaDriver:
+    """See above, and `driver.CudaDriver`."""
+
+    def __init__(self) -> None:
+        """Raises `CudaError` without a device that unified addressing works on."""
+        from cuda.bindings import driver as cuda
+
+        self.cuda: Any = cuda
+        self._devices: dict[int, _Device] = {}
+        self._lock = threading.Lock()
+        self.without_kernel = ""
+        """Why many short runs cost a command each; empty: they do not, or none were met."""
+        self._modules: dict[tuple[int, str], Any] = {}
+        self.asked("cuInit", 0)
+        count = self.asked("cuDeviceGetCount")
+        if not count:
+            raise CudaError("the driver shows no GPU")
+        self._uuids = {self._uuid(ordinal): ordinal for ordinal in range(count)}
+
+    def asked(self, function: str, *arguments: Any) -> Any:
+        """What a call of the driver returned. Raises `CudaError`."""
+        code, *values = getattr(self.cuda, function)(*arguments)
+        if code != self.cuda.CUresult.CUDA_SUCCESS:
+            raise CudaError(f"{function}: {code.name}")
+        return values[0] if len(values) == 1 else tuple(values)
+
+    # ------------------------------------------------------------------ devices
+
+    def beside(self, address: int) -> _Device:
+        """The device that holds an address, its context current in this thread."""
+        attribute = self.cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        return self.on(int(self.asked("cuPointerGetAttribute", attribute, address)))
+
+    def on(self, ordinal: int) -> _Device:
+        """A device, its context current in this thread."""
+        with self._lock:
+            device = self._devices.get(ordinal)
+            if device is None:
+                device = self._devices[ordinal] = self._retained(ordinal)
+        self.asked("cuCtxSetCurrent", device.context)
+        return device
+
+    def _retained(self, ordinal: int) -> _Device:
+        handle = self.asked("cuDeviceGet", ordinal)
+        attributes = self.cuda.CUdevice_attribute
+        if not self._attribute(handle, attributes.CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING):
+            raise CudaError(f"GPU {ordinal} has no unified addressing")
+        major = self._attribute(handle, attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = self._attribute(handle, attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        context = self.asked("cuDevicePrimaryCtxRetain", handle)
+        return _Device(ordinal, self._uuid(ordinal), context, f"sm_{major}{minor}")
+
+    def _attribute(self, handle: Any, attribute: Any) -> int:
+        return int(self.asked("cuDeviceGetAttribute", attribute, handle))
+
+    def _uuid(self, ordinal: int) -> bytes:
+        handle = self.asked("cuDeviceGet", ordinal)
+        return bytes(self.asked("cuDeviceGetUuid", handle).bytes)
+
+    def kernel(self, ordinal: int, name: str, entry: str = "") -> Any:
+        """An entry point (without a name, the only one), compiled once per device."""
+        device = self.on(ordinal)
+        with self._lock:
+            module = self._modules.get((ordinal, name))
+            if module is None:
+                code = kernels.compiled(name, device.architecture)
+                module = self._modules[ordinal, name] = self.asked("cuModuleLoadData", code)
+        return self.asked(
+            "cuModuleGetFunction", module, (entry or kernels.KERNELS[name][0]).encode()
+        )
+
+    def launch(
+        self,
+        kernel: Any,
+        stream: Any,
+        grid: tuple[int, int],
+        block: tuple[int, int],
+        arguments: Sequence[Any],
+    ) -> None:
+        """`arguments` are ctypes objects, which the driver copies before this returns."""
+        places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        shape = (*grid, 1, *block, 1)
+        self.asked("cuLaunchKernel", kernel, *shape, 0, stream, ctypes.addressof(places), 0)
+
+    # ------------------------------------------------------------------ pools
+
+    def export(self, address: int, size: Bytes) -> Exported:
+        """See `driver.CudaDriver`."""
+        device = self.beside(address)
+        base, whole = self.asked("cuMemGetAddressRange", address)
+        offset = address - int(base)
+        if offset + size > whole:
+            raise CudaError(f"a pool of {size} bytes in an allocation of {whole}")
+        try:
+            handle = self.asked("cuIpcGetMemHandle", base)
+        except CudaError as error:
+            raise CudaError(
+                f"{error}: the pool cannot be shared with other processes; it must be memory of "
+                "cuMemAlloc or cudaMalloc, not of a virtual or stream-ordered allocator"
+            ) from error
+        plain = ctypes.string_at(handle.getPtr(), _HANDLE)
+        return Exported(_PROCESS, device.uuid, plain, offset, address)
+
+    def open(self, exported: Exported, beside: int) -> int:
+        """See `driver.CudaDriver`."""
+        there = self._uuids.get(exported.device)
+        if there is None:
+            raise CudaError("the peer's GPU is not visible to this process")
+        here = self.beside(beside)
+        self._check_reach(here.ordinal, there)
+        if exported.process == _PROCESS:
+            self._enable(there, here.ordinal)
+            return exported.address
+        handle = self.cuda.CUipcMemHandle()
+        if len(exported.handle) != _HANDLE:
+            raise CudaError(f"a handle of {len(exported.handle)} bytes")
+        ctypes.memmove(handle.getPtr(), exported.handle, _HANDLE)
+        flag = self.cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        base = self.asked("cuIpcOpenMemHandle", handle, flag.value)
+        return int(base) + exported.offset
+
+    def _check_reach(self, here: int, there: int) -> None:
+        if here == there:
+            return
+        handles = [self.asked("cuDeviceGet", ordinal) for ordinal in (here, there)]
+        if not self.asked("cuDeviceCanAccessPeer", *handles):
+            raise CudaError(f"GPU {here} has no peer access to GPU {there}")
+
+    def _enable(self, there: int, here: int) -> None:
+        """Between two devices of this process; once is enough."""
+        if here == there:
+            return
+        context = self.on(there).context
+        self.on(here)
+        (code,) = self.cuda.cuCtxEnablePeerAccess(context, 0)
+        results = self.cuda.CUresult
+        if code not in (
+            results.CUDA_SUCCESS,
+            results.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED,
+        ):
+            raise CudaError(f"cuCtxEnablePeerAccess: {code.name}")
+
+    def close(self, exported: Exported, address: int, beside: int) -> None:
+        """See `driver.CudaDriver`."""
+        if exported.process != _PROCESS:
+            self.beside(beside)
+            self.asked("cuIpcCloseMemHandle", address - exported.offset)
+
+    def allocate(self, size: Bytes, device: int = 0) -> int:
+        """See `driver.CudaDriver`."""
+        self.on(device)
+        return int(self.asked("cuMemAlloc", size))
+
+    def free(self, address: int) -> None:
+        """See `driver.CudaDriver`."""
+        self.beside(address)
+        self.asked("cuMemFree", address)
+
+    def write(self, address: int, data: bytes) -> None:
+        """See `driver.CudaDriver`."""
+        self.beside(address)
+        self.asked("cuMemcpyHtoD", address, data, len(data))
+        self.asked("cuStreamSynchronize", 0)
+
+    def read(self, address: int, size: Bytes) -> bytes:
+        """See `driver.CudaDriver`."""
+        self.beside(address)
+        out = ctypes.create_string_buffer(size)
+        self.asked("cuMemcpyDtoH", ctypes.addressof(out), address, size)
+        return out.raw
+
+    def stream(self, beside: int) -> CudaStream:
+        """See `driver.CudaDriver`."""
+        return NvidiaStream(self, self.beside(beside))
+
+
+class NvidiaStream:
+    """See `driver.CudaStream`. Its events do not spin while a thread waits."""
+
+    def __init__(self, driver: NvidiaDriver, device: _Device) -> None:
+        self._driver = driver
+        self._device = device
+        flags = driver.cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self._stream = driver.asked("cuStreamCreate", flags.value)
+        self._table = 0
+        self._kernel: Any = None
+
+    def copy(self, to: array[int], from_: array[int], lengths: array[int]) -> None:
+        """See `driver.CudaStream`."""
+        self._driver.on(self._device.ordinal)
+        count = len(lengths)
+        if count > FEW and sum(lengths) < count * SHORT and self._loaded():
+            for first, last in pairwise([*range(0, count, BATCH), count]):
+                self._launch(to[first:last], from_[first:last], lengths[first:last])
+            return
+        for there, here, length in zip(to, from_, lengths, strict=True):
+            self._driver.asked("cuMemcpyAsync", there, here, length, self._stream)
+
+    def _loaded(self) -> bool:
+        """Is there a kernel for many short runs? Compiled when it is first needed."""
+        if not self._table and not self._driver.without_kernel:
+            try:
+                self._kernel = self._driver.kernel(self._device.ordinal, "copy_runs")
+                self._table = int(self._driver.asked("cuMemAlloc", 3 * 8 * BATCH))
+            except CudaError as error:
+                self._driver.without_kernel = str(error)
+                _log.warning("cuda: many short runs cost a command each: %s", error)
+        return bool(self._table)
+
+    def _launch(self, to: array[int], from_: array[int], lengths: array[int]) -> None:
+        """One launch. The table's memory is used again in the stream's order: the copy into it
+        waits for the launch before; and pageable memory has been read when the call returns."""
+        count = len(lengths)
+        table = array("q", to)
+        table += from_
+        table += lengths
+        driver = self._driver
+        source, _ = table.buffer_info()
+        driver.asked("cuMemcpyHtoDAsync", self._table, source, 24 * count, self._stream)
+        columns = [ctypes.c_void_p(self._table + 8 * count * column) for column in range(3)]
+        blocks = min(count, _BLOCKS)
+        arguments = [*columns, ctypes.c_uint(count)]
+        driver.launch(self._kernel, self._stream, (blocks, 1), (_THREADS, 1), arguments)
+
+    def mark(self) -> object:
+        """See `driver.CudaStream`."""
+        self._driver.on(self._device.ordinal)
+        events = self._driver.cuda.CUevent_flags
+        flags = events.CU_EVENT_BLOCKING_SYNC.value | events.CU_EVENT_DISABLE_TIMING.value
+        event = self._driver.asked("cuEventCreate", flags)
+        self._driver.asked("cuEventRecord", event, self._stream)
+        return event
+
+    def wait(self, mark: object) -> None:
+        """See `driver.CudaStream`."""
+        self._driver.on(self._device.ordinal)
+        self._driver.asked("cuEventSynchronize", mark)
+        self._driver.asked("cuEventDestroy", mark)
+
+    def close(self) -> None:
+        """See `driver.CudaStream`."""
+        self._driver.on(self._device.ordinal)
+        self._driver.asked("cuStreamSynchronize", self._stream)
+        if self._table:
+            self._driver.asked("cuMemFree", self._table)
+            self._table = 0
+        self._driver.asked("cuStreamDestroy", self._stream)
