@@ -230,6 +230,7 @@ class LoopMover:
         await self._tasks.close()
         self._attempts.clear()
         self._closing.clear()
+        self._pool = self._roads = self._turn = None  # the pool's memory goes when nobody has it
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         self._on_broken(EngineDied(f"the engine's transports broke down in {name}: {error!r}"))

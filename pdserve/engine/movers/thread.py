@@ -83,6 +83,8 @@ class ThreadMover:
         self._started.set()
         await self._over.wait()
         await mover.closed()
+        self._mover = None
+        loop.set_exception_handler(None)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -123,7 +125,7 @@ class ThreadMover:
         thread.join(_CLOSE)
         if thread.is_alive():
             raise EngineError(f"the transports have not ended within {_CLOSE:g} s")
-        self._thread = None
+        self._thread = self._loop = None
 
     def _post(self, loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:
         try:
