@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from pdserve.engine.mover import Moved, Mover
     from pdserve.ids import Seconds
     from pdserve.messages.request import TokenDelta
+    from pdserve.transfer.base import Region
 
 __all__ = ["STATS_INTERVAL", "Core", "EngineCore"]
 
@@ -136,6 +137,8 @@ class EngineCore:
         self._mover = mover
         self._incoming: Incoming | None = None
         self._outgoing: Outgoing | None = None
+        self._region: Region | None = None
+        """What is moved."""
         self._moved = False
         """`Mover.poll` has something."""
         self._events: list[Event] = []
@@ -185,6 +188,7 @@ class EngineCore:
         if region is None:
             _log.warning("engine %s has no KV that could be moved", spec.engine)
             return ()
+        self._region = region
         transfers = mover.start(region, self._on_moved)
         scheduler, pool, verify = self.scheduler, self.pool, spec.transfer.verify
         self._incoming = Incoming(scheduler, pool, mover, region, self._say)
@@ -501,6 +505,8 @@ class EngineCore:
                 self._mover.close()
             return self._end_all() if hasattr(self, "scheduler") else 0
         finally:
+            if self._region is not None and self._region.view is not None:
+                self._region.view.release()
             self._executor.close()
 
     def _end_all(self) -> int:

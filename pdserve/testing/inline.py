@@ -80,7 +80,7 @@ class InlineEngine:
             case Step():
                 for delta in event.deltas:
                     self.ledgers[delta.handle].take(delta)
-            case Rejected():
+            case Rejected() if event.handle in self.ledgers:
                 self.ledgers[event.handle].fail(error_of(event))
             case KvEvents():
                 self.kv_events += event.events

@@ -1,0 +1,300 @@
+"""Movers of cores in one process: bytes are copied when a test says so, in the order it wants.
+
+What a transport may do, this does: parts arrive in any order; bytes land after the attempt was
+revoked, until it is closed; a sender that was told of a failure has learned nothing, and what it
+sent may land afterwards; after a fence nothing lands. `FreeGuard` sees bytes that land where nobody
+expects any, and blocks that are handed out although a peer may still write to them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdserve.engine.mover import Arrived, Closed, Delivered, Granted, Lost, Moved
+from pdserve.errors import PathLost, TransferError, TransferRefused, TransferWithdrawn
+from pdserve.messages.transfer import Ticket
+from pdserve.testing.kv_oracle import POISON
+from pdserve.transfer.plan import align, bind, block_bytes, template
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from pdserve.engine.mover import AttemptKey
+    from pdserve.kv.block_pool import BlockPool
+    from pdserve.messages.engine import PathState, PeerGone, TransferAnswered, TransferCall
+    from pdserve.transfer.base import Order, Part, PeerKey, Region
+    from pdserve.transfer.plan import Runs
+
+__all__ = ["FakeMover", "FakeNet", "FreeGuard"]
+
+
+@dataclass(slots=True, eq=False)
+class _Grant:
+    mover: FakeMover
+    key: AttemptKey
+    ticket: Ticket
+    revoked: bool = False
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Delivery:
+    """A part that is on its way."""
+
+    source: FakeMover
+    handle: int
+    ticket: Ticket
+    part: Part
+    error: TransferError | None = None
+    """It will end by this, nothing of it having landed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ghost:
+    """Bytes whose sender has given up."""
+
+    grant: _Grant
+    runs: Runs
+    data: list[bytes]
+
+
+class FakeNet:
+    """What connects the movers of one test."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """What has happened: copied, lost, late, landed_late, corrupted, refused."""
+        self.grants: dict[tuple[int, int], _Grant] = {}
+        """By slot and generation, closed ones too."""
+        self.under_way: list[Callable[[], None]] = []
+        """What may happen next."""
+        self.faults: list[str] = []
+        """Of the next deliveries: `lost`, `late`, `corrupt`, or empty for none."""
+        self.bytes_applied = 0
+
+    def step(self, rng: Random | None = None) -> bool:
+        """Let one thing happen: the oldest, or any. False if there is nothing."""
+        if not self.under_way:
+            return False
+        index = 0 if rng is None else rng.randrange(len(self.under_way))
+        self.under_way.pop(index)()
+        return True
+
+    def run(self) -> None:
+        """Let everything happen."""
+        while self.step():
+            pass
+
+    def closing(self, mover: FakeMover) -> set[int]:
+        """Blocks of a mover's core that somebody may still write to."""
+        return {
+            block
+            for grant in self.grants.values()
+            if grant.mover is mover and not grant.closed
+            for block in grant.ticket.blocks
+        }
+
+
+@dataclass(slots=True, eq=False)
+class FakeMover:
+    """An `engine.mover.Mover`."""
+
+    net: FakeNet
+    refuse: str = ""
+    """Why there is no path, if there is none."""
+    closed: bool = False
+    region: Region = field(init=False)
+    _wake: Callable[[], None] = field(init=False)
+    _events: list[Moved] = field(default_factory=list)
+    _grants: dict[AttemptKey, _Grant] = field(default_factory=dict)
+
+    def start(self, region: Region, wake: Callable[[], None]) -> tuple[str, ...]:
+        self.region, self._wake = region, wake
+        return ("fake",)
+
+    def attach(self, peer: PeerKey) -> None:
+        """Nodes do not matter here."""
+
+    def take(self, command: PeerGone | TransferCall | TransferAnswered) -> None:
+        """Nobody is asked anything."""
+
+    def paths(self) -> list[PathState]:
+        return []
+
+    def poll(self) -> list[Moved]:
+        events, self._events = self._events, []
+        return events
+
+    def say(self, moved: Moved) -> None:
+        """Something has come of it."""
+        if not self.closed:
+            self._events.append(moved)
+            self._wake()
+
+    # ------------------------------------------------------------------ destination
+
+    def open(self, key: AttemptKey, peer: PeerKey, order: Order) -> None:
+        net = self.net
+        assert not net.closing(self) & set(order.blocks), "blocks of two attempts at once"
+        ticket = Ticket(
+            transfer=order.transfer,
+            attempt=key.attempt,
+            epoch=1,
+            slot=len(net.grants),
+            generation=7,
+            first_token=order.first_token,
+            tokens=order.tokens,
+            blocks=tuple(order.blocks),
+        )
+        grant = _Grant(self, key, ticket)
+        net.grants[ticket.slot, ticket.generation] = self._grants[key] = grant
+        net.under_way.append(lambda: self._granted(grant))
+
+    def _granted(self, grant: _Grant) -> None:
+        if grant.revoked:
+            return
+        if self.refuse:
+            self.say(Lost(grant.key, PathLost(self.refuse)))
+        else:
+            self.say(Granted(grant.key, grant.ticket))
+
+    def finish(self, key: AttemptKey) -> None:
+        self._grants.pop(key).closed = True
+
+    def revoke(self, key: AttemptKey) -> None:
+        grant = self._grants.pop(key)
+        grant.revoked = True
+        self.net.under_way.append(lambda: self._close(grant))
+
+    def _close(self, grant: _Grant) -> None:
+        grant.closed = True
+        self.say(Closed(grant.key))
+
+    # ------------------------------------------------------------------ source
+
+    def deliver(self, handle: int, peer: PeerKey, ticket: Ticket, part: Part) -> None:
+        delivery = _Delivery(self, handle, ticket, part)
+        self.net.under_way.append(lambda: self._land(delivery))
+        self._deliveries.append(delivery)
+
+    _deliveries: list[_Delivery] = field(default_factory=list)
+
+    def withdraw(self, handle: int, peer: PeerKey, ticket: Ticket) -> None:
+        for delivery in self._deliveries:
+            if delivery.handle == handle:
+                delivery.error = TransferWithdrawn("the source has withdrawn it")
+
+    def _land(self, delivery: _Delivery) -> None:
+        if delivery not in self._deliveries:
+            return
+        self._deliveries.remove(delivery)
+        net, ticket = self.net, delivery.ticket
+        grant = net.grants[ticket.slot, ticket.generation]
+        if grant.closed and delivery.error is None:
+            net.counts["refused"] += 1
+            delivery.error = TransferRefused("the attempt is over")
+        fault = net.faults.pop(0) if net.faults and delivery.error is None else ""
+        if fault in ("lost", "late"):
+            net.counts[fault] += 1
+            delivery.error = PathLost("the fault that was asked for")
+            if fault == "late":
+                self._leave_ghost(grant, delivery)
+        if delivery.error is not None:
+            self.say(Delivered(delivery.handle, delivery.part.number, 0, delivery.error))
+            if not (grant.revoked or grant.closed):
+                grant.mover.say(Lost(grant.key, delivery.error))
+            return
+        runs = self._runs(grant, delivery)
+        self._write(grant, runs, [self._read(at, size) for at, _, size in runs], fault)
+        self.say(Delivered(delivery.handle, delivery.part.number, runs.size, None))
+        if not grant.revoked:
+            grant.mover.say(Arrived(grant.key, delivery.part.number, runs.size))
+
+    def _runs(self, grant: _Grant, delivery: _Delivery) -> Runs:
+        ticket, part, ours = delivery.ticket, delivery.part, self.region.layout
+        skip, place = align(
+            ticket.first_token, ticket.tokens, ours.tokens, part.start, len(part.blocks)
+        )
+        blocks = part.blocks[skip:]
+        plan = template(ours, grant.mover.region.layout, part.layers)
+        return bind(plan, blocks, ticket.blocks[place : place + len(blocks)])
+
+    def _read(self, at: int, size: int) -> bytes:
+        assert self.region.view is not None
+        return bytes(self.region.view[at : at + size])
+
+    def _write(self, grant: _Grant, runs: Runs, data: list[bytes], fault: str) -> None:
+        view = grant.mover.region.view
+        assert view is not None
+        for (_, at, size), piece in zip(runs, data, strict=True):
+            view[at : at + size] = piece
+            if fault == "corrupt":
+                view[at] ^= 1
+                self.net.counts["corrupted"] += 1
+                fault = ""
+        self.net.counts["copied"] += 1
+        self.net.bytes_applied += runs.size
+
+    def _leave_ghost(self, grant: _Grant, delivery: _Delivery) -> None:
+        runs = self._runs(grant, delivery)
+        ghost = _Ghost(grant, runs, [self._read(at, size) for at, _, size in runs])
+        self.net.under_way.append(lambda: self._haunt(ghost))
+
+    def _haunt(self, ghost: _Ghost) -> None:
+        """After a fence nothing lands."""
+        if not ghost.grant.closed:
+            self.net.counts["landed_late"] += 1
+            self._write(ghost.grant, ghost.runs, ghost.data, "")
+
+    # ------------------------------------------------------------------ ending
+
+    def close(self) -> None:
+        self.closed = True
+        for grant in self._grants.values():
+            grant.closed = True
+        self._deliveries.clear()
+
+
+class FreeGuard:
+    """Fills free blocks with a pattern, and looks after it."""
+
+    def __init__(self, pool: BlockPool, mover: FakeMover) -> None:
+        """From now on, every block that the pool hands out is checked."""
+        self._pool, self._mover = pool, mover
+        self._filled: set[int] = set()
+        self._reserve = pool.reserve
+        pool.reserve = self.reserve  # type: ignore[method-assign]
+
+    def reserve(self, *args: object, **kwargs: object) -> list[int] | None:
+        """See `BlockPool.reserve`."""
+        fresh = self._reserve(*args, **kwargs)  # type: ignore[arg-type]
+        writable = self._mover.net.closing(self._mover)
+        assert not writable & set(fresh or ()), "a block is handed out that a peer may write to"
+        for block in fresh or ():
+            if block in self._filled:
+                self._filled.remove(block)
+                self._look_at(block)
+        return fresh
+
+    def check(self) -> None:
+        """Nobody wrote to a free block; those that have become free are filled."""
+        free = set(self._pool._free)
+        for block in self._filled & free:
+            self._look_at(block)
+        for block in free - self._filled:
+            view = self._block(block)
+            view[:] = bytes([POISON]) * len(view)
+        self._filled = free
+
+    def _block(self, block: int) -> memoryview:
+        region = self._mover.region
+        assert region.view is not None
+        size = block_bytes(region.layout)
+        return region.view[block * size : (block + 1) * size]
+
+    def _look_at(self, block: int) -> None:
+        view = self._block(block)
+        assert view == bytes([POISON]) * len(view), f"block {block} was written while it was free"
