@@ -23,7 +23,6 @@ VERIFY = ("all", "sample", "off")
 Verify = Literal["all", "sample", "off"]
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """One worker. The defaults serve the bundled model on whatever the machine has."""
@@ -81,6 +80,14 @@ class WorkerConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for what can never work, naming key and remedy."""
+        for key, value, known in (
+            ("mode", self.mode, MODES),
+            ("disagg", self.disagg, DISAGG),
+            ("transfer", self.transfer_backend, TRANSFERS),
+            ("verify-kv", self.verify_kv, VERIFY),
+        ):
+            if value not in known:
+                raise ConfigError(f"{key} {value!r} is unknown: use one of {', '.join(known)}")
         if self.disagg_min_tokens < 0 or self.disagg_max_queue < 0:
             raise ConfigError("disagg-min-tokens and disagg-max-queue must not be negative")
         if self.dtype not in DTYPES:

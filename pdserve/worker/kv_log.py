@@ -163,6 +163,17 @@ class KvLog:
     def __len__(self) -> int:
         return sum(map(len, self._tiers))
 
+    def leading(self, hashes: bytes) -> int:
+        """How many leading ones of these joined block hashes the engine says it can reuse at
+        once."""
+        known = self._tiers[_TIER["device"]]
+        if not known or not hashes:
+            return 0
+        for index, name in enumerate(_names(hashes)):
+            if name not in known:
+                return index
+        return len(hashes) // _HASH_BYTES
+
     def names(self, tier: int) -> frozenset[int]:
         """What is told of a tier; for tests and audits."""
         return frozenset(self._tiers[tier])

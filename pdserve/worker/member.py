@@ -5,6 +5,7 @@
     sequences   topic, log: the bookings that are held here
     kv          topic, log: what the engine can reuse; only if the engine tells it
     channels    one stream per frontend, see `channel`
+    handoffs    what a decode worker has done by others, or a prefill worker for them: `handoff`
 
 The service below it knows nothing of clusters; this file only puts the two together. Owned by
 whoever starts the role.
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from pdserve.errors import ConfigError, Draining
+from pdserve.errors import ConfigError, Draining, NotReady
 from pdserve.messages.channel import CHANNEL
 from pdserve.messages.kv import KV
 from pdserve.messages.node import NodeCard, offer
@@ -25,7 +26,12 @@ from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key
 from pdserve.runtime.registry import Gone
 from pdserve.wire.codec import encode
 from pdserve.worker.channel import Channels
+from pdserve.worker.handoff.choice import Chooser
+from pdserve.worker.handoff.decode import Decode
+from pdserve.worker.handoff.prefill import Prefill
 from pdserve.worker.kv_log import KvLog
+from pdserve.worker.prefill_queue.decode import PrefillQueue
+from pdserve.worker.prefill_queue.prefill import Claims
 
 if TYPE_CHECKING:
     from pdserve.engine.api import Handle, TokenSink
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from pdserve.messages.card import ModelCard
     from pdserve.messages.node import ModelOffer
     from pdserve.messages.request import GenerateRequest, Started
+    from pdserve.messages.status import HandoffNumbers
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
     from pdserve.runtime.topics.service import Topics
@@ -57,7 +64,12 @@ class WorkerMember:
         self._kv = KvLog()
         service.subscribe_kv(self._kv.apply)
         self._topics = topics
-        self._card = card
+        self._card = replace(card, mode=service.config.mode)
+        self.decode: Decode | None = None
+        """Of a decode worker."""
+        self.prefill: Prefill | None = None
+        """Of a prefill worker."""
+        self._take_part()
         self._channels = Channels(
             self, on_begin=self._begin, on_start=self._start, on_end=self._end
         )
@@ -73,6 +85,27 @@ class WorkerMember:
         node.on_member(self._on_member)
         self._watch()
 
+    def _take_part(self) -> None:
+        """In prefill and decode on different workers, as this one's mode says."""
+        service, node, config = self._service, self._node, self._service.config
+        if config.mode == "decode":
+            chooser = Chooser(
+                config.disagg,
+                min_tokens=config.disagg_min_tokens,
+                max_queue=config.disagg_max_queue,
+            )
+            queue = PrefillQueue(node, self._topics)
+            leading = self._kv.leading
+            self.decode = Decode(node, service, queue, chooser, leading, service.metrics)
+        elif config.mode == "prefill":
+            self.prefill = Prefill(
+                node,
+                service,
+                lambda take, stop: Claims(node, take, stop),
+                self._kv.leading,
+                service.metrics,
+            )
+
     async def drain(self, timeout: Seconds) -> bool:
         """Take nothing new, say so, and wait for what runs; False if `timeout` came first."""
         draining = self._service.drain(timeout)
@@ -87,16 +120,28 @@ class WorkerMember:
     def close(self) -> None:
         """Every request ends; frontends hear that this worker is going away."""
         self._channels.close(Draining("the worker is going away", retry_after=1.0))
+        for part in (self.decode, self.prefill):
+            if part is not None:
+                part.close()
+
+    def handoffs(self) -> HandoffNumbers | None:
+        """For status; None: this worker does everything by itself."""
+        part = self.decode or self.prefill
+        return None if part is None else part.numbers()
 
     # ------------------------------------------------------------------ what the channels need
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
         """See `channel.Engine`."""
+        if self.decode is not None:
+            return self.decode.submit(request, sink)
+        if self.prefill is not None:
+            raise NotReady(f"{self._node.id} is a prefill worker: decode workers take requests")
         return self._service.submit(request, sink)
 
     def abort(self, handle: Handle) -> None:
         """See `channel.Engine`."""
-        self._service.abort(handle)
+        (self.decode or self._service).abort(handle)
 
     def _begin(self, booking: int) -> None:
         """Nobody waits for this: it may linger."""
@@ -134,6 +179,8 @@ class WorkerMember:
         """Say how things are, now that they have changed."""
         self._tell_card()
         self._tell_load()
+        if self.prefill is not None:
+            self.prefill.changed()
 
     def _watch(self) -> None:
         """The engine's numbers have no events of their own."""
@@ -154,8 +201,12 @@ class WorkerMember:
     def load(self) -> WorkerLoad:
         """How busy it is: what is held here counts whatever the engine's last numbers say."""
         stats, capabilities = self._service.statistics(), self._service.capabilities
-        choices = self._channels.choices
-        running = min(stats.running, choices)  # what has ended since the engine said so is gone
+        if self.prefill is not None:
+            choices, running = stats.running + stats.waiting, stats.running
+        else:
+            choices = self._channels.choices
+            begun = choices - (0 if self.decode is None else self.decode.unstarted)
+            running = min(stats.running, begun)  # what has ended since the engine said so is gone
         return WorkerLoad(
             ready=self._service.unready_reason() is None,
             running=running,
@@ -201,6 +252,7 @@ class WorkerMember:
             draining=service.draining,
             reason=reason.partition(":")[0] if reason.startswith("starting") else reason[:_REASON],
             max_sequences=0 if capabilities is None else capabilities.max_sequences,
+            transfers=() if capabilities is None else capabilities.transfers,
         )
         if card == self._told:
             return

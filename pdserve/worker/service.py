@@ -75,7 +75,8 @@ class WorkerService:
     ) -> None:
         """`hash_secret` keys the block hashes and outlives the engine's restarts; see `rekey`."""
         # The worker's life
-        self._config = config
+        self.config = config
+        self.metrics = metrics
         self._make_engine = make_engine
         self._hash_secret = hash_secret
         self._stage = "not started"
@@ -136,13 +137,13 @@ class WorkerService:
             await self._engine.stop()
 
     async def _find(self, on_progress: ProgressFn) -> LocalModel:
-        found = locate(self._config.model)
+        found = locate(self.config.model)
         if isinstance(found, HubModel):
-            return await fetch(found, on_progress, self._config.download_dir)
+            return await fetch(found, on_progress, self.config.download_dir)
         return found
 
     def _spec(self, model: LocalModel) -> EngineSpec:
-        config = self._config
+        config = self.config
         return EngineSpec(
             engine=config.engine,
             model=str(model.path),
@@ -166,7 +167,7 @@ class WorkerService:
         capabilities = engine.capabilities
         if capabilities is None:
             raise NotReady(f"the engine was lost as soon as it was ready: {engine.state_reason}")
-        names = self._config.served_model_name or (model.name,)
+        names = self.config.served_model_name or (model.name,)
         card = await asyncio.to_thread(read_card, model.path, names, capabilities)
         self._cards = dict.fromkeys((card.name, *card.aliases), card)
 
@@ -236,7 +237,7 @@ class WorkerService:
         capabilities = self.capabilities
         if capabilities is None:
             return None
-        keeps = self._config.prefix_cache and capabilities.num_blocks > 0
+        keeps = self.config.prefix_cache and capabilities.num_blocks > 0
         return capabilities.kv_events or not keeps
 
     def abort(self, handle: Handle) -> None:

@@ -26,6 +26,7 @@ from pdserve.runtime.topics.sets import SetView
 from pdserve.testing.net_support import RecordingSink
 from pdserve.wire.codec import decoder, encode
 from pdserve.worker import member as module
+from pdserve.worker.config import WorkerConfig
 from pdserve.worker.member import WorkerMember
 from tests.frontend.test_offers import model
 from tests.net.world import virtually
@@ -61,6 +62,7 @@ class FakeService:
     """What a member needs of a `WorkerService`."""
 
     def __init__(self) -> None:
+        self.config = WorkerConfig()
         self.models: dict[str, ModelCard] = {}
         self.capabilities: EngineCapabilities | None = None
         self.reason: str | None = "starting: loading weights"

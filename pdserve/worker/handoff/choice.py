@@ -15,18 +15,13 @@ Pure: numbers in, a decision out. Owned by the decode worker's driver.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
-
-from pdserve.errors import ConfigError
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
-    from pdserve.messages.handoff import QueueState
+    from pdserve.messages.handoff import Disagg, QueueState
 
-__all__ = ["MODES", "Chooser", "Decision", "Learnt", "Line", "Prospect", "patience"]
-
-Mode = Literal["rule", "predict", "always", "never"]
-MODES: Final[tuple[Mode, ...]] = ("rule", "predict", "always", "never")
+__all__ = ["Chooser", "Decision", "Learnt", "Line", "Prospect", "patience"]
 
 _FORGET: Final = 0.98
 """What an observation still weighs when the next one comes: about the last fifty count."""
@@ -156,23 +151,12 @@ class Decision:
 class Chooser:
     """Decides by the mode in force."""
 
-    def __init__(self, mode: Mode, *, min_tokens: int = 512, max_queue: int = 10) -> None:
-        self._mode: Mode = "rule"
+    def __init__(self, mode: Disagg, *, min_tokens: int = 512, max_queue: int = 10) -> None:
+        self.mode: Disagg = mode
+        """How it is decided from now on."""
         self.min_tokens = min_tokens
         self.max_queue = max_queue
         self.learnt = Learnt()
-        self.mode = mode
-
-    @property
-    def mode(self) -> Mode:
-        """How it is decided from now on. Raises `ConfigError` for a word that is none."""
-        return self._mode
-
-    @mode.setter
-    def mode(self, mode: Mode) -> None:
-        if mode not in MODES:
-            raise ConfigError(f"disagg {mode!r} is unknown: use one of {', '.join(MODES)}")
-        self._mode = mode
 
     def decide(self, prospect: Prospect) -> Decision:
         """Where this request's prompt is prefilled."""
@@ -182,15 +166,15 @@ class Chooser:
 
     def _decide(self, prospect: Prospect, here: Seconds, there: Seconds) -> tuple[bool, str]:
         queue = prospect.queue
-        if self._mode == "never":
+        if self.mode == "never":
             return False, "never"
         if prospect.obstacle:
             return False, prospect.obstacle
         if queue is None or not queue.workers:
             return False, "no_prefill_worker"
-        if self._mode == "always":
+        if self.mode == "always":
             return True, "always"
-        if self._mode == "predict":
+        if self.mode == "predict":
             return (True, "predicted_remote") if there < here else (False, "predicted_local")
         # 0 means that no prompt is too short.
         if self.min_tokens and prospect.uncached <= self.min_tokens:
@@ -222,7 +206,7 @@ class Chooser:
 
     def patience(self, decision: Decision, rest: Seconds | None) -> Seconds:
         """How long nobody may take it, with `rest` seconds until its deadline."""
-        return patience(decision.advantage, rest, always=self._mode == "always")
+        return patience(decision.advantage, rest, always=self.mode == "always")
 
 
 def patience(advantage: Seconds, rest: Seconds | None, *, always: bool = False) -> Seconds:

@@ -5,6 +5,7 @@
     renew            it still works on some attempts                      answered with those over
     notify           it hands over
     attempt failed   it gives up
+    disagg           an operator says how to decide from now on
     withdraw         asked of it when an attempt is not wanted any more; should that be lost, its
                      next renewal tells it
 
@@ -22,11 +23,12 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from pdserve.errors import LinkLost, PdserveError, TransferRefused
-from pdserve.messages.handoff import Renewed, Taken, Withdraw
-from pdserve.runtime.methods import ATTEMPT_FAILED, NOTIFY, OPEN_ATTEMPT, RENEW, WITHDRAW
+from pdserve.messages.handoff import DisaggSet, Renewed, Taken, Withdraw
+from pdserve.messages.status import HandoffNumbers
+from pdserve.runtime.methods import ATTEMPT_FAILED, DISAGG, NOTIFY, OPEN_ATTEMPT, RENEW, WITHDRAW
 from pdserve.runtime.registry import Gone
 from pdserve.worker.handoff.choice import Decision, Prospect
-from pdserve.worker.handoff.numbers import DecodeNumbers, Tally
+from pdserve.worker.handoff.numbers import Tally
 from pdserve.worker.handoff.overlap import cached_tokens, tokens_of
 from pdserve.worker.handoff.ports import Life
 from pdserve.worker.handoff.remote import RemoteRequest
@@ -37,7 +39,14 @@ if TYPE_CHECKING:
 
     from pdserve.engine.api import Handle, TokenSink
     from pdserve.ids import Seconds
-    from pdserve.messages.handoff import AttemptFailed, Notify, OpenAttempt, Opened, Renew
+    from pdserve.messages.handoff import (
+        AttemptFailed,
+        Notify,
+        OpenAttempt,
+        Opened,
+        Renew,
+        SetDisagg,
+    )
     from pdserve.messages.request import GenerateRequest, Started, TokenDelta
     from pdserve.net.base import Call
     from pdserve.observe.metrics import Metrics
@@ -78,6 +87,7 @@ class Decode:
         node.serve(RENEW, self._renew)
         node.serve(NOTIFY, self._notify)
         node.serve(ATTEMPT_FAILED, self._failed)
+        node.serve(DISAGG, self._set_mode)
         self._deaf = node.on_member(self._on_member)
         for state in _WAYS:
             metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
@@ -224,6 +234,13 @@ class Decode:
         remote.told(event, words, _life(call), call)
         return None
 
+    # ------------------------------------------------------------------ from operators
+
+    def _set_mode(self, words: SetDisagg, call: Call) -> DisaggSet:
+        before, self.chooser.mode = self.chooser.mode, words.disagg
+        _log.info("prompts are prefilled by %r from now on, before by %r", words.disagg, before)
+        return DisaggSet(before)
+
     # ------------------------------------------------------------------ from membership
 
     def _on_member(self, event: MemberEvent) -> None:
@@ -242,15 +259,16 @@ class Decode:
     def _in(self, state: State) -> int:
         return sum(remote.state is state for remote in self._remote.values())
 
-    def numbers(self) -> DecodeNumbers:
+    def numbers(self) -> HandoffNumbers:
         """For status."""
-        states = Counter(remote.state.value for remote in self._remote.values())
-        return DecodeNumbers(
-            mode=self.chooser.mode,
+        states = Counter(remote.state for remote in self._remote.values())
+        return HandoffNumbers(
+            mode="decode",
+            disagg=self.chooser.mode,
             remote=dict(self.tally.remote),
             local=dict(self.tally.local),
-            attempts=dict(self.tally.attempts),
-            states={state.value: states[state.value] for state in _WAYS},
+            ended=dict(self.tally.attempts),
+            states={state.value: states[state] for state in _WAYS if states[state]},
         )
 
 

@@ -1,52 +1,15 @@
-"""What became of prompts and attempts, counted for metrics and status."""
+"""What became of prompts, attempts and claims, counted for metrics and status."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.observe.metrics import Metrics
 
-__all__ = ["DecodeNumbers", "PrefillNumbers", "Tally"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeNumbers:
-    """A decode worker's, at one moment; what is counted grows while the process lives."""
-
-    mode: str = ""
-    """How it is decided where prompts are prefilled."""
-    remote: dict[str, int] = field(default_factory=dict)
-    """Prompts that came from a prefill worker, by reason."""
-    local: dict[str, int] = field(default_factory=dict)
-    """Prompts that were prefilled here, by reason."""
-    attempts: dict[str, int] = field(default_factory=dict)
-    """Ended attempts by outcome."""
-    states: dict[str, int] = field(default_factory=dict)
-    """Requests that are under way to their first token, by state."""
-
-    @property
-    def lost(self) -> int:
-        """Attempts that came to nothing while the request was still wanted."""
-        return sum(self.attempts.get(word, 0) for word in LOST)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillNumbers:
-    """A prefill worker's, at one moment."""
-
-    claims: dict[str, int] = field(default_factory=dict)
-    """Ended claims by outcome."""
-    states: dict[str, int] = field(default_factory=dict)
-    """Claims in hand, by state."""
-    uncomputed_tokens: int = 0
-    credits: int = 0
-
-
-LOST = ("lost", "failed", "lapsed", "died", "superseded")
+__all__ = ["Tally"]
 
 
 class Tally:

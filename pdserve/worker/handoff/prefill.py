@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import Draining, LinkLost, PdserveError
 from pdserve.messages.handoff import RENEWAL, Renew, Taken
+from pdserve.messages.status import HandoffNumbers
 from pdserve.runtime.methods import RENEW, WITHDRAW
 from pdserve.runtime.registry import Gone
 from pdserve.worker.handoff.credits import Credits
-from pdserve.worker.handoff.numbers import PrefillNumbers, Tally
+from pdserve.worker.handoff.numbers import Tally
 from pdserve.worker.handoff.overlap import cached_tokens
 from pdserve.worker.handoff.ports import Life
 from pdserve.worker.handoff.prefilling import Prefilling
@@ -140,7 +141,9 @@ class Prefill:
     def credits(self) -> int:
         """Items that would be taken besides."""
         capabilities = self.worker.capabilities
-        if capabilities is None or self.worker.unready_reason() is not None:
+        if self.worker.unready_reason() is not None:
+            return 0
+        if capabilities is None or not capabilities.transfers:
             return 0
         waiting = sum(one.waiting for one in self._claims.values())
         return self._credits.left(waiting, self.uncomputed, capabilities)
@@ -253,12 +256,7 @@ class Prefill:
     def _in(self, state: PrefillState) -> int:
         return sum(one.state is state for one in self._claims.values())
 
-    def numbers(self) -> PrefillNumbers:
+    def numbers(self) -> HandoffNumbers:
         """For status."""
         states = Counter(one.state.value for one in self._claims.values())
-        return PrefillNumbers(
-            claims=dict(self.tally.claims),
-            states=dict(states),
-            uncomputed_tokens=self.uncomputed,
-            credits=self.credits,
-        )
+        return HandoffNumbers(mode="prefill", ended=dict(self.tally.claims), states=dict(states))

@@ -13,4 +13,4 @@ async def test_a_prompt_is_prefilled_elsewhere(site: Site) -> None:
     await site.quiet()
     assert site.queue.outcomes == {"done": 1}
     assert site.d.decode.numbers().remote == {"always": 1}
-    assert site.d.decode.numbers().attempts == {"done": 1}
+    assert site.d.decode.numbers().ended == {"done": 1}
