@@ -39,6 +39,11 @@ print(json.dumps({"version": torch.__version__, "built_for": torch.version.cuda,
                   "gpus": [[g.name, g.total_memory, f"{g.major}.{g.minor}"] for g in gpus]}))
 """
 
+_CUDA_PROBE = """
+from pdserve.transfer.cuda.nvidia import available
+print(available() or "")
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Fact:
@@ -55,7 +60,7 @@ def read_facts() -> list[Fact]:
     """Everything, in the order of the report. Takes seconds where torch is installed."""
     readers: tuple[Callable[[], Iterator[Fact]], ...] = (
         *(_software, _cpu, _memory, _shared_memory, _limits),
-        *(_gpu, _rdma, _compiler, _engines, _plan),
+        *(_gpu, _cuda_ipc, _rdma, _compiler, _engines, _plan),
     )
     return [fact for read in readers for fact in _guarded(read)]
 
@@ -175,6 +180,18 @@ def _ask_torch() -> dict[str, list[list[str | int]]] | str:
             f"cannot be imported: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
         )
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _cuda_ipc() -> Iterator[Fact]:
+    """Whether KV can be copied from GPU to GPU of this host; asked in a process of its own."""
+    command = [sys.executable, "-c", _CUDA_PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT)
+        reason = done.stdout.strip() or done.stderr.strip()
+    except subprocess.TimeoutExpired:
+        reason = f"the driver does not answer within {_PROBE_TIMEOUT:g} s"
+    text = f"not used: {reason.splitlines()[-1]}" if reason else "KV can be shared between GPUs"
+    yield Fact("gpu", "cuda_ipc", text, "absent" if reason else "ok")
 
 
 def _rdma() -> Iterator[Fact]:
