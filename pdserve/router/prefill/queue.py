@@ -152,6 +152,8 @@ class _Worker:
     """Claims ever sent on this stream,"""
     unheard: deque[tuple[int, int]] = field(default_factory=deque)
     """and those among them that its last offer does not count yet, with their tokens."""
+    load: int = 0
+    """Tokens before it: those that it has told of, and those."""
     claims: dict[int, _Claim] = field(default_factory=dict)
     leaving: bool = False
     """It is given nothing more."""
@@ -161,10 +163,9 @@ class _Worker:
         """Items that it would take now."""
         return 0 if self.leaving else max(0, self.credits - len(self.unheard))
 
-    @property
-    def load(self) -> int:
-        """Tokens before it."""
-        return self.uncomputed + sum(tokens for _, tokens in self.unheard)
+    def weigh(self) -> None:
+        """What the load rests on has changed."""
+        self.load = self.uncomputed + sum(tokens for _, tokens in self.unheard)
 
 
 @dataclass(slots=True, eq=False)
@@ -176,6 +177,8 @@ class _Group:
     workers: dict[Peer, _Worker] = field(default_factory=dict)
     free: dict[Peer, _Worker] = field(default_factory=dict)
     """Those with credits."""
+    by_node: dict[NodeId, _Worker] = field(default_factory=dict)
+    """The newest stream of each."""
 
 
 class PrefillQueue:
@@ -333,6 +336,7 @@ class PrefillQueue:
         worker.credits, worker.uncomputed = offer.credits, offer.uncomputed_tokens
         while len(worker.unheard) > max(0, worker.sent - offer.claims):
             worker.unheard.popleft()
+        worker.weigh()
         group = self._groups[worker.compat_hash]
         self._settle(group, worker)
         if group.free:
@@ -343,7 +347,7 @@ class PrefillQueue:
             self.peer_gone(now, old)  # whose end was not seen yet
         worker = self._workers[peer] = _Worker(peer, compat_hash, sent=sent)
         group = self._group(compat_hash)
-        group.workers[peer] = worker
+        group.workers[peer] = group.by_node[peer.node] = worker
         self._judge_all(now, group)
         return worker
 
@@ -368,6 +372,7 @@ class PrefillQueue:
         self._unclaim(claim)
         worker.credits = 0  # it had fewer than it had said; its next offer follows
         worker.unheard = deque((n, 0 if n == number else tokens) for n, tokens in worker.unheard)
+        worker.weigh()
         self._settle(self._groups[worker.compat_hash], worker)
         entry.returns += 1
         self.counters["returned"] += 1
@@ -387,6 +392,8 @@ class PrefillQueue:
         group = self._groups[worker.compat_hash]
         del group.workers[peer]
         group.free.pop(peer, None)
+        if group.by_node.get(peer.node) is worker:
+            del group.by_node[peer.node]
         claims, worker.claims = tuple(worker.claims.values()), {}
         for claim in claims:
             entry = claim.item
@@ -461,13 +468,14 @@ class PrefillQueue:
             return None
         if now - entry.looked > _FRESH:
             entry.overlaps, entry.looked = self._overlap(now, entry.item), now
-        best, busy = self._compare(group, entry, promised)
+        best, cost = self._best(group, entry, promised)
         if best is None:
             return None
-        if busy is not None and self._waits(now, entry, busy[0], best[0]):
-            self._hold(entry, busy[1], promised)
+        holder, there = self._best_holder(group, entry, promised, best)
+        if holder is not None and self._waits(now, entry, there, cost):
+            self._hold(entry, holder, promised)
             return None
-        return best[1]
+        return best
 
     def _hold(self, entry: _Item, holder: _Worker, promised: dict[_Worker, int]) -> None:
         """It waits for that one; whoever comes after it is to know."""
@@ -475,24 +483,44 @@ class PrefillQueue:
         promised[holder] = promised.get(holder, 0) + entry.uncached_at(holder.peer.node)
         self._recheck = min(entry.recheck, self._recheck or entry.recheck)
 
-    def _compare(
+    def _best(
         self, group: _Group, entry: _Item, promised: Mapping[_Worker, int]
-    ) -> tuple[tuple[int, _Worker] | None, tuple[int, _Worker] | None]:
-        """The free worker and the busy one that would be done first, with the tokens until then."""
-        best: tuple[int, _Worker] | None = None
-        busy: tuple[int, _Worker] | None = None
-        excluded, free = entry.item.excluded, group.free
-        for peer, worker in group.workers.items():
-            if peer.node in excluded or worker.leaving:
+    ) -> tuple[_Worker | None, int]:
+        """The free worker that would be done first, and the tokens until then."""
+        best: _Worker | None = None
+        least = 0
+        overlaps, excluded = entry.overlaps, entry.item.excluded
+        tokens, size = entry.item.prompt_tokens, entry.item.block_size
+        for worker in group.free.values():
+            node = worker.peer.node
+            cost = worker.load + tokens
+            if overlaps and node in overlaps:
+                cost -= min(tokens - 1, overlaps[node] * size)
+            if promised:
+                cost += promised.get(worker, 0)
+            if (best is None or cost < least) and node not in excluded:
+                best, least = worker, cost
+        return best, least
+
+    def _best_holder(
+        self, group: _Group, entry: _Item, promised: Mapping[_Worker, int], best: _Worker
+    ) -> tuple[_Worker | None, int]:
+        """The same of those without credits that have more of the prefix than `best`."""
+        holder: _Worker | None = None
+        least = 0
+        overlaps, excluded = entry.overlaps, entry.item.excluded
+        known = overlaps.get(best.peer.node, 0)
+        for node, blocks in overlaps.items():
+            worker = group.by_node.get(node) if blocks > known else None
+            if worker is None or worker.leaving or worker.left or node in excluded:
                 continue
-            load = worker.load + promised.get(worker, 0)
-            cost = load + entry.uncached_at(peer.node)
-            if peer in free:
-                if best is None or cost < best[0]:
-                    best = (cost, worker)
-            elif load and (busy is None or cost < busy[0]):  # without load it is not busy
-                busy = (cost, worker)
-        return best, busy
+            cost = worker.load + promised.get(worker, 0)
+            if not cost:
+                continue  # it is not busy: it wants nothing
+            cost += entry.uncached_at(node)
+            if holder is None or cost < least:
+                holder, least = worker, cost
+        return holder, least
 
     def _waits(self, now: Seconds, entry: _Item, there: int, here: int) -> bool:
         """Whether it pays to wait for a busy worker. Notes until when."""
@@ -511,7 +539,9 @@ class PrefillQueue:
         claim = entry.claim = _Claim(number, worker, entry, now)
         self._claims[number] = worker.claims[number] = claim
         worker.sent += 1
-        worker.unheard.append((number, entry.uncached_at(worker.peer.node)))
+        cost = entry.uncached_at(worker.peer.node)
+        worker.unheard.append((number, cost))
+        worker.load += cost
         self._settle(group, worker)
         self.counters["claimed"] += 1
         item = entry.item
@@ -625,8 +655,11 @@ class PrefillQueue:
         assert claims == {n for worker in self._workers.values() for n in worker.claims}
         grouped = {peer for group in self._groups.values() for peer in group.workers}
         assert grouped == set(self._workers)
+        for worker in self._workers.values():
+            assert worker.load == worker.uncomputed + sum(tokens for _, tokens in worker.unheard)
         for group in self._groups.values():
             assert group.order or group.workers
+            assert set(group.by_node) == {peer.node for peer in group.workers}
             assert set(group.free) == {p for p, w in group.workers.items() if w.left}
         ends = sum(self.counters[why] for why in self.counters if why in _ENDS)
         ends += sum(n for why, n in self.counters.items() if why.startswith(("ended_", "refused_")))

@@ -1,0 +1,174 @@
+"""What an item costs a router's prefill queue, from its arrival to its claim.
+
+    python bench/micro/prefill_queue.py
+
+4,000 items wait, 64 workers take one after the other: each round one item comes, a worker offers a
+credit and gets the first in order, another claim ends. Measured twice: the queue alone, told who
+has how much of a prompt, and with a router's index, which is asked that and notes what goes where.
+No network, no encoding. CPU time, the median of several runs.
+Writes bench/results/prefill_queue.md.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.machine import facts
+from pdserve import accel
+from pdserve.ids import NodeId
+from pdserve.messages.handoff import Claimed, Offer, PrefillItem
+from pdserve.router.bookings import Life
+from pdserve.router.config import RouterConfig
+from pdserve.router.index.view import PrefixIndex
+from pdserve.router.prefill.queue import Peer, PrefillQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.messages.handoff import FromQueue
+
+RESULT = Path(__file__).parent.parent / "results" / "prefill_queue.md"
+WAITING = 4000
+WORKERS = 64
+ROUNDS = 4000
+RUNS = 5
+BLOCK = 32
+
+
+class Setting:
+    """A queue with workers and items in it."""
+
+    def __init__(self, shared: int, *, alone: bool) -> None:
+        """`shared`: leading blocks that all prompts of a family, one of 256, have in common."""
+        self.alone = alone
+        self.holders: dict[bytes, Mapping[NodeId, int]] = {}
+        """What the queue alone is told, by family."""
+        self.random = random.Random(1)
+        self.now = 0.0
+        self.claims: list[tuple[Peer, int]] = []
+        self.sent: Counter[Peer] = Counter()
+        self.requests = count()
+        self.shared = shared
+        self.families = [self.random.randbytes(8 * shared) for _ in range(256)]
+        self.index = PrefixIndex(RouterConfig(predict_ttl=1e9))
+        self.workers = [Peer(NodeId(f"p{n}"), 1, n) for n in range(WORKERS)]
+        self.decoder = Peer(NodeId("d"), 1, 0)
+        for worker in self.workers:
+            self.index.worker_up(Life(worker.node, 1), events=True)
+        self.queue = PrefillQueue(
+            "m", self._send, count(1), overlap=self._overlap, claimed=self._claimed
+        )
+        for family in self.families:
+            some = self.random.sample(self.workers, 16 if shared else 0)
+            self.holders[family] = {worker.node: shared for worker in some}
+        for worker in self.workers:
+            self.queue.offer(0.0, worker, Offer(model="m", credits=0))
+        for _ in range(WAITING):
+            self.queue.enqueue(self.now, self.decoder, self.item())
+
+    def item(self) -> PrefillItem:
+        """A prompt of a thousand tokens or a few."""
+        own = self.random.randrange(1, 64)
+        names = self.random.choice(self.families) + self.random.randbytes(8 * own)
+        tokens = BLOCK * (self.shared + own) + 7
+        return PrefillItem(
+            request=next(self.requests),
+            round=0,
+            model="m",
+            prompt_tokens=tokens,
+            names=names,
+            block_size=BLOCK,
+            deadline=600.0,
+        )
+
+    def _send(self, to: Peer, message: FromQueue) -> None:
+        if isinstance(message, Claimed):
+            self.claims.append((to, message.claim))
+            self.sent[to] += 1
+
+    def _overlap(self, now: float, item: PrefillItem) -> Mapping[NodeId, int]:
+        if self.alone:
+            return self.holders[item.names[: 8 * self.shared]]
+        return self.index.find(now, item.names, item.names_id).overlaps
+
+    def _claimed(self, now: float, item: PrefillItem, worker: Peer) -> None:
+        if self.alone:
+            return
+        self.index.placed(now, Life(worker.node, worker.epoch), item.names)
+
+    def run(self) -> tuple[float, float, float]:
+        """Microseconds of enqueuing, of offering and claiming, and of ending a claim."""
+        queue, clock = self.queue, time.process_time
+        spent = [0.0, 0.0, 0.0]
+        claimed = self.sent.total()
+        for _ in range(ROUNDS):
+            self.now += 0.001
+            item, worker = self.item(), self.random.choice(self.workers)
+            load = self.random.randrange(500)
+            start = clock()
+            queue.enqueue(self.now, self.decoder, item)
+            came = clock()
+            queue.offer(
+                self.now,
+                worker,
+                Offer(model="m", credits=1, uncomputed_tokens=load, claims=self.sent[worker]),
+            )
+            given = clock()
+            if len(self.claims) > 200:
+                to, number = self.claims.pop(0)
+                queue.ended(self.now, to, number, "done")
+            ended = clock()
+            for index, seconds in enumerate((came - start, given - came, ended - given)):
+                spent[index] += seconds
+        assert self.sent.total() - claimed >= 0.9 * ROUNDS, self.queue.state()
+        queue.check()
+        enqueue, claim, end = (seconds / ROUNDS * 1e6 for seconds in spent)
+        return enqueue, claim, end
+
+
+def main() -> None:
+    """Measure, print, write."""
+    rows = []
+    for words, shared, alone in (
+        ("the queue alone, no prefixes", 0, True),
+        ("the queue alone, 16 workers have a prefix of 32 blocks", 32, True),
+        ("with the index, prompts of 1 to 63 blocks", 0, False),
+        ("with the index, a prefix of 32 blocks and as many of their own", 32, False),
+    ):
+        runs = []
+        for _ in range(RUNS):
+            setting = Setting(shared, alone=alone)
+            setting.run()
+            runs.append(setting.run())
+        enqueue, claim, end = (statistics.median(run[n] for run in runs) for n in range(3))
+        rows.append(
+            f"| {words} | {enqueue:.1f} | {claim:.1f} | {end:.1f} | {enqueue + claim:.1f} |"
+        )
+    lines = [
+        "# The prefill queue",
+        "",
+        f"{WAITING:,} items wait for {WORKERS} workers. The queue alone is told who has how much of",
+        "a prompt; with a router's index that is looked up when an item comes and when it goes, and",
+        "noted for where it goes. No network, no encoding. On a machine that others used at the",
+        "time. Repeat with `python bench/micro/prefill_queue.py`.",
+        "",
+        *[f"- {fact}" for fact in facts()],
+        f"- {accel.describe()}",
+        "",
+        "| µs per item | enqueue | offer and claim | end | enqueue and claim |",
+        "|---|---:|---:|---:|---:|",
+        *rows,
+    ]
+    text = "\n".join(lines) + "\n"
+    RESULT.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
