@@ -1,8 +1,9 @@
 """The CUDA kernels: where their sources are, and NVRTC, which compiles them where they run.
 
-Sources are in `native/cuda`; a wheel that was built with the extension has them beside this file, a
-pure one lacks them. Compiled for a virtual architecture they are PTX, which needs no GPU and is what
-tests look at; for a real one they are machine code, which needs no driver as new as the compiler.
+Sources are in `native/cuda`; a wheel that was built with the extension has them beside this file,
+a pure one lacks them. Compiled for a virtual architecture they are PTX, which needs no GPU and is
+what tests look at; for a real one they are machine code, which needs no driver as new as the
+compiler.
 """
 
 from __future__ import annotations
