@@ -14,15 +14,18 @@ whoever starts the role.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
 from pdserve.errors import ConfigError, Draining, NotReady
 from pdserve.messages.channel import CHANNEL
+from pdserve.messages.handoff import DisaggSet
 from pdserve.messages.kv import KV
 from pdserve.messages.node import NodeCard, offer
 from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key
+from pdserve.runtime.methods import DISAGG
 from pdserve.runtime.registry import Gone
 from pdserve.wire.codec import encode
 from pdserve.worker.channel import Channels
@@ -37,9 +40,11 @@ if TYPE_CHECKING:
     from pdserve.engine.api import Handle, TokenSink
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
+    from pdserve.messages.handoff import SetDisagg
     from pdserve.messages.node import ModelOffer
     from pdserve.messages.request import GenerateRequest, Started
     from pdserve.messages.status import HandoffNumbers
+    from pdserve.net.base import Call
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
     from pdserve.runtime.topics.service import Topics
@@ -97,6 +102,7 @@ class WorkerMember:
             queue = PrefillQueue(node, self._topics)
             leading = self._kv.leading
             self.decode = Decode(node, service, queue, chooser, leading, service.metrics)
+            node.serve(DISAGG, partial(_set_disagg, chooser))
         elif config.mode == "prefill":
             self.prefill = Prefill(
                 node,
@@ -269,6 +275,13 @@ class WorkerMember:
         if cards.keys() != self._offers.keys():
             self._offers = {key: (card, *offer(card)) for key, card in cards.items()}
         return [(small, large) for _, small, large in self._offers.values()]
+
+
+def _set_disagg(chooser: Chooser, wanted: SetDisagg, call: Call) -> DisaggSet:
+    """An operator's wish, in force from the next request on."""
+    before, chooser.mode = chooser.mode, wanted.disagg
+    _log.info("%s: where prompts are prefilled is decided by %s", call.link.peer.node, chooser.mode)
+    return DisaggSet(before)
 
 
 _REASON: Final = 500

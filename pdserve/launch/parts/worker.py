@@ -68,7 +68,12 @@ class WorkerPart:
         StatusService(node, self._report, time.time)
 
     def _report(self) -> Report:
-        return replace(report(self._context, self), worker=self.member.load())
+        return replace(
+            report(self._context, self),
+            worker=self.member.load(),
+            handoffs=self.member.handoffs(),
+            paths=tuple(self.service.paths()),
+        )
 
     def _make_engine(self, spec: EngineSpec) -> CoreClient:
         options = ClientOptions(load_timeout=self._config.start_timeout)
