@@ -32,4 +32,6 @@ def test_every_field_is_a_counter_or_a_gauge_on_purpose():
         "uncomputed_tokens",
         "kv_tokens",
         "itl",
+        "remote",
+        "sending",
     }
