@@ -80,6 +80,9 @@ PATIENCE: Final[Seconds] = 30.0
 _PACKET: Final[Bytes] = 128 * 1024
 PIECE: Final = 2048
 """Blocks of one packet; more of a part follow in the next."""
+_SUMS: Final = 64
+"""Checksums of a part, about, where all is compared: planning each block by itself takes longer
+than reading it."""
 _UNWANTED: Final = "it is not wanted any more"
 _GREETING: Final[Seconds] = 10.0
 """How long either end has to show its descriptors."""
@@ -101,8 +104,8 @@ class _Fetch(msgspec.Struct, frozen=True, array_like=True, tag=2):
     blocks: bytes
     """Little-endian u32."""
     names: bytes = b""
-    sums: tuple[tuple[int, int], ...] = ()
-    """Checksums: (place in the whole part, CRC-32)."""
+    sums: tuple[tuple[int, int, int], ...] = ()
+    """Checksums: (place in the whole part, number of blocks, CRC-32 of them in a row)."""
     more: bool = False
 
 
@@ -274,17 +277,13 @@ class PullPath(PathCore):
         summing = self.transport.run(partial(self._sums, outgoing, places))
         summing.add_done_callback(partial(self._summed, outgoing, entry, number))
 
-    def _sums(self, outgoing: Outgoing, places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    def _sums(
+        self, outgoing: Outgoing, places: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[int, int, int], ...]:
         """In the thread: of what is about to be announced."""
-        return tuple(
-            (
-                place,
-                self.transport.sum_of(
-                    self.out, outgoing.share, outgoing.ticket.blocks, place, source=True
-                ),
-            )
-            for place in places
-        )
+        share, blocks = outgoing.share, outgoing.ticket.blocks
+        sum_of = self.transport.sum_of
+        return tuple((*at, sum_of(self.out, share, blocks, at, source=True)) for at in places)
 
     def _summed(
         self, outgoing: Outgoing, entry: int, number: int, summing: asyncio.Future[Any]
@@ -297,7 +296,7 @@ class PullPath(PathCore):
             self._announce(outgoing, entry, number, summing.result())
 
     def _announce(
-        self, outgoing: Outgoing, entry: int, number: int, sums: tuple[tuple[int, int], ...]
+        self, outgoing: Outgoing, entry: int, number: int, sums: tuple[tuple[int, int, int], ...]
     ) -> None:
         """In as many packets as it takes; the last one starts the copy."""
         share, ticket = outgoing.share, outgoing.ticket
@@ -316,7 +315,7 @@ class PullPath(PathCore):
                 layers=share.layers,
                 blocks=array.array("I", share.blocks[first:last]).tobytes(),
                 names=share.names[16 * first : 16 * last],
-                sums=tuple(pair for pair in sums if first <= pair[0] < last),
+                sums=tuple(each for each in sums if first <= each[0] < last),
                 more=last < count,
             )
             self._send(fetch)
@@ -406,12 +405,15 @@ class PullPath(PathCore):
 
     def _compare(self, job: Job) -> str:
         blocks = job.granted.ticket.blocks
-        for place, expected in job.fetch.sums:
-            if not 0 <= place < len(job.share.blocks):
+        for place, count, expected in job.fetch.sums:
+            if not 0 <= place < place + count <= len(job.share.blocks):
                 return "a checksum of a block that is not there"
-            found = self.transport.sum_of(self.into, job.share, blocks, place, source=False)
+            at = (place, count)
+            found = self.transport.sum_of(self.into, job.share, blocks, at, source=False)
             if found != expected:
-                return f"the checksum of block {blocks[job.share.place + place]} differs"
+                first = blocks[job.share.place + place]
+                others = f" and the next {count - 1}" if count > 1 else ""
+                return f"the checksum of block {first}{others} differs"
         return ""
 
     def _on_done(self, job: Job, future: asyncio.Future[Any]) -> None:
@@ -528,20 +530,29 @@ class PullTransport(TransportCore):
             self._thread = ThreadPoolExecutor(self.threads, f"pdserve-{self.name}")
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def sampled(self, count: int, number: int) -> range:
-        """Places of the blocks whose content is compared."""
+    def sampled(self, count: int, number: int) -> list[tuple[int, int]]:
+        """Places of the blocks whose content is compared, and how many from there on together."""
         if self.verify == "off" or not count:
-            return range(0)
-        step = 1 if self.verify == "all" else SAMPLE
-        return range(number % min(step, count), count, step)
+            return []
+        if self.verify == "all":
+            step = max(1, count // _SUMS)
+            return [(place, min(step, count - place)) for place in range(0, count, step)]
+        return [(place, 1) for place in range(number % min(SAMPLE, count), count, SAMPLE)]
 
     def sum_of(
-        self, route: Any, share: Share, destinations: Sequence[int], place: int, *, source: bool
+        self,
+        route: Any,
+        share: Share,
+        destinations: Sequence[int],
+        at: tuple[int, int],
+        *,
+        source: bool,
     ) -> int:
-        """The checksum of one block of a share, at either end."""
-        one = Share(share.place + place, (share.blocks[place],), b"", share.layers)
+        """The checksum of some blocks of a share (place, number), at either end."""
+        place, count = at
+        some = Share(share.place + place, share.blocks[place : place + count], b"", share.layers)
         total = 0
-        for move in route.moves(one, destinations):
+        for move in route.moves(some, destinations):
             region = move.source if source else move.destination
             offsets = move.runs.source if source else move.runs.destination
             total = self._sum(region, zip(offsets, move.runs.length, strict=True), total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -118,7 +118,38 @@ async def test_samples_are_some_of_every_part() -> None:
             for number in range(40):
                 places = transport.sampled(count, number)
                 assert 1 <= len(places) <= count // 16 + 1
-                assert set(places) <= set(range(count))
+                assert {many for _, many in places} == {1}
+                assert {place for place, _ in places} <= set(range(count))
+
+
+async def test_all_is_every_block_once() -> None:
+    async with world("all") as two:
+        transport = two.source.transport
+        assert isinstance(transport, ShmTransport)
+        for count in (1, 5, 64, 127, 128, 1000, 4097):
+            groups = transport.sampled(count, 7)
+            assert [n for at, many in groups for n in range(at, at + many)] == list(range(count))
+            assert len(groups) < 130
+
+
+async def test_a_changed_byte_is_found_among_many_blocks(monkeypatch) -> None:
+    (one,) = layouts(1, 1, layers=1, tokens=1, dim=1, itemsize=1)
+    async with ends(making("all"), (one,), (one,), blocks=300) as two:
+        ours, theirs = await two.connect()
+        sink = RecordingSink()
+        grant = theirs.grant(order(range(300), 300), sink)
+        copy = shm.copy_runs
+
+        def flipping(*args: Any) -> int:
+            size = copy(*args)
+            two.destination.memories[0].view(257)[0] ^= 1
+            return size
+
+        monkeypatch.setattr(shm, "copy_runs", flipping)
+        part = Part(0, 0, list(range(300)), (0, 1))
+        assert await deliver(ours, grant.ticket, part).wait() is not None
+        assert "the checksum of block 256 and the next 3 differs" in sink.failed[0].message
+        await grant.revoke(timeout=5)
 
 
 async def test_a_long_part_comes_in_pieces() -> None:
