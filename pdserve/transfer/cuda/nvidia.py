@@ -7,7 +7,6 @@ interpreter free while they wait, so threads may make them.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import secrets
 import sys
@@ -52,11 +51,11 @@ def available() -> str | None:
         if Path("/dev/kfd").exists():
             return "the GPUs here are AMD's: ROCm is not supported"
         return "no NVIDIA driver here"
-    if importlib.util.find_spec("cuda") is None:
-        return "cuda-python is not installed: pip install 'pdserve[cuda]'"
     try:
         NvidiaDriver()
-    except (CudaError, ImportError, RuntimeError) as error:
+    except ImportError as error:
+        return f"cuda-python cannot be imported ({error}): pip install 'pdserve[cuda]'"
+    except (CudaError, RuntimeError) as error:  # the second: how the bindings miss a library
         return str(error)
     return None
 
@@ -202,7 +201,7 @@ class NvidiaDriver:
             return
         context = self.on(there).context
         self.on(here)
-        (code,) = self.cuda.cuCtxEnablePeerAccess(context, 0)
+        code, *_ = self.cuda.cuCtxEnablePeerAccess(context, 0)
         results = self.cuda.CUresult
         if code not in (
             results.CUDA_SUCCESS,
