@@ -113,10 +113,12 @@ class _Item:
     returns: int = 0
     holder: _Worker | None = None
     """The busy worker that it waits for,"""
+    promised: int = 0
+    """what it costs there,"""
     held_since: Seconds | None = None
-    """since it could have gone elsewhere; and"""
+    """since when, and"""
     recheck: Seconds = 0.0
-    """is thought over then."""
+    """when that is thought over."""
 
     @property
     def key(self) -> Key:
@@ -157,11 +159,8 @@ class _Worker:
     claims: dict[int, _Claim] = field(default_factory=dict)
     leaving: bool = False
     """It is given nothing more."""
-
-    @property
-    def left(self) -> int:
-        """Items that it would take now."""
-        return 0 if self.leaving else max(0, self.credits - len(self.unheard))
+    left: int = 0
+    """Items that it would take now; kept by `_settle`."""
 
     def weigh(self) -> None:
         """What the load rests on has changed."""
@@ -388,7 +387,7 @@ class PrefillQueue:
         worker = self._workers.pop(peer, None)
         if worker is None:
             return
-        worker.leaving = True
+        worker.leaving, worker.left = True, 0
         group = self._groups[worker.compat_hash]
         del group.workers[peer]
         group.free.pop(peer, None)
@@ -448,24 +447,25 @@ class PrefillQueue:
 
     def _match(self, now: Seconds, group: _Group) -> None:
         """Give the first in order to free workers, as long as there are any."""
-        order, position = group.order, 0
-        promised: dict[_Worker, int] = {}
-        while group.free and position < min(len(order), _LOOK):
-            entry: _Item = order.peekitem(position)[1]
-            worker = self._choose(now, group, entry, promised)
-            if worker is None:
-                position += 1
-            else:
-                self._claim(now, group, entry, worker)
+        order, given = group.order, True
+        while group.free and given:
+            given = False
+            promised: dict[_Worker, int] = {}
+            for rank in tuple(order.islice(stop=_LOOK)):
+                entry: _Item = order[rank]
+                if entry.recheck > now and self._still_holds(entry, promised):
+                    continue
+                worker = self._choose(now, group, entry, promised)
+                if worker is not None:
+                    given = True
+                    self._claim(now, group, entry, worker)
+                    if not group.free:
+                        return
 
     def _choose(
         self, now: Seconds, group: _Group, entry: _Item, promised: dict[_Worker, int]
     ) -> _Worker | None:
         """Who is to have it now; None: nobody, it waits."""
-        holder = entry.holder
-        if holder is not None and now < entry.recheck and not holder.left and not holder.leaving:
-            self._hold(entry, holder, promised)
-            return None
         if now - entry.looked > _FRESH:
             entry.overlaps, entry.looked = self._overlap(now, entry.item), now
         best, cost = self._best(group, entry, promised)
@@ -479,9 +479,20 @@ class PrefillQueue:
 
     def _hold(self, entry: _Item, holder: _Worker, promised: dict[_Worker, int]) -> None:
         """It waits for that one; whoever comes after it is to know."""
-        entry.holder = holder
-        promised[holder] = promised.get(holder, 0) + entry.uncached_at(holder.peer.node)
-        self._recheck = min(entry.recheck, self._recheck or entry.recheck)
+        entry.holder, entry.promised = holder, entry.uncached_at(holder.peer.node)
+        promised[holder] = promised.get(holder, 0) + entry.promised
+        if self._recheck is None or entry.recheck < self._recheck:
+            self._recheck = entry.recheck
+
+    def _still_holds(self, entry: _Item, promised: dict[_Worker, int]) -> bool:
+        """As it was decided a moment ago."""
+        holder = entry.holder
+        if holder is None or holder.left or holder.leaving:
+            return False
+        promised[holder] = promised.get(holder, 0) + entry.promised
+        if self._recheck is None or entry.recheck < self._recheck:
+            self._recheck = entry.recheck
+        return True
 
     def _best(
         self, group: _Group, entry: _Item, promised: Mapping[_Worker, int]
@@ -573,6 +584,7 @@ class PrefillQueue:
 
     def _settle(self, group: _Group, worker: _Worker) -> None:
         """Whether it is free may have changed."""
+        worker.left = 0 if worker.leaving else max(0, worker.credits - len(worker.unheard))
         if worker.left:
             group.free[worker.peer] = worker
         else:
