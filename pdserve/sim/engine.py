@@ -3,7 +3,8 @@
 What `CoreClient` and its child process are to a worker, this is to a worker in a world. A step
 takes `pace` seconds of virtual time and no real ones. It can be killed, and comes back as a
 restarted core does. The executor is the scripted one, whose tokens depend on every block it reads,
-so that each output can be checked against `reference_tokens`.
+so that each output can be checked against `reference_tokens`. KV moves over the world's fabric, by
+the mover that serves, on the world's loop.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from pdserve.engine.api import EngineState
 from pdserve.engine.core import EngineCore
 from pdserve.engine.desk import TransferDesk, tell_remote
+from pdserve.engine.movers.loop import LoopMover
 from pdserve.engine.rejection import error_of
 from pdserve.errors import (
     Draining,
@@ -50,6 +52,9 @@ from pdserve.messages.engine import (
 )
 from pdserve.messages.kv import PoolCleared
 from pdserve.testing.scripted import ScriptedExecutor
+from pdserve.transfer.backends import BackEnd
+from pdserve.transfer.base import PeerKey
+from pdserve.transfer.fake import FakeTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,6 +68,7 @@ if TYPE_CHECKING:
         TokenSink,
     )
     from pdserve.engine.core import Core
+    from pdserve.engine.mover import Mover
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.engine import (
         Command,
@@ -76,6 +82,8 @@ if TYPE_CHECKING:
     from pdserve.messages.kv import KvEvent
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.transfer import Ticket
+    from pdserve.transfer.base import Ask, Region
+    from pdserve.transfer.fake import FakeFabric
 
 __all__ = ["InlineEngine"]
 
@@ -85,7 +93,15 @@ _NOTHING: Final = EngineStats()
 class InlineEngine:
     """See `worker.service.SupervisedEngine`."""
 
-    def __init__(self, spec: EngineSpec, *, pace: Seconds, load_time: Seconds) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        pace: Seconds,
+        load_time: Seconds,
+        fabric: FakeFabric | None = None,
+    ) -> None:
+        """`fabric` is what all engines of a world that move KV have in common."""
         self.state = EngineState.NEW
         self.state_reason = "not started"
         self.restarts = 0
@@ -105,6 +121,12 @@ class InlineEngine:
         """Those sinks whose prompt is prefilled elsewhere."""
         self._prefills: dict[Handle, PrefillSink] = {}
         self._desk = TransferDesk(self._post)
+        self._fabric = fabric
+        self._key: PeerKey | None = None
+        """In whose name it moves KV."""
+        self._mover: _InlineMover | None = None
+        self._ending: list[_InlineMover] = []
+        """Of earlier lives."""
         self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._reboot: asyncio.TimerHandle | None = None
@@ -128,15 +150,17 @@ class InlineEngine:
 
     def _boot(self) -> None:
         self._reboot = None
-        core = self._make_core(self._spec)
+        if self._fabric is not None and self._spec.transfer is not None:
+            self._mover = _InlineMover([_fake(self._fabric)], nudge=self._arm)
+        core = self._make_core(self._spec, self._mover)
         self.capabilities = core.load(self._spec, lambda progress: None)
         self._core = core
         self.state, self.state_reason = EngineState.READY, ""
         if self.capabilities.transfers:
             self._desk.begin()
 
-    def _make_core(self, spec: EngineSpec) -> Core:
-        return EngineCore(ScriptedExecutor(), self)
+    def _make_core(self, spec: EngineSpec, mover: Mover | None) -> Core:
+        return EngineCore(ScriptedExecutor(), self, mover)
 
     def die(self, restart_after: Seconds) -> bool:
         """The core's process is gone; False if there was none."""
@@ -158,6 +182,8 @@ class InlineEngine:
             self._reboot = None
         self.state, self.state_reason = EngineState.STOPPED, "stopped"
         self._fail_all(Draining("the engine is stopping"))
+        while self._ending:
+            await self._ending.pop().closed()
 
     async def drain(self, timeout: Seconds) -> bool:
         """See `engine.api.Engine`."""
@@ -168,9 +194,17 @@ class InlineEngine:
 
     def free(self) -> None:
         """Its process was killed: give the memory back, as a kernel does."""
+        self._cut_off()
+        if self._mover is not None:
+            self._mover.dead = True
         if self._core is not None:
             core, self._core = self._core, None
             _ = core.close()
+
+    def _cut_off(self) -> None:
+        """What its devices had not sent is not sent any more."""
+        if self._fabric is not None and self._key is not None:
+            self._fabric.kill(self._key)
 
     def _drop_core(self) -> None:
         if self._timer is not None:
@@ -179,7 +213,11 @@ class InlineEngine:
         if self._core is not None:
             core, self._core = self._core, None
             self.capabilities = None
+            self._cut_off()
             self.leaked += core.close()
+            if self._mover is not None:
+                self._ending.append(self._mover)
+                self._mover = None
 
     def _fail_all(self, error: PdserveError) -> None:
         self._desk.end(error)
@@ -281,6 +319,7 @@ class InlineEngine:
 
     def attach(self, node: NodeId, epoch: Epoch) -> None:
         """See `engine.api.Engine`."""
+        self._key = PeerKey(node, epoch)
         self._desk.attach(node, epoch)
 
     def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
@@ -381,3 +420,19 @@ class InlineEngine:
             if self._choices[delta.handle] == 0:
                 self._forget(delta.handle)
         sink.on_delta(delta)
+
+
+class _InlineMover(LoopMover):
+    dead = False
+    """Its process was killed: nothing of it runs any more."""
+
+    def close(self) -> None:
+        if not self.dead:
+            super().close()
+
+
+def _fake(fabric: FakeFabric) -> BackEnd:
+    def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> FakeTransport:
+        return FakeTransport(key.node, key.epoch, regions, ask, fabric, key=key)
+
+    return BackEnd(name="fake", make=make)

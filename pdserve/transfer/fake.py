@@ -22,7 +22,7 @@ import msgspec
 from pdserve.transfer.verbs import VerbsPath, VerbsTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from random import Random
 
     from pdserve.ids import Bytes, Epoch, NodeId, Seconds
@@ -56,7 +56,15 @@ class FakeFaults:
 class FakeFabric:
     """What connects the fake devices of one simulated world."""
 
-    def __init__(self, random: Random, faults: FakeFaults | None = None) -> None:
+    def __init__(
+        self,
+        random: Random,
+        faults: FakeFaults | None = None,
+        pace: Callable[[Bytes], Seconds] = lambda size: 0.0,
+    ) -> None:
+        """`pace` is how long one write of so many bytes takes, besides what the faults make of it;
+        0 bytes: a notification."""
+        self.pace = pace
         self.random = random
         self.faults = faults or FakeFaults()
         self.counts: Counter[str] = Counter()
@@ -154,7 +162,8 @@ class FakeQueuePair:
         idle = self._timer is None and self.state == "ready" and self._queue
         if idle and self.owner not in self.fabric.held:
             low, high = self.fabric.faults.delay
-            self._later(low + (high - low) * self.fabric.random.random(), self._land)
+            delay = low + (high - low) * self.fabric.random.random()
+            self._later(delay + self.fabric.pace(self._queue[0].length), self._land)
 
     def _later(self, delay: Seconds, call: object) -> None:
         loop = asyncio.get_running_loop()

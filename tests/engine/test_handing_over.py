@@ -104,6 +104,9 @@ class Pair:
     def __init__(self, d: EngineSpec, p: EngineSpec, **options: Any) -> None:
         chosen = ClientOptions(**({"restart": FAST} | options))
         self.d, self.p = CoreClient(d, chosen), CoreClient(p, chosen)
+        self.wire()
+
+    def wire(self) -> None:
         self.engines = {D: self.d, P: self.p}
         for here, engine in self.engines.items():
             engine.on_transfer(self._asking(here))

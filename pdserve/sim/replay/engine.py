@@ -19,11 +19,13 @@ from pdserve.messages.engine import EngineStats, Stats
 from pdserve.sim.engine import InlineEngine
 
 if TYPE_CHECKING:
-    from pdserve.engine.api import Handle, TokenSink
+    from pdserve.engine.api import Handle, RemoteSink, TokenSink
     from pdserve.engine.core import Core
+    from pdserve.engine.mover import Mover
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec, Event
     from pdserve.messages.request import GenerateRequest
+    from pdserve.transfer.fake import FakeFabric
 
 __all__ = ["TimedEngine"]
 
@@ -31,15 +33,15 @@ __all__ = ["TimedEngine"]
 class TimedEngine(InlineEngine):
     """See above."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        super().__init__(spec, pace=0.0, load_time=0.0)
+    def __init__(self, spec: EngineSpec, fabric: FakeFabric | None = None) -> None:
+        super().__init__(spec, pace=0.0, load_time=0.0, fabric=fabric)
         self.spec = spec
         self._stats = EngineStats()
         self._due: Seconds | None = None
         """When the core is stepped next."""
 
-    def _make_core(self, spec: EngineSpec) -> Core:
-        return load_core(spec.engine, self)
+    def _make_core(self, spec: EngineSpec, mover: Mover | None) -> Core:
+        return load_core(spec.engine, self, mover)
 
     def statistics(self) -> EngineStats:
         """As of the last `Stats` event."""
@@ -47,8 +49,11 @@ class TimedEngine(InlineEngine):
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
         """See `engine.api.Engine`."""
-        sampling = replace(request.sampling, max_tokens=max(1, request.sampling.seed))
-        return super().submit(replace(request, sampling=sampling), sink)
+        return super().submit(_at_length(request), sink)
+
+    def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle:
+        """See `engine.api.Engine`."""
+        return super().submit_remote(_at_length(request), sink)
 
     def _arm(self) -> None:
         core = self._core
@@ -67,3 +72,8 @@ class TimedEngine(InlineEngine):
             self._stats = event.stats
         else:
             super()._tell(event)
+
+
+def _at_length(request: GenerateRequest) -> GenerateRequest:
+    sampling = replace(request.sampling, max_tokens=max(1, request.sampling.seed))
+    return replace(request, sampling=sampling)
