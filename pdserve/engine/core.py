@@ -243,7 +243,7 @@ class EngineCore:
                 case Open():
                     incoming.open(command, now)
                 case Activate():
-                    self._deltas += incoming.activate(command, now)
+                    self._add(incoming.activate(command, now))
                 case GiveUp():
                     incoming.give_up(command.handle, command.attempt)
                 case PrefillHere():
@@ -301,6 +301,10 @@ class EngineCore:
         """What has been produced before is said before."""
         self._say_deltas()
         self._events.append(event)
+
+    def _add(self, deltas: list[TokenDelta]) -> None:
+        """Of a call that may have said something: what was there before it has been said then."""
+        self._deltas += deltas
 
     def _say_deltas(self) -> None:
         if self._deltas:
@@ -381,7 +385,7 @@ class EngineCore:
             if isinstance(event, Delivered):
                 self._outgoing.delivered(event)
             else:
-                self._deltas += self._incoming.moved(event, now)
+                self._add(self._incoming.moved(event, now))
 
     def _expire(self, now: Seconds) -> None:
         deadline = self.scheduler.next_deadline()
@@ -422,7 +426,7 @@ class EngineCore:
             self._deltas += self.scheduler.complete(plan, result, now, took)
         else:
             outgoing.computed(plan)
-            self._deltas += outgoing.take(self.scheduler.complete(plan, result, now, took))
+            self._add(outgoing.take(self.scheduler.complete(plan, result, now, took)))
 
     def _count(self, took: Seconds, decodes: bool) -> None:
         self._failures = 0
