@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -100,7 +100,8 @@ class Side:
     layouts: Sequence[KvLayout]
     blocks: int
     new_memory: NewMemory = host_memory
-    memories: list[BlockMemory | DeviceMemory] = field(default_factory=list)
+    memories: list[Any] = field(default_factory=list)
+    """What `new_memory` has made; tests know of which kind."""
     regions: list[Region] = field(default_factory=list)
     transport: Transport = field(init=False)
 
