@@ -3,6 +3,11 @@
 They load one after another. Each runs in a thread of its own with its own scheduler, pool and
 executor; only weights are shared, and only where the engine can (`executor.Sharing`). The host
 process owns the one family it has.
+
+Each core computes with all the threads of its spec. The system divides the processors between
+those that are busy, and who is alone has them all: on two processors, with a model of 130 million
+parameters, decode steps took 38 ms alone and 80 ms beside a prefill without pause; with one thread
+per core 73 ms and 75 ms. A lower priority for prefill would starve it, since decoding never rests.
 """
 
 from __future__ import annotations
