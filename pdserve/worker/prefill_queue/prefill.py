@@ -100,8 +100,10 @@ class _Router:
     """Claims on its present stream, by model."""
     claims: dict[int, Claim] = field(default_factory=dict)
     """Those that have not ended and were given on its present stream."""
+    told: dict[str, Offer] = field(default_factory=dict)
+    """On that stream, by model."""
     stale: bool = True
-    """It has not heard the last word."""
+    """It may not have heard the last word."""
 
 
 class Claims:
@@ -178,15 +180,16 @@ class Claims:
         router.stale = False
         for offered in self._offers.values():
             model, compat_hash = offered.item_of
-            router.cord.post(
-                Offer(
-                    model=model,
-                    compat_hash=compat_hash,
-                    credits=offered.credits,
-                    uncomputed_tokens=offered.uncomputed,
-                    claims=router.received[model],
-                )
+            offer = Offer(
+                model=model,
+                compat_hash=compat_hash,
+                credits=offered.credits,
+                uncomputed_tokens=offered.uncomputed,
+                claims=router.received[model],
             )
+            if router.told.get(model) != offer:
+                router.told[model] = offer
+                router.cord.post(offer)
 
     # ------------------------------------------------------------------ cord.Carries
 
@@ -199,6 +202,7 @@ class Claims:
         router = self._router(cord)
         if router is not None:
             router.received.clear()
+            router.told.clear()
             self._tell_one(router)
 
     def on_lost(self, cord: Cord) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+import logging
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pdserve.messages.handoff import PrefillItem
@@ -18,7 +19,7 @@ from pdserve.worker.prefill_queue.prefill import Claims
 from tests.runtime.cluster import cluster
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from pdserve.ids import NodeId
     from pdserve.runtime.node import Node
@@ -189,6 +190,10 @@ class World:
         assert found is not None
         return self.routers[found.node]
 
+    def events(self, event: str) -> int:
+        """How often it has happened, over all routers."""
+        return sum(router.queues.counters[event] for router in self.routers.values())
+
     async def crash(self, name: str) -> None:
         """Its process ends without a word."""
         for kind in (self.routers, self.decoders, self.prefillers):
@@ -203,9 +208,39 @@ class World:
         return await self.nodes.until(met, timeout)
 
 
+class Errors(logging.Handler):
+    """What a stream's owner catches and logs, a test must hear of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def no_errors() -> Iterator[None]:
+    """Nothing is logged as an error."""
+    handler, logger = Errors(), logging.getLogger("pdserve")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+    assert handler.records == []
+
+
 @asynccontextmanager
 async def world(seed: int = 0) -> AsyncIterator[World]:
     """Afterwards nothing is left."""
+    with no_errors():
+        async with _world(seed) as made:
+            yield made
+
+
+@asynccontextmanager
+async def _world(seed: int) -> AsyncIterator[World]:
     async with cluster(seed) as nodes:
         made = World(nodes)
         try:
