@@ -34,11 +34,13 @@ class Holder:
     life: Life
     attempt: int
     renewed: Seconds
+    latest: Seconds
+    """The lease ends then, however often it is renewed: the engine there may be stuck."""
 
     @property
     def lapses(self) -> Seconds:
         """When the lease ends unless it is renewed."""
-        return self.renewed + LEASE
+        return min(self.renewed + LEASE, self.latest)
 
 
 class Fence:
@@ -80,10 +82,10 @@ class Fence:
             return Event.STALE, f"attempt {holder.attempt} of {holder.life.node} is open"
         return Event.CLAIM, ""
 
-    def open(self, by: Life, now: Seconds) -> Holder:
-        """The next attempt is theirs; its lease begins."""
+    def open(self, by: Life, now: Seconds, most: Seconds) -> Holder:
+        """The next attempt is theirs for `most` seconds; its lease begins."""
         self.attempts += 1
-        self.holder = Holder(by, self.attempts, now)
+        self.holder = Holder(by, self.attempts, now, now + most)
         return self.holder
 
     def close(self) -> None:

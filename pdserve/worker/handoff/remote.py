@@ -42,6 +42,11 @@ _log = logging.getLogger(__name__)
 MOST_ATTEMPTS: Final = 3
 """Then the prompt is prefilled here: what fails this often may be the request's own doing."""
 
+_LONGEST: Final[Seconds] = 60.0
+"""An attempt may take so long, or"""
+_SLOWEST: Final = 10.0
+"""so many times as long as was predicted; then its engine is taken for stuck."""
+
 
 class _Word(NamedTuple):
     """What comes with an event."""
@@ -347,7 +352,8 @@ class RemoteRequest:
             self._phase("queue")
         self._claimed = node.now()
         self._owner.queue.opened(self.handle)
-        holder = self.fence.open(word.by, node.now())
+        most = max(_LONGEST, _SLOWEST * self._decision.there)
+        holder = self.fence.open(word.by, node.now(), most)
         self._callers.append(word.call)
         self._watch_lease()
         self._owner.worker.open_attempt(self.handle, holder.attempt, *word.by)

@@ -421,6 +421,7 @@ class PlayedClaim:
         self.owner, self.owner_epoch = entry.owner
         self.number = number
         self.host = host
+        self.process = host.process
         self.outcome = ""
         self.is_open = False
         self._queue = queue
@@ -768,11 +769,11 @@ class Site:
                 found += [f"{host.name}'s engine: {handle}" for handle in host.engine.busy]
                 found += [f"{host.name} renews {life}" for life in host.prefill._renewals]
         found += [f"queue: {key}" for key in self.queue.entries]
-        live = {host.process for host in self.hosts}
+        live = [host.process for host in self.hosts if host.process is not None]
         found += [
             f"claim of {claim.host.name}"
             for claim in self.queue.claims
-            if not claim.outcome and claim.host.process in live and claim.host.lives == 1
+            if not claim.outcome and claim.process in live
         ]
         return found
 
