@@ -352,6 +352,31 @@ class Metrics:
             ("state",),
         )
 
+        # The worker's, of moving KV.
+        self.transfer_bytes = self._counters(
+            "transfer_bytes_total",
+            "KV sent to and received from other workers, by what carried it.",
+            "worker",
+            ("direction", "backend"),
+        )
+        self.transfer_seconds = self._counters(
+            "transfer_seconds_total",
+            "Time during which KV was being sent, summed over peers.",
+            "worker",
+            ("backend",),
+        )
+        self.transfer_failures = self._counters(
+            "transfer_failures_total",
+            "Paths to other workers that could not be set up or have broken.",
+            "worker",
+            ("backend",),
+        )
+        self.transfer_paths_degraded = self._gauge(
+            "transfer_paths_degraded",
+            "Paths that use a poorer back end than the pair has, because the better one fails.",
+            "worker",
+        )
+
         # The process's.
         self.event_loop_lag = self._histogram(
             "event_loop_lag_seconds",

@@ -33,6 +33,7 @@ from pdserve.worker.handoff.choice import Chooser
 from pdserve.worker.handoff.decode import Decode
 from pdserve.worker.handoff.prefill import Prefill
 from pdserve.worker.kv_log import KvLog
+from pdserve.worker.paths import TransferPaths
 from pdserve.worker.prefill_queue.decode import PrefillQueue
 from pdserve.worker.prefill_queue.prefill import Claims
 
@@ -93,6 +94,8 @@ class WorkerMember:
     def _take_part(self) -> None:
         """In prefill and decode on different workers, as this one's mode says."""
         service, node, config = self._service, self._node, self._service.config
+        if config.mode != "aggregated":
+            TransferPaths(node, service)
         if config.mode == "decode":
             chooser = Chooser(
                 config.disagg,
