@@ -113,6 +113,24 @@ def test_a_stop_waits_for_what_has_been_posted(seed: int) -> None:
     run(main())
 
 
+def test_a_stop_hears_of_deliveries_that_end_together(seed: int) -> None:
+    async def main() -> None:
+        fabric = FakeFabric(Random(seed))
+        async with world(fabric) as two:
+            ours, theirs = await two.connect()
+            grant = theirs.grant(order(range(4), 16), RecordingSink())
+            fabric.hold(two.source.key)
+            waiters = [deliver(ours, grant.ticket, Part(n, 4 * n, [n], (0, 3))) for n in range(3)]
+            draining = asyncio.ensure_future(ours.drain(grant.ticket.slot, grant.ticket.generation))
+            await asyncio.sleep(0)
+            for key in list(ours.outgoing):
+                ours.settle(key)
+            await asyncio.wait_for(draining, 5)
+            assert [waiter.calls for waiter in waiters] == [[None]] * 3
+
+    run(main())
+
+
 def test_a_wrong_key_writes_nothing_and_ends_the_path(seed: int) -> None:
     async def main() -> None:
         fabric = FakeFabric(Random(seed))

@@ -1,4 +1,4 @@
-"""What two adapters agree on before a queue pair connects: addresses, the MTU, who takes which rail.
+"""What two adapters agree on before a queue pair connects: addresses, MTU, who takes which rail.
 
 It is pure: records in, records out.
 

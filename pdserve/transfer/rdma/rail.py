@@ -102,9 +102,7 @@ class Rail:
         """Tell the path all that has completed."""
         raw = self.pair.raw
         while not self._over:
-            found = [
-                Completion(*c) for c in poll_completions(self.pair.raw.poll, self.pair.raw.queue)
-            ]
+            found = [Completion(*c) for c in poll_completions(raw.poll, raw.queue)]
             if not found:
                 break
             failed = [c for c in found if c.status]
