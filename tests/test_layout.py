@@ -28,6 +28,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 ASYNCIO = {
     "pdserve/cli/chat.py": "one HTTP conversation, on a loop of its own",
+    "pdserve/cli/disagg.py": "a question and some answers, on a loop of its own",
     "pdserve/cli/status.py": "one question to the cluster, on a loop of its own",
     "pdserve/cli/top.py": "the same once a second, and keys in between",
     "pdserve/engine/carrier.py": "starts and watches the core's process",

@@ -135,8 +135,9 @@ class WorkerMember:
 
     def handoffs(self) -> HandoffNumbers | None:
         """For status; None: this worker does everything by itself."""
-        part = self.decode or self.prefill
-        return None if part is None else part.numbers()
+        if self.decode is not None:
+            return self.decode.numbers()
+        return None if self.prefill is None else self.prefill.numbers()
 
     # ------------------------------------------------------------------ what the channels need
 
@@ -150,7 +151,8 @@ class WorkerMember:
 
     def abort(self, handle: Handle) -> None:
         """See `channel.Engine`."""
-        (self.decode or self._service).abort(handle)
+        engine = self._service if self.decode is None else self.decode
+        engine.abort(handle)
 
     def _begin(self, booking: int) -> None:
         """Nobody waits for this: it may linger."""
