@@ -1,7 +1,7 @@
 """Types of the compiled extension (native/src/bindings.cpp). Import it through pdserve.accel."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from mmap import mmap
 from typing import TypeVar
 
@@ -96,7 +96,10 @@ class CpuModel:
         table_offsets: object,
         rows: object,
         out: object,
-    ) -> None: ...
+        after: Callable[[int], None] | None = None,
+    ) -> None:
+        """`after` is called in this thread after each layer, with how many are done."""
+
     def logits(self, hidden: object, out: object) -> None: ...
     def greedy(
         self,
@@ -107,6 +110,7 @@ class CpuModel:
         tables: object,
         table_offsets: object,
         rows: object,
+        after: Callable[[int], None] | None = None,
     ) -> list[int]: ...
 
 class RadixTree:

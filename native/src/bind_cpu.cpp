@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -60,6 +61,33 @@ class Held {
 };
 
 std::size_t count(int a, int b) { return static_cast<std::size_t>(a) * static_cast<std::size_t>(b); }
+
+// Tells a Python callable, or nobody, how many layers are done. What it raises ends the telling and
+// waits for `raise`, since the team's members must come through their stages.
+class Told {
+ public:
+  explicit Told(nb::handle callable) : callable_(callable) {}
+
+  Model::After after() {
+    if (callable_.is_none()) return {};
+    return [this](int layers) {
+      if (error_) return;
+      const nb::gil_scoped_acquire locked;
+      try {
+        callable_(layers);
+      } catch (...) {
+        error_ = std::current_exception();
+      }
+    };
+  }
+  void raise() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  nb::handle callable_;
+  std::exception_ptr error_;
+};
 
 class CpuModel {
  public:
@@ -117,25 +145,33 @@ class CpuModel {
   }
 
   void forward(const Ints& tokens, const Ints& positions, const Ints& offsets, const Ints& starts,
-               const Ints& tables, const Ints& table_offsets, const Ints& rows,
-               const RowsOut& out) {
+               const Ints& tables, const Ints& table_offsets, const Ints& rows, const RowsOut& out,
+               nb::handle after) {
     const Batch batch = checked(tokens, positions, offsets, starts, tables, table_offsets, rows);
     require(out.shape(0) == rows.size() &&
                 out.shape(1) == static_cast<std::size_t>(model_.config().hidden),
             "the output must be [wanted rows][hidden]");
-    nb::gil_scoped_release unlocked;
-    const std::lock_guard<std::mutex> one(mutex_);
-    model_.forward(batch, out.data());
+    Told told(after);
+    {
+      nb::gil_scoped_release unlocked;
+      const std::lock_guard<std::mutex> one(mutex_);
+      model_.forward(batch, out.data(), told.after());
+    }
+    told.raise();
   }
 
   std::vector<std::int32_t> greedy(const Ints& tokens, const Ints& positions, const Ints& offsets,
                                    const Ints& starts, const Ints& tables,
-                                   const Ints& table_offsets, const Ints& rows) {
+                                   const Ints& table_offsets, const Ints& rows, nb::handle after) {
     const Batch batch = checked(tokens, positions, offsets, starts, tables, table_offsets, rows);
     std::vector<std::int32_t> out(rows.size());
-    nb::gil_scoped_release unlocked;
-    const std::lock_guard<std::mutex> one(mutex_);
-    model_.greedy(batch, out.data());
+    Told told(after);
+    {
+      nb::gil_scoped_release unlocked;
+      const std::lock_guard<std::mutex> one(mutex_);
+      model_.greedy(batch, out.data(), told.after());
+    }
+    told.raise();
     return out;
   }
 
@@ -266,9 +302,9 @@ void bind_cpu(nb::module_& m) {
       .def("close", &CpuModel::close)
       .def("forward", &CpuModel::forward, nb::arg("tokens"), nb::arg("positions"),
            nb::arg("offsets"), nb::arg("starts"), nb::arg("tables"), nb::arg("table_offsets"),
-           nb::arg("rows"), nb::arg("out"))
+           nb::arg("rows"), nb::arg("out"), nb::arg("after") = nb::none())
       .def("greedy", &CpuModel::greedy, nb::arg("tokens"), nb::arg("positions"),
            nb::arg("offsets"), nb::arg("starts"), nb::arg("tables"), nb::arg("table_offsets"),
-           nb::arg("rows"))
+           nb::arg("rows"), nb::arg("after") = nb::none())
       .def("logits", &CpuModel::logits, nb::arg("hidden"), nb::arg("out"));
 }

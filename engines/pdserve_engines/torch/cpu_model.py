@@ -101,16 +101,14 @@ class CpuModel:
         self._native.bind(pool.memory.view(), pool.num_blocks, pool.layout.block_size)
 
     def forward(self, batch: Batch, after: After | None = None) -> torch.Tensor:
-        del after
         hidden = np.empty((len(batch.rows), self._config.hidden_size), np.float32)
-        self._native.forward(*batch.arrays, hidden)
+        self._native.forward(*batch.arrays, hidden, after)
         return torch.from_numpy(hidden)
 
     def greedy(self, batch: Batch, after: After | None = None) -> list[int]:
-        del after
         # No tensor on this path: between two steps' weights the caches hold little of torch, and
         # waking it up would take as long as a tenth of a small model's step.
-        return self._native.greedy(*batch.arrays)
+        return self._native.greedy(*batch.arrays, after)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         out = np.empty((len(hidden), self._config.vocab_size), np.float32)

@@ -188,9 +188,9 @@ void Model::set_pool(std::uint8_t* pool, int blocks, int block_size) {
 
 // ------------------------------------------------------------------ one step
 
-void Model::forward(const Batch& batch, float* out) {
+void Model::forward(const Batch& batch, float* out, const After& after) {
   prepare(batch);
-  team_.run([&](int member) { all_layers(batch, out, member); });
+  team_.run([&](int member) { all_layers(batch, out, after, member); });
 }
 
 void Model::logits(const float* hidden, int rows, float* out) {
@@ -198,13 +198,13 @@ void Model::logits(const float* hidden, int rows, float* out) {
   team_.run([&](int member) { head(hidden, rows, out, member); });
 }
 
-void Model::greedy(const Batch& batch, std::int32_t* out) {
+void Model::greedy(const Batch& batch, std::int32_t* out, const After& after) {
   prepare(batch);
   const int at_once = std::min(batch.wanted, kernels_.max_rows);
   float* hidden = hidden_.reserve(product_of(batch.wanted, config_.hidden));
   float* logits = logits_.reserve(product_of(at_once, config_.vocab));
   team_.run([&](int member) {
-    all_layers(batch, hidden, member);
+    all_layers(batch, hidden, after, member);
     for (int row = 0; row < batch.wanted; row += at_once) {
       const int rows = std::min(at_once, batch.wanted - row);
       head(hidden + product_of(row, config_.hidden), rows, logits, member);
@@ -215,9 +215,12 @@ void Model::greedy(const Batch& batch, std::int32_t* out) {
   });
 }
 
-void Model::all_layers(const Batch& batch, float* out, int member) {
+void Model::all_layers(const Batch& batch, float* out, const After& after, int member) {
   embed(batch);
-  for (int index = 0; index < config_.layers; ++index) layer_step(batch, index, member);
+  for (int index = 0; index < config_.layers; ++index) {
+    layer_step(batch, index, member);
+    if (member == 0 && after) after(index + 1);
+  }
   const float* x = stream_.data();
   team_.stage(batch.wanted, grain_of(batch.wanted, team_.size()), [&](int begin, int end) {
     for (int row = begin; row < end; ++row)

@@ -11,13 +11,14 @@ import pytest
 
 import pdserve
 from pdserve import accel
+from pdserve.engine.executor import Chunk, StepPlan
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.handover import Pair, make_pair
 from pdserve.testing.inline import InlineEngine
 from pdserve_engines.torch.executor import TorchExecutor
 from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint
-from tests.engines.torch.driver import spec
+from tests.engines.torch.driver import loaded, sequence, spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,3 +151,38 @@ def test_kernels_that_differ_still_agree_on_what_a_block_is(kernels: str) -> Non
     pair.close()
     with InlineEngine.of(TorchExecutor(), engine_spec(directory, "torch")) as alone:
         assert alone.generate([wanted]) == [ledger.tokens]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_watcher_sees_finished_layers_and_may_fail(kernels: str) -> None:
+    executor = loaded(checkpoint("llama")[0], options={"kernels": kernels})
+    try:
+        region = executor.region()
+        assert region.view is not None
+        wanted = sequence(prompt_of(8))
+        wanted.blocks = [3]
+        layer = region.size // region.blocks // region.layout.layers
+        seen: list[bytes] = []
+
+        def watch(layers: int) -> None:
+            assert region.view is not None
+            begin = 3 * layer * region.layout.layers + (layers - 1) * layer
+            seen.append(bytes(region.view[begin : begin + layer]))
+
+        plan = StepPlan([Chunk(wanted, 0, 8, True)], watch=watch, watch_at=frozenset({1, 2}))
+        result = executor.execute(plan)
+        whole = bytes(region.view[3 * 2 * layer : 4 * 2 * layer])
+        assert whole == b"".join(seen)
+        assert any(whole)
+
+        def fail(layers: int) -> None:
+            raise RuntimeError("watched in vain")
+
+        plan.watch = fail
+        with pytest.raises(RuntimeError, match="in vain"):
+            executor.execute(plan)
+        plan.watch = None
+        assert executor.execute(plan).tokens == result.tokens
+        region.view.release()
+    finally:
+        executor.close()

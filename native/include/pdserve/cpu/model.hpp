@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -104,12 +105,16 @@ class Model {
   int pool_blocks() const { return pool_blocks_; }
   int block_size() const { return block_size_; }
 
-  // Writes the KV of every token and [wanted][hidden] floats. The batch must be in range.
-  void forward(const Batch& batch, float* out);
+  // Called in the caller's thread while others compute on: the KV of so many layers is written.
+  using After = std::function<void(int)>;
+
+  // Writes the KV of every token and [wanted][hidden] floats. The batch must be in range; `after`
+  // must not throw and may be empty.
+  void forward(const Batch& batch, float* out, const After& after = {});
   // [rows][hidden] floats of `forward` to [rows][vocab].
   void logits(const float* hidden, int rows, float* out);
   // Both, and the likeliest token of each wanted row.
-  void greedy(const Batch& batch, std::int32_t* out);
+  void greedy(const Batch& batch, std::int32_t* out, const After& after = {});
 
  private:
   struct Matrix {
@@ -156,7 +161,7 @@ class Model {
   void turn_and_store(const Batch& batch, const Layer& layer, const KvView& kv);
   void attend(const Batch& batch, const std::vector<Piece>& pieces, const KvView& kv, int member);
 
-  void all_layers(const Batch& batch, float* out, int member);
+  void all_layers(const Batch& batch, float* out, const After& after, int member);
   void layer_step(const Batch& batch, int index, int member);
   void head(const float* hidden, int rows, float* out, int member);
   int keep_wanted(const Batch& batch);
