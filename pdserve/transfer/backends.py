@@ -178,7 +178,9 @@ def _lacking_tcp(spec: TransferSpec, regions: Sequence[Region]) -> str:
 def _make_tcp(spec: TransferSpec, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
     from pdserve.transfer.tcp import TcpTransport
 
-    return TcpTransport(*key, regions, ask, host=spec.host, advertise=spec.advertise)
+    return TcpTransport(
+        *key, regions, ask, host=spec.host, advertise=spec.advertise, verify=spec.verify
+    )
 
 
 def _module(name: str) -> Any:

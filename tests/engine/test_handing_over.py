@@ -269,3 +269,51 @@ async def test_an_engine_without_transports_refuses() -> None:
         answers: list[object] = []
         both.d.transfer_call(*P, None, answers.append)  # type: ignore[arg-type]
         assert len(answers) == 1
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+async def test_stopping_in_the_middle_leaves_nothing(backend: str, caplog: Any) -> None:
+    async with pair(spec(backend), spec(backend, step_ms="30"), carrier="thread") as both:
+        remote, prefilling = Remote(request()), Prefilling()
+        handle = both.d.submit_remote(request(), remote)
+        await until(lambda: remote.cached is not None)
+        both.d.open_attempt(handle, 1, *P)
+        await until(lambda: bool(remote.opened))
+        both.p.prefill(request(), remote.opened[1], *D, prefilling)
+        await asyncio.gather(both.d.stop(), both.p.stop())
+        assert remote.ledger.error is not None
+        assert prefilling.error is not None
+        assert await both.d.drain(0.0)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_draining_waits_for_prompts_of_both_kinds() -> None:
+    async with pair(spec("shm"), spec("shm"), carrier="thread") as both:
+        remote, prefilling = Remote(request()), Prefilling()
+        handle = both.d.submit_remote(request(), remote)
+        await until(lambda: remote.cached is not None)
+        assert not await both.d.drain(0.01)
+        both.d.open_attempt(handle, 1, *P)
+        await until(lambda: bool(remote.opened))
+        both.p.prefill(request(), remote.opened[1], *D, prefilling)
+        assert await both.p.drain(20.0)
+        assert prefilling.sent
+        assert prefilling.handoff is not None
+        both.d.activate(handle, 1, prefilling.handoff)
+        assert await both.d.drain(20.0)
+        assert remote.ledger.tokens[0] == reference_tokens(request())
+
+
+async def test_an_aborted_prefill_falls_silent_and_gives_all_back() -> None:
+    async with pair(spec("tcp"), spec("tcp", step_ms="20"), carrier="thread") as both:
+        remote, prefilling = Remote(request()), Prefilling()
+        handle = both.d.submit_remote(request(), remote)
+        await until(lambda: remote.cached is not None)
+        both.d.open_attempt(handle, 1, *P)
+        await until(lambda: bool(remote.opened))
+        both.p.abort(both.p.prefill(request(), remote.opened[1], *D, prefilling))
+        both.d.abort(handle)
+        await settled(both.d, lambda stats: not stats.blocks_used + stats.blocks_quarantined)
+        await settled(both.p, lambda stats: not stats.blocks_used + stats.sending)
+        assert (prefilling.handoff, prefilling.sent, prefilling.error) == (None, False, None)
+        assert not remote.ledger.tokens[0]

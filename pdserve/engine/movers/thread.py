@@ -135,8 +135,9 @@ class ThreadMover:
                 self._broken = EngineDied(f"the transport thread is gone: {error}")
 
     def _call(self, method: str, *args: Any) -> None:
-        assert self._loop is not None, "start comes first"
-        self._post(self._loop, getattr(self._mover, method), *args)
+        loop, mover = self._loop, self._mover
+        if loop is not None and mover is not None:  # else it is closed, and all has ended
+            self._post(loop, getattr(mover, method), *args)
 
     # ------------------------------------------------------------------ calls
 
