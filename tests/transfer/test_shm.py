@@ -20,6 +20,7 @@ from pdserve.testing.kv_oracle import layouts
 from pdserve.testing.transfer_support import RecordingSink, deliver, ends, order
 from pdserve.transfer import pull, shm, shm_socket, shm_table
 from pdserve.transfer.base import Part, PeerKey, Region
+from pdserve.transfer.copying import copy_runs
 from pdserve.transfer.shm import ShmTransport
 
 if TYPE_CHECKING:
@@ -138,10 +139,9 @@ async def test_a_changed_byte_is_found_among_many_blocks(monkeypatch) -> None:
         ours, theirs = await two.connect()
         sink = RecordingSink()
         grant = theirs.grant(order(range(300), 300), sink)
-        copy = shm.copy_runs
 
         def flipping(*args: Any) -> int:
-            size = copy(*args)
+            size = copy_runs(*args)
             two.destination.memories[0].view(257)[0] ^= 1
             return size
 

@@ -1,0 +1,354 @@
+"""What it costs to bring KV blocks from one process to another: pdserve, the limits, peers.
+
+    python bench/transfer.py [--rounds N] [--peers PYTHON] [--iperf3 PATH] [--rdma-json FILE]
+
+Every arm has two processes with a pool of 512 MiB each; blocks of 64 KiB go from random places to
+random places, another part of the pools each time. All arms take turns in the same rounds, each
+round beginning with another one. A figure is the median over rounds of the medians within a round;
+ratios are medians of the ratios within a round. After each measurement the last block must be at
+the other end. Takes about four minutes and writes bench/results/transfer.md.
+
+memcpy and pdserve need nothing. What is not installed is skipped, and the result says so. The peers
+live in an environment of their own, without torch:
+
+    apt-get install iperf3
+    python -m venv peers && peers/bin/pip install --no-deps nixl nixl-cu12 \\
+        mooncake-transfer-engine-non-cuda numpy
+    python bench/transfer.py --peers peers/bin/python
+
+Rows of RDMA come from bench/rdma_vm.py, which measures in a virtual machine: `--rdma-json` takes
+what its `--json` printed, a list of flat objects (alone, or under `rows`), as a table's rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.machine import facts
+from bench.transfer_arms.base import BLOCK, POOL, Talk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RESULT = Path(__file__).parent / "results" / "transfer.md"
+SIZES = tuple(1 << shift for shift in range(16, 29, 2))
+_AT_ONCE = 256 << 20
+"""Bytes of one arm's transfers of one size in a round, at most."""
+_MOST = 32
+"""Transfers of one size in a round, at most."""
+_STREAM_SECONDS = 1
+_LIMIT = "memcpy piece"
+
+MODULES = {
+    "memcpy": ("memcpy", ("piece", "blocks")),
+    "pdserve": (
+        "ours",
+        ("shm/off", "shm/sample", "shm/all", "tcp/off", "tcp/sample", "tcp/all"),
+    ),
+}
+PEERS = {
+    "NIXL": ("nixl_arm", {}),
+    "NIXL tcp": ("nixl_arm", {"UCX_TLS": "tcp"}),
+    "Mooncake tcp": ("mooncake_arm", {}),
+}
+ABOUT = {
+    "memcpy piece": "libc's memcpy of as many bytes in one piece, one thread: shm's limit",
+    "memcpy blocks": "the same, block by block",
+    "pdserve": "from `deliver` at the source to its `done`, after placing, checking, reporting; "
+    "blocks have names, whose headers shm compares",
+    "NIXL": "WRITE of prepared descriptors and a notification; UCX chooses among shared memory, "
+    "CMA and TCP",
+    "NIXL tcp": "the same with UCX_TLS=tcp",
+    "Mooncake tcp": "batch_transfer_sync_write over TCP, 1024 blocks a call",
+}
+
+
+@dataclass
+class Row:
+    """One arm in one mode: seconds by size, one figure per round."""
+
+    name: str
+    mode: str
+    talk: Talk
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def start(
+    name: str, module: str, python: str, environment: dict[str, str], log: IO[bytes], pin: bool
+) -> Talk:
+    """An arm's two processes, connected. Raises RuntimeError."""
+    root = str(Path(__file__).parent.parent)
+    command = [python, "-m", f"bench.transfer_arms.{module}", "driver"]
+    if pin:
+        command += [str(number) for number in sorted(os.sched_getaffinity(0))[:2]]
+    os.environ.update(environment | {"PYTHONPATH": root})
+    try:
+        talk = Talk(command, log)
+    finally:
+        for key in environment:
+            del os.environ[key]
+    print(f"{name} starts", file=sys.stderr)
+    try:
+        talk.ask({"what": "connect"})
+    except RuntimeError:
+        talk.close()
+        raise
+    return talk
+
+
+def measure(row: Row, size: int) -> None:
+    """Seconds of one transfer of so many bytes."""
+    count = max(2, min(_MOST, _AT_ONCE // size))
+    question = {"what": "measure", "mode": row.mode, "bytes": size, "count": count}
+    seconds = row.talk.ask(question)["seconds"]
+    row.seconds.setdefault(size, []).append(statistics.median(seconds))
+
+
+def stream(iperf3: str, pin: bool, length: str | None) -> float:
+    """GB/s of one stream over the loopback, from one processor to another."""
+    command = [iperf3, "-s", "-1", "-p", "5987"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        time.sleep(0.3)
+        command = [iperf3, "-c", "127.0.0.1", "-p", "5987", "-t", str(_STREAM_SECONDS), "--json"]
+        command += ["-l", length] if length else []
+        if pin:
+            command += ["-A", ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))]
+        out = subprocess.run(command, capture_output=True, timeout=30, check=True).stdout
+        rate: float = json.loads(out)["end"]["sum_received"]["bits_per_second"]
+        return rate / 8e9
+    finally:
+        server.kill()
+        server.wait()
+
+
+def compare(
+    rows: Sequence[Row], iperf3: str | None, rounds: int, pin: bool
+) -> dict[str, list[float]]:
+    """Measure all rows, in turns; returns the streams' figures."""
+    streams: dict[str, list[float]] = {}
+    for number in range(rounds):
+        for length in (None, "1M") if iperf3 else ():
+            assert iperf3 is not None
+            name = f"iperf3{' -l 1M' if length else ''}"
+            streams.setdefault(name, []).append(stream(iperf3, pin, length))
+        for size in SIZES:
+            first = number % len(rows)
+            for row in (*rows[first:], *rows[:first]):
+                measure(row, size)
+        print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    return streams
+
+
+# ---------------------------------------------------------------------- reporting
+
+
+def rate_of(row: Row, size: int) -> float:
+    """GB/s."""
+    return statistics.median(size / seconds / 1e9 for seconds in row.seconds[size])
+
+
+def fixed_of(row: Row) -> float:
+    """Microseconds that do not depend on the size: what the smallest transfer takes beyond its
+    bytes at the rate of the largest."""
+    small, large = SIZES[0], SIZES[-1]
+    pairs = zip(row.seconds[small], row.seconds[large], strict=True)
+    return statistics.median(s - small * t / large for s, t in pairs) * 1e6
+
+
+def share(of: Row, limit: Sequence[float], size: int) -> float:
+    """Of a limit in GB/s, round by round."""
+    pairs = zip(of.seconds[size], limit, strict=True)
+    return statistics.median(size / seconds / 1e9 / most for seconds, most in pairs)
+
+
+def _name(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "| GB/s | " + " | ".join(map(_name, SIZES)) + " | fixed, us |",
+        "|---|" + "---:|" * (len(SIZES) + 1),
+    ]
+    for row in rows:
+        cells = [f"{rate_of(row, size):.2f}" for size in SIZES]
+        lines.append(f"| {row.name} | " + " | ".join(cells) + f" | {fixed_of(row):.0f} |")
+    return lines
+
+
+def shares(rows: dict[str, Row], streams: dict[str, list[float]]) -> list[str]:
+    """Of the limits, and of the peers on the same path."""
+    lines = [
+        "| ratio | " + " | ".join(map(_name, SIZES)) + " |",
+        "|---|" + "---:|" * len(SIZES),
+    ]
+    pairs: list[tuple[str, str]] = []
+    for mode in ("off", "sample", "all"):
+        pairs += [(f"pdserve shm/{mode}", other) for other in (_LIMIT, "memcpy blocks", "NIXL")]
+        pairs += [
+            (f"pdserve tcp/{mode}", other) for other in (*streams, "NIXL tcp", "Mooncake tcp")
+        ]
+    for name, other in pairs:
+        if other in streams:
+            cells = [share(rows[name], streams[other], size) for size in SIZES]
+        elif other in rows:
+            cells = [
+                share(rows[name], [size / t / 1e9 for t in rows[other].seconds[size]], size)
+                for size in SIZES
+            ]
+        else:
+            continue
+        lines.append(f"| {name} : {other} | " + " | ".join(f"{c:.2f}" for c in cells) + " |")
+    return lines
+
+
+def aims(rows: dict[str, Row], streams: dict[str, list[float]]) -> list[str]:
+    """Each aim at the largest size and at 16 MiB, what was measured, and whether it is met."""
+    wanted = [
+        ("pdserve shm/off", _LIMIT, 0.85),
+        ("pdserve tcp/off", "iperf3", 0.85),
+        ("pdserve shm/off", "NIXL", 1.0),
+        ("pdserve tcp/off", "NIXL tcp", 1.0),
+        ("pdserve tcp/off", "Mooncake tcp", 1.0),
+    ]
+    lines = ["| aim | wanted | size | measured | |", "|---|---:|---:|---:|---|"]
+    for name, other, bound in wanted:
+        for size in (SIZES[-3], SIZES[-1]):
+            head = f"| {name} : {other} | >= {bound} | {_name(size)} |"
+            if other in streams:
+                found = share(rows[name], streams[other], size)
+            elif other in rows:
+                limit = [size / seconds / 1e9 for seconds in rows[other].seconds[size]]
+                found = share(rows[name], limit, size)
+            else:
+                lines.append(f"{head} | NOT measured |")
+                continue
+            lines.append(f"{head} {found:.2f} | {'met' if found >= bound else 'NOT met'} |")
+    return lines
+
+
+def rdma(file: Path | None) -> list[str]:
+    """What was measured in the virtual machine."""
+    if file is None:
+        return ["NOT measured in this run: rdma (bench/rdma_vm.py)"]
+    found = json.loads(file.read_text())
+    if not isinstance(found, list):
+        found = found["rows"]
+    columns = list(dict.fromkeys(key for row in found for key in row))
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    cells = ([str(row.get(key, "")) for key in columns] for row in found)
+    return [*lines, *("| " + " | ".join(each) + " |" for each in cells)]
+
+
+def report(
+    rows: Sequence[Row],
+    streams: dict[str, list[float]],
+    head: Sequence[str],
+    file: Path | None,
+) -> str:
+    by_name = {row.name: row for row in rows}
+    lines = ["# KV blocks from one process to another", "", *head, "", *table(rows), ""]
+    for name, values in streams.items():
+        lines.append(
+            f"- {name}, one stream of {_STREAM_SECONDS} s: {statistics.median(values):.2f} GB/s "
+            f"[{min(values):.2f}, {max(values):.2f}]"
+        )
+    lines += ["", *aims(by_name, streams), "", *shares(by_name, streams), ""]
+    lines += ["## RDMA in a virtual machine", "", *rdma(file), ""]
+    return "\n".join(lines)
+
+
+def versions(peers: str | None) -> str:
+    """Of the packages that took part."""
+    if peers is None:
+        return "no peers"
+    code = (
+        "from importlib.metadata import version as v\n"
+        "for p in ('nixl', 'mooncake-transfer-engine-non-cuda'):\n"
+        "    try: print(p, v(p))\n"
+        "    except Exception: pass"
+    )
+    out = subprocess.run([peers, "-c", code], capture_output=True, text=True, check=True).stdout
+    return ", ".join(out.split("\n")).strip(", ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", help="a Python with NIXL and Mooncake")
+    parser.add_argument("--iperf3", default=shutil.which("iperf3"), help="apt-get install iperf3")
+    parser.add_argument("--rdma-json", type=Path, help="what bench/rdma_vm.py --json printed")
+    parser.add_argument("--no-pin", action="store_true", help="leave processors to the system")
+    parser.add_argument("--note", default="", help="a sentence for the result file")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="what the arms print")
+    given = parser.parse_args()
+    pin = len(os.sched_getaffinity(0)) > 1 and not given.no_pin
+    text = measured(given, pin)
+    given.out.write_text(text)
+    print(text)
+
+
+def measured(given: argparse.Namespace, pin: bool) -> str:
+    """The report."""
+    wanted: list[tuple[str, str, str | None, dict[str, str]]]
+    wanted = [(name, module, sys.executable, {}) for name, (module, _) in MODULES.items()]
+    wanted += [(name, module, given.peers, env) for name, (module, env) in PEERS.items()]
+    rows: list[Row] = []
+    talks: list[Talk] = []
+    skipped = [] if given.iperf3 else ["iperf3: apt-get install iperf3"]
+    with given.log.open("wb") as log:
+        try:
+            for name, module, python, environment in wanted:
+                if not python:
+                    skipped.append(f"{name}: no --peers")
+                    continue
+                try:
+                    talks.append(start(name, module, python, environment, log, pin))
+                except RuntimeError as error:
+                    skipped.append(f"{name}: {error}")
+                    continue
+                modes = MODULES[name][1] if name in MODULES else ("",)
+                rows += [Row(f"{name} {mode}".strip(), mode, talks[-1]) for mode in modes]
+            streams = compare(rows, given.iperf3, given.rounds, pin)
+        finally:
+            for talk in talks:
+                talk.close()
+    return report(rows, streams, _head(given, pin, skipped), given.rdma_json)
+
+
+def _head(given: argparse.Namespace, pin: bool, skipped: Sequence[str]) -> list[str]:
+    about = [
+        f"Blocks of {BLOCK >> 10} KiB between two processes on one machine, "
+        f"{'on a processor of their own each' if pin else 'not pinned'}; pools of {POOL >> 20} MiB "
+        f"at each end,",
+        f"blocks in random order; medians of {given.rounds} rounds in which all arms took turns. "
+        "Repeat with `python bench/transfer.py`.",
+        given.note,
+        "",
+    ]
+    about += [f"- {fact}" for fact in (*facts(), versions(given.peers))]
+    about += [f"- {name}: {text}" for name, text in ABOUT.items()]
+    return about + [f"- NOT measured: {reason}" for reason in skipped]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""What every arm can do, and the two processes it runs in. Needs nothing but Python.
+
+    python -m bench.transfer_arms.NAME driver      speaks with bench/transfer.py, moves, takes times
+    python -m bench.transfer_arms.NAME partner     speaks with the driver: the other end
+
+The bytes go from the driver's pool to the partner's. Both processes speak lines of JSON over their
+standard input and output; whatever a library prints goes to standard error instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from random import Random
+from typing import IO, TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+BLOCK = 64 * 1024
+POOL = 512 << 20
+"""Bytes at each end: more than the caches hold, and a transfer finds none of it there."""
+BLOCKS = POOL // BLOCK
+_MARK = 64
+"""So many bytes at a block's beginning say which one it is, and of whom."""
+
+
+class Arm:
+    """One way of moving blocks. The same class serves as driver and as partner."""
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    modes: ClassVar[tuple[str, ...]] = ("",)
+
+    # ------------------------------------------------------------------ the driver
+
+    def connect(self, partner: Talk | None) -> None:
+        """Make the pool, and reach the other process."""
+        raise NotImplementedError
+
+    def move(self, mode: str, here: Sequence[int], there: Sequence[int]) -> float:
+        """Bring these blocks there; seconds until it is known that they have arrived."""
+        raise NotImplementedError
+
+    def mark(self, here: int, value: bytes) -> None:
+        """Overwrite a block's beginning."""
+        raise NotImplementedError
+
+    def found(self, there: int, partner: Talk | None) -> bytes:
+        """A block's beginning at the other end."""
+        assert partner is not None
+        return bytes.fromhex(partner.ask({"what": "look", "block": there})["bytes"])
+
+    # ------------------------------------------------------------------ the partner
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Of the driver."""
+        raise NotImplementedError
+
+
+class Pool:
+    """Anonymous memory that has been touched, and its address."""
+
+    def __init__(self, value: int) -> None:
+        self.map = mmap.mmap(-1, POOL)
+        self.view = memoryview(self.map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        fill(self.view, value)
+
+    def at(self, block: int) -> int:
+        """A block's address."""
+        return self.address + block * BLOCK
+
+    def head(self, block: int) -> memoryview:
+        """A block's beginning."""
+        return self.view[block * BLOCK : block * BLOCK + _MARK]
+
+
+def fill(view: memoryview, value: int) -> None:
+    """Touch every page: bytes that differ from page to page, so that none can be shared."""
+    piece = Random(value).randbytes(1 << 20)
+    for at in range(0, len(view), len(piece)):
+        view[at : at + len(piece)] = piece
+
+
+class Talk:
+    """Questions to another process, one at a time."""
+
+    def __init__(self, command: Sequence[str], log: IO[bytes] | None = None) -> None:
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+        )
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Its answer; raises RuntimeError when it has ended or failed."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(question).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise RuntimeError("the process has ended") from None
+        line = self.process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "the process has ended"}
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """It ends when its input does."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def run(arm: Arm, *, alone: bool = False) -> None:
+    """Be the driver or the partner, whichever the command line says, until the input ends."""
+    role, processors = sys.argv[1], sys.argv[2:]
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    if processors:
+        os.sched_setaffinity(0, {int(processors[role == "partner"])})
+    if role == "partner":
+        _serve(answers, arm.answer)
+        return
+    partner = None
+    if not alone:
+        module = "bench.transfer_arms." + os.path.basename(sys.argv[0]).removesuffix(".py")
+        partner = Talk([sys.executable, "-m", module, "partner", *processors])
+    lists = _Lists()
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if question["what"] == "connect":
+            arm.connect(partner)
+            return {}
+        return _measure(arm, partner, lists, question)
+
+    _serve(answers, answer)
+    if partner is not None:
+        partner.close()
+
+
+def _serve(answers: IO[bytes], answer: Any) -> None:
+    for line in sys.stdin:
+        try:
+            found = answer(json.loads(line))
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(found).encode() + b"\n")
+        answers.flush()
+    os._exit(0) if sys.argv[1] == "partner" else None
+
+
+class _Lists:
+    """Blocks of both ends in an order of their own each, taken in turn: no two neighbours merge,
+    and what is taken has not been touched for as long as the pool is large."""
+
+    def __init__(self) -> None:
+        self.here, self.there = list(range(BLOCKS)), list(range(BLOCKS))
+        Random(1).shuffle(self.here)
+        Random(2).shuffle(self.there)
+        self._at = 0
+
+    def take(self, count: int) -> tuple[list[int], list[int]]:
+        """The next so many, of both ends."""
+        if self._at + count > BLOCKS:
+            self._at = 0
+        first, self._at = self._at, self._at + count
+        return self.here[first : self._at], self.there[first : self._at]
+
+
+def _measure(
+    arm: Arm, partner: Talk | None, lists: _Lists, question: dict[str, Any]
+) -> dict[str, Any]:
+    """Seconds of each of some transfers. That the last one arrived is looked at, not believed."""
+    seconds = []
+    for number in range(question["count"] + 1):
+        here, there = lists.take(question["bytes"] // BLOCK)
+        value = hashlib.sha512(f"{time.monotonic()} {number}".encode()).digest()
+        arm.mark(here[-1], value)
+        seconds.append(arm.move(question["mode"], here, there))
+    if arm.found(there[-1], partner) != value:
+        raise RuntimeError("what arrived is not what was sent")
+    return {"seconds": seconds[1:]}  # the first one warms up
+
+
+def addresses(pool: int, blocks: Sequence[int]) -> Iterator[int]:
+    """Where blocks are."""
+    return (pool + block * BLOCK for block in blocks)

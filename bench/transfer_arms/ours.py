@@ -1,0 +1,189 @@
+"""pdserve's own back ends, as workers use them: shm and tcp, with each way of checking.
+
+Every part says its blocks' names, as real ones do. The clock runs from `deliver` at the source to
+its `done`, which is after the destination has placed, checked and reported; tickets are handed out
+before, as they come with the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import struct
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, os.getcwd())
+
+import msgspec
+import uvloop
+
+from bench.transfer_arms.base import BLOCK, BLOCKS, Arm, Talk, fill, run
+from pdserve.errors import LinkLost
+from pdserve.ids import NodeId
+from pdserve.kv.storage import BlockMemory
+from pdserve.messages.transfer import Control, KvLayout, Ticket
+from pdserve.transfer.base import Order, Part, PeerKey, Region
+from pdserve.transfer.shm import ShmTransport
+from pdserve.transfer.tcp import TcpTransport
+from pdserve.transfer.verify import Verify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.errors import TransferError
+    from pdserve.transfer.base import Path, Transport
+
+SOURCE, DESTINATION = PeerKey(NodeId("source"), 1), PeerKey(NodeId("destination"), 2)
+TOKENS = 32
+LAYOUT = KvLayout(content="bench", layers=4, heads=2, tokens=TOKENS, dim=64, itemsize=2)
+LAYERS = (0, LAYOUT.layers)
+_LENGTH = struct.Struct("<I")
+_TIMEOUT = 30.0
+
+
+class _Deaf:
+    """A sink that needs to hear nothing: the source is told too."""
+
+    def on_part(self, part: int) -> None: ...
+
+    def on_failed(self, error: TransferError) -> None:
+        print(error, file=sys.stderr)
+
+
+class _End:
+    """One process: its pool, and a transport for each way."""
+
+    def __init__(self, key: PeerKey, value: int, ask: Any) -> None:
+        self.memory = BlockMemory(BLOCKS, (BLOCK,))
+        self.view = self.memory.view()
+        fill(self.view, value)
+        regions = [Region(LAYOUT, BLOCKS, self.view, self.memory.export().fd)]
+        self.transports: dict[str, Transport] = {}
+        for mode in ("off", "sample", "all"):
+            self.transports[f"shm/{mode}"] = ShmTransport(
+                *key, regions, ask(f"shm/{mode}"), verify=_verify(mode)
+            )
+            self.transports[f"tcp/{mode}"] = TcpTransport(
+                *key, regions, ask(f"tcp/{mode}"), host="127.0.0.1", verify=_verify(mode)
+            )
+
+    def head(self, block: int) -> memoryview:
+        return self.view[block * BLOCK : block * BLOCK + 64]
+
+
+def _verify(mode: str) -> Verify:
+    checked: Verify = msgspec.convert(mode, type=Verify)
+    return checked
+
+
+class Ours(Arm):
+    name = "pdserve"
+    about = "pdserve's back ends, from `deliver` to `done`"
+    modes = ("shm/off", "shm/sample", "shm/all", "tcp/off", "tcp/sample", "tcp/all")
+
+    # ------------------------------------------------------------------ the driver
+
+    def connect(self, partner: Talk | None) -> None:
+        assert partner is not None
+        self.partner = partner
+        self.numbers = itertools.count(1)
+        self.loop = uvloop.new_event_loop()
+        self.loop.run_until_complete(self._connect())
+
+    async def _connect(self) -> None:
+        self.end = _End(SOURCE, 1, self._ask_of)
+        self.paths: dict[str, Path] = {}
+        for mode, transport in self.end.transports.items():
+            self.paths[mode] = await transport.connect(DESTINATION, timeout=_TIMEOUT)
+
+    def _ask_of(self, mode: str) -> Any:
+        async def ask(peer: PeerKey, control: Control, timeout: float) -> Control:
+            question = {"what": "control", "mode": mode, "control": _packed(control)}
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(None, self.partner.ask, question)
+            return _control(answer)
+
+        return ask
+
+    def move(self, mode: str, here: Sequence[int], there: Sequence[int]) -> float:
+        question = {"what": "grant", "mode": mode, "blocks": list(there)}
+        packed = self.partner.ask(question)["ticket"]
+        ticket = msgspec.msgpack.decode(bytes.fromhex(packed), type=Ticket)
+        names = b"".join(number.to_bytes(16, "little") for number in here)
+        part = Part(0, 0, list(here), LAYERS, names)
+        elapsed = self.loop.run_until_complete(self._move(self.paths[mode], ticket, part))
+        self.partner.ask({"what": "finish", "slot": ticket.slot})
+        return elapsed
+
+    async def _move(self, path: Path, ticket: Ticket, part: Part) -> float:
+        ended = asyncio.get_running_loop().create_future()
+        started = time.perf_counter()
+        path.deliver(ticket, part, ended.set_result)
+        error = await ended
+        elapsed = time.perf_counter() - started
+        if error is not None:
+            raise error
+        return elapsed
+
+    def mark(self, here: int, value: bytes) -> None:
+        self.end.head(here)[:] = value
+
+
+async def _partner() -> None:
+    """The destination: answers while its loop serves the transports."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    if sys.argv[2:]:
+        os.sched_setaffinity(0, {int(sys.argv[3])})
+    end = _End(DESTINATION, 2, lambda mode: _nobody)
+    grants: dict[int, Any] = {}
+    lines = asyncio.StreamReader(limit=1 << 24)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while line := await lines.readline():
+        found = await _answer(end, grants, msgspec.json.decode(line))
+        answers.write(msgspec.json.encode(found) + b"\n")
+        answers.flush()
+    os._exit(0)  # nothing of its paths is worth waiting for
+
+
+async def _answer(end: _End, grants: dict[int, Any], question: dict[str, Any]) -> dict[str, Any]:
+    match question["what"]:
+        case "control":
+            answer = await end.transports[question["mode"]].answer(SOURCE, _control(question))
+            return {"control": _packed(answer)}
+        case "grant":
+            path = end.transports[question["mode"]].path(SOURCE)
+            assert path is not None
+            blocks = question["blocks"]
+            grant = path.grant(Order("bench", 1, 0, TOKENS * len(blocks), blocks), _Deaf())
+            grants[grant.ticket.slot] = grant
+            return {"ticket": _packed(grant.ticket)}
+        case "finish":
+            grants.pop(question["slot"]).finish()
+            return {}
+        case _:
+            return {"bytes": bytes(end.head(question["block"])).hex()}
+
+
+def _control(said: dict[str, Any]) -> Control:
+    control: Control = msgspec.msgpack.decode(bytes.fromhex(said["control"]), type=Control)
+    return control
+
+
+def _packed(record: object) -> str:
+    return msgspec.msgpack.encode(record).hex()
+
+
+async def _nobody(peer: PeerKey, control: Control, timeout: float) -> Control:
+    raise LinkLost("this process asks nothing")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "partner":
+        uvloop.run(_partner())
+    else:
+        run(Ours())
