@@ -286,3 +286,14 @@ def test_tiers_do_not_cancel_out() -> None:
     assert digest.value() not in (0, once)
     digest.clear(1)
     assert digest.value() == once
+
+
+def test_leading_blocks_of_a_prompt():
+    log = KvLog()
+    log.apply([BlockStored(blocks(1, 2, 4), ROOT)])
+    assert log.leading(b"".join(blocks(1, 2, 3, 4))) == 2
+    assert log.leading(b"".join(blocks(1, 2))) == 2
+    assert log.leading(b"".join(blocks(3, 1))) == 0
+    assert log.leading(b"") == 0
+    log.apply([BlockRemoved(blocks(1))])
+    assert log.leading(b"".join(blocks(1, 2))) == 0

@@ -736,7 +736,7 @@ class Site:
 
     def cancel(self, client: Client) -> None:
         def abort() -> None:
-            if client.handle and not client.over:
+            if client.handle and not client.over and not client.cancelled:
                 client.cancelled = True
                 self.d.decode.abort(client.handle)
 

@@ -1,0 +1,218 @@
+"""Random worlds: whatever goes wrong at whatever moment, each request has one outcome, and in the
+end nothing is left of it on either side."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.messages.handoff import LEASE
+from pdserve.worker.handoff.choice import Chooser
+from pdserve.worker.handoff.table import Machine
+from tests.worker.handoff.site import Site, play, request
+
+if TYPE_CHECKING:
+    from tests.worker.handoff.site import Host
+
+STEPS = ("admit", "open", "activate", "prefill", "send")
+SPAN = 12.0
+"""Seconds of faults."""
+CALM = 150.0
+"""Membership agrees again within this, and attempts of stuck engines are over."""
+
+
+class World:
+    """One site, and what a seed does to it."""
+
+    def __init__(self, site: Site, seed: int) -> None:
+        self.site = site
+        self.random = random.Random(seed)
+        self.faults: Counter[str] = Counter()
+        self.kinds = self.random.sample(FAULTS, self.random.randint(1, len(FAULTS)))
+
+    async def run(self) -> None:
+        site, draw = self.site, self.random
+        site.d.decode.chooser = self.chooser()
+        site.d.chooser = site.d.decode.chooser
+        site.queue.doubles = draw.random() < 0.2
+        number = 0
+        until = site.loop.time() + SPAN
+        while site.loop.time() < until:
+            await asyncio.sleep(draw.expovariate(6.0))
+            if draw.random() < 0.6:
+                number += 1
+                self.ask(number)
+            else:
+                kind = draw.choice(self.kinds)
+                self.faults[kind] += 1
+                getattr(self, f"do_{kind}")()
+        await self.calm()
+
+    def chooser(self) -> Chooser:
+        mode: Any = self.random.choice(["always", "always", "rule", "predict"])
+        chooser = Chooser(mode, min_tokens=10)
+        return chooser
+
+    def ask(self, number: int) -> None:
+        draw = self.random
+        deadline = draw.choice([None, None, 1.0, 5.0, 20.0])
+        asked = request(
+            f"r{number}", prompt=draw.randint(5, 400), deadline=deadline, n=draw.choice([1, 1, 3])
+        )
+        if self.site.d.up and hasattr(self.site.d, "decode") and self.site.d.node.joined:
+            self.site.ask(asked)
+
+    # ------------------------------------------------------------------ faults
+
+    def later(self, seconds: float, action: Any) -> None:
+        self.site.loop.call_later(seconds, action, context=self.site.net.context)
+
+    def prefill(self) -> Host:
+        return self.random.choice(self.site.prefills)
+
+    def do_cancel(self) -> None:
+        open_ones = [
+            client for client in self.site.clients if not client.over and not client.cancelled
+        ]
+        if open_ones:
+            self.site.cancel(self.random.choice(open_ones))
+
+    def do_kill(self) -> None:
+        host = self.prefill()
+        if host.up:
+            host.kill()
+            self.later(self.random.uniform(0.5, 5.0), host.start)
+
+    def do_kill_d(self) -> None:
+        site = self.site
+        if not site.d.up or self.faults["kill_d"] > 2:
+            return
+        site.d.kill()
+        for client in site.clients:
+            if not client.over:
+                client.cancelled = True  # lost with its worker; its frontend asks elsewhere
+        self.later(self.random.uniform(0.5, 3.0), site.d.start)
+
+    def do_freeze(self) -> None:
+        host = self.prefill()
+        if host.process is not None and not host.process.paused:
+            host.freeze()
+            process = host.process
+            lasts = self.random.choice([0.3, 2.0, LEASE + 1.0])
+            self.later(lasts, lambda: host.thaw() if host.process is process else None)
+
+    def do_partition(self) -> None:
+        name = self.prefill().name
+        self.site.net.partition("d", name)
+        self.later(self.random.uniform(0.1, 8.0), lambda: self.site.net.heal("d", name))
+
+    def do_reset(self) -> None:
+        self.site.net.reset("d", self.prefill().name)
+
+    def do_delay(self) -> None:
+        pair = ("d", self.prefill().name)
+        for way in (pair, pair[::-1]):
+            self.site.net.set_conditions(*way, delay_min=0.0, delay_max=0.5)
+        self.later(2.0, lambda: self._undelay(pair))
+
+    def _undelay(self, pair: tuple[str, str]) -> None:
+        for way in (pair, pair[::-1]):
+            self.site.net.set_conditions(*way, delay_max=0.0)
+
+    def do_step(self) -> None:
+        host = self.random.choice([self.site.d, *self.site.prefills])
+        step, mode = self.random.choice(STEPS), self.random.choice(["fail", "hang", "slow"])
+        if (host is self.site.d, step) == (True, "prefill") and mode == "hang":
+            return  # nobody could help that
+        host.script.steps.setdefault(step, []).append(mode)
+
+    def do_owner(self) -> None:
+        self.site.queue.change_owner()
+
+    def do_engine(self) -> None:
+        host = self.random.choice([self.site.d, *self.site.prefills])
+        if host.up and hasattr(host, "engine"):
+            host.call_later(0.0, host.engine.die)
+
+    def do_keep(self) -> None:
+        self.site.queue.keeps = True
+        self.later(1.0, lambda: setattr(self.site.queue, "keeps", False))
+
+    def do_mode(self) -> None:
+        mode: Any = self.random.choice(["always", "rule", "predict", "never"])
+        self.site.d.chooser.mode = mode
+
+    # ------------------------------------------------------------------ the end
+
+    async def calm(self) -> None:
+        site = self.site
+        await asyncio.sleep(LEASE + 5.0)
+        site.net.heal()
+        site.queue.keeps = False
+        for host in (site.d, *site.prefills):
+            host.script.steps.clear()
+            if not host.up:
+                host.start()
+        await site.until(lambda: all(c.over or c.cancelled for c in site.clients), timeout=CALM)
+        for client in site.clients:
+            assert not client.problems, client.problems
+            if client.outcome in ("remote", "local"):
+                wanted = {choice: 3 for choice in range(client.request.n)}
+                assert client.tokens == wanted, client.request.request_id
+        await site.quiet(LEASE + 2.0)
+        await site.until(site.converged, timeout=CALM)
+        site.d.decode.chooser.mode = "always"
+        await site.until(lambda: len(site.queue.offers) == len(site.prefills))
+        last = site.ask(request("last"))
+        await site.until(lambda: last.over)
+        assert last.outcome == "remote"
+        await site.quiet()
+
+
+FAULTS = [name[3:] for name in vars(World) if name.startswith("do_")]
+
+visited: Counter[tuple[Any, Any]] = Counter()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Any, Any]]:
+    feed = Machine.feed
+
+    def looked(self: Any, event: Any) -> Any:
+        visited[self.state, event] += 1
+        return feed(self, event)
+
+    monkeypatch.setattr(Machine, "feed", looked)
+    return visited
+
+
+def rounds(long: bool) -> int:
+    return 1000 if long else 12
+
+
+@pytest.mark.timeout(3000)
+def test_random_worlds(seed: int, long: bool, watched: Counter[tuple[Any, Any]]) -> None:
+    source = random.Random(seed)
+    for _ in range(rounds(long)):
+        number = source.getrandbits(32)
+
+        async def world(site: Site, number: int = number) -> None:
+            made = World(site, number)
+            try:
+                await made.run()
+            except AssertionError as error:
+                raise AssertionError(f"world {number}, faults {dict(made.faults)}") from error
+
+        play(world, prefills=source.randint(1, 3), seed=number)
+
+
+@pytest.mark.parametrize("number", [])
+def test_worlds_that_once_failed(number: int) -> None:
+    async def world(site: Site) -> None:
+        await World(site, number).run()
+
+    play(world, prefills=2, seed=number)
