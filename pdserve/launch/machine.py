@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from pdserve import __version__, accel
 from pdserve.launch.cpus import read_limits
 from pdserve.launch.units import approximate_size
+from pdserve.transfer.rdma import library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -203,10 +204,15 @@ def _rdma() -> Iterator[Fact]:
             link = f"{_read(port / 'link_layer')}, {state}, {_read(port / 'rate')}"
             yield Fact("rdma", f"{device.name} port {port.name}", link)
     if not found:
-        yield Fact("rdma", "devices", "none", "absent")
-    present = importlib.util.find_spec("pyverbs") is not None
-    text = "importable" if present else "not installed (python3-pyverbs of the system)"
-    yield Fact("rdma", "pyverbs", text, "ok" if present else "absent")
+        why = "no adapter" if devices.is_dir() else "no RDMA in the kernel, or no adapter's driver"
+        yield Fact("rdma", "devices", f"none: {why}", "absent")
+    elif not (nodes := Path("/dev/infiniband")).is_dir() or not any(nodes.glob("uverbs*")):
+        text = "no /dev/infiniband/uverbs*: load ib_uverbs, or pass them to the container"
+        yield Fact("rdma", "access", text, "problem")
+    missing = library.find()
+    yield Fact("rdma", "pyverbs", missing or "can be imported", "absent" if missing else "ok")
+    if found and missing:
+        yield Fact("rdma", "transfers", f"not by these adapters: {missing}", "problem")
 
 
 def _compiler() -> Iterator[Fact]:
