@@ -224,8 +224,7 @@ def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     batch: list[memoryview] = []
     size = 0
     for view in views:
-        for at in range(0, len(view), _AT_ONCE):
-            piece = view[at : at + _AT_ONCE]
+        for piece in _pieces(view):
             batch.append(piece)
             size += len(piece)
             if size >= _AT_ONCE or len(batch) == _VIEWS:
@@ -233,6 +232,13 @@ def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
                 batch, size = [], 0
     if batch:
         yield batch
+
+
+def _pieces(view: memoryview) -> Sequence[memoryview]:
+    """Of at most so many bytes; nearly always the view itself."""
+    if 0 < len(view) <= _AT_ONCE:
+        return (view,)
+    return [view[at : at + _AT_ONCE] for at in range(0, len(view), _AT_ONCE)]
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
