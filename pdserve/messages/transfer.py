@@ -120,6 +120,10 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Which back ends do you have? From the side that wants a path; of no back end. Answered by
     `Offers`."""
 
+    life: Size = 0
+    """Of the sender's engine, drawn at random: tickets of another one are void, though they may
+    have the same slots. Paths to an earlier one end."""
+
 
 Name = Annotated[str, Meta(min_length=1, max_length=40)]
 Place = Annotated[str, Meta(max_length=200)]
@@ -159,3 +163,5 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     blocks: Annotated[tuple[int, ...], Meta(max_length=MAX_BLOCKS)]
     backend: Annotated[str, Meta(max_length=40)] = ""
     """Whose slots these are: each counts its own. Empty: the peers have but one."""
+    life: Size = 0
+    """Of the destination's engine: see `Probe`."""

@@ -151,7 +151,10 @@ class InlineEngine:
     def _boot(self) -> None:
         self._reboot = None
         if self._fabric is not None and self._spec.transfer is not None:
-            self._mover = _InlineMover([_fake(self._fabric)], nudge=self._arm)
+            random = self._fabric.random
+            self._mover = _InlineMover(
+                [_fake(self._fabric)], nudge=self._arm, draw=lambda: random.getrandbits(60)
+            )
         core = self._make_core(self._spec, self._mover)
         self.capabilities = core.load(self._spec, lambda progress: None)
         self._core = core

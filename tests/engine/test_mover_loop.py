@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.engine.mover import Arrived, AttemptKey, Closed, Granted, Lost
 from pdserve.engine.movers.loop import LoopMover
-from pdserve.errors import ConfigError, EngineDied, PathLost, TransferRefused
+from pdserve.errors import ConfigError, EngineDied, LinkLost, PathLost, TransferRefused
 from pdserve.messages.engine import PeerGone
 from pdserve.messages.transfer import Hello, Ready
 from pdserve.testing.virtual_time import run
@@ -127,16 +127,24 @@ def test_a_silent_peer_costs_the_path_and_not_the_fence(seed: int) -> None:
 def test_nobody_there_loses_the_attempt_and_not_the_back_end(seed: int) -> None:
     async def main() -> None:
         async with Two(seed) as two:
+
+            def nobody(question):  # it answers the probe and is gone then
+                hello = isinstance(question.control, Hello) and two.d.asked > 6
+                return LinkLost("nobody is there") if hello else None
+
             two.cut.add(two.p.key)
-            for number in range(1, 6):
+            two.refuse = nobody
+            for number in range(1, 11):
+                if number == 6:
+                    two.cut.clear()
                 key = AttemptKey(1, number)
                 two.d.mover.open(key, two.p.key, two.d.order(key, [1]))
                 await two.until(lambda key=key: bool(two.d.of(Lost, key)))
                 await revoked(two, two.d, key, SOON)
-            two.cut.clear()
-            await granted(two, two.d, two.p, AttemptKey(1, 6), [1])
-            assert two.d.mover._roads.books.states(0.0)[0].failures == 0
-            two.d.mover.finish(AttemptKey(1, 6))
+            two.refuse = lambda question: None
+            await granted(two, two.d, two.p, AttemptKey(1, 11), [1])
+            assert not two.d.mover._roads._choices._records
+            two.d.mover.finish(AttemptKey(1, 11))
 
     run(main())
 
@@ -178,6 +186,34 @@ def test_another_life_of_ours_ends_what_was_begun(seed: int) -> None:
             two.p.fill({1: 5})
             await filled(two, two.d, two.p, AttemptKey(2, 1), [1], [1])
             assert two.d.holds({1: 5})
+
+    run(main())
+
+
+def test_a_ticket_ends_with_the_engine_that_gave_it(seed: int) -> None:
+    """Both engines of the same life of a node begin with slot 0: only their own number differs."""
+
+    async def main() -> None:
+        async with Two(seed) as two:
+            old = (await granted(two, two.d, two.p, KEY, [1])).ticket
+            await two.d.mover.closed()
+            again = two.add("d", 1)
+            assert again.key == two.d.key
+            two.d.free()
+            two.d = again
+            key = AttemptKey(2, 1)
+            new = (await granted(two, two.d, two.p, key, [1])).ticket
+            assert (old.slot, old.generation, old.epoch) == (new.slot, new.generation, new.epoch)
+            two.p.fill({1: 1, 2: 2})
+            two.p.mover.deliver(1, two.d.key, old, part(0, [1]))
+            await two.until(lambda: bool(two.p.deliveries(1)))
+            (refused,) = two.p.deliveries(1)
+            assert isinstance(refused.error, PathLost)
+            assert two.d.of(Arrived, key) == []
+            two.p.mover.deliver(2, two.d.key, new, part(0, [2]))
+            await two.until(lambda: bool(two.d.of(Arrived, key)))
+            two.d.mover.finish(key)
+            assert two.d.holds({1: 2})
 
     run(main())
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
@@ -136,11 +137,14 @@ class LoopMover:
         *,
         nudge: Callable[[], None] = lambda: None,
         on_broken: Callable[[EngineDied], None] | None = None,
+        draw: Callable[[], int] = lambda: secrets.randbits(60),
     ) -> None:
         """`nudge` is called, like `start`'s `wake`, whenever there is something to poll: the one
         reaches the core, the other whoever drives it. `on_broken` hears of a mistake in here, after
-        which nothing is to be relied on; without it, `poll` raises it."""
+        which nothing is to be relied on; without it, `poll` raises it.
+        `draw` gives the random number by which peers tell this engine from the next."""
         self._backends = backends
+        self._draw = draw
         self._nudge = nudge
         self._wake: Callable[[], None] = lambda: None
         self._on_broken = on_broken or self._break
@@ -191,6 +195,7 @@ class LoopMover:
             self._questions,
             self._tasks,
             self._look_soon,
+            self._draw(),
         )
         self._turn = self._tasks.spawn(self._turn_to(roads, old, self._turn), f"life {peer}")
 
@@ -263,7 +268,8 @@ class LoopMover:
             attempt.lose(_as_transfer(error, order.transfer, attempt.peer, "open"))
             return
         attempt.state = "open"
-        self.emit(Granted(attempt.key, replace(attempt.grant.ticket, backend=path.backend)))
+        ticket = replace(attempt.grant.ticket, backend=path.backend, life=attempt.roads.life)
+        self.emit(Granted(attempt.key, ticket))
 
     def _stop_opening(self, attempt: _Attempt, reason: str) -> None:
         if attempt.opening is not None:
@@ -318,7 +324,7 @@ class LoopMover:
             return
         try:
             roads = self._attached()
-            path = roads.existing(peer, ticket.backend)
+            path = roads.existing(peer, ticket)
             meter = roads.books.meter(path)
             done = _Done(self, handle, part.number, meter, roads)
             meter.began(self._loop.time())
@@ -334,7 +340,7 @@ class LoopMover:
     def withdraw(self, handle: int, peer: PeerKey, ticket: Ticket) -> None:
         """See `Mover`."""
         try:
-            path = self._attached().existing(peer, ticket.backend)
+            path = self._attached().existing(peer, ticket)
         except PdserveError:
             return  # its deliveries have ended with it
         path.withdraw(ticket)

@@ -1,7 +1,11 @@
 """The transports of one life of the node, and its paths: chosen, set up, set up again, counted.
 
-    path(peer)    Probe ─▶ Offers, once per peer; then the best back end that both have
+    path(peer)    Probe ─▶ Offers before each set-up; then the best back end that both have
     answer(...)   what peers' transports ask of ours
+
+A node's life may see several of its engine, whose transports number slots alike. So an engine draws
+a number for itself, its tickets bear it, and peers learn it by the Probe: nothing is delivered
+under a ticket of another one.
 
 Owned by a mover, which makes one for each life that it is attached to.
 """
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
     from pdserve.engine.movers.books import Meter
     from pdserve.engine.movers.questions import Questions
     from pdserve.ids import Seconds
-    from pdserve.messages.transfer import Control
+    from pdserve.messages.transfer import Control, Ticket
     from pdserve.runtime.tasks import Tasks
     from pdserve.transfer.backends import BackEnd
     from pdserve.transfer.base import Path, PeerKey, Region, Transport
@@ -66,10 +70,12 @@ class Roads:
         questions: Questions,
         tasks: Tasks,
         changed: Callable[[], None],
+        life: int,
     ) -> None:
-        """`changed` is called when a path comes or goes."""
+        """`changed` is called when a path comes or goes; `life` is drawn at random."""
         loop = asyncio.get_running_loop()
         self.key = key
+        self.life = life
         self.books = Books()
         self.ready: asyncio.Future[None] = loop.create_future()
         """The transports are there."""
@@ -84,6 +90,8 @@ class Roads:
         self._changed = changed
         self._transports: dict[str, Transport] = {}
         self._peers: dict[PeerKey, _Peer] = {}
+        self._lives: dict[PeerKey, int] = {}
+        """Of peers' engines, as their probes said."""
 
     # ------------------------------------------------------------------ life
 
@@ -145,10 +153,7 @@ class Roads:
         try:
             async with asyncio.timeout(CONNECT):
                 await asyncio.shield(self.ready)
-                if known.offers is None:
-                    known.offers = await self._probe(peer)
-                choice = self._choices.choose(peer, known.offers, self._now())
-                return await self._connect(peer, known, choice)
+                return await self._best(peer, known)
         except TransferError as error:
             return error
         except TimeoutError:
@@ -156,22 +161,29 @@ class Roads:
         except PdserveError as error:
             return _error(TransferError, peer, "connect", error.message)
 
+    async def _best(self, peer: PeerKey, known: _Peer) -> Path:
+        if known.offers is not None:
+            choice = self._choices.choose(peer, known.offers, self._now())
+            path = self._transports[choice.backend].path(peer)
+            if path is not None:
+                self._enter(path, known, choice)
+                return path
+        known.offers = await self._probe(peer)
+        choice = self._choices.choose(peer, known.offers, self._now())
+        return await self._connect(peer, known, choice)
+
     async def _probe(self, peer: PeerKey) -> Offers:
-        answer = await self._questions.of("")(peer, Probe(), CONNECT)
+        answer = await self._questions.of("")(peer, Probe(self.life), CONNECT)
         if not isinstance(answer, Offers):
             raise _error(TransferRefused, peer, "connect", "it does not say what it has")
         return answer
 
     async def _connect(self, peer: PeerKey, known: _Peer, choice: Choice) -> Path:
-        transport = self._transports[choice.backend]
-        path = transport.path(peer)
-        if path is None:
-            try:
-                path = await transport.connect(peer, timeout=CONNECT)
-            except TransferError as error:
-                known.offers = None  # perhaps they are not what they were
-                self._connect_failed(peer, choice, error)
-                raise
+        try:
+            path = await self._transports[choice.backend].connect(peer, timeout=CONNECT)
+        except TransferError as error:
+            self._connect_failed(peer, choice, error)
+            raise
         self._enter(path, known, choice)
         return path
 
@@ -218,30 +230,34 @@ class Roads:
         """All that was wanted has come by this path."""
         self._choices.worked(path.peer, path.backend)
 
-    def existing(self, peer: PeerKey, backend: str) -> Path:
-        """The path to a peer by a back end that is up. Raises `PathLost`."""
-        names = [backend] if backend else list(self._transports)
-        for name in names:
-            transport = self._transports.get(name)
-            path = None if transport is None else transport.path(peer)
-            if path is not None:
-                return path
-        raise _error(PathLost, peer, "deliver", f"there is no path over {backend or 'anything'}")
+    def existing(self, peer: PeerKey, ticket: Ticket) -> Path:
+        """The path that a peer's ticket is for. Raises `PathLost`."""
+        transport = self._transports.get(ticket.backend)
+        path = None if transport is None else transport.path(peer)
+        if path is None:
+            raise _error(PathLost, peer, "deliver", f"there is no path over {ticket.backend!r}")
+        if self._lives.get(peer) != ticket.life:
+            raise _error(PathLost, peer, "deliver", "the ticket is of an engine that has ended")
+        return path
 
     async def peer_gone(self, peer: PeerKey) -> None:
         """Close all paths to that life of a peer."""
         known = self._peers.pop(peer, None)
         if known is not None and known.setting_up is not None:
             known.setting_up.cancel()
+        self._lives.pop(peer, None)
+        await self._close_paths(peer, f"{peer} is gone")
+        self._choices.forget(peer)
+        self.books.forget(peer)
+        self._changed()
+
+    async def _close_paths(self, peer: PeerKey, reason: str) -> None:
         paths = set(self.books.paths(peer))
         paths |= {path for t in self._transports.values() if (path := t.path(peer)) is not None}
         for path in paths:
             self.books.meter(path).died = True
         for path in paths:
-            await path.close(f"{peer} is gone")
-        self._choices.forget(peer)
-        self.books.forget(peer)
-        self._changed()
+            await path.close(reason)
 
     # ------------------------------------------------------------------ what peers ask
 
@@ -249,6 +265,7 @@ class Roads:
         """Raises `TransferError`."""
         await asyncio.shield(self.ready)
         if isinstance(control, Probe):
+            await self._meet(peer, control.life)
             return self._offers
         transport = self._transports.get(backend)
         if transport is None:
@@ -261,6 +278,14 @@ class Roads:
             book.why, book.expected = "the peer chose it", self._backends[backend].expected()
             self._changed()
         return answer
+
+    async def _meet(self, peer: PeerKey, life: int) -> None:
+        """Somebody is about to connect. If that is another engine than before, what we have of the
+        earlier one leads nowhere."""
+        if self._lives.get(peer, life) != life:
+            await self._close_paths(peer, "the peer's engine has been started again")
+            self._changed()
+        self._lives[peer] = life
 
 
 def _forget_task(known: _Peer, task: asyncio.Task[Path | TransferError]) -> None:
