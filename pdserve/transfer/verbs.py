@@ -121,8 +121,9 @@ class VerbsPath(PathCore):
         await self._ask(self.peer, Stop(self.remote, ticket.slot, ticket.generation), timeout)
 
     async def _destroy(self) -> None:
-        for rail in self.rails:
-            rail.destroy()
+        with contextlib.ExitStack() as all_of_them:  # one that fails keeps none of the others
+            for rail in self.rails:
+                all_of_them.callback(rail.destroy)
         self._posted.clear()
         self._cut.clear()
 

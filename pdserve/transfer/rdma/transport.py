@@ -98,7 +98,7 @@ class RdmaTransport(VerbsTransport):
         self.adapters: list[Adapter] = []
         self._devices = tuple(devices)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pdserve-rdma")
-        self._opening: asyncio.Future[None] | None = None
+        self._opening: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ adapters and pools
 
@@ -106,10 +106,21 @@ class RdmaTransport(VerbsTransport):
         """Open the adapters and register the pools; the first path does it too, but registering a
         large pool takes seconds. Raises `TransferError`. Cancellation: it goes on."""
         if self._opening is None:
-            loop = asyncio.get_running_loop()
-            self._opening = loop.run_in_executor(self._thread, self._open)
+            self._opening = asyncio.get_running_loop().create_task(self._set_up())
             self._opening.add_done_callback(self._opened)
         await asyncio.shield(self._opening)
+
+    async def _set_up(self) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self._open)
+        self.cards = tuple(self._card(place) for place in range(len(self.regions)))
+        for adapter in self.adapters:
+            loop.add_reader(adapter.device.async_fd, partial(self._on_report, adapter))
+
+    def _opened(self, opening: asyncio.Task[None]) -> None:
+        """After a failure, whoever asks next tries again."""
+        if opening.cancelled() or opening.exception() is not None:
+            self._opening = None
 
     def _open(self) -> None:
         """In the thread."""
@@ -131,16 +142,6 @@ class RdmaTransport(VerbsTransport):
             return [DeviceName.parse(name) for name in names]
         except PlanError as error:
             raise TransferError.at("", "this node over rdma", "set-up", str(error)) from error
-
-    def _opened(self, opening: asyncio.Future[None]) -> None:
-        """On the loop: say what peers need, and hear what the adapters report."""
-        if opening.cancelled() or opening.exception() is not None:
-            self._opening = None  # whoever asks next tries again
-            return
-        self.cards = tuple(self._card(place) for place in range(len(self.regions)))
-        loop = asyncio.get_running_loop()
-        for adapter in self.adapters:
-            loop.add_reader(adapter.device.async_fd, partial(self._on_report, adapter))
 
     def _card(self, place: int) -> RegionCard:
         region = self.regions[place]
