@@ -114,5 +114,5 @@ def _sampled(service: RouterService) -> RouterSample:
         prefill_claims={model: queue.claimed for model, queue in queues.items()},
         prefill_workers={model: queue.workers for model, queue in queues.items()},
         prefill_credits={model: queue.credits for model, queue in queues.items()},
-        prefill_events=service.prefill.counters,
+        prefill_events=dict(service.prefill.counters),
     )
