@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.errors import Draining
 from pdserve.messages.handoff import PREFILL_QUEUE, Enqueue, Offer, QueueState
 from pdserve.router.prefill import service as router_module
 from pdserve.testing.net_support import RecordingSink
@@ -321,6 +322,7 @@ async def test_a_router_that_drains_hands_its_queue_on() -> None:
         owner = w.owner()
         owner.service.drain()
         await w.until(lambda: w.owner() is not owner and len(d.queue) == 2)
+        assert owner.queues.counters["refused_draining"] == 2  # at once, not when its card came
         waiting = [h for h in heard if h is not d.heard[p.requests[0]]]
         await w.until(lambda: all(h.queued[-1][0] == w.owner().node.id for h in waiting))
         p.offer(2)
@@ -329,6 +331,58 @@ async def test_a_router_that_drains_hands_its_queue_on() -> None:
         assert p.stopped == []
         p.taken[0].end("done")
         await w.until(lambda: owner.queues.counters["ended_done"] == 1)
+
+
+@virtually
+async def test_an_owner_that_is_one_no_longer_forgets_what_it_had() -> None:
+    async with world() as w:
+        first = await w.router("r1")
+        d, p = await w.decoder("d"), await w.prefiller("p")
+        await w.settled()
+        models = [f"m{n}" for n in range(8)]
+        for model in models:
+            p.offer(0, model)
+        heard = [d.enqueue(item(n, model=model)) for n, model in enumerate(models)]
+        await w.until(lambda: all(h.queued for h in heard))
+        second = await w.router("r2")
+        await w.until(lambda: any(h.owners[-1][0] == "r2" for h in heard))
+        await asyncio.sleep(0.2)
+        counts = [
+            sum(state.waiting for state in router.queues.states().values())
+            for router in (first, second)
+        ]
+        assert sum(counts) == 8
+        assert min(counts) > 0
+
+
+@virtually
+async def test_a_router_that_cannot_be_reached_is_not_waited_for() -> None:
+    async with world() as w:
+        d, _ = await three(w)
+        for name in w.routers:
+            w.nodes.world.partition("d", name)
+        heard = d.enqueue(item(1))
+        took = await w.until(lambda: bool(heard.refused))
+        assert heard.refused == ["router_unreachable"]
+        assert (heard.owners, 1.9 < took < 2.2) == ([], True)
+
+
+@virtually
+async def test_a_worker_that_starts_afresh_says_all_again() -> None:
+    """Claims of the stream before count for nothing on the next one."""
+    async with world() as w:
+        d, p = await three(w)
+        p.offer(3)
+        d.enqueue(item(1))
+        await w.until(lambda: p.requests == [1])
+        router = w.owner()
+        (stream,) = [s for s in router.queues._streams.values() if s.peer.node == "p"]
+        await asyncio.sleep(0.2)
+        stream.cut(Draining("the test says so"))
+        await w.until(lambda: p.requests == [1, 1])  # the claim of the first stream, once more
+        await asyncio.sleep(0.2)
+        assert router.queues.states()["m"].credits == 1
+        assert p.claims._routers[router.node.id].received == {"m": 1}
 
 
 @virtually
