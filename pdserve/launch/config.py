@@ -51,7 +51,7 @@ class ProcessConfig:
     """The configuration file that was read, if one was."""
     metrics_port: int | None = None
     """A second listener for probes and scrapes, on the same host; None: only the API's port."""
-    aggregated: bool = True
+    aggregated: bool = False
     """All-in-one with one worker; else one for prefill and one for decode, where the engine can
     move KV."""
     frontends: int = 1

@@ -124,7 +124,8 @@ class Server:
 
     def metric(self, name: str) -> float:
         """One sample of `/metrics`, labels included in its name."""
-        _, page = self.get("/metrics")
+        status, page = self.get("/metrics")
+        assert status == 200, page
         (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
         return float(value)
 
