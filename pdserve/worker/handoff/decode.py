@@ -203,15 +203,21 @@ class Decode:
 
     def _open(self, question: OpenAttempt, call: Call) -> Opened | None:
         remote = self._remote.get(question.request)
-        if remote is None:
-            raise TransferRefused.at(
-                f"request {question.request}",
-                call.link.peer.node,
-                "opening an attempt",
-                "there is no such request, or it has ended",
-            )
-        remote.asked(question, _life(call), call)
-        return None
+        why = "there is no such request, or it has ended"
+        if remote is not None and self._fits(question):
+            remote.asked(question, _life(call), call)
+            return None
+        if remote is not None:
+            why = f"its KV is {question.compat_hash!r} of {question.model!r}, ours is another"
+        name, peer = f"request {question.request}", call.link.peer.node
+        raise TransferRefused.at(name, peer, "opening an attempt", why)
+
+    def _fits(self, question: OpenAttempt) -> bool:
+        """Blocks of theirs mean the same here, as far as they say what they are."""
+        if not question.compat_hash:
+            return True
+        card = self.worker.cards().get(question.model)
+        return card is not None and card.compat_hash == question.compat_hash
 
     def _renew(self, question: Renew, call: Call) -> Renewed:
         by, over = _life(call), []

@@ -230,11 +230,12 @@ class Prefill:
     # ------------------------------------------------------------------ from decode workers
 
     def _withdrawn(self, words: Withdraw, call: Call) -> Taken:
-        peer = call.link.peer
-        renewals = self._renewals.get(Life(peer.node, peer.epoch))
+        life = Life(call.link.peer.node, call.link.peer.epoch)
+        renewals = self._renewals.get(life)
         found = None if renewals is None else renewals.held.get((words.request, words.attempt))
         if found is None:
-            return Taken(current=False)
+            asks = (one for one in self._claims.values() if one.decode == life)
+            return Taken(any([one.withdraw(words.request, words.attempt) for one in asks]))
         found.feed(PrefillEvent.OVER)
         return Taken()
 

@@ -11,7 +11,14 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from pdserve.errors import DeadlineExceeded, LinkError, LinkLost, NotReady, PdserveError
+from pdserve.errors import (
+    DeadlineExceeded,
+    LinkError,
+    LinkLost,
+    NotReady,
+    PayloadTooLarge,
+    PdserveError,
+)
 from pdserve.messages.handoff import LEASE, AttemptFailed, Held, Notify, OpenAttempt
 from pdserve.runtime.methods import ATTEMPT_FAILED, NOTIFY, OPEN_ATTEMPT
 from pdserve.worker.handoff.ports import Life
@@ -58,6 +65,8 @@ class Prefilling:
         self._handle: Handle | None = None
         self._opened: Opened | None = None
         self._handoff: Handoff | None = None
+        self._withdrawn: set[int] = set()
+        """Attempts that were over before we had heard that they were open."""
         self._why: PdserveError | None = None
         """Why it failed."""
         self._task: asyncio.Task[None] | None = None
@@ -165,8 +174,18 @@ class Prefilling:
         self._task = None
         self.renewed(asked)
         self.claim.opened()
+        if opened.attempt in self._withdrawn:
+            self.feed(Event.REFUSED)
+            return
         self.uncached -= min(self.uncached - 1, self._owner.cached(opened.request))
         self.feed(Event.OPENED)
+
+    def withdraw(self, request: int, attempt: int) -> bool:
+        """The answer that opens this attempt may be right behind; True if it is ours to expect."""
+        expected = self.state is State.OPENING and self.claim.item.request == request
+        if expected:
+            self._withdrawn.add(attempt)
+        return expected
 
     def _too_late(self, opened: Opened) -> None:
         """Nobody waits for these blocks any more."""
@@ -218,6 +237,11 @@ class Prefilling:
                 link = await self._link(_ANSWER)
                 asked = self._owner.node.now()
                 taken = await link.request(NOTIFY, words, timeout=_ANSWER)
+            except PayloadTooLarge as error:  # it will not become smaller
+                self._task, self._why = None, error
+                self._tell()
+                self.feed(Event.NOT_TAKEN)
+                return
             except PdserveError as error:
                 _log.debug("%r: %s", self, error.message)
                 await asyncio.sleep(_PAUSE)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.errors import EngineDied, TransferError
+from pdserve.errors import EngineDied, TransferError, TransferRefused
 from pdserve.ids import NodeId
 from pdserve.messages.handoff import (
     LEASE,
@@ -543,3 +543,32 @@ def test_words_of_another_decode_worker_stop_nothing(monkeypatch: pytest.MonkeyP
         call: Any = Call(RENEW, by)
         assert rig.prefill._withdrawn(Withdraw(1, attempt), call) == Taken(current=False)
     assert rig.one.state is PrefillState.COMPUTING
+
+
+def test_an_attempt_that_is_over_before_its_opening_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = PrefillRig(PrefillState.OPENING, monkeypatch)
+    call: Any = Call(RENEW, D)
+    assert rig.prefill._withdrawn(Withdraw(1, 1), call) == Taken()
+    assert rig.prefill._withdrawn(Withdraw(2, 1), call) == Taken(current=False)
+    rig.on_opened()
+    assert rig.claim.ends == ["refused"]
+    assert "prefill" not in rig.worker.did
+
+
+def test_workers_of_another_format_are_turned_away() -> None:
+    rig = DecodeRig(State.QUEUE)
+    for model, compat_hash in (("m", "other"), ("n", "same")):
+        question = OpenAttempt(
+            request=rig.handle,
+            round=0,
+            owner=ROUTER[0],
+            owner_epoch=ROUTER[1],
+            model=model,
+            compat_hash=compat_hash,
+        )
+        call: Any = Call(OPEN_ATTEMPT, P1)
+        with pytest.raises(TransferRefused, match="ours is another"):
+            rig.decode._open(question, call)
+    assert rig.remote.state is State.QUEUE

@@ -7,7 +7,10 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
+from pdserve.errors import PayloadTooLarge
 from pdserve.messages.handoff import LEASE
+from pdserve.net.link import PeerLink
+from pdserve.worker.handoff import prefilling
 from pdserve.worker.handoff.choice import Chooser
 from pdserve.worker.handoff.remote import MOST_ATTEMPTS
 from tests.worker.handoff.site import CAPABILITIES, Client, Site, on_site, play, request
@@ -452,3 +455,33 @@ def test_the_decode_worker_is_held_for_dead_and_begins_another_life(state):
         await site.quiet()
 
     play(test)
+
+
+# ---------------------------------------------------------------- what the prefill worker says
+
+
+@on_site()
+async def test_a_handoff_that_fits_no_message_is_given_up_at_once(site: Site) -> None:
+    client = await in_state(site, "fill")
+    heal(site)
+    handed = prefilling.NOTIFY
+    calls = []
+
+    async def request_(link: object, method: object, message: object, **fields: object) -> object:
+        if method is handed:
+            calls.append(message)
+            raise PayloadTooLarge("so many logprobs")
+        return await original(link, method, message, **fields)
+
+    original = PeerLink.request
+    PeerLink.request = request_  # type: ignore[assignment, method-assign]
+    try:
+        site.d.decode.chooser.mode = "rule"
+        site.p.call_later(0.0, lambda: _finish(site))
+        await site.until(lambda: client.over)
+    finally:
+        PeerLink.request = original  # type: ignore[method-assign]
+    assert len(calls) == 1
+    assert client.where.startswith("local")
+    await site.quiet()
+    assert site.d.decode.numbers().ended == {"failed": 1}

@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.messages.handoff import LEASE
+from pdserve.sim.loop import Livelock
 from pdserve.worker.handoff.choice import Chooser
-from pdserve.worker.handoff.table import Machine
+from pdserve.worker.handoff.decode import Decode
+from pdserve.worker.handoff.fence import Fence
+from pdserve.worker.handoff.prefill import Prefill
+from pdserve.worker.handoff.prefilling import Prefilling
+from pdserve.worker.handoff.remote import _PERFORM, RemoteRequest
+from pdserve.worker.handoff.table import Do, Event, Machine, State
 from tests.worker.handoff.site import Site, play, request
 
 if TYPE_CHECKING:
@@ -210,9 +216,69 @@ def test_random_worlds(seed: int, long: bool, watched: Counter[tuple[Any, Any]])
         play(world, prefills=source.randint(1, 3), seed=number)
 
 
-@pytest.mark.parametrize("number", [])
-def test_worlds_that_once_failed(number: int) -> None:
-    async def world(site: Site) -> None:
-        await World(site, number).run()
+# ---------------------------------------------------------------- do these worlds see anything?
 
-    play(world, prefills=2, seed=number)
+
+def _nothing(*arguments: Any, **fields: Any) -> None:
+    pass
+
+
+def _anybody(self: Fence, attempt: int, by: Any) -> bool:
+    return self.holder is not None
+
+
+def _any_claim(self: Fence, asked: Any, by: Any, state: State, now: float, **fields: Any) -> Any:
+    opens = state in (State.QUEUE, State.ATTEMPT, State.FILL)
+    return (Event.CLAIM, "") if opens else (Event.STALE, "")
+
+
+def _forgets_abort(self: Prefilling) -> None:
+    self._handle = None
+
+
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "words of any attempt count": (Fence, "current", _anybody),
+    "any claim opens an attempt": (Fence, "claim", _any_claim),
+    "leases never end at the decode worker": (RemoteRequest, "_lapse", _nothing),
+    "leases never end at the prefill worker": (Prefilling, "_lapse", _nothing),
+    "leases are not renewed": (Prefill, "_beat", _nothing),
+    "what has ended is remembered": (Decode, "forget", _nothing),
+    "nobody looks at the deadline": (RemoteRequest, "_expired", _nothing),
+    "nobody loses patience": (RemoteRequest, "_impatient", _nothing),
+    "a withdrawn prompt is computed on": (Prefilling, "_abort", _forgets_abort),
+    "deaths are not heard of": (Prefill, "_on_member", _nothing),
+}
+ACTIONS = {
+    "a cancelled item stays in the queue": Do.UNQUEUE,
+    "a lost attempt is not given up": Do.GIVE_UP,
+    "an attempt is never closed": Do.CLOSE,
+    "the engine keeps what is cancelled": Do.FREE,
+    "callers wait for a ticket for ever": Do.DISMISS,
+}
+BUDGET = 60
+
+
+def _fails(numbers: Iterable[int]) -> bool:
+    for number in numbers:
+
+        async def world(site: Site, number: int = number) -> None:
+            await World(site, number).run()
+
+        try:
+            play(world, prefills=1 + number % 3, seed=number)
+        except (AssertionError, Livelock, KeyError, RuntimeError):
+            return True
+    return False
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [*BUGS, *ACTIONS])
+def test_a_planted_bug_is_caught(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in BUGS:
+        owner, function, bug = BUGS[name]
+        monkeypatch.setattr(owner, function, bug)
+    else:
+        monkeypatch.setitem(_PERFORM, ACTIONS[name], _nothing)
+    source = random.Random(seed)
+    assert _fails(source.getrandbits(32) for _ in range(BUDGET))
