@@ -73,7 +73,8 @@ class Choices:
                 passed_over.append((name, record))
                 reasons.append(f"{name}: {_failed(record)}")
             else:
-                return Choice(name, _best(reasons), _degraded(name, passed_over, now))
+                best = "the best there is" if len(self.order) > 1 else "asked for by name"
+                return Choice(name, "; ".join(reasons) or best, _degraded(name, passed_over, now))
         if passed_over:  # no other is left: rather this than nothing
             return Choice(passed_over[0][0], "it fails, and there is no other")
         raise TransferRefused.at("", str(peer), "choose a back end", "; ".join(reasons) or "none")
@@ -110,10 +111,6 @@ def obstacle(backend: str, ours: Offers, theirs: Offers) -> str:
 
 def _list(places: Sequence[str]) -> str:
     return ", ".join(places) or "none"
-
-
-def _best(reasons: Sequence[str]) -> str:
-    return "; ".join(reasons) if reasons else "the best there is"
 
 
 def _failed(record: _Record) -> str:

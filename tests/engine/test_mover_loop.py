@@ -62,7 +62,7 @@ def test_blocks_travel_and_are_counted(seed: int) -> None:
             (ours,), (theirs,) = two.d.paths, two.p.paths
             assert ours.received_bytes == theirs.sent_bytes == sent.size
             assert (ours.node, ours.backend, ours.down) == ("p", "fake", "")
-            assert ours.why == "the best there is"
+            assert ours.why == "asked for by name"
             assert theirs.why == "the peer chose it"
             assert ours.expected == 1e9
 

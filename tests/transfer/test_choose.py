@@ -55,6 +55,7 @@ def test_the_best_that_both_have_in_one_place(theirs: Offers, backend: str, why:
 
 def test_what_was_asked_for_is_never_replaced() -> None:
     asked = choices("rdma")
+    assert asked.choose(PEER, HERE, 0.0).why == "asked for by name"
     with pytest.raises(TransferRefused, match=r"rdma: no adapter \(there\)"):
         asked.choose(PEER, Offers({"tcp": ()}, {"rdma": "no adapter"}), 0.0)
     for _ in range(5):
