@@ -66,14 +66,18 @@ class End:
         return self.core.statistics()
 
     def step(self) -> list[Event]:
-        """One step, or the clock on to where something happens; everything is checked."""
+        """One step; everything is checked."""
         events = self.engine.step()
         self.core.pool.check()
         self.guard.check()
+        return events
+
+    def sleep(self) -> bool:
+        """If nothing can happen now, let time pass until something does. False: it never will."""
         due = self.core.wake_at()
         if not self.core.has_work and due is not None and due > self.clock.now():
             self.clock.advance(due - self.clock.now())
-        return events
+        return self.core.has_work or due is not None
 
 
 @dataclass
@@ -179,7 +183,7 @@ class Pair:
     def run(self, rng: Random | None = None) -> None:
         """Until nothing happens any more."""
         for _ in range(100_000):
-            if not self.busy and self.d.core.wake_at() is None and self.p.core.wake_at() is None:
+            if not self.busy and not any([self.d.sleep(), self.p.sleep()]):
                 return
             self.turn(rng)
         raise AssertionError("the two make no progress")

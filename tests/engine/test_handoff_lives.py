@@ -172,9 +172,14 @@ class PairMachine(RuleBasedStateMachine):
         self.pair.d.clock.advance(2.5)
         self.step_d(1)
 
-    @rule(request=requests(), rounds=st.integers(1, 30))
-    def whole_course(self, request: GenerateRequest, rounds: int) -> None:
-        """As nodes do it when nothing goes wrong."""
+    @rule(
+        request=requests(),
+        rounds=st.integers(1, 30),
+        fault=st.sampled_from(["", "", "late", "lost", "corrupt"]),
+    )
+    def whole_course(self, request: GenerateRequest, rounds: int, fault: str) -> None:
+        """As nodes do it, but for one fault of the wire."""
+        self.pair.net.faults = [fault]
         handle, _ = self.pair.submit(request)
         self.handles.append(handle)
         for _ in range(rounds):
@@ -187,6 +192,34 @@ class PairMachine(RuleBasedStateMachine):
             for prefilled in self.prefills.values():
                 if prefilled is not None and self.pair._of[prefilled.handle][0] == handle:
                     self.pair.activate(prefilled)
+
+    @rule(request=requests(), copies=st.integers(1, 5), count=st.integers(20, 120))
+    def crossing(self, request: GenerateRequest, copies: int, count: int) -> None:
+        """Several courses at once, each of which may stop anywhere, over a wire with faults."""
+        rng, pair = self.rng, self.pair
+        for _ in range(copies):
+            longer = request.prompt + rng.choices(range(6, 12), k=rng.randrange(MAX_LEN // 2))
+            changed = msgspec.structs.replace(request, prompt=longer[: MAX_LEN - 2])
+            self.handles.append(pair.submit(changed)[0])
+        for _ in range(count):
+            match rng.randrange(12):
+                case 0 | 1:
+                    self.step_d(1)
+                case 2 | 3:
+                    self.step_p(1)
+                case 4 | 5 | 6:
+                    pair.net.step(rng)
+                case 7:
+                    again = rng.random() < 0.2
+                    waiting = [h for h in pair.admitted if again or h not in pair.attempts]
+                    if waiting:
+                        pair.open(rng.choice(waiting))
+                case 8 | 9:
+                    self.follow()
+                case 10:
+                    self.activate("")
+                case _:
+                    pair.net.faults = [rng.choice(["", "", "", "lost", "late", "corrupt"])]
 
     def follow(self) -> None:
         for opened in list(self.pair.opened.values()):
