@@ -70,6 +70,7 @@ def _parser() -> Parser:
     )
     _add_trace(parser.add_argument_group("trace: who asks, and when"))
     _add_cluster(parser.add_argument_group("cluster: who answers"))
+    _add_handoffs(parser.add_argument_group("prefill and decode on different workers"))
     _add_engine(parser.add_argument_group("engine: how long it takes"))
     output = parser.add_argument_group("output")
     output.add_argument("--slo", metavar="A,B[,ITL]", default="1,2", help=_SLO)
@@ -103,7 +104,14 @@ def _add_trace(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
-    _count(group, "--workers", 4, "Workers.")
+    group.add_argument(
+        "--workers",
+        metavar="N",
+        type=_as_count,
+        help="Workers that do everything by themselves. [4; beside --prefill 0]",
+    )
+    _count(group, "--prefill", 0, "Workers that compute prompts for others,")
+    _count(group, "--decode", 0, "and those, which take requests.")
     _count(group, "--routers", 1, "Routers.")
     _count(group, "--frontends", 1, "Frontends; each asks a router of its own choice.")
     group.add_argument("--policy", metavar="NAME", default="", help="As of a router.")
@@ -116,6 +124,28 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         help="This share of the workers takes so many times as long. [0:1]",
     )
     _number(group, "--delay", 0.0002, "Seconds from one node to another.")
+
+
+def _add_handoffs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--disagg", metavar="HOW", default="rule", help="rule, predict, always or never. [rule]"
+    )
+    _count(group, "--disagg-min-tokens", 512, "`rule`: prompts with more uncached tokens.")
+    _count(group, "--disagg-max-queue", 10, "`rule`: while no more than this wait.")
+    group.add_argument(
+        "--bandwidth",
+        metavar="RATE",
+        type=_as_rate,
+        default="25GB/s",
+        help="At which a worker sends KV, and at which it receives some. [25GB/s]",
+    )
+    group.add_argument(
+        "--transfer-latency",
+        metavar="TIME",
+        type=_as_duration,
+        default="20us",
+        help="Of each part that is sent, besides. [20us]",
+    )
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
@@ -165,6 +195,30 @@ def _as_count(text: str) -> int:
         raise ArgumentTypeError(f"{text!r}: {error}") from None
 
 
+def _as_rate(text: str) -> float:
+    """Bytes per second."""
+    from argparse import ArgumentTypeError
+
+    size, _, per = text.partition("/")
+    try:
+        if per.strip() not in ("", "s"):
+            raise ValueError(f"{text!r} is not a rate such as 25GB/s")
+        return float(units.parse_size(size))
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def _as_duration(text: str) -> Seconds:
+    from argparse import ArgumentTypeError
+
+    try:
+        if text.endswith("us"):
+            return float(text.removesuffix("us")) / 1e6
+        return units.parse_duration(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
 def _config(parsed: argparse.Namespace) -> ReplayConfig:
     from pdserve.sim.replay.config import ReplayConfig
 
@@ -173,7 +227,14 @@ def _config(parsed: argparse.Namespace) -> ReplayConfig:
     if parsed.preset:
         engine_options["preset"] = parsed.preset
     return ReplayConfig(
-        workers=parsed.workers,
+        workers=_workers(parsed),
+        prefill=parsed.prefill,
+        decode=parsed.decode,
+        disagg=parsed.disagg,
+        disagg_min_tokens=parsed.disagg_min_tokens,
+        disagg_max_queue=parsed.disagg_max_queue,
+        bandwidth=parsed.bandwidth,
+        transfer_latency=parsed.transfer_latency,
         routers=parsed.routers,
         frontends=parsed.frontends,
         policy=parsed.policy,
@@ -192,6 +253,12 @@ def _config(parsed: argparse.Namespace) -> ReplayConfig:
         delay=parsed.delay,
         slo=_slo(parsed.slo),
     )
+
+
+def _workers(parsed: argparse.Namespace) -> int:
+    if parsed.workers is not None:
+        return int(parsed.workers)
+    return 0 if parsed.prefill or parsed.decode else 4
 
 
 def _slo(text: str) -> Slo:
@@ -291,6 +358,7 @@ def report(result: Result) -> str:
     rows: list[tuple[str, ...]] = [("", "mean", "p50", "p90", "p99")]
     for name, key in (("first token, s", "ttft"), ("between tokens, s", "itl")):
         rows.append(_row(name, numbers[key]))
+    rows.append(_row("  of single tokens", numbers["token_gap"]))
     rows.append(_row("held by routers, s", numbers["held"]))
     rows.append(_row("in engines, s", numbers["queue"]))
     ended = ", ".join(f"{count} {word}" for word, count in numbers["outcomes"].items() if count)
@@ -306,9 +374,29 @@ def report(result: Result) -> str:
             f"balance          {numbers['balance']:7.3f}   Jain's index of computed tokens",
             f"throughput       {through['requests']:7.3f} requests/s, "
             f"{through['prompt_tokens']:.0f} + {through['output_tokens']:.0f} tokens/s",
+            *_handoffs(numbers["prefills"], numbers["transfers"]),
             *_predictions(numbers["prediction"]),
         ]
     )
+
+
+def _handoffs(prefills: dict[str, Any], transfers: dict[str, Any]) -> Iterator[str]:
+    if not prefills["remote"] and not prefills["local"]:
+        return
+    yield ""
+    words = [
+        f"{count} {where} ({reason})"
+        for where in ("remote", "local")
+        for reason, count in prefills[where].items()
+    ]
+    yield f"prefilled remote {prefills['remote_share']:7.1%}   {', '.join(words)}"
+    seconds, size = transfers["seconds"], transfers["bytes"]
+    rate = size / seconds / 1e9 if seconds else 0.0
+    yield (
+        f"KV moved         {size / 1e9:7.1f}   GB in {seconds:.2f} s of sending ({rate:.1f} GB/s), "
+        f"{prefills['received_tokens']} tokens"
+    )
+    yield f"attempts lost    {transfers['attempts_lost']:7d}"
 
 
 def _predictions(buckets: dict[str, dict[str, float]]) -> Iterator[str]:
@@ -350,7 +438,10 @@ def _counted(trace: Iterable[TraceRequest]) -> int:
 def _title(parsed: argparse.Namespace) -> str:
     source = Path(parsed.trace).name if parsed.trace else parsed.generate
     policy = parsed.policy or "default policy"
-    return f"{source} at {parsed.speed:g}x, {parsed.workers} workers, {policy}, seed {parsed.seed}"
+    cluster = f"{_workers(parsed)} workers"
+    if parsed.prefill:
+        cluster += f", {parsed.prefill} prefill, {parsed.decode} decode"
+    return f"{source} at {parsed.speed:g}x, {cluster}, {policy}, seed {parsed.seed}"
 
 
 def _as_text(parsed: argparse.Namespace, result: Result) -> str:

@@ -73,6 +73,10 @@ class FakeFabric:
         self.held: set[PeerKey] = set()
         self._numbers = 0
 
+    def takes(self, pair: FakeQueuePair, size: Bytes) -> Seconds:
+        """How long a write of so many bytes takes that the queue pair begins now."""
+        return self.pace(size)
+
     def number(self) -> int:
         """A fresh queue pair number."""
         self._numbers += 1
@@ -163,7 +167,7 @@ class FakeQueuePair:
         if idle and self.owner not in self.fabric.held:
             low, high = self.fabric.faults.delay
             delay = low + (high - low) * self.fabric.random.random()
-            self._later(delay + self.fabric.pace(self._queue[0].length), self._land)
+            self._later(delay + self.fabric.takes(self, self._queue[0].length), self._land)
 
     def _later(self, delay: Seconds, call: object) -> None:
         loop = asyncio.get_running_loop()

@@ -21,6 +21,7 @@ SMALL = (
     *("--generate-option", "prefix=640", "--generate-option", "output=20", "--workers", "2"),
     *("--block-size", "64", "--kv-tokens", "64000", "--seed", "5", "--noise", "0.3"),
 )
+SPLIT = ("--workers", "0", "--prefill", "1", "--decode", "2", "--disagg", "always")
 
 
 def test_it_prints_a_table_and_writes_every_number(tmp_path: Path, capsys) -> None:
@@ -38,11 +39,22 @@ def test_it_prints_a_table_and_writes_every_number(tmp_path: Path, capsys) -> No
     assert len(made["load"]) >= 1
 
 
-def test_the_same_command_writes_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), SPLIT], ids=["aggregated", "split"])
+def test_the_same_command_writes_the_same_bytes_in_every_process(more, tmp_path: Path) -> None:
     written = []
     for hash_seed in ("1", "2"):
         path = tmp_path / f"{hash_seed}.json"
-        command = [sys.executable, "-m", "pdserve", *SMALL, "--routers", "2", "--frontends", "3"]
+        command = [
+            sys.executable,
+            "-m",
+            "pdserve",
+            *SMALL,
+            *more,
+            "--routers",
+            "2",
+            "--frontends",
+            "3",
+        ]
         subprocess.run(
             [*command, "--json", str(path)],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
@@ -86,7 +98,9 @@ def test_a_file_is_read_and_only_its_name_is_kept(tmp_path: Path) -> None:
         (["--generate", "unique", "--policy-option", "gamma=x", "--policy", "ttft"], "gamma"),
         (["--generate", "unique", "--engine", "smi"], "there is no engine 'smi'"),
         (["--generate", "unique", "--json", "no/such/folder/x"], "there is no folder"),
-        (["--generate", "unique", "--prefill", "2"], "--prefill"),
+        (["--generate", "unique", "--prefill", "2"], "--prefill and --decode belong together"),
+        (["--generate", "unique", "--bandwidth", "25GB/h"], "is not a rate"),
+        (["--generate", "unique", "--disagg", "maybe"], "disagg 'maybe' is unknown"),
         (["--trace", "x", "--generate-option", "rate=1"], "belongs to --generate"),
     ],
 )
@@ -95,13 +109,21 @@ def test_what_is_wrong_is_said_before_any_work(arguments, words: str, capsys) ->
     assert words in capsys.readouterr().err
 
 
-def test_prefill_and_decode_workers_are_not_offered_yet(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["simulate", "--help"])
-    text = capsys.readouterr().out
-    assert "--workers" in text
-    assert "--prefill" not in text
-    assert "--decode" not in text
+def test_prompts_are_prefilled_elsewhere(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "out.json"
+    assert main([*SMALL, *SPLIT, "--bandwidth", "1GB/s", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "prefilled remote  100.0%   30 remote (always)" in printed
+    assert "KV moved" in printed
+    made = json.loads(path.read_text())
+    assert [worker["mode"] for worker in made["workers"]] == ["prefill", "decode", "decode"]
+    assert made["summary"]["prefills"]["remote"] == {"always": 30}
+    transfers = made["summary"]["transfers"]
+    assert transfers["attempts"] == {"done": 30}
+    assert transfers["attempts_lost"] == 0
+    # The preset's model has 128 KiB of KV per token; two paths of one sender share its rate.
+    assert transfers["bytes"] == made["summary"]["prefills"]["received_tokens"] * 131072
+    assert transfers["seconds"] >= 0.9 * transfers["bytes"] / 1e9
 
 
 def test_a_bad_line_is_found_before_any_work(tmp_path: Path, capsys) -> None:

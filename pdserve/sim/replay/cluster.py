@@ -21,6 +21,7 @@ from pdserve.frontend.config import FrontendConfig
 from pdserve.gossip.config import GossipConfig
 from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
+from pdserve.messages.engine import TransferSpec
 from pdserve.messages.node import NodeCard
 from pdserve.net.memory import MemoryWorld
 from pdserve.net.settings import NetSettings
@@ -31,6 +32,7 @@ from pdserve.runtime.node import Node, NodeConfig
 from pdserve.runtime.topics.service import Topics
 from pdserve.sim.dice import Dice
 from pdserve.sim.replay.engine import TimedEngine
+from pdserve.sim.replay.wire import Wire
 from pdserve.sim.roles import Router, Settings
 from pdserve.sim.traces.base import VOCABULARY
 from pdserve.worker.config import WorkerConfig
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.handoff import Mode
     from pdserve.sim.replay.config import ReplayConfig
     from pdserve.worker.model import ProgressFn
 
@@ -82,10 +85,10 @@ class Frontend:
 class Worker:
     """See `sim.roles.Worker`."""
 
-    def __init__(self, node: Node, config: WorkerConfig, random: Random) -> None:
+    def __init__(self, node: Node, config: WorkerConfig, random: Random, wire: Wire | None) -> None:
         self.node = node
         self.topics = Topics(node, node.timers)
-        self.service = _Service(config, random.getrandbits(32))
+        self.service = _Service(config, random.getrandbits(32), wire)
         self.member = WorkerMember(self.service, node, self.topics, _card(node))
 
     @property
@@ -93,6 +96,19 @@ class Worker:
         """Once it has started."""
         assert self.service.engine is not None
         return self.service.engine
+
+    @property
+    def mode(self) -> Mode:
+        return self.service.config.mode
+
+    def leftovers(self) -> str:
+        """What is still under way; nothing once all requests have ended."""
+        stats, member = self.engine.statistics(), self.member
+        busy = member.requests or stats.running or stats.waiting or stats.blocks_used
+        if busy or stats.blocks_quarantined:
+            return f"requests or blocks of {self.node.id}"
+        handoffs = member.decode if member.decode is not None else member.prefill
+        return f"handoffs of {self.node.id}" if handoffs else ""
 
     async def start(self) -> None:
         await self.node.start()
@@ -109,13 +125,14 @@ class Worker:
 class _Service(WorkerService):
     """A worker's service whose engine runs inline, and whose model is no directory."""
 
-    def __init__(self, config: WorkerConfig, seed: int) -> None:
+    def __init__(self, config: WorkerConfig, seed: int, wire: Wire | None) -> None:
         super().__init__(config, self._inline, Metrics(), hash_secret=HASH_SECRET_TEST)
         self.engine: TimedEngine | None = None
         self._seed = seed
+        self._wire = wire
 
     def _inline(self, spec: EngineSpec) -> TimedEngine:
-        self.engine = TimedEngine(replace_spec(spec, seed=self._seed))
+        self.engine = TimedEngine(replace_spec(spec, seed=self._seed), self._wire)
         return self.engine
 
     async def _find(self, on_progress: ProgressFn) -> LocalModel:
@@ -158,14 +175,39 @@ class Cluster:
         settings = Settings(router=router_config(config))
         self.routers = [Router(node, settings) for node in self._nodes("router", config.routers)]
         self.frontends = [Frontend(node) for node in self._nodes("frontend", config.frontends)]
+        self.wire: Wire | None = self._wire() if config.prefill else None
         self.workers = [
-            Worker(node, self._worker_config(index), self._dice.fork("engine", index))
-            for index, node in enumerate(self._nodes("worker", config.workers))
+            self._worker(index, node, mode) for index, (node, mode) in enumerate(self._placed())
         ]
 
-    def _nodes(self, role: str, count: int) -> list[Node]:
+    def _wire(self) -> Wire:
+        return Wire(
+            self._dice.fork("wire"),
+            bandwidth=self._config.bandwidth,
+            latency=self._config.transfer_latency,
+        )
+
+    def _placed(self) -> list[tuple[Node, Mode]]:
+        """The workers' nodes."""
+        config = self._config
+        kinds: list[tuple[str, int, Mode]] = [
+            ("worker", config.workers, "aggregated"),
+            ("prefill", config.prefill, "prefill"),
+            ("decode", config.decode, "decode"),
+        ]
+        return [
+            (node, mode)
+            for name, count, mode in kinds
+            for node in self._nodes("worker", count, name)
+        ]
+
+    def _worker(self, index: int, node: Node, mode: Mode) -> Worker:
+        config = self._worker_config(index, mode)
+        return Worker(node, config, self._dice.fork("engine", index), self.wire)
+
+    def _nodes(self, role: str, count: int, name: str = "") -> list[Node]:
         names = _Names(count)
-        return [self._node(names.of(role, index), role) for index in range(count)]
+        return [self._node(names.of(name or role, index), role) for index in range(count)]
 
     def _node(self, name: str, role: str) -> Node:
         loop, address = asyncio.get_running_loop(), f"{name}:{_PORT}"
@@ -188,7 +230,7 @@ class Cluster:
             wall=lambda: _EPOCH + loop.time(),
         )
 
-    def _worker_config(self, index: int) -> WorkerConfig:
+    def _worker_config(self, index: int, mode: Mode) -> WorkerConfig:
         config = self._config
         options = {
             "blocks": str(max(1, config.kv_tokens // config.block_size)),
@@ -198,7 +240,7 @@ class Cluster:
         }
         if config.noise:
             options["noise"] = f"{config.noise:g}"
-        if index >= config.workers - config.slow_workers:
+        if index >= config.all_workers - config.slow_workers:
             options["slowdown"] = f"{config.slow_factor:g}"
         return WorkerConfig(
             engine=config.engine,
@@ -207,6 +249,11 @@ class Cluster:
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
             max_waiting=config.max_waiting,
+            mode=mode,
+            disagg=config.disagg,
+            disagg_min_tokens=config.disagg_min_tokens,
+            disagg_max_queue=config.disagg_max_queue,
+            transfer=None if mode == "aggregated" else TransferSpec(verify="off"),
         )
 
     @property
@@ -214,7 +261,7 @@ class Cluster:
         """Of a worker without noise and of speed 1. Its engine has started."""
         spec = self.workers[0].engine.spec
         options = {k: v for k, v in spec.options.items() if k not in ("noise", "slowdown")}
-        return replace_spec(spec, options=options)
+        return replace_spec(spec, options=options, transfer=None)
 
     # ------------------------------------------------------------------ life
 
@@ -223,6 +270,8 @@ class Cluster:
         parts: list[Router | Frontend | Worker] = [*self.routers, *self.frontends, *self.workers]
         for part in parts:
             await part.start()
+        if self.wire is not None and self.workers[0].service.capabilities is not None:
+            self.wire.carries(self.workers[0].service.capabilities)
         loop = asyncio.get_running_loop()
         until = loop.time() + _UP_WITHIN
         while not self._up():
@@ -250,11 +299,7 @@ class Cluster:
             for router in self.routers
             if len(router.service.desk.bookings)
         ]
-        for worker in self.workers:
-            stats = worker.engine.statistics()
-            if worker.member.requests or stats.running or stats.waiting or stats.blocks_used:
-                found.append(f"requests or blocks of {worker.node.id}")
-        return found
+        return found + [left for worker in self.workers if (left := worker.leftovers())]
 
     async def stop(self) -> None:
         """End every role."""

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
+from pdserve.worker.config import DISAGG
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.ids import Seconds
+    from pdserve.messages.handoff import Disagg
 
 __all__ = ["ReplayConfig", "Slo"]
 
@@ -33,6 +35,19 @@ class ReplayConfig:
     """One replay; with equal ones, and one trace, all numbers are equal."""
 
     workers: int = 4
+    """That do everything by themselves."""
+    prefill: int = 0
+    """That compute prompts for"""
+    decode: int = 0
+    """those, which take requests."""
+    disagg: Disagg = "rule"
+    """See `WorkerConfig`, as for the next two."""
+    disagg_min_tokens: int = 512
+    disagg_max_queue: int = 10
+    bandwidth: float = 25e9
+    """Bytes per second at which a worker sends KV and at which it receives some."""
+    transfer_latency: Seconds = 20e-6
+    """Of each part that is sent, besides."""
     routers: int = 1
     frontends: int = 1
     policy: str = ""
@@ -70,9 +85,12 @@ class ReplayConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for what can never work."""
-        for name in ("workers", "routers", "frontends", "block_size", "max_sequences"):
+        if not self.prefill and not self.decode and self.workers < 1:
+            raise ConfigError("workers must be at least 1")
+        for name in ("routers", "frontends", "block_size", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 1")
+        self._validate_handoffs()
         if not 0 <= self.slow_share <= 1 or not self.slow_factor > 0:
             raise ConfigError(
                 f"slow {self.slow_share:g}:{self.slow_factor:g} is not possible: give the share "
@@ -86,7 +104,25 @@ class ReplayConfig:
         if not self.sample_every > 0:
             raise ConfigError("sample-every must be more than 0 seconds")
 
+    def _validate_handoffs(self) -> None:
+        if min(self.workers, self.prefill, self.decode) < 0:
+            raise ConfigError("there cannot be less than 0 workers of a kind")
+        if bool(self.prefill) != bool(self.decode):
+            raise ConfigError("--prefill and --decode belong together: at least one worker of each")
+        if self.disagg not in DISAGG:
+            raise ConfigError(f"disagg {self.disagg!r} is unknown: use one of {', '.join(DISAGG)}")
+        if not self.bandwidth > 0:
+            raise ConfigError("bandwidth must be more than 0 bytes per second")
+        for name in ("transfer_latency", "disagg_min_tokens", "disagg_max_queue"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name.replace('_', '-')} must not be negative")
+
+    @property
+    def all_workers(self) -> int:
+        """Of all three kinds."""
+        return self.workers + self.prefill + self.decode
+
     @property
     def slow_workers(self) -> int:
         """The last ones."""
-        return round(self.slow_share * self.workers)
+        return round(self.slow_share * self.all_workers)

@@ -12,13 +12,24 @@ from typing import TYPE_CHECKING, Any, Final
 from pdserve.sim.replay.record import OUTCOMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pdserve.ids import Seconds
+    from pdserve.messages.handoff import Mode
     from pdserve.sim.replay.config import Slo
     from pdserve.sim.replay.record import Record
 
-__all__ = ["errors_by_bucket", "good", "jain", "quantile", "spread", "summary"]
+__all__ = [
+    "balance",
+    "errors_by_bucket",
+    "good",
+    "jain",
+    "prefills",
+    "quantile",
+    "spread",
+    "summary",
+    "weighted_spread",
+]
 
 BUCKETS: Final = (512, 2048, 8192, 32768)
 """Upper ends of the uncached lengths by which predictions are judged; then all longer ones."""
@@ -41,6 +52,20 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     }
 
 
+def weighted_spread(pairs: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """Mean and quantiles of values that each occur so often."""
+    ordered = sorted(pairs)
+    total = sum(times for _, times in ordered)
+    mean = sum(value * times for value, times in ordered) / total if total else 0.0
+    found = {"mean": mean}
+    passed, rest = 0, [50, 90, 99]
+    for value, times in ordered:
+        passed += times
+        while rest and passed >= rest[0] / 100 * total:
+            found[f"p{rest.pop(0)}"] = value
+    return found | {f"p{percent}": 0.0 for percent in rest}
+
+
 def jain(values: Sequence[float]) -> float:
     """Jain's index: 1 if all are equal, 1/n if one has all."""
     squares = sum(value * value for value in values)
@@ -57,7 +82,10 @@ def good(record: Record, slo: Slo, cold: Callable[[int], Seconds]) -> bool:
 
 
 def summary(
-    records: Sequence[Record], slo: Slo, cold: Callable[[int], Seconds], workers: Sequence[str]
+    records: Sequence[Record],
+    slo: Slo,
+    cold: Callable[[int], Seconds],
+    workers: Mapping[str, Mode],
 ) -> dict[str, Any]:
     """All of it; `workers`: every one there is."""
     done = [record for record in records if record.completed]
@@ -67,15 +95,13 @@ def summary(
     took = max(end - begin, 1e-9)
     served = sum(good(record, slo, cold) for record in records)
     prompt = sum(record.prompt_tokens for record in done)
-    computed: dict[str, float] = dict.fromkeys(workers, 0.0)
-    for record in done:
-        computed[record.worker] += record.prompt_tokens - record.cached_tokens
     return {
         "requests": len(records),
         "outcomes": {word: outcomes[word] for word in OUTCOMES},
         "seconds": took,
         "ttft": spread(record.ttft for record in done),
         "itl": spread(record.itl for record in done if record.itl >= 0),
+        "token_gap": weighted_spread([step for record in done for step in record.steps]),
         "held": spread(record.held for record in done),
         "queue": spread(record.queue_seconds for record in done),
         "hit_rate": sum(record.cached_tokens for record in done) / prompt if prompt else 0.0,
@@ -87,8 +113,40 @@ def summary(
             "output_tokens": sum(record.output_tokens for record in done) / took,
         },
         "preemptions": sum(record.preemptions for record in records),
-        "balance": jain(list(computed.values())),
+        "balance": balance(done, workers),
         "prediction": errors_by_bucket(done),
+        "prefills": prefills(done),
+    }
+
+
+def balance(done: Iterable[Record], workers: Mapping[str, Mode]) -> float:
+    """Jain's index of the prompt tokens that workers have computed. Workers of one mode are
+    compared with each other; each mode counts by what it has computed."""
+    computed: dict[str, float] = dict.fromkeys(workers, 0.0)
+    for record in done:
+        uncached = record.prompt_tokens - record.cached_tokens
+        if record.prefill == "remote":
+            computed[record.prefill_worker] += record.received_tokens
+            uncached = 0
+        computed[record.worker] += uncached
+    total = sum(computed.values())
+    index = 0.0 if total else 1.0
+    for mode in dict.fromkeys(workers.values()):
+        own = [tokens for worker, tokens in computed.items() if workers[worker] == mode]
+        index += jain(own) * sum(own) / total if total else 0.0
+    return index
+
+
+def prefills(done: Sequence[Record]) -> dict[str, Any]:
+    """Where prompts were prefilled, of those whose workers had a choice."""
+    chosen = [record for record in done if record.prefill]
+    counts = Counter((record.prefill, record.prefill_reason) for record in chosen)
+    remote = sum(record.prefill == "remote" for record in chosen)
+    return {
+        "remote_share": remote / len(chosen) if chosen else 0.0,
+        "remote": {reason: n for (where, reason), n in sorted(counts.items()) if where == "remote"},
+        "local": {reason: n for (where, reason), n in sorted(counts.items()) if where == "local"},
+        "received_tokens": sum(record.received_tokens for record in chosen),
     }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from array import array
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import (
     DeadlineExceeded,
@@ -17,7 +18,7 @@ from pdserve.errors import (
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.ids import Seconds
-    from pdserve.messages.request import TokenDelta
+    from pdserve.messages.request import Started, TokenDelta
 
 __all__ = ["OUTCOMES", "Record", "outcome_of"]
 
@@ -61,8 +62,19 @@ class Record:
     held: Seconds = 0.0
     """By the router, before it answered."""
     preemptions: int = 0
+    prefill: str = ""
+    """`remote` or `local`: where its prompt was prefilled; empty: its worker had no choice."""
+    prefill_worker: str = ""
+    prefill_reason: str = ""
+    received_tokens: int = 0
+    """Of its prompt, those whose KV came from the prefill worker."""
     outcome: str = ""
     reason: str = ""
+    last: Seconds = -1.0
+    """When tokens came last."""
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    """Between tokens: how long, how often, and so on in turn. What the engine has advanced at once
+    came evenly: it does so only while nothing disturbs its steps."""
 
     @property
     def completed(self) -> bool:
@@ -81,18 +93,45 @@ class Record:
             return -1.0
         return (self.end - self.first) / (self.output_tokens - 1)
 
+    @property
+    def steps(self) -> list[tuple[Seconds, int]]:
+        """Times between its tokens, each with how often it was so."""
+        return [
+            (gap, int(times)) for gap, times in zip(self.gaps[::2], self.gaps[1::2], strict=True)
+        ]
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON: without what is long."""
+        made = asdict(self)
+        del made["gaps"], made["last"]
+        return made
+
     def take(self, delta: TokenDelta, at: Seconds) -> None:
         """Tokens have come."""
+        if delta.started is not None and delta.started.prefill:
+            self._prefilled(delta.started)
         if delta.tokens:
+            count = len(delta.tokens)
             if self.first < 0:
                 self.first = at
-            self.output_tokens += len(delta.tokens)
+            else:
+                self.gaps.extend(((at - self.last) / count, count))
+            self.last = at
+            self.output_tokens += count
         if delta.finish is not None:
             finish = delta.finish
             self.cached_tokens = finish.cached_tokens
             self.queue_seconds = finish.queue_seconds
             self.prefill_seconds = finish.prefill_seconds
             self.preemptions = finish.preemptions
+
+    def _prefilled(self, started: Started) -> None:
+        """As the header says it: `remote; node=p1; reason=rule`."""
+        where, node, reason = started.prefill.split("; ")
+        self.prefill = where
+        self.prefill_worker = node.removeprefix("node=")
+        self.prefill_reason = reason.removeprefix("reason=")
+        self.received_tokens = started.received_tokens
 
 
 def outcome_of(error: PdserveError) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import pdserve
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdserve.ids import Seconds
+    from pdserve.messages.handoff import Mode
     from pdserve.sim.replay.cluster import Worker
     from pdserve.sim.replay.config import ReplayConfig
     from pdserve.sim.replay.record import Record
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ReplayFailed", "Result", "replay"]
 
+_SETTLE_LOOKS: Final = 30
+"""Once a second after the last request: prefills that nobody wanted may still be under way."""
 _DIGITS: Final = 6
 """Microseconds."""
 
@@ -57,7 +61,7 @@ class Result:
             "load": self.load,
         }
         if requests:
-            made["requests"] = [asdict(record) for record in self.records]
+            made["requests"] = [record.plain() for record in self.records]
         rounded: dict[str, Any] = _rounded(made)
         return rounded
 
@@ -116,9 +120,9 @@ async def _run(
     sampler = _Sampler(cluster, callers, config.sample_every)
     await callers.run()
     sampler.stop()
-    await asyncio.sleep(1.0)  # the last releases and reports
+    left = await _settled(cluster)
     workers = [_counters(worker) for worker in cluster.workers]
-    left = cluster.leftovers()
+    moved = _moved(cluster)
     await cluster.stop()
     if left:
         raise ReplayFailed(f"when all requests had ended there were still {', '.join(left)}")
@@ -126,9 +130,37 @@ async def _run(
         raise ReplayFailed(f"{len(loop.problems)} errors in callbacks: {loop.problems[0]}")
     longest = max((r.prompt_tokens for r in callers.records if r.completed), default=1)
     cold = cold_times(cluster.quiet_spec, longest)
-    names = [worker["worker"] for worker in workers]
-    numbers = summary(callers.records, config.slo, cold, names)
+    modes: dict[str, Mode] = {worker.node.id: worker.mode for worker in cluster.workers}
+    numbers = summary(callers.records, config.slo, cold, modes)
+    numbers["transfers"] = moved
     return Result(callers.records, numbers, workers, sampler.seen)
+
+
+async def _settled(cluster: Cluster) -> list[str]:
+    """What is left of requests once the last releases and reports have come."""
+    left: list[str] = []
+    for _ in range(_SETTLE_LOOKS):
+        await asyncio.sleep(1.0)
+        left = cluster.leftovers()
+        if not left:
+            break
+    return left
+
+
+def _moved(cluster: Cluster) -> dict[str, Any]:
+    """KV that went from worker to worker."""
+    paths = [path for worker in cluster.workers for path in worker.engine.paths()]
+    ended: Counter[str] = Counter()
+    for worker in cluster.workers:
+        if worker.member.decode is not None:
+            ended.update(worker.member.decode.numbers().ended)
+    tokens = sum(worker.engine.statistics().received_tokens for worker in cluster.workers)
+    return {
+        "bytes": tokens * (cluster.wire.token_bytes if cluster.wire is not None else 0),
+        "seconds": sum(path.sent_seconds for path in paths),
+        "attempts": dict(sorted(ended.items())),
+        "attempts_lost": sum(count for outcome, count in ended.items() if outcome != "done"),
+    }
 
 
 class _Sampler:
@@ -156,6 +188,7 @@ def _counters(worker: Worker) -> dict[str, Any]:
     stats = worker.engine.statistics()
     return {
         "worker": worker.node.id,
+        "mode": worker.mode,
         "prompt_tokens": stats.prompt_tokens,
         "cached_tokens": stats.cached_tokens,
         "computed_tokens": stats.computed_tokens,
@@ -163,6 +196,9 @@ def _counters(worker: Worker) -> dict[str, Any]:
         "finished": stats.finished,
         "preemptions": stats.preemptions,
         "busy_seconds": stats.step_seconds,
+        "received_tokens": stats.received_tokens,
+        "attempts": stats.attempts,
+        "attempts_failed": stats.attempts_failed,
     }
 
 

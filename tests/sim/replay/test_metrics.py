@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 
+from pdserve.messages.request import Started, TokenDelta
 from pdserve.sim.replay.config import Slo
-from pdserve.sim.replay.metrics import errors_by_bucket, good, jain, quantile, spread, summary
+from pdserve.sim.replay.metrics import (
+    balance,
+    errors_by_bucket,
+    good,
+    jain,
+    prefills,
+    quantile,
+    spread,
+    summary,
+    weighted_spread,
+)
 from pdserve.sim.replay.plot import hit_rates
 from pdserve.sim.replay.record import OUTCOMES, Record
 
@@ -48,6 +59,49 @@ def test_jain_is_one_for_equals_and_least_for_one_who_has_all() -> None:
     assert jain([0.0, 0.0]) == 1.0
 
 
+def test_values_that_occur_often_weigh_so_much() -> None:
+    assert weighted_spread([(2.0, 10), (1.0, 90)]) == {
+        "mean": 1.1,
+        "p50": 1.0,
+        "p90": 1.0,
+        "p99": 2.0,
+    }
+    assert weighted_spread([]) == {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
+
+
+def delta(tokens: int, prefill: str = "") -> TokenDelta:
+    started = Started(0, 0.0, 0.1, 0.1, 90, prefill) if prefill else None
+    return TokenDelta(1, 0, [7] * tokens, started=started)
+
+
+def test_what_comes_at_once_came_evenly() -> None:
+    one = record(first=-1.0, output_tokens=0)
+    for at, tokens in ((11.0, 1), (11.5, 1), (13.5, 4)):
+        one.take(delta(tokens), at)
+    assert one.steps == [(0.5, 1), (0.5, 4)]
+    assert "gaps" not in one.plain()
+
+
+def test_where_a_prompt_was_prefilled_is_kept_as_the_header_says_it() -> None:
+    one = record(first=-1.0, output_tokens=0)
+    one.take(delta(1, "remote; node=p1; reason=rule"), 11.0)
+    other = record(first=-1.0, output_tokens=0)
+    other.take(delta(1, "local; node=a; reason=short_prompt"), 11.0)
+    assert (one.prefill, one.prefill_worker, one.prefill_reason) == ("remote", "p1", "rule")
+    assert prefills([one, one, other, record()]) == {
+        "remote_share": pytest.approx(2 / 3),
+        "remote": {"rule": 2},
+        "local": {"short_prompt": 1},
+        "received_tokens": 270,
+    }
+
+
+def test_prefill_workers_are_compared_with_each_other() -> None:
+    remote = record(prefill="remote", prefill_worker="p1", received_tokens=100)
+    modes = {"a": "decode", "p1": "prefill", "p2": "prefill"}
+    assert balance([remote], modes) == pytest.approx(0.5)  # type: ignore[arg-type]
+
+
 def test_times_of_a_record() -> None:
     assert record().ttft == pytest.approx(1.0)
     assert record().itl == pytest.approx(0.2)
@@ -73,7 +127,7 @@ def test_good_is_soon_enough_and_fast_enough(changes, wanted: bool) -> None:
 def test_a_summary_counts_everybody_once() -> None:
     records = [record(i, outcome=outcome) for i, outcome in enumerate(OUTCOMES)]
     records += [record(99, cached_tokens=50)]
-    numbers = summary(records, Slo(), cold, ["a", "b"])
+    numbers = summary(records, Slo(), cold, {"a": "aggregated", "b": "aggregated"})
     assert numbers["outcomes"] == dict.fromkeys(OUTCOMES, 1) | {"completed": 2}
     assert numbers["requests"] == len(OUTCOMES) + 1
     assert numbers["hit_rate"] == pytest.approx(0.25)

@@ -75,7 +75,7 @@ def result(ttft: float):
         )
         for number in range(10)
     ]
-    return summary(records, Slo(), lambda length: 0.0, ["a"])
+    return summary(records, Slo(), lambda length: 0.0, {"a": "aggregated"})
 
 
 @pytest.mark.parametrize(("theirs", "words"), [(0.8, "It loses no cell."), (0.1, "loses:")])
