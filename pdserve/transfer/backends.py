@@ -5,8 +5,10 @@ Nothing of a back end is imported before somebody may use it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,8 @@ __all__ = ["ORDER", "BackEnd", "offers_of", "standard"]
 
 ORDER: Final = ("rdma", "cuda_ipc", "shm", "tcp")
 """Best first."""
+_SAMPLE: Final = 8 << 20
+"""Bytes: more than the caches of a core hold."""
 
 Make = Callable[["PeerKey", "Sequence[Region]", "Ask"], "Transport"]
 
@@ -81,6 +85,7 @@ def standard(spec: TransferSpec) -> list[BackEnd]:
             make=lambda key, regions, ask: _make_shm(spec, key, regions, ask),
             lacking=_lacking_shm,
             places=_this_host,
+            expected=_copy_rate,
         ),
         "tcp": BackEnd(
             name="tcp",
@@ -156,6 +161,16 @@ def _lacking_shm(regions: Sequence[Region]) -> str:
     if any(region.fd is None for region in regions):
         return "the pool cannot be shared: the system offers no memfd"
     return "" if _this_host() != ("unknown",) else "this system does not say which host it is"
+
+
+@functools.cache
+def _copy_rate() -> float:
+    """What one thread of this machine copies in memory, measured once per process."""
+    source, destination = bytearray(_SAMPLE), bytearray(_SAMPLE)
+    destination[:] = source  # pages are there from now on
+    begin = time.perf_counter()
+    destination[:] = source
+    return _SAMPLE / max(1e-6, time.perf_counter() - begin)
 
 
 def _make_shm(spec: TransferSpec, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:

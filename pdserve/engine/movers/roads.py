@@ -209,8 +209,6 @@ class Roads:
         if known.told is None or known.told.backend != choice.backend:
             rate = f"about {book.expected / 1e9:.1f} GB/s" if book.expected else "rate unknown"
             _log.info("KV with %s goes over %s, %s (%s)", path.peer, path.backend, rate, choice.why)
-            if choice.degraded:
-                _log.warning("KV with %s: %s", path.peer, choice.degraded)
         known.told = choice
         self._changed()
 
