@@ -81,6 +81,7 @@ ASYNCIO = {
     "pdserve/sim/replay/callers.py": "callers that wait for their requests, on virtual time",
     "pdserve/sim/replay/cluster.py": "starts and ends the nodes of a replay",
     "pdserve/sim/replay/run.py": "runs a replay on its loop, and samples load",
+    "pdserve/sim/replay/wire.py": "a network of virtual time",
     "pdserve/sim/run.py": "a run's phases, and waiting for rest",
     "pdserve/sim/world.py": "starts and ends virtual processes",
     "pdserve/testing/engine_conformance.py": "a suite over the asynchronous engine port",
