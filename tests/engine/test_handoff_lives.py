@@ -94,6 +94,7 @@ class PairMachine(RuleBasedStateMachine):
         waiting=st.sampled_from([3, 100]),
         unfilled=st.sampled_from([0.1, 0.3, 1.0]),
         seed=st.integers(0, 1 << 32),
+        stopped=st.sampled_from([False, False, True]),
     )
     def start(
         self,
@@ -104,7 +105,9 @@ class PairMachine(RuleBasedStateMachine):
         waiting: int,
         unfilled: float,
         seed: int,
+        stopped: bool,
     ) -> None:
+        self.stopped = stopped
         self.rng = random.Random(seed)
         spec = EngineSpec(
             engine=ENGINE,
@@ -354,7 +357,7 @@ class PairMachine(RuleBasedStateMachine):
         if not hasattr(self, "pair"):
             return
         try:
-            if self.rng.random() < 0.3:
+            if self.stopped:
                 self.break_off()
             else:
                 self.run_to_the_end()
@@ -365,7 +368,7 @@ class PairMachine(RuleBasedStateMachine):
     def break_off(self) -> None:
         """Both cores are stopped amid everything."""
         pair = self.pair
-        if self.rng.random() < 0.5:
+        if len(pair.d.core.scheduler.handles()) < self.rng.randrange(5):
             prompt = self.rng.choices(range(6, 12), k=MAX_LEN // 2)
             sampling = SamplingParams(max_tokens=3)
             request = GenerateRequest(request_id="r", model="m", prompt=prompt, sampling=sampling)
@@ -376,6 +379,8 @@ class PairMachine(RuleBasedStateMachine):
             self.step_d(1)
             self.follow()
             self.step_p(3)
+            if self.rng.random() < 0.5:
+                pair.d.core.handle(GiveUp(handle, pair.attempts[handle]))
         self.visited["closed with quarantine"] += pair.d.core.pool.counts().quarantined > 0
         outgoing = pair.p.core._outgoing
         assert outgoing is not None
