@@ -20,7 +20,7 @@ from tests.worker.prefill_queue.queues import Heard, item, world
 if TYPE_CHECKING:
     from pdserve.ids import NodeId
     from pdserve.net.base import Stream
-    from tests.worker.prefill_queue.queues import Decoder, Prefiller, World
+    from tests.worker.prefill_queue.queues import Decoder, Prefiller, Router, World
 
 
 async def three(w: World) -> tuple[Decoder, Prefiller]:
@@ -376,13 +376,32 @@ async def test_a_worker_that_starts_afresh_says_all_again() -> None:
         d.enqueue(item(1))
         await w.until(lambda: p.requests == [1])
         router = w.owner()
-        (stream,) = [s for s in router.queues._streams.values() if s.peer.node == "p"]
         await asyncio.sleep(0.2)
-        stream.cut(Draining("the test says so"))
+        _cut(router, "p")
         await w.until(lambda: p.requests == [1, 1])  # the claim of the first stream, once more
         await asyncio.sleep(0.2)
         assert router.queues.states()["m"].credits == 1
         assert p.claims._routers[router.node.id].received == {"m": 1}
+
+
+@virtually
+async def test_a_worker_that_starts_afresh_repeats_what_has_not_changed() -> None:
+    async with world() as w:
+        _, p = await three(w)
+        router = w.owner()
+        await asyncio.sleep(0.2)
+        _cut(router, "p")
+        assert router.queues.states() == {} or router.queues.states()["m"].workers == 0
+        await w.until(lambda: router.queues.streams == 1)
+        await asyncio.sleep(0.2)
+        assert router.queues.states()["m"].workers == 1
+        p.offer(0)
+
+
+def _cut(router: Router, node: str) -> None:
+    """The router ends the stream of a worker."""
+    (stream,) = [s for s in router.queues._streams.values() if s.peer.node == node]
+    stream.cut(Draining("the test says so"))
 
 
 @virtually
