@@ -71,6 +71,10 @@ async def test_blocks_travel_between_pools(backend: str, seed: int) -> None:
         assert world.d.holds(expected)
         await world.until(lambda: bool(world.d.paths and world.d.paths[0].received_bytes))
         assert [path.backend for path in world.d.paths] == [backend]
+        moved = len(expected) * world.d.memory.block_bytes
+        await world.until(lambda: world.d.paths[0].received_bytes == moved)
+        await world.until(lambda: bool(world.p.paths) and world.p.paths[0].sent_bytes == moved)
+        assert world.p.paths[0].sent_seconds > 0
 
 
 @BOTH
