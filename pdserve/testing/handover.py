@@ -32,7 +32,7 @@ from pdserve.testing.inline import InlineEngine
 from pdserve.testing.ledger import Ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from random import Random
 
     from pdserve.engine.core import Core
@@ -211,8 +211,8 @@ def make_pair(
     executors: Sequence[Executor] | Callable[[], Executor],
     spec: EngineSpec,
     *,
-    p: dict[str, object] | None = None,
-    d: dict[str, object] | None = None,
+    p: Mapping[str, object] | None = None,
+    d: Mapping[str, object] | None = None,
     core: Callable[[Executor, ManualClock, FakeMover], Core] = EngineCore,
 ) -> Pair:
     """Two cores for `spec`, each with its own changes."""

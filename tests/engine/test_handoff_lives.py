@@ -29,11 +29,16 @@ from pdserve.errors import DeadlineExceeded, EngineError, InvalidRequest, Overlo
 from pdserve.messages.engine import (
     Abort,
     Activate,
+    AttemptLost,
     ClearCache,
     EngineSpec,
     GiveUp,
+    Opened,
+    Prefilled,
     PrefillHere,
+    Rejected,
     Rekey,
+    Sent,
     TransferSpec,
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
@@ -42,7 +47,7 @@ from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
 from tests.support.seeds import is_long
 
 if TYPE_CHECKING:
-    from pdserve.messages.engine import Event, Prefilled
+    from pdserve.messages.engine import Event
     from pdserve.testing.ledger import Ledger
 
 MAX_LEN = 48
@@ -328,22 +333,21 @@ class PairMachine(RuleBasedStateMachine):
 
     def note(self, events: list[Event]) -> None:
         for event in events:
-            name = type(event).__name__
-            match name:
-                case "AttemptLost":
-                    self.visited[event.kind] += 1  # type: ignore[union-attr]
-                    over = (event.handle, event.attempt)  # type: ignore[union-attr]
+            match event:
+                case AttemptLost():
+                    self.visited[event.kind] += 1
+                    over = (event.handle, event.attempt)
                     assert over not in self.over, "an attempt was lost twice"
                     self.over.add(over)
-                case "Opened":
-                    assert (event.handle, event.attempt) not in self.over  # type: ignore[union-attr]
-                case "Prefilled":
-                    assert event.handle not in self.ended  # type: ignore[union-attr]
-                    self.prefills[event.handle] = event  # type: ignore[union-attr]
-                case "Sent" | "Rejected" if event.handle in self.prefills:  # type: ignore[union-attr]
-                    assert event.handle not in self.ended, "two last words"  # type: ignore[union-attr]
-                    self.ended.add(event.handle)  # type: ignore[union-attr]
-                    self.visited[name] += 1
+                case Opened():
+                    assert (event.handle, event.attempt) not in self.over
+                case Prefilled():
+                    assert event.handle not in self.ended
+                    self.prefills[event.handle] = event
+                case Sent() | Rejected() if event.handle in self.prefills:
+                    assert event.handle not in self.ended, "two last words"
+                    self.ended.add(event.handle)
+                    self.visited[type(event).__name__] += 1
 
     @invariant()
     def the_books_balance(self) -> None:
