@@ -190,6 +190,8 @@ class OpenAttempt(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """That the prefill worker has."""
     model: str = ""
     compat_hash: str = ""
+    claim: Number = 0
+    """Asked twice under one claim is asked once; under another it is another's work."""
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

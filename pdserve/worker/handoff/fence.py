@@ -32,6 +32,7 @@ class Holder:
     """Who has the present attempt."""
 
     life: Life
+    claim: int
     attempt: int
     renewed: Seconds
     latest: Seconds
@@ -74,7 +75,7 @@ class Fence:
         holder = self.holder
         if holder is None:
             return (Event.CLAIM, "") if state is State.QUEUE else (Event.STALE, state.value)
-        if holder.life == by:
+        if holder.life == by and holder.claim == asked.claim:
             return Event.AGAIN, f"it is in {state.value}"
         if state not in (State.ATTEMPT, State.FILL):
             return Event.STALE, f"it is in {state.value}"
@@ -82,10 +83,10 @@ class Fence:
             return Event.STALE, f"attempt {holder.attempt} of {holder.life.node} is open"
         return Event.CLAIM, ""
 
-    def open(self, by: Life, now: Seconds, most: Seconds) -> Holder:
+    def open(self, by: Life, claim: int, now: Seconds, most: Seconds) -> Holder:
         """The next attempt is theirs for `most` seconds; its lease begins."""
         self.attempts += 1
-        self.holder = Holder(by, self.attempts, now, now + most)
+        self.holder = Holder(by, claim, self.attempts, now, now + most)
         return self.holder
 
     def close(self) -> None:

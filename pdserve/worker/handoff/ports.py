@@ -127,6 +127,7 @@ class PrefillQueue(Protocol):
 class Claim(Protocol):
     """A prefill worker's right to an item."""
 
+    number: int
     item: PrefillItem
     decode: NodeId
     decode_epoch: Epoch

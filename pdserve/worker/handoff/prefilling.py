@@ -146,6 +146,7 @@ class Prefilling:
             owner_epoch=claim.owner_epoch,
             model=claim.item.model,
             compat_hash=claim.item.compat_hash,
+            claim=claim.number,
         )
         while (left := until - node.now()) > _PAUSE:
             try:

@@ -53,6 +53,7 @@ class _Word(NamedTuple):
 
     call: Call | None = None
     by: Life | None = None
+    claim: int = 0
     why: str = ""
     handoff: Handoff | None = None
     ticket: Ticket | None = None
@@ -219,7 +220,7 @@ class RemoteRequest:
         alive = holder is not None and self._owner.lives(holder.life)
         now = self._owner.node.now()
         event, why = self.fence.claim(question, by, self.state, now, alive=alive)
-        self.feed(event, _Word(call=call, by=by, why=why))
+        self.feed(event, _Word(call=call, by=by, claim=question.claim, why=why))
 
     def renewed(self, attempt: int, by: Life) -> bool:
         """False: it is over."""
@@ -353,7 +354,7 @@ class RemoteRequest:
         self._claimed = node.now()
         self._owner.queue.opened(self.handle)
         most = max(_LONGEST, _SLOWEST * self._decision.there)
-        holder = self.fence.open(word.by, node.now(), most)
+        holder = self.fence.open(word.by, word.claim, node.now(), most)
         self._callers.append(word.call)
         self._watch_lease()
         self._owner.worker.open_attempt(self.handle, holder.attempt, *word.by)

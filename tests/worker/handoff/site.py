@@ -88,6 +88,10 @@ class Client:
         self.error: PdserveError | None = None
         self.cancelled = False
         self.problems: list[str] = []
+        self.asked = 0.0
+        self.ends: float | None = None
+        """When it was over."""
+        self.clock: Callable[[], float] = lambda: 0.0
 
     def on_delta(self, delta: TokenDelta) -> None:
         if self.cancelled or self.over:
@@ -96,11 +100,13 @@ class Client:
         if delta.started is not None:
             self.started.append(delta.started)
         self.ended += delta.finish is not None
+        self.ends = self.clock()
 
     def on_error(self, error: PdserveError) -> None:
         if self.cancelled or self.over:
             self.problems.append(f"{self.request.request_id}: an error after the end")
         self.error = error
+        self.ends = self.clock()
 
     @property
     def over(self) -> bool:
@@ -145,7 +151,7 @@ class Prompt:
 class Script:
     """What an engine does at each step: nothing said is `ok`.
 
-    `fail`: it says so. `hang`: nothing ever comes of it. `slow`: it takes ten times as long.
+    `fail`: it says so. `hang`: nothing ever comes of it. `slow`: ten times as long, `crawl`: forty.
     """
 
     steps: dict[str, list[str]] = field(default_factory=dict)
@@ -204,7 +210,7 @@ class PlayedEngine:
         self.calls[step] += 1
         mode = self.script.take(step)
         if mode != "hang":
-            seconds = self.script.seconds[step] * (10 if mode == "slow" else 1)
+            seconds = self.script.seconds[step] * {"slow": 10, "crawl": 40}.get(mode, 1)
             self._host.call_later(seconds, action)
         return mode
 
@@ -257,6 +263,8 @@ class PlayedEngine:
         if remote.active:
             remote.sink.on_attempt_lost(attempt, TransferError("it is decoded already"))
             return
+        if remote.open:
+            self._site.complain(f"attempt {attempt} is opened while {remote.open} is open")
         remote.open, remote.peer = attempt, (node, epoch)
 
         def opened() -> None:
@@ -281,6 +289,8 @@ class PlayedEngine:
     def activate(self, handle: int, attempt: int, handoff: Handoff) -> None:
         remote = self.remotes.get(handle)
         if remote is not None and remote.open == attempt:
+            if handoff.checksums[0][0] != attempt:
+                self._site.complain(f"attempt {attempt} gets the handoff of another")
             remote.handoff = handoff
             self._try(handle, attempt)
 
@@ -365,7 +375,7 @@ class PlayedEngine:
                 sink.on_error(EngineDied("the step failed"))
                 return
             self._send(handle, prompt)
-            sink.on_prefilled(_handoff(request))
+            sink.on_prefilled(_handoff(request, ticket.attempt))
 
         mode = self._later("prefill", prefilled)
         return handle
@@ -399,12 +409,13 @@ def _ticket(handle: int, attempt: int, asked: GenerateRequest) -> Ticket:
     )
 
 
-def _handoff(asked: GenerateRequest) -> Handoff:
+def _handoff(asked: GenerateRequest, attempt: int = 1) -> Handoff:
     return Handoff(
         tokens=len(asked.prompt),
         parts=1,
         first=tuple(FirstToken(1) for _ in range(asked.n)),
         started=Started(0, 0.0, 0.2, 0.2),
+        checksums=((attempt, 0),),
     )
 
 
@@ -690,6 +701,12 @@ class Site:
         self.prefills = [Host(self, f"p{i + 1}", "prefill") for i in range(prefills)]
         self.p = self.prefills[0]
         self.clients: list[Client] = []
+        self.complaints: list[str] = []
+
+    def complain(self, what: str) -> None:
+        """A rule is broken."""
+        if len(self.complaints) < 20:
+            self.complaints.append(f"{self.loop.time():.2f}: {what}")
 
     @property
     def hosts(self) -> list[Host]:
@@ -723,6 +740,7 @@ class Site:
     def ask(self, asked: GenerateRequest) -> Client:
         """A request reaches the decode worker."""
         client = Client(asked)
+        client.clock, client.asked = self.loop.time, self.loop.time()
         self.clients.append(client)
 
         def submit() -> None:
@@ -785,6 +803,7 @@ class Site:
             await asyncio.sleep(0.01)
         for client in self.clients:
             assert not client.problems, client.problems
+        assert not self.complaints, self.complaints
         return self.loop.time() - start
 
     async def close(self) -> None:

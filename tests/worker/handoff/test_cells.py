@@ -219,12 +219,13 @@ class DecodeRig:
     def attempt(self) -> int:
         return self.remote.fence.attempts
 
-    def ask(self, by: tuple[NodeId, int], *, round: int | None = None) -> None:
+    def ask(self, by: tuple[NodeId, int], *, round: int | None = None, claim: int = 7) -> None:
         question = OpenAttempt(
             request=self.handle,
             round=self.queue.rounds[-1] if round is None else round,
             owner=ROUTER[0],
             owner_epoch=ROUTER[1],
+            claim=claim,
         )
         self.call = Call(OPEN_ATTEMPT, by)
         self.decode._open(question, self.call)  # type: ignore[arg-type]
@@ -423,6 +424,7 @@ class FakeClaim:
         from pdserve.messages.handoff import PrefillItem
 
         self.item = PrefillItem(request=1, round=0, model="m", prompt_tokens=100)
+        self.number = 1
         self.decode, self.decode_epoch = D
         self.owner, self.owner_epoch = ROUTER
         self.ends: list[str] = []
@@ -572,3 +574,13 @@ def test_workers_of_another_format_are_turned_away() -> None:
         with pytest.raises(TransferRefused, match="ours is another"):
             rig.decode._open(question, call)
     assert rig.remote.state is State.QUEUE
+
+
+@pytest.mark.parametrize("state", [State.ATTEMPT, State.FILL])
+def test_the_same_worker_with_another_claim_is_another(state: State) -> None:
+    """Its stream to the router broke, and the router gave it the item once more."""
+    rig = DecodeRig(state)
+    rig.ask(P1, claim=8)
+    assert rig.call is not None
+    assert "attempt 1 of p1 is open" in str(rig.call.answers[0])
+    assert rig.remote.state is state

@@ -15,16 +15,23 @@ from pdserve.sim.loop import Livelock
 from pdserve.worker.handoff.choice import Chooser
 from pdserve.worker.handoff.decode import Decode
 from pdserve.worker.handoff.fence import Fence
+from pdserve.worker.handoff.ports import Life
 from pdserve.worker.handoff.prefill import Prefill
+from pdserve.worker.handoff.prefilling import _PERFORM as PREFILL_PERFORM
 from pdserve.worker.handoff.prefilling import Prefilling
 from pdserve.worker.handoff.remote import _PERFORM, RemoteRequest
-from pdserve.worker.handoff.table import Do, Event, Machine, State
+from pdserve.worker.handoff.table import Do, Event, Machine, PrefillDo, State
 from tests.worker.handoff.site import Site, play, request
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tests.worker.handoff.site import Host
 
 STEPS = ("admit", "open", "activate", "prefill", "send")
+BENIGN = frozenset({"cancel", "owner", "mode", "keep", "crawl"})
+"""Faults that cost time at most."""
+AT_WORK = (State.ATTEMPT, State.FILL, State.VERIFY)
 SPAN = 12.0
 """Seconds of faults."""
 CALM = 150.0
@@ -38,13 +45,17 @@ class World:
         self.site = site
         self.random = random.Random(seed)
         self.faults: Counter[str] = Counter()
-        self.kinds = self.random.sample(FAULTS, self.random.randint(1, len(FAULTS)))
+        among = sorted(BENIGN) if self.random.random() < 0.3 else FAULTS
+        self.kinds = self.random.sample(among, self.random.randint(1, len(among)))
+        self.lost: dict[Any, float] = {}
+        """Attempts that prefill workers hold and the decode worker has given up, since when."""
 
     async def run(self) -> None:
         site, draw = self.site, self.random
         site.d.decode.chooser = self.chooser()
         site.d.chooser = site.d.decode.chooser
         site.queue.doubles = draw.random() < 0.2
+        self.audit()
         number = 0
         until = site.loop.time() + SPAN
         while site.loop.time() < until:
@@ -71,6 +82,63 @@ class World:
         )
         if self.site.d.up and hasattr(self.site.d, "decode") and self.site.d.node.joined:
             self.site.ask(asked)
+
+    # ------------------------------------------------------------------ what must always hold
+
+    def audit(self) -> None:
+        self.later(0.1, self.audit)
+        if self.site.d.up and hasattr(self.site.d, "decode"):
+            self.audit_decode(self.site.d)
+        for host in self.site.prefills:
+            if host.process is not None and not host.process.paused and hasattr(host, "prefill"):
+                self.audit_prefill(host)
+
+    def audit_decode(self, d: Host) -> None:
+        complain = self.site.complain
+        for remote in d.decode._remote.values():
+            held = remote.fence.holder is not None
+            if held and remote.state not in (*AT_WORK, State.ACTIVE):
+                complain(f"{remote} has an attempt")
+            if remote._callers and remote.state is not State.ATTEMPT:
+                complain(f"{remote} lets prefill workers wait for a ticket")
+            if remote.handle not in d.engine.busy:
+                complain(f"{remote} is not with the engine")
+
+    def audit_prefill(self, host: Host) -> None:
+        """Engine time, and blocks of others, only for what somebody may still want."""
+        site, now = self.site, self.site.loop.time()
+        known = {one._handle for one in host.prefill._claims.values()}
+        for handle in host.engine.prompts.keys() - known:
+            site.complain(f"{host.name} computes {handle} for nobody")
+        for one in host.prefill._claims.values():
+            member = host.node.registry.get(one.decode.node)
+            if member is None or member.epoch != one.decode.epoch:
+                site.complain(f"{host.name} works for the dead: {one}")
+            key = (host.name, host.lives, one.decode, one.held)
+            if one.held is None or self.wanted(host, one):
+                self.lost.pop(key, None)
+            elif now - self.lost.setdefault(key, now) > LEASE + 2.0:
+                site.complain(f"{host.name} holds what was given up long ago: {one}")
+
+    def wanted(self, host: Host, one: Prefilling) -> bool:
+        d = self.site.d
+        if not d.up or not hasattr(d, "decode") or d.node.epoch != one.decode.epoch:
+            return False
+        assert one.held is not None
+        remote = d.decode._remote.get(one.held.request)
+        by = Life(host.node.id, host.node.epoch)
+        return remote is not None and remote.fence.current(one.held.attempt, by)
+
+    def audit_end(self) -> None:
+        site = self.site
+        for client in site.clients:
+            deadline, ended = client.request.deadline, client.ends
+            if deadline is None or ended is None or client.tokens or client.cancelled:
+                continue
+            assert ended - client.asked < deadline + 0.1, client.request.request_id
+        if self.faults.keys() <= BENIGN and site.d.lives == 1:
+            words = {"lapsed", "superseded", "died", "lost", "failed", "fenced"}
+            assert not words & site.d.decode.tally.attempts.keys(), site.d.decode.tally.attempts
 
     # ------------------------------------------------------------------ faults
 
@@ -114,7 +182,8 @@ class World:
     def do_partition(self) -> None:
         name = self.prefill().name
         self.site.net.partition("d", name)
-        self.later(self.random.uniform(0.1, 8.0), lambda: self.site.net.heal("d", name))
+        lasts = self.random.choice([0.3, 2.0, 8.0, 20.0])
+        self.later(lasts, lambda: self.site.net.heal("d", name))
 
     def do_reset(self) -> None:
         self.site.net.reset("d", self.prefill().name)
@@ -135,6 +204,10 @@ class World:
         if (host is self.site.d, step) == (True, "prefill") and mode == "hang":
             return  # nobody could help that
         host.script.steps.setdefault(step, []).append(mode)
+
+    def do_crawl(self) -> None:
+        """A long prompt: longer than a lease lasts."""
+        self.prefill().script.steps.setdefault("prefill", []).append("crawl")
 
     def do_owner(self) -> None:
         self.site.queue.change_owner()
@@ -170,6 +243,7 @@ class World:
                 wanted = {choice: 3 for choice in range(client.request.n)}
                 assert client.tokens == wanted, client.request.request_id
         await site.quiet(LEASE + 2.0)
+        self.audit_end()
         await site.until(site.converged, timeout=CALM)
         site.d.decode.chooser.mode = "always"
         await site.until(lambda: len(site.queue.offers) == len(site.prefills))
@@ -232,10 +306,6 @@ def _any_claim(self: Fence, asked: Any, by: Any, state: State, now: float, **fie
     return (Event.CLAIM, "") if opens else (Event.STALE, "")
 
 
-def _forgets_abort(self: Prefilling) -> None:
-    self._handle = None
-
-
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "words of any attempt count": (Fence, "current", _anybody),
     "any claim opens an attempt": (Fence, "claim", _any_claim),
@@ -245,7 +315,6 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "what has ended is remembered": (Decode, "forget", _nothing),
     "nobody looks at the deadline": (RemoteRequest, "_expired", _nothing),
     "nobody loses patience": (RemoteRequest, "_impatient", _nothing),
-    "a withdrawn prompt is computed on": (Prefilling, "_abort", _forgets_abort),
     "deaths are not heard of": (Prefill, "_on_member", _nothing),
 }
 ACTIONS = {
@@ -254,6 +323,10 @@ ACTIONS = {
     "an attempt is never closed": Do.CLOSE,
     "the engine keeps what is cancelled": Do.FREE,
     "callers wait for a ticket for ever": Do.DISMISS,
+}
+PREFILL_ACTIONS = {
+    "a withdrawn prompt is computed on": PrefillDo.ABORT,
+    "a claim that is refused is kept": PrefillDo.END_REFUSED,
 }
 BUDGET = 60
 
@@ -273,12 +346,14 @@ def _fails(numbers: Iterable[int]) -> bool:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [*BUGS, *ACTIONS])
+@pytest.mark.parametrize("name", [*BUGS, *ACTIONS, *PREFILL_ACTIONS])
 def test_a_planted_bug_is_caught(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in BUGS:
         owner, function, bug = BUGS[name]
         monkeypatch.setattr(owner, function, bug)
-    else:
+    elif name in ACTIONS:
         monkeypatch.setitem(_PERFORM, ACTIONS[name], _nothing)
+    else:
+        monkeypatch.setitem(PREFILL_PERFORM, PREFILL_ACTIONS[name], _nothing)
     source = random.Random(seed)
     assert _fails(source.getrandbits(32) for _ in range(BUDGET))
