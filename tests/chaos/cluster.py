@@ -102,7 +102,12 @@ class Node(Server):
 
     def wait_ready(self) -> None:
         """Until its probes call it healthy."""
-        eventually(lambda: self.health()[0] == 200, lambda: (self.name, self.health(), self.lines))
+
+        def ready() -> bool:
+            assert self.process.poll() is None, f"{self.name} has ended:\n" + "\n".join(self.lines)
+            return self.health()[0] == 200
+
+        eventually(ready, lambda: (self.name, self.health(), self.lines))
 
     def count(self, metric: str) -> float:
         """One sample of its metrics."""
@@ -219,7 +224,7 @@ class Cluster:
     def wait_ready(self) -> None:
         """Until every node that runs says of itself that it can work."""
         for node in self.nodes:
-            if node.process.poll() is None:
+            if not node.killed:
                 node.wait_ready()
 
     # ------------------------------------------------------------------ ending

@@ -40,12 +40,12 @@ class Answer:
         return error["code"] if error else None
 
 
-def ask(frontend: Node, **fields: object) -> Answer:
-    """One short request."""
+def ask(frontend: Node, *, worker: str = "", **fields: object) -> Answer:
+    """One short request; `worker`: to this one and no other."""
     began = time.monotonic()
     connection = _connection(frontend)
     with contextlib.closing(connection):
-        connection.request("POST", CHAT, _body(fields), _HEADERS)
+        connection.request("POST", CHAT, _body(fields), _headers(worker))
         with connection.getresponse() as response:
             body = json.loads(response.read())
             headers = {k.lower(): v for k, v in response.getheaders()}
@@ -67,8 +67,10 @@ def wait_served(frontend: Node, **fields: object) -> Answer:
 class Stream:
     """One streamed request, received by a thread until it ends."""
 
-    def __init__(self, frontend: Node, *, tokens: int, **fields: object) -> None:
+    def __init__(self, frontend: Node, *, tokens: int, worker: str = "", **fields: object) -> None:
+        """`worker`: to this one and no other."""
         self._frontend = frontend
+        self._worker = worker
         self._fields = {"max_tokens": tokens, "ignore_eos": True, "stream": True} | fields
         self._changed = threading.Condition()
         self.status = 0
@@ -77,6 +79,8 @@ class Stream:
         """As the frontend told it."""
         self.broken: Exception | None = None
         """A connection that ended in between."""
+        self.usage: dict[str, Any] = {}
+        """If it was asked for."""
         self.done = False
         """It ended as streams should."""
         self.ended_at = 0.0
@@ -129,7 +133,8 @@ class Stream:
     def _run(self) -> None:
         try:
             with contextlib.closing(_connection(self._frontend)) as connection:
-                connection.request("POST", CHAT, _body(self._fields), _HEADERS)
+                headers = _headers(self._worker)
+                connection.request("POST", CHAT, _body(self._fields), headers)
                 self._socket = connection.sock  # the response takes it over
                 with connection.getresponse() as response:
                     self.status = response.status
@@ -160,6 +165,7 @@ class Stream:
         if "error" in event:
             self.error = event["error"]
             return
+        self.usage = event.get("usage") or self.usage
         for choice in event["choices"]:
             if text := choice["delta"].get("content"):
                 self.texts.append(text)
@@ -208,11 +214,15 @@ _QUESTION: dict[str, object] = {
     "messages": [{"role": "user", "content": "hello"}],
     "max_tokens": 4,
 }
-_HEADERS = {"Content-Type": "application/json", "Connection": "close"}
 
 
 def _connection(frontend: Node) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(frontend.host, frontend.port, timeout=PATIENCE)
+
+
+def _headers(worker: str) -> dict[str, str]:
+    plain = {"Content-Type": "application/json", "Connection": "close"}
+    return plain | ({"x-pdserve-worker": worker} if worker else {})
 
 
 def _body(fields: Mapping[str, object]) -> str:
