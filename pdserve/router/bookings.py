@@ -117,6 +117,8 @@ class Dispatch(NamedTuple):
     """At the worker, before it."""
     kv_tokens: int = 0
     load_age: Seconds = 0.0
+    elsewhere_wait: Seconds | None = None
+    """Its prompt was predicted to be computed by a prefill worker, after so long in the queue."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.handoff import QueueState
     from pdserve.messages.request import Started
     from pdserve.messages.routing import Route, WorkerLoad
     from pdserve.router.bookings import Booking, End
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from pdserve.router.policies.base import Policy, WorkerView
     from pdserve.router.pool import Facts, ModelView
     from pdserve.router.predict.calibrate import Summary
+    from pdserve.router.predict.moves import Elsewhere
 
 __all__ = ["Desk", "Numbers"]
 
@@ -111,12 +113,14 @@ class Desk:
         on_end: Callable[[Booking, End], None] = lambda booking, why: None,
         clock: Callable[[], Seconds] = lambda: 0.0,
         predictor: Predictor | None = None,
+        queue_of: Callable[[str], QueueState | None] = lambda model: None,
     ) -> None:
         """`on_end` hears of each booking that was made here, once, when it ends. `clock` says the
-        time where a call does not."""
+        time where a call does not, `queue_of` how a model's prefill queue is."""
         self._config = config
         self._policy = policy
         self._random = random
+        self._queue_of = queue_of
         self._wants_routed = bool(getattr(policy, "needs_routed", False))
         self.predictor = predictor or Predictor()
         self.index = PrefixIndex(config, remember=self._wants_routed)
@@ -223,14 +227,26 @@ class Desk:
             sequences=dispatch.sequences,
             kv_tokens=dispatch.kv_tokens,
             load_age=dispatch.load_age,
+            received_tokens=started.received_tokens,
+            elsewhere_wait=dispatch.elsewhere_wait,
         )
         self.predictor.observe(now, seen)
 
     def _predict(self, worker: Life, prompt_tokens: int, cached_tokens: int) -> Seconds:
-        """How long a prompt takes that worker."""
-        model = self.predictor.model(self.pool.model_of(worker.node))
+        """How long a prompt takes that worker; no time of its own if a prefill worker is sooner."""
+        name = self.pool.model_of(worker.node)
         cached = min(cached_tokens, max(0, prompt_tokens - 1))
-        return model.prefill(prompt_tokens, cached) * self.predictor.speed(worker)
+        here = self.predictor.model(name).prefill(prompt_tokens, cached)
+        here *= self.predictor.speed(worker)
+        facts = self.pool.facts(worker.node)
+        if facts is not None and facts.decode:
+            elsewhere = self._elsewhere(name)
+            if elsewhere is not None and elsewhere.ttft(prompt_tokens, cached) < here:
+                return 0.0
+        return here
+
+    def _elsewhere(self, model: str) -> Elsewhere | None:
+        return self.predictor.elsewhere(model, self._queue_of)
 
     # ------------------------------------------------------------------ questions
 
@@ -393,6 +409,7 @@ class Desk:
             routed=index.routed(now, question.names) if routed else _NOTHING,
             routed_blocks=index.routed_blocks() if routed else _NOTHING,
             model=self.predictor.model(self.pool.model_of(workers[0].node)),
+            elsewhere=self._elsewhere(self.pool.model_of(workers[0].node)),
             held=len(queue) if queue else 0,
         )
 
@@ -403,7 +420,10 @@ class Desk:
         chosen = self._choose(question, state)
         worker = Life(chosen.node, chosen.epoch)
         cached = state.cached_tokens(question, chosen)
+        goes = state.elsewhere if state.goes_elsewhere(question, chosen) else None
         work = state.model.prefill(question.prompt_tokens, cached) * chosen.speed
+        if goes is not None:  # it is in nobody's way there
+            work = 0.0
         ttft = state.ttft(question, chosen)
         name = self.pool.model_of(chosen.node)
         policy = self._policy_name(name)
@@ -414,6 +434,7 @@ class Desk:
             chosen.sequences,
             chosen.kv_tokens,
             self.pool.load_age(now, chosen.node),
+            None if goes is None else goes.wait,
         )
         self.index.placed(now, worker, question.names, question.names_id)  # may raise: charge last
         booking = self.bookings.place(

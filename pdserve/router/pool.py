@@ -49,6 +49,8 @@ class Facts:
     """Adapters that it has."""
     prefill: bool = False
     """It computes prompts for others and takes no requests."""
+    decode: bool = False
+    """It may have prompts computed by such."""
 
     @classmethod
     def of(cls, member: Member) -> Facts:
@@ -65,6 +67,7 @@ class Facts:
             member.reachable,
             card.max_sequences,
             prefill=card.mode == "prefill",
+            decode=card.mode == "decode",
         )
 
 
@@ -372,6 +375,7 @@ class Pool:
             ttft=prefills.ttft,
             itl=load.itl,
             known_blocks=self._known_blocks(life),
+            decode=worker.facts.decode,
             window_work=prefills.window,
         )
 

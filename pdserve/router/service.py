@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from pdserve.blocks.hashing import SHORT_BYTES
 from pdserve.errors import Overloaded
+from pdserve.messages.handoff import PREFILL, QueueReport
 from pdserve.messages.kv import KV
 from pdserve.messages.request import Started
 from pdserve.messages.routing import (
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
     from pdserve.errors import PdserveError
     from pdserve.ids import NodeId, Seconds
-    from pdserve.messages.handoff import PrefillItem
+    from pdserve.messages.handoff import PrefillItem, QueueState
     from pdserve.messages.node import NodeCard
     from pdserve.net.base import Call, Link
     from pdserve.net.timers import Timer
@@ -88,6 +89,11 @@ _decode_load = decoder(WorkerLoad)
 _decode_started = decoder(Started)
 _decode_booked = decoder(Booked)
 _decode_release = decoder(Release)
+_decode_queues = decoder(QueueReport)
+
+
+def _fullness(state: QueueState) -> tuple[int, int]:
+    return state.waiting, state.claimed
 
 
 class RouterService:
@@ -103,7 +109,11 @@ class RouterService:
         degradations: Degradations,
     ) -> None:
         """`card` is what every node says of itself."""
-        self.desk = Desk(config, policy, node.random, self._booking_ended, node.now)
+        self._queues: dict[NodeId, QueueReport] = {}
+        """Prefill queues of other routers."""
+        self.desk = Desk(
+            config, policy, node.random, self._booking_ended, node.now, queue_of=self._queue_of
+        )
         self._config = config
         self._node = node
         self._degradations = degradations
@@ -131,6 +141,7 @@ class RouterService:
         node.serve_tell(RELEASE, self._released)
         node.on_member(self._on_member)
         topics.subscribe_state(LOAD, _decode_load, self._on_load, self._on_load_gone)
+        topics.subscribe_state(PREFILL, _decode_queues, self._on_queues, self._on_queues_gone)
         topics.subscribe_log(SEQUENCES, self._follow_sequences)
         topics.subscribe_log(BOOKINGS, self._follow_bookings)
         topics.subscribe_log(KV, self.desk.index.target)
@@ -266,6 +277,19 @@ class RouterService:
             self.desk.index.placed(now, life, item.names, item.names_id)
         except Overloaded as error:
             _log.debug("a prefill at %s is not predicted: %s", worker.node, error)
+
+    def _on_queues(self, member: Member, report: QueueReport) -> None:
+        self._queues[member.node] = report
+
+    def _on_queues_gone(self, member: Member) -> None:
+        self._queues.pop(member.node, None)
+
+    def _queue_of(self, model: str) -> QueueState | None:
+        """Whoever owns it: prefill workers are connected to all routers, items wait with one."""
+        own = self.prefill.state(model)
+        others = [report.queues.get(model) for report in self._queues.values()]
+        known = [state for state in (own, *others) if state is not None and state.workers]
+        return max(known, key=_fullness, default=None)
 
     # ------------------------------------------------------------------ who waits
 

@@ -26,6 +26,7 @@ from pdserve.router.predict.model import TimeModel
 
 if TYPE_CHECKING:
     from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.router.predict.moves import Elsewhere
 
 __all__ = ["Explains", "Policy", "State", "Terms", "WorkerView", "after"]
 
@@ -73,6 +74,8 @@ class WorkerView:
     """Its mean time between tokens, lately; 0: unknown."""
     known_blocks: int = 0
     """Blocks that the index knows there."""
+    decode: bool = False
+    """It may have prompts computed by prefill workers."""
     window_work: Seconds = 0.0
     """Prefill and decode time that was placed there in the last three minutes."""
 
@@ -107,6 +110,9 @@ class State:
     """Size of that memory, by worker."""
     model: TimeModel = field(default_factory=TimeModel)
     """How long prompts and steps take, learnt; the same for all workers, times their `speed`."""
+    elsewhere: Elsewhere | None = None
+    """How long prompts take that prefill workers compute, for `decode` workers; None: they compute
+    all themselves, or it is unknown."""
     held: int = 0
     """Questions for this model that wait in the router besides this one."""
 
@@ -117,7 +123,24 @@ class State:
 
     def ttft(self, question: Route, worker: WorkerView) -> Seconds:
         """Predicted time to first token there: what waits before it, then its own prefill, which
-        ends no sooner than the step that it shares with those that decode."""
+        ends no sooner than the step that it shares with those that decode; or from elsewhere, if
+        that is sooner."""
+        here = self._here(question, worker)
+        there = self.remote_ttft(question, worker)
+        return here if there is None else min(here, there)
+
+    def remote_ttft(self, question: Route, worker: WorkerView) -> Seconds | None:
+        """The same if a prefill worker computes the prompt; None: that cannot be, or is unknown."""
+        if self.elsewhere is None or not worker.decode:
+            return None
+        return self.elsewhere.ttft(question.prompt_tokens, self.cached_tokens(question, worker))
+
+    def goes_elsewhere(self, question: Route, worker: WorkerView) -> bool:
+        """Its prompt is predicted to be computed by a prefill worker."""
+        there = self.remote_ttft(question, worker)
+        return there is not None and there < self._here(question, worker)
+
+    def _here(self, question: Route, worker: WorkerView) -> Seconds:
         cached = self.cached_tokens(question, worker)
         work = self.model.prefill(question.prompt_tokens, cached)
         step = self.model.step(worker.decodes + 1, worker.kv_tokens) if worker.decodes else 0.0

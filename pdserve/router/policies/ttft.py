@@ -16,11 +16,18 @@ in seconds, the least wins. Of worker i, with its learnt `speed` and the learnt 
              half a decode step, because a step that runs is not interrupted; and, where sequences
              or blocks run out, the time until enough of them are free again: with the mean request
              giving out `output_tokens`, one of d sequences ends every  output_tokens * step / d
-    transfer to the worker that decodes; 0 where the same one does (`predict.moves`)
+    transfer to the worker that decodes; 0 where the same one computes the prompt
     decode   every stream waits while the prompt is computed, and each of its own tokens and theirs
              takes longer afterwards:  d * prefill
              + output_tokens * speed * (d * (q + r * L) + q * d + r * kv),  q and r the step's
-             prices of a sequence and a token (`step_sequence`, `step_token`)
+             prices of a sequence and a token (`step_sequence`, `step_token`). By what its steps
+             then exceed `most_itl`, all streams are late: that counts in full
+
+A decode worker's prompt may be computed by a prefill worker instead (`predict.moves.Elsewhere`): if
+its first token is predicted sooner so, then wait and prefill are the queue's and the prefill
+worker's, transfer is that of the tokens which are not cached here, and nobody here is harmed by
+the computation: no externality, no opportunity, no d * prefill. What is cached here so counts for
+its transfer alone; who has cached what among prefill workers is the queue's business.
 
 All within `tolerance` of the best count as equal and one is drawn, so that routers which know the
 same do not all choose the same; once in a while (`explore`) whoever is within `explore_within` of
@@ -67,6 +74,10 @@ class Ttft:
     kappa1: float = 0.5
     lambda_decode: float = 0.05
     """0.1 and more: smoother streams, and long prompts that wait for workers without any."""
+    elsewhere: bool = True
+    """Count on prefill workers."""
+    most_itl: Seconds = 0.0
+    """Time between tokens that streams should keep; 0: any."""
     output_tokens: int = 256
     """That a request is expected to give out, if it may give so many."""
     tolerance: float = 0.02
@@ -95,7 +106,7 @@ class Ttft:
 
     def costs(self, question: Route, state: State) -> list[Seconds]:
         """Of the state's workers, in their order."""
-        if state.model.fitted:
+        if state.model.fitted or state.elsewhere is not None:
             return self._timed(question, state)
         waits, prices = _counted(question, state)
         warm, held = min(prices), state.held / len(state.workers)
@@ -119,12 +130,16 @@ class Ttft:
         stream = output * (q + r * question.prompt_tokens)
         n, block = question.n, size or _BLOCK
         need = block * _blocks(question)
+        away = state.elsewhere if self.elsewhere else None
+        far = 0.0 if away is None else away.ttft(length, length)
+        late = self.most_itl
         costs: list[Seconds] = []
         add = costs.append
         for worker in state.workers:
             speed = worker.speed
             price = cold
-            if cached := overlaps.get(worker.node, 0) * size:
+            cached = overlaps.get(worker.node, 0) * size
+            if cached:
                 if cached > most_cached:
                     cached = most_cached
                 price -= cached * (each + pair * cached)
@@ -137,6 +152,12 @@ class Ttft:
                     if wait < 0.0:
                         wait = 0.0
             decodes = worker.decodes
+            if away is not None and worker.decode:
+                there = far + away.token * (length - cached)
+                if there < wait + price:
+                    room = self._room(question, state, worker)
+                    add(max(there, room) + self._streams(question, state, worker, 0.0))
+                    continue
             waiting = worker.prefills + held
             cost = price + gamma * waiting * price
             cost += (kappa0 + kappa1 * waiting) * (price - speed * warm)
@@ -153,12 +174,15 @@ class Ttft:
                 room = self._room(question, state, worker)
                 if wait < room:
                     wait = room
+            if late:
+                cost += self._late(question, state, worker)
             add(wait + cost)
         return costs
 
     def terms(self, question: Route, state: State) -> Mapping[NodeId, Terms]:
         """Seconds, or their stand-ins if the model of time is not fitted."""
-        if state.model.fitted:
+        timed = state.model.fitted or state.elsewhere is not None
+        if timed:
             waits = [self._wait(question, state, worker) for worker in state.workers]
             length, model = question.prompt_tokens, state.model
             cached = [state.cached_tokens(question, worker) for worker in state.workers]
@@ -169,7 +193,7 @@ class Ttft:
             warmest = _warmest(question, state)
             warms = [w.speed * warmest for w in state.workers]
             decodes = [
-                self.lambda_decode * self._decode(question, state, worker, price)
+                self._streams(question, state, worker, price)
                 for worker, price in zip(state.workers, prices, strict=True)
             ]
         else:
@@ -188,8 +212,44 @@ class Ttft:
                 "opportunity": (self.kappa0 + self.kappa1 * waiting) * (prices[i] - warms[i]),
                 "decode": decodes[i],
             }
+            if timed and (moved := self._moved(question, state, worker)):
+                terms = moved
             found[worker.node] = {**terms, "cost": sum(terms.values())}
         return found
+
+    def _moved(self, question: Route, state: State, worker: WorkerView) -> dict[str, float] | None:
+        """The terms if a prefill worker computes the prompt; None: it does not, or no sooner than
+        it would be computed here."""
+        away = state.elsewhere
+        if not self.elsewhere or away is None or not worker.decode:
+            return None
+        length, cached = question.prompt_tokens, state.cached_tokens(question, worker)
+        there = away.ttft(length, cached)
+        if there >= worker.wait(state.now) + worker.speed * state.model.prefill(length, cached):
+            return None
+        room = self._room(question, state, worker)
+        return {
+            "wait": away.wait + max(0.0, room - there),
+            "prefill": away.model.prefill(length),
+            "transfer": away.moving(length - cached),
+            "externality": 0.0,
+            "opportunity": 0.0,
+            "decode": self._streams(question, state, worker, 0.0),
+        }
+
+    def _streams(
+        self, question: Route, state: State, worker: WorkerView, price: Seconds
+    ) -> Seconds:
+        """What its streams and the request's own are charged with."""
+        harm = self.lambda_decode * self._decode(question, state, worker, price)
+        return harm + (self._late(question, state, worker) if self.most_itl else 0.0)
+
+    def _late(self, question: Route, state: State, worker: WorkerView) -> Seconds:
+        """By how much all streams there would miss `most_itl`, the request's own among them."""
+        streams = worker.decodes + question.n
+        tokens = worker.kv_tokens + question.prompt_tokens
+        step = worker.speed * state.model.step(streams, tokens)
+        return self._output(question) * streams * max(0.0, step - self.most_itl)
 
     def _wait(self, question: Route, state: State, worker: WorkerView) -> Seconds:
         step = 0.0

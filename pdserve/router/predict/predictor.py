@@ -20,11 +20,16 @@ from typing import TYPE_CHECKING
 from pdserve.router.predict.calibrate import Error, Ratios, Summary, bucket_of
 from pdserve.router.predict.learn import Coefficients, Row, Window, fit
 from pdserve.router.predict.model import TimeModel
+from pdserve.router.predict.moves import Handoffs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.ids import Seconds
+    from pdserve.messages.handoff import QueueState
     from pdserve.messages.routing import WorkerLoad
     from pdserve.router.bookings import Life
+    from pdserve.router.predict.moves import Elsewhere
 
 __all__ = ["Calibration", "Observation", "Predictor", "PredictorConfig"]
 
@@ -73,6 +78,10 @@ class Observation:
     kv_tokens: int = 0
     load_age: Seconds = 0.0
     """Of the report that the decision rested on."""
+    received_tokens: int = 0
+    """A prefill worker has computed these."""
+    elsewhere_wait: Seconds | None = None
+    """It was predicted to be computed elsewhere, after so long in the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,7 @@ class _Model:
         self.buckets: dict[tuple[int, int], Ratios] = {}
         self.error = Error(config.poor_error, config.poor_after)
         self.token_error = Error(config.poor_error, config.poor_after)
+        self.handoffs = Handoffs()
         self.per_token: tuple[float, float] = (0.0, 0.0)
         """Seconds and uncached tokens, fading: what a model that only counts tokens would say."""
 
@@ -177,6 +187,16 @@ class Predictor:
         """Times that the worker takes longer than the model of all says; 1 if nothing is known."""
         found = self._workers.get(worker)
         return found.speed if found else 1.0
+
+    def elsewhere(
+        self, model: str, queue_of: Callable[[str], QueueState | None]
+    ) -> Elsewhere | None:
+        """What prompts take now that prefill workers compute; None: none does, or it is unknown.
+        `queue_of` says how a model's queue is."""
+        found = self._models.get(model)
+        if found is None or not found.handoffs.known:
+            return None
+        return found.handoffs.now(queue_of(model))
 
     def in_time(
         self,
@@ -237,7 +257,12 @@ class Predictor:
             return
         if not 0.0 <= took < _FOREVER:
             return
+        if seen.received_tokens:
+            self._observe_remote(seen)
+            return
         model = self._model(seen.model)
+        if seen.elsewhere_wait is not None:
+            model.handoffs.stayed()
         worker = self._worker(seen.worker, seen.model)
         if worker.seen <= self._config.skip:
             return
@@ -247,6 +272,17 @@ class Predictor:
         if worker.model == seen.model and model.fits:
             worker.compare(model.coefficients, self._config.bias_strength)
         model.judge()
+
+    def _observe_remote(self, seen: Observation) -> None:
+        """It says nothing of prompts that are computed where they are decoded, and the worker's
+        speed had no part in it."""
+        self._model(seen.model).handoffs.observe(
+            seen.prompt_tokens,
+            seen.received_tokens,
+            seen.prefill_seconds,
+            seen.queue_seconds,
+            seen.elsewhere_wait or 0.0,
+        )
 
     def report(self, now: Seconds, model: str, worker: Life, load: WorkerLoad) -> None:
         """A worker's load: how long its steps take for so many sequences and tokens. Not while it

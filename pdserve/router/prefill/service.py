@@ -105,6 +105,11 @@ class PrefillQueues:
         """By model."""
         return {model: queue.state() for model, queue in sorted(self._queues.items())}
 
+    def state(self, model: str) -> QueueState | None:
+        """Of one model; None: nobody has spoken of it here."""
+        queue = self._queues.get(model)
+        return None if queue is None else queue.state()
+
     @property
     def counters(self) -> Counter[str]:
         """See `PrefillQueue.counters`; over all models, ever."""

@@ -14,6 +14,7 @@ from pdserve.ids import NodeId
 from pdserve.router.policies.load import load_policy
 from pdserve.router.policies.ttft import Ttft
 from pdserve.router.predict.model import TimeModel
+from pdserve.router.predict.moves import Elsewhere
 from tests.router.policies.support import ask, snapshot, weighed, worker
 
 if TYPE_CHECKING:
@@ -135,6 +136,98 @@ def test_what_is_compared_is_the_sum_of_the_terms(model: TimeModel):
             parts = terms[view.node]
             assert cost == pytest.approx(parts["cost"])
             assert sum(parts.values()) - parts["cost"] == pytest.approx(cost)
+
+
+# ---------------------------------------------------------------------- prompts computed elsewhere
+
+AWAY = Elsewhere(0.2, TimeModel(0.005, 3e-5, 3e-10), latency=0.01, token=1e-5)
+
+
+def split(seed: int) -> State:
+    """Some of the workers are decode workers."""
+    given = some_cluster(seed)
+    workers = tuple(replace(w, decode=i % 3 > 0) for i, w in enumerate(given.workers))
+    return replace(given, workers=workers, elsewhere=AWAY)
+
+
+def test_what_is_compared_is_the_sum_of_the_terms_there_too():
+    moved = 0
+    for seed in range(200):
+        given, policy = split(seed), Ttft(lambda_decode=0.1, most_itl=0.01)
+        question = ask(Random(seed).choice((1, 50, 400)), max_tokens=100)
+        terms = policy.terms(question, given)
+        for view, cost in zip(given.workers, policy.costs(question, given), strict=True):
+            assert cost == pytest.approx(terms[view.node]["cost"])
+            moved += terms[view.node]["transfer"] > 0
+    assert moved > 100
+
+
+def test_a_decode_worker_counts_the_sooner_of_both():
+    busy: dict[str, Any] = {"work": 5.0, "as_of": 100.0}
+    question = ask(200)
+    given = state(worker("a", decode=True, **busy), worker("b", **busy), elsewhere=AWAY)
+    found = weighed(PLAIN, question, given)
+    assert found["a"]["cost"] == pytest.approx(AWAY.ttft(6400, 0))
+    assert found["a"]["wait"] == AWAY.wait
+    assert found["a"]["transfer"] == pytest.approx(0.01 + 6400e-5)
+    assert found["b"]["cost"] == pytest.approx(5.0 + MODEL.prefill(6400))
+    # An idle one computes it itself if that is sooner.
+    short = ask(10)
+    idle = state(worker("a", decode=True), worker("b"), elsewhere=AWAY)
+    assert weighed(PLAIN, short, idle)["a"]["cost"] == pytest.approx(MODEL.prefill(320))
+    assert given.ttft(question, given.workers[0]) == pytest.approx(AWAY.ttft(6400, 0))
+    assert given.goes_elsewhere(question, given.workers[0])
+    assert not given.goes_elsewhere(question, given.workers[1])
+    assert not idle.goes_elsewhere(short, idle.workers[0])
+
+
+def test_a_prefix_counts_for_less_where_prompts_are_computed_elsewhere():
+    busy: dict[str, Any] = {"work": 5.0, "as_of": 100.0, "decode": True}
+    given = state(
+        worker("a", **busy), worker("b", **busy), overlaps={NodeId("b"): 100}, elsewhere=AWAY
+    )
+    found = weighed(Ttft(), ask(200), given)
+    saved = found["a"]["cost"] - found["b"]["cost"]
+    assert saved == pytest.approx(3200 * AWAY.token)
+    assert saved < MODEL.prefill(6400) - MODEL.prefill(6400, 3200)
+
+
+def test_prefill_workers_can_be_left_out_of_account():
+    busy: dict[str, Any] = {"work": 5.0, "as_of": 100.0, "decode": True}
+    given = state(worker("a", **busy), worker("b", **busy), elsewhere=AWAY)
+    policy = replace(PLAIN, elsewhere=False)
+    assert policy.costs(ask(200), given) == pytest.approx([5.0 + MODEL.prefill(6400)] * 2)
+
+
+def test_streams_that_would_be_late_count_in_full():
+    crowd: dict[str, Any] = {
+        "decodes": 40,
+        "kv_tokens": 100_000,
+        "decode": True,
+        "work": 5.0,
+        "as_of": 100.0,
+    }
+    few: dict[str, Any] = {**crowd, "decodes": 4, "kv_tokens": 10_000}
+    given = state(worker("a", **crowd), worker("b", **few), elsewhere=AWAY)
+    free = weighed(PLAIN, ask(200), given)
+    assert free["a"]["cost"] == free["b"]["cost"]
+    strict = replace(PLAIN, most_itl=0.01, output_tokens=100)
+    bound = weighed(strict, ask(200, max_tokens=1000), given)
+    step = MODEL.step(41, 106_400)
+    assert bound["a"]["decode"] == pytest.approx(100 * 41 * (step - 0.01))
+    assert bound["b"]["decode"] == 0.0
+    assert MODEL.step(5, 16_400) < 0.01 < step
+
+
+def test_all_is_learnt_of_prefill_workers_and_nothing_of_the_rest():
+    """Times are used although no prompt was computed where it was decoded."""
+    busy: dict[str, Any] = {"sequences": 6, "decodes": 6, "kv_tokens": 30_000, "decode": True}
+    idle: dict[str, Any] = {"sequences": 1, "decodes": 1, "kv_tokens": 1000, "decode": True}
+    given = state(
+        worker("a", **busy), worker("b", **idle), elsewhere=AWAY, model=TimeModel(0.02, 1e-2)
+    )
+    costs = Ttft().costs(ask(200), given)
+    assert costs[1] < costs[0]
 
 
 # ---------------------------------------------------------------------- without a model

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdserve.messages.handoff import QueueState
 from pdserve.messages.routing import WorkerLoad
 from pdserve.router.predict.model import TimeModel
 from pdserve.router.predict.predictor import Observation, Predictor, PredictorConfig
@@ -239,3 +240,22 @@ def test_a_new_kind_of_prompts_is_learnt_soon():
     for second in range(60, 66):
         predictor.observe(second, seen(FAST[0], 8000, work_seconds=2.0))
     assert predictor.model("m").prefill(8000) == pytest.approx(2.0, rel=0.15)
+
+
+def test_prompts_from_elsewhere_teach_nothing_of_those_computed_here():
+    predictor = Predictor()
+    queue = QueueState(workers=1, credits=2)
+    assert predictor.elsewhere("m", lambda model: queue) is None
+    for index in range(200):
+        remote = seen(FAST[0], 1000, received_tokens=1000, work_seconds=9.0, prefill_seconds=0.25)
+        predictor.observe(float(index), remote)
+    assert predictor.model("m") == TimeModel()
+    assert predictor.speed(FAST[0]) == 1.0
+    away = predictor.elsewhere("m", lambda model: queue)
+    assert away is not None
+    assert away.model.prefill(1000) == pytest.approx(0.25, rel=0.05)
+    for index in range(200):  # a decode worker that was told to do all by itself
+        here = seen(FAST[0], 1000, elsewhere_wait=0.0, work_seconds=0.1)
+        predictor.observe(200.0 + index, here)
+    assert predictor.elsewhere("m", lambda model: queue) is None
+    assert predictor.model("m").prefill(1000) == pytest.approx(0.1, rel=0.1)
