@@ -323,8 +323,11 @@ def test_every_cell_of_the_decode_worker(
 ) -> None:
     rig = DecodeRig(state)
     visited.clear()
+    asked = rig.call
     rig.happen(event)
     assert visited == [(state, event)]
+    waits = state is State.ATTEMPT and rig.remote.state is State.ATTEMPT and rig.attempt == 1
+    assert asked is None or waits == (not asked.answers)
     cell = DECODE.cells[state, event]
     assert rig.remote.state is cell.next
     over = cell.next is State.RELEASED

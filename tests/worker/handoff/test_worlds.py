@@ -297,20 +297,14 @@ def _nothing(*arguments: Any, **fields: Any) -> None:
     pass
 
 
-def _anybody(self: Fence, attempt: int, by: Any) -> bool:
-    return self.holder is not None
-
-
 def _any_claim(self: Fence, asked: Any, by: Any, state: State, now: float, **fields: Any) -> Any:
     opens = state in (State.QUEUE, State.ATTEMPT, State.FILL)
     return (Event.CLAIM, "") if opens else (Event.STALE, "")
 
 
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "words of any attempt count": (Fence, "current", _anybody),
     "any claim opens an attempt": (Fence, "claim", _any_claim),
     "leases never end at the decode worker": (RemoteRequest, "_lapse", _nothing),
-    "leases never end at the prefill worker": (Prefilling, "_lapse", _nothing),
     "leases are not renewed": (Prefill, "_beat", _nothing),
     "what has ended is remembered": (Decode, "forget", _nothing),
     "nobody looks at the deadline": (RemoteRequest, "_expired", _nothing),
@@ -322,7 +316,6 @@ ACTIONS = {
     "a lost attempt is not given up": Do.GIVE_UP,
     "an attempt is never closed": Do.CLOSE,
     "the engine keeps what is cancelled": Do.FREE,
-    "callers wait for a ticket for ever": Do.DISMISS,
 }
 PREFILL_ACTIONS = {
     "a withdrawn prompt is computed on": PrefillDo.ABORT,
@@ -347,7 +340,8 @@ def _fails(numbers: Iterable[int]) -> bool:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [*BUGS, *ACTIONS, *PREFILL_ACTIONS])
-def test_a_planted_bug_is_caught(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the rules that these worlds exercise; `test_cells` has the others."""
     if name in BUGS:
         owner, function, bug = BUGS[name]
         monkeypatch.setattr(owner, function, bug)
@@ -355,5 +349,4 @@ def test_a_planted_bug_is_caught(name: str, seed: int, monkeypatch: pytest.Monke
         monkeypatch.setitem(_PERFORM, ACTIONS[name], _nothing)
     else:
         monkeypatch.setitem(PREFILL_PERFORM, PREFILL_ACTIONS[name], _nothing)
-    source = random.Random(seed)
-    assert _fails(source.getrandbits(32) for _ in range(BUDGET))
+    assert _fails(range(BUDGET))
