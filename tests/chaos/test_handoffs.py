@@ -1,19 +1,20 @@
 """Faults while prompts are computed on one worker for another: nobody is served a wrong token.
 
-Prefill workers are slow, so that KV moves for seconds; that a fault fell into a transfer is shown by
-what both workers count. Every text is compared with that of a worker that does everything by
-itself: tokens follow from the bytes of all blocks.
+Prefill workers are slow, so that KV moves for seconds; what both workers count shows that a fault
+fell into a transfer. Every text is compared with that of a worker that does everything by itself:
+tokens follow from the bytes of all blocks.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
-from tests.chaos.cluster import Cluster, Node, eventually
+from tests.chaos.cluster import Cluster, Node, eventually, holding
 from tests.chaos.load import Stream, wait_served
 
 if TYPE_CHECKING:
@@ -23,12 +24,15 @@ pytestmark = pytest.mark.timeout(300)
 
 SOON = 1.0
 """Seconds after which both workers are free of a request that nobody wants."""
+REPORTED = 1.0
+"""Numbers of an engine may be late by this."""
+PAUSE = 2.0
+"""Of a process; one of five seconds may not be buried."""
 STEP = 32
 """Prompt tokens that a prefill worker computes, and sends, at a time: a block."""
 SIM = ("--engine", "sim", "--engine-option", "content=on", "--engine-option", "blocks=1024")
 SLOW = ("--engine-option", "slowdown=15", "--max-batch-tokens", str(STEP), "--max-sequences", "4")
 """A tenth of a second for each block."""
-TRIES = 5
 
 
 class Roles:
@@ -186,3 +190,139 @@ def kill_while_sending(roles: Roles, decode: Node, prefills: list[Node], expecte
     assert attempts(decode, FAILED) == failed + 1
     free(decode, *(node for node in prefills if node is not victim))
     return victim
+
+
+@pytest.mark.long
+def test_a_short_pause_of_a_prefill_worker_is_nothing(roles):
+    prefill, decode = roles.prefill("p1"), roles.decode("d1")
+    roles.wait_ready(decode)
+    before, failed = {"p1": sent(prefill)}, attempts(decode, FAILED)
+    text = roles.prompt(40)
+    stream = roles.stream(decode, text)
+    sending([prefill], before)
+    with holding(roles.cluster, prefill):
+        time.sleep(PAUSE)
+        assert state(decode, "fill") == 1
+    assert roles.check(text, stream) == "remote; node=p1; reason=always"
+    assert attempts(decode, FAILED) == failed
+    free(prefill, decode)
+
+
+@pytest.mark.long
+def test_a_frozen_prefill_worker_is_passed_over_and_comes_back(roles):
+    prefills, decode = [roles.prefill("p1"), roles.prefill("p2")], roles.decode("d1")
+    roles.wait_ready(decode)
+    before, failed = {node.name: sent(node) for node in prefills}, attempts(decode, FAILED)
+    text = roles.prompt(40)
+    stream = roles.stream(decode, text)
+    victim = sending(prefills, before)
+    (other,) = (node for node in prefills if node is not victim)
+    with holding(roles.cluster, victim):
+        assert roles.check(text, stream) == f"remote; node={other.name}; reason=always"
+        assert attempts(decode, FAILED) == failed + 1
+        decode.wait_said(f"{victim.name} died")
+        free(other, decode)  # nothing is quarantined for ever
+    victim.wait_said("rejoining as life")
+    free(victim)
+    texts = [roles.prompt(10) for _ in range(6)]
+    found = {roles.check(*one) for one in [(t, roles.stream(decode, t)) for t in texts]}
+    wanted = {f"remote; node={node.name}; reason=always" for node in prefills}
+    assert found == wanted, "both take prompts again"
+    free(*prefills, decode)
+
+
+# ---------------------------------------------------------------------- the queue's router
+
+
+def queued(router: Node) -> float:
+    return total(router, r"prefill_queue_items{.*}")
+
+
+def test_a_killed_queue_comes_again_at_another_router(roles):
+    roles.routers.append(roles.cluster.router())
+    prefill, decode = roles.prefill("p1"), roles.decode("d1")
+    roles.wait_ready(decode)
+    failed = attempts(decode, FAILED)
+    texts = [roles.prompt(20) for _ in range(5)]
+    streams = [roles.stream(decode, text) for text in texts]
+    owner: Node = eventually(
+        lambda: next((r for r in roles.routers if queued(r)), None), lambda: decode.lines
+    )
+    eventually(lambda: state(decode, "fill") and state(decode, "queue"), "prompts wait")
+    owner.kill()
+    found = [roles.check(text, stream) for text, stream in zip(texts, streams, strict=True)]
+    assert set(found) == {"remote; node=p1; reason=always"}
+    assert attempts(decode, FAILED) == failed, "open attempts go on"
+    free(prefill, decode)
+
+    back = roles.cluster.router(name=owner.name)
+    prefill.wait_said(f"{owner.name} joined", since=time.time() - 5)
+    back.wait_ready()
+    text = roles.prompt(3)
+    assert roles.check(text, roles.stream(decode, text)) == "remote; node=p1; reason=always"
+    (other,) = (router for router in roles.routers if router is not owner)
+    eventually(lambda: not queued(back) + queued(other), "nothing is left in a queue")
+
+
+# ---------------------------------------------------------------------- decode workers
+
+
+def test_a_killed_decode_worker_frees_its_prefill_worker(roles):
+    prefill = roles.prefill("p1")
+    decode, other = roles.decode("d1"), roles.decode("d2")
+    roles.wait_ready(decode, other)
+    before = {"p1": sent(prefill)}
+    text = roles.prompt(40)
+    streams = [roles.stream(decode, text), roles.stream(decode, roles.prompt(40))]
+    sending([prefill], before)
+    killed = decode.kill()
+    for stream in streams:
+        stream.wait()
+        assert stream.code == "worker_lost", stream
+        assert stream.ended_at - killed < 5, "the client learns it when the cluster does"
+    free(prefill)
+    assert roles.check(text, roles.stream(other, text)) == "remote; node=p1; reason=always"
+    back = roles.decode("d1")
+    roles.wait_ready(back)
+    assert roles.check(text, roles.stream(back, text)) == "remote; node=p1; reason=always"
+    free(prefill, other, back)
+
+
+# ---------------------------------------------------------------------- clients that go
+
+
+def test_who_hangs_up_frees_both_workers_at_once(roles):
+    """While queued, while its KV comes, and when all has been said and some has not arrived."""
+    prefill, decode = roles.prefill("p1"), roles.decode("d1")
+    roles.wait_ready(decode)
+    free(prefill, decode)
+    before = [descriptors(node) for node in (prefill, decode)]
+
+    streams = [roles.stream(decode, roles.prompt(40)) for _ in range(5)]
+    eventually(lambda: state(decode, "queue") and state(decode, "fill"), "both at once")
+    for stream in streams:
+        stream.hang_up()
+    free(prefill, decode, within=SOON + REPORTED)
+
+    for _ in range(3):
+        stream = roles.stream(decode, roles.prompt(40))
+        sending([prefill], {"p1": sent(prefill)})
+        assert state(decode, "fill") == 1
+        stream.hang_up()
+        free(prefill, decode, within=SOON + REPORTED)
+
+    stream = roles.stream(decode, roles.prompt(10))
+    eventually(lambda: state(decode, "fill"), "it has blocks")
+    core = decode.core()
+    core.suspend()  # the node hears of the handoff, its engine takes nothing in
+    try:
+        eventually(lambda: state(decode, "verify"), lambda: decode.lines)
+        stream.hang_up()
+        eventually(lambda: not total(decode, r"handoffs{.*}"), "the node forgets it", SOON)
+    finally:
+        core.resume()
+    free(prefill, decode, within=SOON + REPORTED)
+    assert attempts(decode, "unwanted") >= 5
+    assert [descriptors(node) for node in (prefill, decode)] == before
+    text = roles.prompt(3)
+    assert roles.check(text, roles.stream(decode, text)) == "remote; node=p1; reason=always"
