@@ -89,6 +89,9 @@ def at_rest(world: World) -> Iterator[str]:
 
 def _router(world: World, host: Host, router: Router) -> Iterator[str]:
     desk, bookings = router.service.desk, router.service.desk.bookings
+    for model, queue in router.service.prefill.states().items():
+        if queue.waiting or queue.claimed:
+            yield f"router {host.name} queues {queue.waiting} and {queue.claimed} of {model}"
     if desk.held:
         yield f"router {host.name} holds {desk.held} questions"
     if len(bookings):
@@ -189,6 +192,14 @@ def _worker(host: Host, worker: Worker) -> Iterator[str]:
         yield f"the engine of {host.name} keeps {stats.running + stats.waiting} sequences"
     if stats.blocks_used:
         yield f"the engine of {host.name} keeps {stats.blocks_used} blocks"
+    if stats.blocks_quarantined:
+        yield f"the engine of {host.name} has {stats.blocks_quarantined} blocks in quarantine"
+    if stats.remote or stats.sending:
+        yield f"the engine of {host.name} waits for {stats.remote} and sends {stats.sending}"
+    if worker.member.decode is not None and len(worker.member.decode):
+        yield f"worker {host.name} keeps {len(worker.member.decode)} handoffs"
+    if worker.member.prefill is not None and len(worker.member.prefill):
+        yield f"worker {host.name} keeps {len(worker.member.prefill)} claims"
 
 
 def _frontend(host: Host, frontend: Frontend) -> Iterator[str]:

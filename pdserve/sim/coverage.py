@@ -13,15 +13,25 @@ from typing import TYPE_CHECKING, Any, Final
 from pdserve.gossip.core import Gossip, Phase
 from pdserve.gossip.member import Members
 from pdserve.router.bookings import Bookings, End
+from pdserve.worker.handoff.table import DECODE, PREFILL, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from enum import Enum
 
     from pdserve.gossip.messages import Record
     from pdserve.messages.request import Started
     from pdserve.router.bookings import Booking, Life
 
-__all__ = ["BOOKING_CELLS", "LIFE_CELLS", "MEMBER_CELLS", "Cells", "missing", "watch"]
+__all__ = [
+    "BOOKING_CELLS",
+    "HANDOFF_CELLS",
+    "LIFE_CELLS",
+    "MEMBER_CELLS",
+    "Cells",
+    "missing",
+    "watch",
+]
 
 Cells = Counter[tuple[str, str]]
 
@@ -61,9 +71,17 @@ BOOKING_CELLS: Final = frozenset(
 """What happens to a booking, against what its router has heard of it."""
 
 
+HANDOFF_CELLS: Final = frozenset(
+    (f"{table.name} {state.value}", event.value)
+    for table in (DECODE, PREFILL)
+    for state, event in table.cells
+)
+"""What happens to a handoff, at either end."""
+
+
 def missing(visited: Cells) -> list[str]:
     """Cells that must be visited and were not."""
-    wanted = MEMBER_CELLS | LIFE_CELLS | BOOKING_CELLS
+    wanted = MEMBER_CELLS | LIFE_CELLS | BOOKING_CELLS | HANDOFF_CELLS
     return sorted(f"{state}: {event}" for state, event in wanted - visited.keys())
 
 
@@ -85,6 +103,7 @@ def watch(cells: Cells) -> Iterator[Cells]:
         look(Members, "apply", _applied)
         look(Gossip, "step", _stepped)
         look(Gossip, "_out", _out)
+        look(Machine, "feed", _fed)
         look(Bookings, "held", _held)
         look(Bookings, "let_go", _let_go)
         look(Bookings, "reported", _reported)
@@ -94,6 +113,10 @@ def watch(cells: Cells) -> Iterator[Cells]:
         look(Bookings, "peer_ended", _peer_ended)
         look(Bookings, "peer_gone", _peer_gone)
         yield cells
+
+
+def _fed(cells: Cells, machine: Machine[Any, Any, Any], event: Enum) -> None:
+    cells[f"{machine.table.name} {machine.state.value}", event.value] += 1
 
 
 def _applied(cells: Cells, members: Members, record: Record) -> None:

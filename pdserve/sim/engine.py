@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         TokenSink,
     )
     from pdserve.engine.core import Core
-    from pdserve.engine.mover import Mover
+    from pdserve.engine.mover import AttemptKey, Mover
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.engine import (
         Command,
@@ -428,6 +428,14 @@ class InlineEngine:
 class _InlineMover(LoopMover):
     dead = False
     """Its process was killed: nothing of it runs any more."""
+
+    def revoke(self, key: AttemptKey) -> None:
+        if not self.dead:
+            super().revoke(key)
+
+    def withdraw(self, handle: int, peer: PeerKey, ticket: Ticket) -> None:
+        if not self.dead:
+            super().withdraw(handle, peer, ticket)
 
     def close(self) -> None:
         if not self.dead:

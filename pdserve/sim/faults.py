@@ -191,6 +191,35 @@ async def _amnesia(world: World, fault: Fault) -> bool:
     return done
 
 
+async def _late(world: World, fault: Fault) -> bool:
+    """Writes of KV land after their sender has given up."""
+    return await _troubled(world, fault, "late", fault.amount)
+
+
+async def _dropped(world: World, fault: Fault) -> bool:
+    """Writes of KV never land."""
+    return await _troubled(world, fault, "lost", fault.amount)
+
+
+async def _troubled(world: World, fault: Fault, name: str, amount: float) -> bool:
+    faults, counts = world.fabric.faults, world.fabric.counts
+    before = counts[name]
+    setattr(faults, name, amount)
+    await asyncio.sleep(fault.lasts)
+    setattr(faults, name, 0.0)
+    return counts[name] > before
+
+
+async def _sluggish(world: World, fault: Fault) -> bool:
+    """Each write of KV takes its time."""
+    counts = world.fabric.counts
+    before = counts["landed"]
+    world.fabric.faults.delay = (0.0, fault.amount)
+    await asyncio.sleep(fault.lasts)
+    world.fabric.faults.delay = (0.0, 0.0)
+    return counts["landed"] > before
+
+
 def _revive(world: World, host: Host) -> None:
     if host.wanted and not host.busy:
         world.start(host)
@@ -232,10 +261,18 @@ KINDS: Final = {
     "reset-inside": Kind(_reset_inside, (5.0,), (1.0, 30.0, 500.0)),
     "engine": Kind(_engine, (0.0,), roles=("worker",)),
     "amnesia": Kind(_amnesia, (0.0,), roles=("router",)),
+    "kv-late": Kind(_late, (2.0, 8.0), (0.05, 0.3)),
+    "kv-lost": Kind(_dropped, (2.0, 8.0), (0.05, 0.3)),
+    "kv-slow": Kind(_sluggish, (2.0, 8.0), (0.02, 0.3)),
 }
 
 
-GENTLE: Final = frozenset(("delay", "reset", "reset-inside", "engine", "amnesia"))
+GENTLE: Final = frozenset(
+    (
+        *("delay", "reset", "reset-inside", "engine", "amnesia"),
+        *("kv-late", "kv-lost", "kv-slow"),
+    )
+)
 """Under these alone nobody is silent for long, so nobody may be held for dead."""
 
 

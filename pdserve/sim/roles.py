@@ -19,6 +19,7 @@ from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.hints import NO_HINTS
 from pdserve.frontend.naming import NAMELESS, Naming
 from pdserve.messages.card import ModelCard
+from pdserve.messages.engine import TransferSpec
 from pdserve.messages.node import NodeCard
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
@@ -43,8 +44,10 @@ if TYPE_CHECKING:
     from pdserve.frontend.placement import Placement
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.handoff import Disagg, Mode
     from pdserve.messages.request import GenerateRequest
     from pdserve.runtime.node import Node
+    from pdserve.transfer.fake import FakeFabric
     from pdserve.worker.model import ProgressFn
 
 __all__ = ["Frontend", "Part", "Router", "Settings", "Worker"]
@@ -70,6 +73,10 @@ class Settings:
     router_wait: Seconds = 5.0
     router: RouterConfig | None = None
     """None: the defaults, with `policy`."""
+    mode: Mode = "aggregated"
+    """Of a worker."""
+    disagg: Disagg = "always"
+    """Of a decode worker."""
 
 
 class Part(Protocol):
@@ -112,10 +119,10 @@ class Router:
 class Worker:
     """See `launch.parts.WorkerPart`."""
 
-    def __init__(self, node: Node, settings: Settings) -> None:
+    def __init__(self, node: Node, settings: Settings, fabric: FakeFabric) -> None:
         self.node = node
         self.topics = Topics(node, node.timers)
-        self.service = _Service(settings)
+        self.service = _Service(settings, fabric)
         self.secrets = _secrets(node, HASH_SECRET_TEST)
         self.secrets.listen(self.service.rekey)
         self.service.rekey(self.secrets.need())
@@ -180,7 +187,7 @@ class _Backend(ClusterBackend):
 class _Service(WorkerService):
     """A worker's service whose engine runs inline, and whose model is no directory."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, fabric: FakeFabric) -> None:
         options = {"blocks": str(_BLOCKS), "max_len": "200"}
         config = WorkerConfig(
             engine=ENGINE,
@@ -189,14 +196,21 @@ class _Service(WorkerService):
             max_sequences=8,
             max_batch_tokens=64,
             max_waiting=32,
+            mode=settings.mode,
+            disagg=settings.disagg,
+            disagg_min_tokens=_BLOCK_SIZE,
+            transfer=None if settings.mode == "aggregated" else TransferSpec(verify="all"),
         )
         super().__init__(config, self._inline, Metrics())
         self._settings = settings
+        self._fabric = fabric
         self.engine: InlineEngine | None = None
 
     def _inline(self, spec: EngineSpec) -> InlineEngine:
         settings = self._settings
-        self.engine = InlineEngine(spec, pace=settings.pace, load_time=settings.load_time)
+        self.engine = InlineEngine(
+            spec, pace=settings.pace, load_time=settings.load_time, fabric=self._fabric
+        )
         return self.engine
 
     def break_engine(self) -> bool:

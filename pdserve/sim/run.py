@@ -11,7 +11,7 @@ an orderly end that leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +27,7 @@ from pdserve.testing.virtual_time import Deadlock
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Iterator
+    from random import Random
 
     from pdserve.ids import Seconds
     from pdserve.sim.callers import Account
@@ -118,9 +119,10 @@ def draw_plan(seed: int, nodes: int | None = None) -> Plan:
         )
         for i, name in enumerate(names)
     }
+    _give_modes(Dice(seed).fork("modes"), settings, roles)
     lasts = random.choice((15.0, 30.0))
     begin = random.uniform(0.0, 6.0)
-    doubles = [(name, roles[name], settings[name].model) for name in names]
+    doubles = [(n, roles[n], settings[n].model, settings[n].mode == "prefill") for n in names]
     spare = [
         name
         for name, *kind in doubles[2:]
@@ -138,6 +140,26 @@ def draw_plan(seed: int, nodes: int | None = None) -> Plan:
         faults_end=begin + lasts,
         left_dead=(random.choice(spare),) if spare and random.random() < 0.3 else (),
     )
+
+
+def _give_modes(random: Random, settings: dict[str, Settings], roles: dict[str, str]) -> None:
+    """In two worlds of three, each model that several workers serve is prefilled by some of them
+    and decoded by the others."""
+    if random.random() < 0.33:
+        return
+    models: dict[str, list[str]] = {}
+    for name, role in roles.items():
+        if role == "worker":
+            models.setdefault(settings[name].model, []).append(name)
+    for workers in models.values():
+        some = random.randint(1, len(workers) - 1) if len(workers) > 1 else 0
+        prefill = set(random.sample(workers, some))
+        for name in workers if prefill else ():
+            settings[name] = replace(
+                settings[name],
+                mode="prefill" if name in prefill else "decode",
+                disagg=random.choice(("always", "always", "rule", "predict")),
+            )
 
 
 def run(seed: int, nodes: int | None = None) -> Report:

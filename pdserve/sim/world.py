@@ -22,11 +22,12 @@ from pdserve.sim.dice import Dice
 from pdserve.sim.loop import Process, WorldLoop
 from pdserve.sim.roles import Frontend, Part, Router, Settings, Worker
 from pdserve.sim.trace import Trace
+from pdserve.transfer.fake import FakeFabric
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pdserve.ids import Seconds
+    from pdserve.ids import Bytes, Seconds
     from pdserve.runtime.registry import MemberEvent
     from pdserve.sim.callers import Account
     from pdserve.sim.faults import Fault
@@ -41,11 +42,11 @@ _EPOCH: Final = 1_700_000_000
 """Unix seconds at which worlds begin."""
 _AGAIN: Final[Seconds] = 1.0
 """A process that ended by itself is started again after this, as a service manager does."""
-_ROLES: Final[dict[str, Callable[[Node, Settings], Part]]] = {
-    "router": Router,
-    "worker": Worker,
-    "frontend": Frontend,
-}
+
+
+def _write_time(size: Bytes) -> Seconds:
+    """Slow enough that faults fall into the middle of a transfer."""
+    return 0.0005 + size * 1e-6
 
 
 class Host:
@@ -89,6 +90,8 @@ class World:
         self.loop = WorldLoop(self.dice.fork("order"))
         self.net = MemoryWorld(self.dice.fork("network"))
         self.trace = Trace(self.loop.time)
+        self.fabric = FakeFabric(self.dice.fork("fabric"), pace=_write_time)
+        """What KV moves over."""
         self.hosts: dict[str, Host] = {}
         self.seeds: tuple[str, ...] = ()
         self.models: tuple[str, ...] = ("model",)
@@ -144,7 +147,7 @@ class World:
 
     async def _live(self, host: Host, process: Process) -> None:
         """What a process does from its start until it serves."""
-        part = host.part = _ROLES[host.role](self._node(host), host.settings)
+        part = host.part = self._part(host)
         part.node.on_member(lambda event: self._member(host, event))
         part.node.on_superseded = lambda reason: self._exits(host, process, reason)
         try:
@@ -156,6 +159,14 @@ class World:
         self.happened(host.name, "up", f"epoch {part.node.epoch}")
         if isinstance(part, Frontend):
             self._call(host, part)
+
+    def _part(self, host: Host) -> Part:
+        node, settings = self._node(host), host.settings
+        if host.role == "router":
+            return Router(node, settings)
+        if host.role == "worker":
+            return Worker(node, settings, self.fabric)
+        return Frontend(node, settings)
 
     def _call(self, host: Host, part: Frontend) -> None:
         random = self.dice.fork("callers", host.name, host.lives)

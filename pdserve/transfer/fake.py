@@ -13,6 +13,7 @@ Time is the event loop's, so that a virtual loop makes all of it deterministic.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -91,7 +92,7 @@ class FakeFabric:
         self.held.discard(node)
         for pair in list(self.pairs.values()):
             if pair.owner == node:
-                pair.pump()
+                pair.at_home(pair.pump)
 
     def kill(self, node: PeerKey) -> None:
         """The process is gone: its queue pairs send nothing more, but for what is on the wire."""
@@ -134,6 +135,9 @@ class FakeQueuePair:
         self.peer = 0
         self.path: FakePath | None = None
         self.state = "ready"
+        self._context = contextvars.copy_context()
+        """Of the process that it belongs to: in a world of several, what reaches a peer happens
+        there, not here."""
         self._queue: deque[_Write] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self.fabric.pairs[self.number] = self
@@ -145,6 +149,14 @@ class FakeQueuePair:
                 self._queue.append(write)
         self._queue.append(_Write(chain))
         self.pump()
+
+    def at_home(self, call: Callable[..., None], *args: object) -> None:
+        """Do it soon, in the process that this belongs to; not while that stands still."""
+        asyncio.get_running_loop().call_soon(call, *args, context=self._context)
+
+    def _notified(self, word: int) -> None:
+        if self.state == "ready" and self.path is not None:
+            self.path.notified(word)
 
     def destroy(self) -> None:
         self.state = "destroyed"
@@ -194,7 +206,7 @@ class FakeQueuePair:
             self._later(fabric.faults.give_up, self._give_up)
         elif write.length and not self._write(write, target):
             fabric.counts["refused"] += 1
-            target.break_("write", "a remote access error: key or range")
+            target.at_home(target.break_, "write", "a remote access error: key or range")
             self.break_("write", "the peer refused the key or the range")
         else:
             self._completed(write, target)
@@ -217,8 +229,7 @@ class FakeQueuePair:
     def _completed(self, write: _Write, target: FakeQueuePair) -> None:
         self._queue.popleft()
         if not write.length:
-            if target.path is not None:
-                target.path.notified(write.chain.word)
+            target.at_home(target._notified, write.chain.word)
             if self.path is not None:
                 self.path.completed(write.chain.key)
         self.pump()

@@ -11,6 +11,7 @@ from pdserve.sim.run import Plan, run_plan
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
+    from pdserve.messages.handoff import Mode
     from pdserve.sim.run import Report
 
 ROLES = {
@@ -24,15 +25,22 @@ ROLES = {
 
 
 def plan(
-    seed: int, faults: list[Fault], *, until: Seconds, rate: float = 2.0, patience: float = 1.0
+    seed: int,
+    faults: list[Fault],
+    *,
+    until: Seconds,
+    rate: float = 2.0,
+    patience: float = 1.0,
+    modes: dict[str, Mode] = {},  # noqa: B006  never written to
 ) -> Plan:
-    """Six hosts that start together, and these faults."""
+    """Six hosts that start together, and these faults. `modes`: of workers, which may be others."""
+    roles = {**ROLES, **dict.fromkeys(modes, "worker")}
     return Plan(
         seed=seed,
-        roles=ROLES,
-        settings={name: Settings() for name in ROLES},
+        roles=roles,
+        settings={name: Settings(mode=modes.get(name, "aggregated")) for name in roles},
         models=("model",),
-        starts=dict.fromkeys(ROLES, 0.0),
+        starts=dict.fromkeys(roles, 0.0),
         rate=rate,
         faults=tuple(faults),
         faults_end=until,
@@ -52,6 +60,9 @@ def one_after_another(*faults: Fault, begin: Seconds, gap: Seconds) -> list[Faul
 def everything(seed: int) -> Report:
     """Each kind of fault in a healthy world, long enough to be felt."""
     faults = one_after_another(
+        Fault("kv-slow", 0.0, 3.0, "w2", "w0", 0.05),
+        Fault("kv-lost", 0.0, 4.0, "w2", "w0", 0.2),
+        Fault("kv-late", 0.0, 4.0, "w2", "w0", 0.2),
         Fault("delay", 0.0, 4.0, "r0", "w0", 0.05),
         Fault("slow", 0.0, 4.0, "f0", "w0", 20_000.0),
         Fault("reset", 0.0, 0.0, "f0", "w0"),
@@ -75,4 +86,5 @@ def everything(seed: int) -> Report:
         begin=8.0,
         gap=4.0,
     )
-    return run_plan(plan(seed, faults, until=faults[-1].at + 1.0))
+    modes: dict[str, Mode] = {"w0": "decode", "w1": "decode", "w2": "prefill"}
+    return run_plan(plan(seed, faults, until=faults[-1].at + 1.0, modes=modes))
