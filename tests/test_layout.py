@@ -95,6 +95,7 @@ ASYNCIO = {
     "pdserve/text/pool.py": "hands long text work to threads and processes",
     "pdserve/transfer/cuda_ipc.py": "an ending path waits for its peer, under a deadline",
     "pdserve/transfer/fake.py": "a fake device's only time is the loop's",
+    "pdserve/transfer/greeting.py": "the first bytes of a connection, before a thread has it",
     "pdserve/transfer/host.py": "sets paths up under a deadline",
     "pdserve/transfer/path.py": "waits for fences",
     "pdserve/transfer/pull.py": "a Unix socket, and a thread that copies",

@@ -129,7 +129,7 @@ class Membership:
         host, advertised = "127.0.0.1", ""
         if not self.private:
             host = split(node.config.listen)[0]
-            advertised = without_port(node.config.advertise)
+            advertised = without_port(node.config.advertise).strip("[]")
         tls = self._config
         return TransferSpec(
             backends=() if config.transfer_backend == "auto" else (config.transfer_backend,),

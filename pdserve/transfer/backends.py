@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pdserve.messages.engine import TransferSpec
     from pdserve.transfer.base import Ask, PeerKey, Region, Transport
+    from pdserve.transfer.verify import Verify
 
 __all__ = ["ORDER", "BackEnd", "offers_of", "standard"]
 
@@ -90,7 +91,7 @@ def standard(spec: TransferSpec) -> list[BackEnd]:
         "tcp": BackEnd(
             name="tcp",
             make=lambda key, regions, ask: _make_tcp(spec, key, regions, ask),
-            lacking=lambda regions: _lacking_tcp(spec, regions),
+            lacking=_lacking_tcp,
         ),
     }
     unknown = [name for name in spec.backends if name not in made]
@@ -182,19 +183,24 @@ def _make_shm(spec: TransferSpec, key: PeerKey, regions: Sequence[Region], ask: 
 # ------------------------------------------------------------------------------ tcp
 
 
-def _lacking_tcp(spec: TransferSpec, regions: Sequence[Region]) -> str:
-    if spec.tls is not None:
-        return "the cluster's links are encrypted, its bulk connections would not be"
+def _lacking_tcp(regions: Sequence[Region]) -> str:
     if any(region.view is None for region in regions):
         return "the pool is in device memory"
     return ""
 
 
 def _make_tcp(spec: TransferSpec, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+    """A network is no memory: unless nothing is to be checked, all is."""
+    from pdserve.net.tls import Tls
     from pdserve.transfer.tcp import TcpTransport
 
+    tls = None
+    if spec.tls is not None:
+        cert, key_file, ca = spec.tls
+        tls = Tls.load(Path(cert), Path(key_file), Path(ca) if ca else None)
+    verify: Verify = "off" if spec.verify == "off" else "all"
     return TcpTransport(
-        *key, regions, ask, host=spec.host, advertise=spec.advertise, verify=spec.verify
+        *key, regions, ask, host=spec.host, advertise=spec.advertise, verify=verify, tls=tls
     )
 
 

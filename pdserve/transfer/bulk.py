@@ -62,7 +62,8 @@ class BulkSocket:
         """From any thread: both threads' calls fail soon. Not yet closed."""
         self._closing.set()
         with contextlib.suppress(OSError):  # the peer was faster
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not the method of a TLS socket: that one would go on in the clear.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """After both threads have ended."""
@@ -88,14 +89,21 @@ class BulkSocket:
     def _send_all(self, views: list[memoryview]) -> None:
         while views:
             try:
-                sent = self._socket.sendmsg(views, (), socket.MSG_NOSIGNAL)
-            except (BlockingIOError, InterruptedError):
-                self._wait(select.POLLOUT, self._progress)
-                continue
+                sent = self._write(views)
             except OSError as error:
                 raise BulkError(str(error)) from error
+            if not sent:
+                self._wait(select.POLLOUT, self._progress)
+                continue
             self.sent += sent
             views = _after(views, sent)
+
+    def _write(self, views: list[memoryview]) -> Bytes:
+        """How much the system has taken; 0: there is no room. Raises `OSError`."""
+        try:
+            return self._socket.sendmsg(views, (), socket.MSG_NOSIGNAL)
+        except (BlockingIOError, InterruptedError):
+            return 0
 
     # ------------------------------------------------------------------ reading
 
@@ -153,39 +161,47 @@ class BulkSocket:
             raise BulkError("closed here")
         try:
             with guard.lock:
-                if guard.allowed():
-                    count = self._socket.recvmsg_into(views)[0]
-                else:
-                    count = len(self._socket.recv(min(sum(map(len, views)), _AT_ONCE)))
-        except (BlockingIOError, InterruptedError):
-            return 0
+                if not guard.allowed():
+                    views = [memoryview(bytearray(min(sum(map(len, views)), _AT_ONCE)))]
+                count = self._read(views)
         except OSError as error:
             raise BulkError(str(error)) from error
+        if count is None:
+            return 0
         if not count:
             raise BulkError("the connection ended inside a frame")
         return count
+
+    def _read(self, views: list[memoryview]) -> Bytes | None:
+        """How much has come; None: nothing is there, 0: the end. Raises `OSError`."""
+        try:
+            return self._socket.recvmsg_into(views)[0]
+        except (BlockingIOError, InterruptedError):
+            return None
 
     def _fill(self, view: memoryview, patience: Seconds | None) -> None:
         while view:
             self._wait(select.POLLIN, patience)
             try:
-                count = self._socket.recv_into(view)
-            except (BlockingIOError, InterruptedError):
-                continue
+                count = self._read([view])
             except OSError as error:
                 raise BulkError(str(error)) from error
-            if not count:
+            if count == 0:
                 raise BulkError("the peer has closed the connection")
-            view = view[count:]
+            view = view[count or 0 :]
 
     def _wait(self, events: int, patience: Seconds | None) -> None:
-        poll = select.poll()
-        poll.register(self._socket, events)
-        ready = poll.poll(None if patience is None else patience * 1000)
+        ready = self._is_ready(events, patience)
         if self._closing.is_set():
             raise BulkError("closed here")
         if not ready:
             raise BulkError(f"no progress for {patience:g} s")
+
+    def _is_ready(self, events: int, patience: Seconds | None) -> bool:
+        """Whether the connection has become so in time."""
+        poll = select.poll()
+        poll.register(self._socket, events)
+        return bool(poll.poll(None if patience is None else patience * 1000))
 
 
 class _Checksum:

@@ -2,8 +2,9 @@
 
 A path has a connection of its own, beside the link over which it was agreed: blocks then delay no
 tokens, and threads that wait for the kernel, not the loop, move the bytes. Who connects must know
-the secret that went over the authenticated link. The bytes are not encrypted: where links are, no
-path comes about (`encrypted_links`).
+the secret that went over the authenticated link. Where links are encrypted, so are the bytes: there
+are two connections then, one for each direction, and the listening one must show the certificate
+that the link has named.
 
 Nothing of what a frame says is an address. It names slot, generation, attempt and epoch, and a
 range of the ticket's blocks; the receiver computes where that is, by its own plan, and places bytes
@@ -19,31 +20,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import queue
 import secrets
 import socket
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
 from pdserve.errors import TransferCorrupt, TransferWithdrawn
 from pdserve.messages.transfer import MAX_BLOCKS
 from pdserve.transfer.bulk import BulkError, BulkSocket, Guard
+from pdserve.transfer.greeting import TOKEN, exactly, handshake, proof, say, tune
 from pdserve.transfer.host import TransportCore
 from pdserve.transfer.path import Key, PathCore
 from pdserve.transfer.plan import PlanError
 from pdserve.transfer.route import Share
+from pdserve.transfer.sealed import SealedSocket, seal, shown
 from pdserve.transfer.verify import Verify, covers, sampled_range, stricter
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Sequence
 
     from pdserve.ids import Bytes, Epoch, NodeId, Seconds
     from pdserve.messages.transfer import Hello, RegionCard
+    from pdserve.net.tls import Tls
     from pdserve.transfer.base import Ask, Order, PeerKey, Region, Sink
     from pdserve.transfer.grants import Granted
     from pdserve.transfer.host import Exchange
@@ -61,7 +65,6 @@ _FRAME: Final[Bytes] = 4 << 20
 _GREETING: Final[Seconds] = 10.0
 _STRANGERS: Final = 64
 """Connections that have not shown their secret; one more is closed."""
-_TOKEN: Final[Bytes] = 32
 
 
 class _Data(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -105,9 +108,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class _Wish(msgspec.Struct, frozen=True, array_like=True):
-    """Of Hello: what has to be checked at least."""
+    """Of Hello: what has to be checked at least, and whether by TLS."""
 
     verify: Verify
+    tls: bool = False
 
 
 class _Details(msgspec.Struct, frozen=True, array_like=True):
@@ -115,8 +119,11 @@ class _Details(msgspec.Struct, frozen=True, array_like=True):
 
     host: str
     port: int
-    token: bytes
+    tokens: tuple[bytes, ...]
+    """Of one connection; of two under TLS, what the dialling side sends first."""
     verify: Verify
+    certificate: bytes = b""
+    """SHA-256 of what the listening side shows; empty: no TLS."""
 
 
 class _OpenGrant(Guard):
@@ -142,12 +149,15 @@ class TcpPath(PathCore):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.token = b""
+        self.tokens: tuple[bytes, ...] = ()
+        """By which the peer's connections are known, where this node listens."""
         self.verify: Verify = "all"
         """What both ends have agreed on."""
         self._turn = 0  # the sending thread's own
         self._loop = asyncio.get_running_loop()
-        self._bulk: BulkSocket | None = None
+        self._joined: dict[int, socket.socket] = {}  # not all are there
+        self._out: BulkSocket | None = None
+        self._in: BulkSocket | None = None
         self._threads: list[threading.Thread] = []
         self._finished: list[asyncio.Future[None]] = []
         self._lock = threading.Lock()
@@ -155,23 +165,42 @@ class TcpPath(PathCore):
         self._stopped_keys: set[Key] = set()  # added to by the loop, read by the sender
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
-    def attach(self, connection: socket.socket) -> None:
-        """The peer has shown its secret: start."""
-        self._bulk = BulkSocket(connection, self.transport.progress)
-        for name, work in (("send", self._sending), ("receive", self._receiving)):
-            finished = self._loop.create_future()
-            self._finished.append(finished)
-            thread = threading.Thread(
-                target=self._thread, args=(work, finished), name=f"pdserve-tcp-{name}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+    def join(self, place: int, connection: socket.socket, of: int, *, dialled: bool) -> None:
+        """The peer has shown its secret on one of so many connections: with all, start."""
+        self._joined[place] = connection
+        if len(self._joined) < of:
+            return
+        ends, progress = dict(self._joined), self.transport.progress
+        self._joined.clear()
+        if of == 1:
+            self._out = self._in = BulkSocket(ends[0], progress)
+        else:
+            sealed = [SealedSocket(cast("ssl.SSLSocket", ends[n]), progress) for n in range(of)]
+            self._out, self._in = sealed if dialled else reversed(sealed)
+        self._start("send", self._sending, self._out)
+        self._start("receive", self._receiving, self._in)
 
-    def _thread(self, work: Callable[[BulkSocket], None], finished: asyncio.Future[None]) -> None:
-        assert self._bulk is not None
+    def _start(self, name: str, work: Callable[[BulkSocket], None], bulk: BulkSocket) -> None:
+        finished = self._loop.create_future()
+        self._finished.append(finished)
+        thread = threading.Thread(
+            target=self._thread,
+            args=(work, bulk, finished),
+            name=f"pdserve-tcp-{name}",
+            daemon=True,
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _thread(
+        self,
+        work: Callable[[BulkSocket], None],
+        bulk: BulkSocket,
+        finished: asyncio.Future[None],
+    ) -> None:
         reason = "closed here"
         try:
-            work(self._bulk)
+            work(bulk)
         except BulkError as error:
             reason = str(error)
         except Exception as error:
@@ -200,13 +229,13 @@ class TcpPath(PathCore):
 
     def _send_part(self, outgoing: Outgoing) -> None:
         """In the thread."""
-        assert self._bulk is not None
+        assert self._out is not None
         share, ticket = outgoing.share, outgoing.ticket
         count = len(share.blocks)
         step = max(1, _FRAME * count // max(1, outgoing.size))
         for first in range(0, max(1, count), step):
             if outgoing.key in self._stopped_keys:
-                self._bulk.send(_encode(_Dropped(*outgoing.key)))
+                self._out.send(_encode(_Dropped(*outgoing.key)))
                 return
             blocks = share.blocks[first : first + step]
             piece = Share(share.place + first, blocks, b"", share.layers)
@@ -225,7 +254,7 @@ class TcpPath(PathCore):
                 first + step >= count,
                 checked,
             )
-            self._bulk.send(_encode(record), self._views(moves, source=True), checked)
+            self._out.send(_encode(record), self._views(moves, source=True), checked)
 
     def _views(self, moves: Sequence[Move], *, source: bool) -> list[memoryview]:
         """The runs of one end, in the order in which they travel."""
@@ -239,7 +268,7 @@ class TcpPath(PathCore):
         return views
 
     def _mark(self) -> object:
-        return super()._mark(), 0 if self._bulk is None else self._bulk.sent
+        return super()._mark(), 0 if self._out is None else self._out.sent
 
     def _on_applied(self, frame: _Applied) -> None:
         key = Key(frame.slot, frame.generation, frame.part)
@@ -341,7 +370,7 @@ class TcpPath(PathCore):
     def _applied(self, frame: _Data | _Dropped, reason: str) -> None:
         """Tell the source; the sending thread does."""
         answer = _encode(_Applied(frame.slot, frame.generation, frame.part, reason[:500]))
-        bulk = self._bulk
+        bulk = self._out
         assert bulk is not None
         self._queue.put(lambda: bulk.send(answer))
 
@@ -362,15 +391,20 @@ class TcpPath(PathCore):
     # ------------------------------------------------------------------ the end
 
     async def _destroy(self) -> None:
-        self.transport.forget_token(self.token)
-        if self._bulk is None:
+        self.transport.forget_tokens(self.tokens)
+        while self._joined:
+            self._joined.popitem()[1].close()
+        ends = [bulk for bulk in (self._out, self._in) if bulk is not None]
+        if not ends:
             return
-        self._bulk.end()
+        for bulk in ends:
+            bulk.end()
         self._queue.put(None)
         await asyncio.wait(self._finished)
         for thread in self._threads:
             thread.join()  # has said that it is done
-        self._bulk.close()
+        for bulk in ends:
+            bulk.close()
         self._open.clear()
 
 
@@ -398,65 +432,85 @@ class TcpTransport(TransportCore):
         advertise: str = "",
         progress: Seconds = PROGRESS,
         verify: Verify = "all",
-        encrypted_links: bool = False,
+        tls: Tls | None = None,
     ) -> None:
         """Listens on `host`, an address of this machine, on a port of the system's choice;
         `advertise` is what peers dial instead. Every region must have a view. With
-        `encrypted_links` every path is refused: bulk connections would carry KV in the clear."""
+        `tls` nothing is sent in the clear, and peers without it are refused."""
         if any(region.view is None for region in regions):
             raise ValueError("tcp needs regions with a view")
         super().__init__(node, epoch, regions, ask)
         self.progress = progress
         self.verify: Verify = verify
-        self._encrypted_links = encrypted_links
+        self._tls = tls
         self._host = host
         self._advertise = advertise or host
         self._listening: socket.socket | None = None
-        self._expected: dict[bytes, TcpPath] = {}
+        self._expected: dict[bytes, tuple[TcpPath, int]] = {}
         self._strangers: set[asyncio.Task[None]] = set()
 
     async def _dial(self, peer: PeerKey, number: int, exchange: Exchange) -> TcpPath:
-        self._check_plain(peer)
-        welcome = await exchange(_encode(_Wish(self.verify)))
+        welcome = await exchange(_encode(_Wish(self.verify, tls=self._tls is not None)))
         details = msgspec.msgpack.decode(welcome.details, type=_Details)
+        self._check_tls(peer, theirs=bool(details.certificate))
         path = self._path(peer, number, welcome.regions)
         path.verify = stricter(self.verify, details.verify)
         path.remote = welcome.path
+        reached: list[socket.socket] = []
+        try:
+            for token in details.tokens:
+                reached.append(await self._reach(details, token))  # noqa: PERF401
+        except BaseException:
+            for connection in reached:
+                connection.close()
+            raise
+        for place, connection in enumerate(reached):
+            path.join(place, connection, len(reached), dialled=True)
+        return path
+
+    async def _reach(self, details: _Details, token: bytes) -> socket.socket:
+        """A connection on which both sides know that they mean each other."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(details.host, details.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
         connection = socket.socket(family, kind, protocol)
         try:
-            _tune(connection)
+            tune(connection)
             await loop.sock_connect(connection, address)
-            await loop.sock_sendall(connection, details.token)
-            if await _exactly(connection, _TOKEN) != _proof(details.token):
+            if self._tls is not None:
+                connection = sealed = seal(connection, self._tls, listening=False)
+                await handshake(sealed)
+                if shown(sealed) != details.certificate:
+                    raise PlanError("who answered shows another certificate than the peer's")
+            await say(connection, token)
+            if await exactly(connection, TOKEN) != proof(token):
                 raise PlanError("who answered does not know the secret")
         except BaseException:
             connection.close()
             raise
-        path.attach(connection)
-        return path
+        return connection
 
     async def _accept(self, peer: PeerKey, number: int, hello: Hello) -> tuple[TcpPath, bytes]:
-        self._check_plain(peer)
         wish = _wish_of(hello)
+        self._check_tls(peer, theirs=wish.tls)
         path = self._path(peer, number, hello.regions)
         path.verify = stricter(self.verify, wish.verify)
         port = self._listen()
-        path.token = secrets.token_bytes(_TOKEN)
-        self._expected[path.token] = path
-        return path, _encode(_Details(self._advertise, port, path.token, path.verify))
+        count, certificate = (1, b"") if self._tls is None else (2, self._tls.fingerprint)
+        path.tokens = tuple(secrets.token_bytes(TOKEN) for _ in range(count))
+        self._expected.update((token, (path, n)) for n, token in enumerate(path.tokens))
+        details = _Details(self._advertise, port, path.tokens, path.verify, certificate)
+        return path, _encode(details)
 
-    def _check_plain(self, peer: PeerKey) -> None:
+    def _check_tls(self, peer: PeerKey, *, theirs: bool) -> None:
         """KV is not sent in the clear where everything else is encrypted."""
-        if self._encrypted_links:
+        if theirs != (self._tls is not None):
+            one, other = ("this worker", "the peer") if self._tls else ("the peer", "this worker")
             self._refuse(
                 peer,
                 "connect",
-                "the cluster's links are encrypted (--tls-cert) and bulk connections are not: have "
-                "the two workers on one host (shm, cuda_ipc) or on a fabric of their own (rdma), "
-                "or run the cluster without TLS on a network that you trust",
+                f"{one} encrypts what it sends (--tls-cert), {other} does not: all nodes of a "
+                "cluster must, or none",
             )
 
     def _path(self, peer: PeerKey, number: int, theirs: Sequence[RegionCard]) -> TcpPath:
@@ -472,20 +526,22 @@ class TcpTransport(TransportCore):
         path.patience = 2 * self.progress
         return path
 
-    def forget_token(self, token: bytes) -> None:
-        """Nobody may connect by it any more."""
-        self._expected.pop(token, None)
+    def forget_tokens(self, tokens: Sequence[bytes]) -> None:
+        """Nobody may connect by them any more."""
+        for token in tokens:
+            self._expected.pop(token, None)
 
     # ------------------------------------------------------------------ who connects
 
     def _listen(self) -> int:
         """The port."""
         if self._listening is None:
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listening = socket.socket(family, socket.SOCK_STREAM)
+            found = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = found[0]
+            listening = socket.socket(family, kind, protocol)
             try:
                 listening.setblocking(False)
-                listening.bind((self._host, 0))
+                listening.bind(address)
                 listening.listen(_STRANGERS)
             except BaseException:
                 listening.close()
@@ -510,26 +566,30 @@ class TcpTransport(TransportCore):
 
     async def _welcome_stranger(self, connection: socket.socket) -> None:
         """Whose path is it? One that does not say in time is sent away."""
-        path = None
+        expected = None
         try:
-            _tune(connection)
+            tune(connection)
             async with asyncio.timeout(_GREETING):
-                token = await _exactly(connection, _TOKEN)
-                path = self._expected.pop(token, None)
-                if path is not None:
-                    await asyncio.get_running_loop().sock_sendall(connection, _proof(token))
+                if self._tls is not None:
+                    connection = sealed = seal(connection, self._tls, listening=True)
+                    await handshake(sealed)
+                token = await exactly(connection, TOKEN)
+                expected = self._expected.pop(token, None)
+                if expected is not None:
+                    await say(connection, proof(token))
         except (OSError, PlanError, TimeoutError) as error:
             _log.info("tcp: a connection that came to nothing: %s", error)
-            path = None
+            expected = None
         except BaseException:
-            path = None
+            expected = None
             raise
         finally:
-            if path is None:
+            if expected is None:
                 connection.close()
-        if path is not None and path.down is None:
-            path.attach(connection)
-        elif path is not None:
+        if expected is not None and expected[0].down is None:
+            path, place = expected
+            path.join(place, connection, len(path.tokens), dialled=False)
+        elif expected is not None:
             connection.close()
 
     async def close(self) -> None:
@@ -549,26 +609,3 @@ def _wish_of(hello: Hello) -> _Wish:
         return msgspec.msgpack.decode(hello.details, type=_Wish)
     except msgspec.MsgspecError as error:
         raise PlanError(f"a Hello that nobody can read: {error}") from error
-
-
-def _tune(connection: socket.socket) -> None:
-    connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-async def _exactly(connection: socket.socket, size: Bytes) -> bytes:
-    """So many bytes. Raises `PlanError` when the connection ends before."""
-    loop = asyncio.get_running_loop()
-    found = b""
-    while len(found) < size:
-        piece = await loop.sock_recv(connection, size - len(found))
-        if not piece:
-            raise PlanError("the connection ended before it had shown its secret")
-        found += piece
-    return found
-
-
-def _proof(token: bytes) -> bytes:
-    """Shows that one knows the secret too, without showing it back."""
-    return hashlib.blake2b(token, digest_size=_TOKEN, person=b"pdserve-tcp").digest()

@@ -16,6 +16,7 @@ from pdserve.transfer.cuda_ipc import CudaIpcTransport
 from pdserve.transfer.fake import FakeFabric, FakeTransport
 from pdserve.transfer.shm import ShmTransport
 from pdserve.transfer.tcp import TcpTransport
+from tests.net.certificates import tls_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +41,12 @@ class TestShm(TransferConformance):
 class TestTcp(TransferConformance):
     def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
         return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1")
+
+
+class TestTcpUnderTls(TransferConformance):
+    def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+        tls = tls_of(str(key.node))
+        return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1", tls=tls)
 
 
 class TestCudaIpcFake(TransferConformance):

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import ConfigError
+from pdserve.launch import cluster
 from pdserve.launch.addresses import ClusterConfig
 from pdserve.launch.cluster import Membership
+from pdserve.worker.config import WorkerConfig
 from tests.net.certificates import certificate, folder
 
 if TYPE_CHECKING:
@@ -108,3 +110,37 @@ def test_a_card_says_who_it_is(tmp_path: Path) -> None:
     assert card.host
     assert card.pid
     assert card.started
+
+
+@pytest.mark.parametrize(
+    ("told", "host", "advertise"),
+    [
+        ({"listen": "0.0.0.0:7700", "join": ("seed:7700",)}, "0.0.0.0", "10.1.0.5"),
+        ({"listen": "[::]:7700", "join": ("six:7700",)}, "::", "fd00::5"),
+        ({"listen": "0.0.0.0:0", "advertise": "pub:9"}, "0.0.0.0", "pub"),
+        ({"listen": "[::]:0", "advertise": "[fd00::7]:9"}, "::", "fd00::7"),
+        ({"listen": "[::1]:0"}, "::1", ""),
+        ({"listen": "10.9.9.9:7700"}, "10.9.9.9", ""),
+    ],
+)
+async def test_bulk_connections_are_dialled_where_the_node_is(
+    tmp_path: Path, monkeypatch, told: dict[str, Any], host: str, advertise: str
+) -> None:
+    monkeypatch.setattr(cluster, "route_from", {"seed": "10.1.0.5", "six": "fd00::5"}.get)
+    key = tmp_path / "key"
+    key.write_text("11" * 32 + "\n")
+    key.chmod(0o600)
+    made = membership(tmp_path, cluster_key_file=key, **told)
+    node = made.node("worker")
+    spec = made.transfer(node, WorkerConfig(mode="decode"))
+    assert spec is not None
+    assert (spec.host, spec.advertise, spec.tls) == (host, advertise, None)
+
+
+async def test_bulk_connections_are_encrypted_where_links_are(tmp_path: Path) -> None:
+    cert, key = certificate("w", "ca")
+    made = membership(tmp_path, tls_cert=cert, tls_key=key, tls_ca=folder() / "ca.pem")
+    spec = made.transfer(made.node("worker"), WorkerConfig(mode="prefill"))
+    assert spec is not None
+    assert spec.tls == (str(cert), str(key), str(folder() / "ca.pem"))
+    assert made.transfer(made.node("worker", first=False), WorkerConfig()) is None

@@ -16,6 +16,8 @@ from pdserve.transfer import backends
 from pdserve.transfer.backends import ORDER, BackEnd, offers_of, standard
 from pdserve.transfer.base import PeerKey, Region
 from pdserve.transfer.choose import AGAIN, FAILURES, Choices, obstacle
+from pdserve.transfer.tcp import TcpTransport
+from tests.net.certificates import certificate, folder
 
 PEER = PeerKey(NodeId("p"), 3)
 OTHER = PeerKey(NodeId("q"), 3)
@@ -132,7 +134,7 @@ def test_only_possible_ones_are_offered_with_reasons_for_the_rest(monkeypatch) -
     offers = offers_of(standard(TransferSpec()), [region(fd=None)])
     assert "memfd" in offers.lacking["shm"]
     tls = TransferSpec(tls=("a", "b", "c"))
-    assert "encrypted" in offers_of(standard(tls), [region()]).lacking["tcp"]
+    assert "tcp" in offers_of(standard(tls), [region()]).places
     with pytest.raises(ConfigError, match="shm: the pool is in device memory"):
         offers_of(standard(TransferSpec()), [region(view=False)])
 
@@ -149,6 +151,32 @@ def test_one_host_is_one_kernel_network_and_user() -> None:
     (place,) = offers_of(standard(TransferSpec(backends=("shm",))), [region()]).places["shm"]
     assert Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip() in place
     assert f"user {os.geteuid()}" in place
+
+
+@pytest.mark.parametrize(("asked", "over_tcp"), [("off", "off"), ("sample", "all"), ("all", "all")])
+async def test_tcp_checks_all_unless_nothing_is_to_be_checked(asked, over_tcp) -> None:
+    made = make_tcp(TransferSpec(backends=("tcp",), verify=asked, host="127.0.0.1"))
+    assert made.verify == over_tcp
+    assert made._tls is None
+
+
+async def test_tcp_is_encrypted_where_links_are() -> None:
+    cert, key = certificate("w", "ca")
+    for ca in (str(folder() / "ca.pem"), ""):
+        made = make_tcp(TransferSpec(backends=("tcp",), tls=(str(cert), str(key), ca)))
+        assert made._tls is not None
+    with pytest.raises(ConfigError, match="tls-cert /nowhere"):
+        make_tcp(TransferSpec(backends=("tcp",), tls=("/nowhere", str(key), "")))
+
+
+def make_tcp(spec: TransferSpec) -> TcpTransport:
+    async def ask(*_: object):
+        raise AssertionError
+
+    (backend,) = standard(spec)
+    made = backend.make(PEER, [region()], ask)
+    assert isinstance(made, TcpTransport)
+    return made
 
 
 def test_nothing_is_made_before_it_is_wanted() -> None:

@@ -19,6 +19,7 @@ from pdserve.testing.transfer_support import RecordingSink, deliver, ends, order
 from pdserve.transfer import bulk, tcp
 from pdserve.transfer.base import Part, PeerKey, Region
 from pdserve.transfer.bulk import BulkError, BulkSocket, Guard
+from pdserve.transfer.greeting import proof
 from pdserve.transfer.tcp import TcpTransport
 
 if TYPE_CHECKING:
@@ -56,8 +57,9 @@ class Raw:
         self.loop = asyncio.get_running_loop()
         self.socket = socket.create_connection((details.host, details.port))
         self.socket.setblocking(False)
-        await self.send(details.token)
-        assert await self.loop.sock_recv(self.socket, 32) == tcp._proof(details.token)
+        (token,) = details.tokens
+        await self.send(token)
+        assert await self.loop.sock_recv(self.socket, 32) == proof(token)
         await destination.answer(key, Ready(welcome.path))
         self.path = destination.path(key)
         return self
@@ -200,15 +202,40 @@ async def test_the_stricter_of_two_ends_wins(ours: Verify, theirs: Verify, agree
         assert two.destination.holds({3: 7, 5: 8}, range(3))
 
 
-@pytest.mark.parametrize("side", ["p", "d"])
-async def test_kv_is_not_sent_in_the_clear_where_links_are_encrypted(side: str) -> None:
-    def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
-        return making(encrypted_links=key.node == side)(key, regions, ask)
+@pytest.mark.parametrize(
+    ("host", "advertise"),
+    [("0.0.0.0", "127.0.0.2"), ("127.0.0.3", ""), ("::", "::1"), ("::1", ""), ("localhost", "")],
+)
+async def test_peers_dial_what_is_advertised(host: str, advertise: str, monkeypatch) -> None:
+    if ":" in host and not _has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    dialled = []
+    connect = asyncio.get_running_loop().sock_connect
 
+    async def note(connection, address):
+        dialled.append(address[0])
+        await connect(connection, address)
+
+    def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+        return TcpTransport(key.node, key.epoch, regions, ask, host=host, advertise=advertise)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", note)
     async with ends(make, layouts(2, 1), layouts(2, 1), blocks=8) as two:
-        with pytest.raises(TransferRefused, match=r"are encrypted .* on one host"):
-            await two.source.transport.connect(two.destination.key, timeout=5)
-        assert two.destination.transport.path(two.source.key) is None
+        here, there = await two.connect()
+        two.source.fill({1: 7})
+        grant = there.grant(order([3], 4), RecordingSink())
+        assert await deliver(here, grant.ticket, Part(0, 0, [1], (0, 3))).wait() is None
+        grant.finish()
+        wanted = advertise or host
+        assert dialled == [wanted] or wanted == "localhost"
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 async def test_a_hello_that_nobody_can_read_is_refused() -> None:
@@ -302,7 +329,7 @@ async def test_strangers_are_sent_away() -> None:
 async def test_a_listener_without_the_secret_gets_no_path(monkeypatch) -> None:
     async with world() as two:
         answers = iter([b"a" * 32, b"b" * 32])
-        monkeypatch.setattr(tcp, "_proof", lambda token: next(answers))
+        monkeypatch.setattr(tcp, "proof", lambda token: next(answers))
         with pytest.raises(TransferError, match="secret"):
             await two.source.transport.connect(two.destination.key, timeout=5)
 
