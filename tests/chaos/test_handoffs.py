@@ -231,6 +231,29 @@ def test_a_frozen_prefill_worker_is_passed_over_and_comes_back(roles):
     free(*prefills, decode)
 
 
+@pytest.mark.long
+def test_an_engine_that_dies_in_a_transfer_is_a_failed_attempt(roles):
+    """The nodes live on: first the prefill worker's engine dies, then the decode worker's."""
+    prefill, decode = roles.prefill("p1"), roles.decode("d1")
+    roles.wait_ready(decode)
+    for victim in (prefill, decode):
+        before, failed = {"p1": sent(prefill)}, attempts(decode, FAILED)
+        text = roles.prompt(40)
+        stream = roles.stream(decode, text)
+        sending([prefill], before)
+        victim.expected_errors = True
+        victim.core().kill()
+        if victim is prefill:
+            assert roles.check(text, stream).startswith(("local; node=d1", "remote; node=p1"))
+            assert attempts(decode, FAILED) > failed
+        else:
+            assert stream.wait().code == "engine_died", stream
+        roles.wait_ready(decode)
+        free(prefill, decode)
+        text = roles.prompt(3)
+        assert roles.check(text, roles.stream(decode, text)) == "remote; node=p1; reason=always"
+
+
 # ---------------------------------------------------------------------- the queue's router
 
 
@@ -264,6 +287,26 @@ def test_a_killed_queue_comes_again_at_another_router(roles):
     eventually(lambda: not queued(back) + queued(other), "nothing is left in a queue")
 
 
+@pytest.mark.long
+def test_a_frozen_queue_is_left_and_comes_back(roles):
+    roles.routers.append(roles.cluster.router())
+    prefill, decode = roles.prefill("p1"), roles.decode("d1")
+    roles.wait_ready(decode)
+    texts = [roles.prompt(20) for _ in range(5)]
+    streams = [roles.stream(decode, text) for text in texts]
+    owner: Node = eventually(
+        lambda: next((r for r in roles.routers if queued(r)), None), lambda: decode.lines
+    )
+    with holding(roles.cluster, owner):
+        found = [roles.check(text, stream) for text, stream in zip(texts, streams, strict=True)]
+        decode.wait_said(f"{owner.name} died")
+    assert set(found) == {"remote; node=p1; reason=always"}
+    owner.wait_said("rejoining as life")
+    roles.wait_ready(decode)
+    free(prefill, decode)
+    eventually(lambda: not sum(map(queued, roles.routers)), "nothing is left in a queue")
+
+
 # ---------------------------------------------------------------------- decode workers
 
 
@@ -286,6 +329,26 @@ def test_a_killed_decode_worker_frees_its_prefill_worker(roles):
     roles.wait_ready(back)
     assert roles.check(text, roles.stream(back, text)) == "remote; node=p1; reason=always"
     free(prefill, other, back)
+
+
+@pytest.mark.long
+def test_a_frozen_decode_worker_is_forgotten_and_comes_back(roles):
+    prefill = roles.prefill("p1")
+    decode, other = roles.decode("d1"), roles.decode("d2")
+    roles.wait_ready(decode, other)
+    before = {"p1": sent(prefill)}
+    text = roles.prompt(40)
+    stream = roles.stream(decode, text)
+    sending([prefill], before)
+    with holding(roles.cluster, decode):
+        assert stream.wait().code == "worker_lost", stream
+        prefill.wait_said("d1 died")
+        free(prefill)
+        assert roles.check(text, roles.stream(other, text)) == "remote; node=p1; reason=always"
+    decode.wait_said("rejoining as life")
+    roles.wait_ready(decode)
+    assert roles.check(text, roles.stream(decode, text)) == "remote; node=p1; reason=always"
+    free(prefill, decode, other)
 
 
 # ---------------------------------------------------------------------- clients that go
