@@ -4,50 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import shutil
-import socket
-import subprocess
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 
-from tests.e2e.server import PATIENCE, Server
+from tests.e2e.readme import Places, blocks, flags, header, run, section, wait_sound
+from tests.e2e.server import Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-SECTION = README.partition("### A chat finds its cache\n")[2].partition("\n## ")[0]
-SHELLS, CHAT, COUNTERS = (
-    block.replace("\n    ", "\n").strip() for block in re.findall(r"\n\n((?:    .*\n)+)", SECTION)
-)
-
-
-class Places:
-    """What stands for README's ports here."""
-
-    def __init__(self) -> None:
-        self.ports = {name: free_port() for name in ("9001", "9002")}
-
-    def fill(self, text: str) -> str:
-        return re.sub(r"\b(7700|8000|9001|9002)\b", lambda m: str(self.ports[m[0]]), text)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def flags(command: str, places: Places) -> list[str]:
-    """Of one of README's commands; `Server` chooses the HTTP port itself."""
-    name, *words = shlex.split(places.fill(command))
-    assert name == "pdserve"
-    return words
+SECTION = section("A chat finds its cache")
+SHELLS, CHAT, COUNTERS = blocks(SECTION)
 
 
 @pytest.fixture(scope="module")
@@ -72,35 +41,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
             wait_sound(front, 2)
             found.ports["8000"] = front.port
             yield found
-
-
-def wait_sound(front: Server, count: int) -> None:
-    """Until the router sees so many workers that are ready."""
-    end = time.monotonic() + PATIENCE
-    while True:
-        explained = front.post("/route", {"messages": [{"role": "user", "content": "hello"}]})
-        if [one["standing"] for one in explained["candidates"]] == ["sound"] * count:
-            return
-        assert time.monotonic() < end, explained
-        time.sleep(0.05)
-
-
-def run(command: str, places: Places) -> str:
-    if shutil.which("curl") is None or shutil.which("bash") is None:
-        pytest.skip("no curl or no bash here")
-    done = subprocess.run(
-        ["bash", "-ec", places.fill(command)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    )
-    return done.stdout
-
-
-def header(answer: str, name: str) -> str:
-    (value,) = re.findall(rf"^x-pdserve-{name}: (.*?)\r?$", answer, re.MULTILINE)
-    return value
 
 
 @pytest.mark.timeout(180)
