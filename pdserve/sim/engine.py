@@ -51,10 +51,10 @@ from pdserve.messages.engine import (
     TransferReply,
 )
 from pdserve.messages.kv import PoolCleared
+from pdserve.sim.guard import Guard, GuardedTransport
 from pdserve.testing.scripted import ScriptedExecutor
 from pdserve.transfer.backends import BackEnd
 from pdserve.transfer.base import PeerKey
-from pdserve.transfer.fake import FakeTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.transfer import Ticket
     from pdserve.transfer.base import Ask, Region
-    from pdserve.transfer.fake import FakeFabric
+    from pdserve.transfer.fake import FakeFabric, FakeTransport
 
 __all__ = ["InlineEngine"]
 
@@ -124,6 +124,8 @@ class InlineEngine:
         self._fabric = fabric
         self._key: PeerKey | None = None
         """In whose name it moves KV."""
+        self._guard = Guard()
+        """Of the present core."""
         self._mover: _InlineMover | None = None
         self._ending: list[_InlineMover] = []
         """Of earlier lives."""
@@ -152,12 +154,16 @@ class InlineEngine:
         self._reboot = None
         if self._fabric is not None and self._spec.transfer is not None:
             random = self._fabric.random
+            self._guard = Guard()
             self._mover = _InlineMover(
-                [_fake(self._fabric)], nudge=self._arm, draw=lambda: random.getrandbits(60)
+                [_fake(self._fabric, self._guard)],
+                nudge=self._arm,
+                draw=lambda: random.getrandbits(60),
             )
         core = self._make_core(self._spec, self._mover)
         self.capabilities = core.load(self._spec, lambda progress: None)
         self._core = core
+        self._guard.core = core if isinstance(core, EngineCore) else None
         self.state, self.state_reason = EngineState.READY, ""
         if self.capabilities.transfers:
             self._desk.begin()
@@ -198,6 +204,7 @@ class InlineEngine:
     def free(self) -> None:
         """Its process was killed: give the memory back, as a kernel does."""
         self._cut_off()
+        self._guard.core = None
         if self._mover is not None:
             self._mover.dead = True
         if self._core is not None:
@@ -217,6 +224,7 @@ class InlineEngine:
             core, self._core = self._core, None
             self.capabilities = None
             self._cut_off()
+            self._guard.core = None
             self.leaked += core.close()
             if self._mover is not None:
                 self._ending.append(self._mover)
@@ -442,8 +450,10 @@ class _InlineMover(LoopMover):
             super().close()
 
 
-def _fake(fabric: FakeFabric) -> BackEnd:
+def _fake(fabric: FakeFabric, guard: Guard) -> BackEnd:
     def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> FakeTransport:
-        return FakeTransport(key.node, key.epoch, regions, ask, fabric, key=key)
+        transport = GuardedTransport(key.node, key.epoch, regions, ask, fabric, key=key)
+        transport.guard = guard
+        return transport
 
     return BackEnd(name="fake", make=make)

@@ -201,6 +201,11 @@ async def _dropped(world: World, fault: Fault) -> bool:
     return await _troubled(world, fault, "lost", fault.amount)
 
 
+async def _garbled(world: World, fault: Fault) -> bool:
+    """Writes of KV land with a byte that is another."""
+    return await _troubled(world, fault, "wrong", fault.amount)
+
+
 async def _troubled(world: World, fault: Fault, name: str, amount: float) -> bool:
     faults, counts = world.fabric.faults, world.fabric.counts
     before = counts[name]
@@ -263,6 +268,7 @@ KINDS: Final = {
     "amnesia": Kind(_amnesia, (0.0,), roles=("router",)),
     "kv-late": Kind(_late, (2.0, 8.0), (0.05, 0.3)),
     "kv-lost": Kind(_dropped, (2.0, 8.0), (0.05, 0.3)),
+    "kv-wrong": Kind(_garbled, (2.0, 8.0), (0.05, 0.3)),
     "kv-slow": Kind(_sluggish, (2.0, 8.0), (0.02, 0.3)),
 }
 
@@ -270,7 +276,7 @@ KINDS: Final = {
 GENTLE: Final = frozenset(
     (
         *("delay", "reset", "reset-inside", "engine", "amnesia"),
-        *("kv-late", "kv-lost", "kv-slow"),
+        *("kv-late", "kv-lost", "kv-slow", "kv-wrong"),
     )
 )
 """Under these alone nobody is silent for long, so nobody may be held for dead."""

@@ -52,6 +52,8 @@ class FakeFaults:
     """How long a sender tries."""
     late_by: tuple[Seconds, Seconds] = (0.0, 2.0)
     """How long after that it lands."""
+    wrong: float = 0.0
+    """It lands with a byte that is another."""
 
 
 class FakeFabric:
@@ -69,7 +71,8 @@ class FakeFabric:
         self.random = random
         self.faults = faults or FakeFaults()
         self.counts: Counter[str] = Counter()
-        """What has happened: landed, lost, late, late_landed, late_dropped, refused, killed."""
+        """What has happened: landed, lost, late, late_landed, late_dropped, wrong, refused,
+        killed."""
         self.pairs: dict[int, FakeQueuePair] = {}
         self.held: set[PeerKey] = set()
         self._numbers = 0
@@ -107,6 +110,7 @@ class FakeFabric:
             self.counts["late_dropped"] += 1
             return
         self.counts["late_landed"] += 1
+        target.transport.writing(region, offset, len(data))
         view = target.transport.regions[region].view
         assert view is not None
         view[offset : offset + len(data)] = data
@@ -195,23 +199,23 @@ class FakeQueuePair:
         if self.owner in self.fabric.held:
             return
         fabric, write = self.fabric, self._queue[0]
-        dice = fabric.random.random()
+        faults, dice = fabric.faults, fabric.random.random()
         target = fabric.pairs.get(self.peer)
-        if dice < fabric.faults.lost or target is None or target.state != "ready":
+        if dice < faults.lost or target is None or target.state != "ready":
             fabric.counts["lost"] += 1
-            self._later(fabric.faults.give_up, self._give_up)
-        elif dice < fabric.faults.lost + fabric.faults.late:
+            self._later(faults.give_up, self._give_up)
+        elif dice < faults.lost + faults.late:
             fabric.counts["late"] += 1
-            self._send_late(write, fabric.faults.give_up)
-            self._later(fabric.faults.give_up, self._give_up)
-        elif write.length and not self._write(write, target):
+            self._send_late(write, faults.give_up)
+            self._later(faults.give_up, self._give_up)
+        elif write.length and not self._write(write, target, wrong=dice > 1.0 - faults.wrong):
             fabric.counts["refused"] += 1
             target.at_home(target.break_, "write", "a remote access error: key or range")
             self.break_("write", "the peer refused the key or the range")
         else:
             self._completed(write, target)
 
-    def _write(self, write: _Write, target: FakeQueuePair) -> bool:
+    def _write(self, write: _Write, target: FakeQueuePair, *, wrong: bool) -> bool:
         key = self.path.key_of(write.destination) if self.path is not None else -1
         if key != target.transport.keys[write.destination]:
             return False
@@ -221,9 +225,14 @@ class FakeQueuePair:
         assert memory is not None
         if write.there < 0 or write.there + write.length > len(memory):
             return False
+        self.transport.reading(write.source, write.here, write.length)
+        target.transport.writing(write.destination, write.there, write.length)
         data = source[write.here : write.here + write.length]
         memory[write.there : write.there + write.length] = data
         self.fabric.counts["landed"] += 1
+        if wrong:
+            self.fabric.counts["wrong"] += 1
+            memory[write.there] ^= 1
         return True
 
     def _completed(self, write: _Write, target: FakeQueuePair) -> None:
@@ -240,6 +249,7 @@ class FakeQueuePair:
         source = self.transport.regions[write.source].view
         if target is None or not write.length or source is None:
             return
+        self.transport.reading(write.source, write.here, write.length)
         low, high = self.fabric.faults.late_by
         asyncio.get_running_loop().call_later(
             after + low + (high - low) * self.fabric.random.random(),
@@ -309,6 +319,12 @@ class FakeTransport(VerbsTransport):
         super().__init__(node, epoch, regions, ask)
         self._rails = rails
         self._stripe = stripe
+
+    def reading(self, region: int, offset: Bytes, length: Bytes) -> None:
+        """Bytes of this node are about to leave: for who watches."""
+
+    def writing(self, region: int, offset: Bytes, length: Bytes) -> None:
+        """Bytes of a peer are about to land here: for who watches."""
 
     def break_keys(self) -> None:
         """What peers know of the keys is wrong from now on."""

@@ -63,6 +63,7 @@ def everything(seed: int) -> Report:
         Fault("kv-slow", 0.0, 3.0, "w2", "w0", 0.05),
         Fault("kv-lost", 0.0, 4.0, "w2", "w0", 0.2),
         Fault("kv-late", 0.0, 4.0, "w2", "w0", 0.2),
+        Fault("kv-wrong", 0.0, 4.0, "w2", "w0", 0.2),
         Fault("delay", 0.0, 4.0, "r0", "w0", 0.05),
         Fault("slow", 0.0, 4.0, "f0", "w0", 20_000.0),
         Fault("reset", 0.0, 0.0, "f0", "w0"),
