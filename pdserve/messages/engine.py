@@ -401,6 +401,7 @@ class PathState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     node: str
     epoch: int
     backend: str
+    """`none`: there is no way to move KV to or from that peer."""
     why: str = ""
     """Why this back end and none better, in words."""
     expected: float = 0.0
@@ -411,9 +412,11 @@ class PathState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """During which something was being sent."""
     failures: int = 0
     down: str = ""
-    """Why it has ended; empty while it is up."""
+    """Why it has ended; empty while it is up, and where there is no way, once it is worth trying
+    again."""
     degraded: str = ""
-    """Why a better back end, which both have, is not used; empty: there is none."""
+    """Why a better back end, which both have, is not used, or none at all; empty: no better one
+    could be."""
 
 
 class Paths(msgspec.Struct, frozen=True, array_like=True, tag=16):

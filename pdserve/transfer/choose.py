@@ -79,6 +79,12 @@ class Choices:
             return Choice(passed_over[0][0], "it fails, and there is no other")
         raise TransferRefused.at("", str(peer), "choose a back end", "; ".join(reasons) or "none")
 
+    def in_common(self, theirs: Offers | None) -> int:
+        """How many could join both ends; of an end that has not said what it has, one."""
+        if theirs is None:
+            return 1
+        return sum(not obstacle(name, self.ours, theirs) for name in self.order)
+
     def failed(self, peer: PeerKey, backend: str, reason: str, now: Seconds) -> None:
         """No path came about, or it has died."""
         record = self._records.setdefault((peer, backend), _Record())

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest, Started
     from pdserve.messages.status import HandoffNumbers
     from pdserve.net.base import Call
+    from pdserve.observe.degraded import Degradations
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
     from pdserve.runtime.topics.service import Topics
@@ -62,8 +63,16 @@ _LOAD_INTERVAL: Final[Seconds] = 0.1
 class WorkerMember:
     """See above. `card` is what every node says of itself; the model is added here."""
 
-    def __init__(self, service: WorkerService, node: Node, topics: Topics, card: NodeCard) -> None:
+    def __init__(
+        self,
+        service: WorkerService,
+        node: Node,
+        topics: Topics,
+        card: NodeCard,
+        degradations: Degradations | None = None,
+    ) -> None:
         self._service = service
+        self._degradations = degradations
         self._node = node
         self._sequences = topics.publish_set(SEQUENCES)
         self._load = topics.publish_state(LOAD, encode)
@@ -95,7 +104,7 @@ class WorkerMember:
         """In prefill and decode on different workers, as this one's mode says."""
         service, node, config = self._service, self._node, self._service.config
         if config.mode != "aggregated":
-            TransferPaths(node, service)
+            TransferPaths(node, service, self._degradations)
         if config.mode == "decode":
             chooser = Chooser(
                 config.disagg,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import PathState
     from pdserve.messages.handoff import TransferAsk
     from pdserve.net.base import Call
+    from pdserve.observe.degraded import Degradations
     from pdserve.observe.metrics import Metrics
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
@@ -50,12 +51,14 @@ if TYPE_CHECKING:
         def paths(self) -> Sequence[PathState]: ...
 
 
-__all__ = ["MAX_ASKING", "TransferPaths"]
+__all__ = ["DEGRADED", "MAX_ASKING", "TransferPaths"]
 
 _log = logging.getLogger(__name__)
 
 MAX_ASKING: Final = 256
 """Questions to peers under way; one more fails as `Overloaded`."""
+DEGRADED: Final = "kv_transfer"
+"""As the process names it."""
 _LOOK: Final[Seconds] = 0.1
 """Between two looks at the node's life and at the paths."""
 
@@ -63,8 +66,12 @@ _LOOK: Final[Seconds] = 0.1
 class TransferPaths:
     """See above. Make it before the engine starts."""
 
-    def __init__(self, node: Node, service: Service) -> None:
+    def __init__(
+        self, node: Node, service: Service, degradations: Degradations | None = None
+    ) -> None:
+        """`degradations`: those of the process, where it has some."""
         self._node = node
+        self._degradations = degradations
         self._service = service
         self._metrics = service.metrics
         self._attached: Epoch = 0
@@ -194,15 +201,25 @@ class TransferPaths:
             counter.inc(value - old if value >= old else value)  # less: another core counts
 
     def _tell_degraded(self) -> None:
-        """A poorer back end than a pair could have is a metric as long as it is used, and a line
-        in the log when it begins; the report shows the reason beside the path."""
+        """A poorer back end than a pair could have, or none, is a metric and a degradation of the
+        process as long as it lasts; the report shows the reason beside the path."""
         found = {(s.node, s.backend): s.degraded for s in self._seen.values() if s.degraded}
-        for (node, backend), why in found.items():
-            if (node, backend) not in self._degraded:
-                _log.warning("degraded: KV with %s goes over %s: %s", node, backend, why)
+        new = [key for key in found if key not in self._degraded]
+        for node, backend in new:
+            why = found[node, backend]
+            _log.warning("degraded: KV with %s goes over %s: %s", node, backend, why)
         if len(found) != len(self._degraded):
             self._metrics.transfer_paths_degraded.value = len(found)
-        self._degraded = found
+        self._degraded, before = found, self._degraded
+        if self._degradations is None or bool(found) == bool(before):
+            return
+        if found:
+            (node, backend), why = next(iter(found.items()))
+            self._degradations.add(
+                DEGRADED, f"KV with {node} goes over {backend}: {why}; `pdserve status` shows all"
+            )
+        else:
+            self._degradations.clear(DEGRADED)
 
 
 def _lost_its_engine(event: Changed) -> bool:

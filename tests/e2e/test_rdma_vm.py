@@ -56,7 +56,6 @@ def run(machine: str, *tests: str, hosts: int) -> str:
     command += ["--timeout", str(BUDGET)]
     command += [part for item in settings.items() for part in ("--env", "=".join(item))]
     command += ["--", "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["--assert=plain"]  # rewriting them takes as long as the tests
     command += [part for name in PLUGINS for part in ("-p", name)]
     status, output = ended([*command, *tests])
     if status == 125 and not required():

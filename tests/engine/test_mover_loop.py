@@ -232,6 +232,43 @@ def test_what_cannot_be_is_said_by_name(seed: int) -> None:
             (lost,) = other.of(Lost, KEY)
             assert isinstance(lost.error, TransferRefused)
             assert "other: not offered (there)" in lost.error.message
+            await asyncio.sleep(0.1)
+            (state,) = other.paths
+            assert (state.node, state.backend) == ("p", "none")
+            assert "other: not offered (there)" in state.down
+            assert state.degraded == state.down
+            await asyncio.sleep(60.0)
+            (state,) = other.paths
+            assert state.down == "", "it is worth another trial"
+            assert state.degraded
+            other.mover.take(PeerGone(node="p", epoch=2))
+            await asyncio.sleep(1.0)
+            assert other.paths == []
+
+    run(main())
+
+
+def test_a_peer_that_refuses_all_there_is_has_no_way_until_it_takes_one(seed: int) -> None:
+    async def main() -> None:
+        async with Two(seed) as two:
+            two.refuse = lambda question: (
+                TransferRefused("no TLS here") if isinstance(question.control, Hello) else None
+            )
+            for number in (1, 2, 3):
+                assert two.d.paths == []
+                key = AttemptKey(1, number)
+                two.d.mover.open(key, two.p.key, two.d.order(key, [1]))
+                await two.until(lambda key=key: bool(two.d.of(Lost, key)))
+                await revoked(two, two.d, key, SOON)
+                await asyncio.sleep(0.1)
+            (state,) = two.d.paths
+            assert state.backend == "none"
+            assert "no TLS here" in state.down
+            two.refuse = lambda question: None
+            await granted(two, two.d, two.p, AttemptKey(1, 4), [1])
+            await asyncio.sleep(0.1)
+            assert [state.backend for state in two.d.paths] == ["fake"]
+            two.d.mover.finish(AttemptKey(1, 4))
 
     run(main())
 

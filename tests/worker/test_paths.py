@@ -13,6 +13,7 @@ from pdserve.messages.engine import PathState
 from pdserve.messages.handoff import TransferAnswer, TransferAsk
 from pdserve.messages.node import NodeCard
 from pdserve.messages.transfer import Done, Probe, Ready
+from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.runtime.methods import TRANSFER
 from pdserve.sim.engine import InlineEngine
@@ -231,6 +232,36 @@ def test_what_paths_say_becomes_metrics() -> None:
             ours.states = []
             await asyncio.sleep(1.0)
             assert metrics.transfer_paths_degraded.value == 0
+
+    run(main())
+
+
+def test_a_poorer_way_or_none_degrades_the_process_as_long_as_it_lasts() -> None:
+    async def main() -> None:
+        async with cluster() as c:
+            a = await c.add("a")
+            ours = Recorder()
+            told = Degradations(ours.metrics)
+            TransferPaths(a, ours, told)
+            best = PathState(node="b", epoch=1, backend="shm")
+            poorer = PathState(node="c", epoch=1, backend="tcp", degraded="shm fails")
+            none = PathState(node="d", epoch=1, backend="none", degraded="tcp: no TLS (there)")
+            ours.states = [best]
+            await asyncio.sleep(1.0)
+            assert not told.reasons()
+            ours.states = [best, poorer]
+            await asyncio.sleep(1.0)
+            assert "KV with c goes over tcp: shm fails" in told.reasons()["kv_transfer"]
+            ours.states = [none]
+            await asyncio.sleep(1.0)
+            assert set(told.reasons()) == {"kv_transfer"}
+            assert ours.metrics.transfer_paths_degraded.value == 1
+            ours.states = []
+            await asyncio.sleep(1.0)
+            assert not told.reasons()
+            ours.states = [none]
+            await asyncio.sleep(1.0)
+            assert "d goes over none: tcp: no TLS (there)" in told.reasons()["kv_transfer"]
 
     run(main())
 

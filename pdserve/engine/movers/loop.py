@@ -438,7 +438,7 @@ class LoopMover:
             self._look = None
         if self._ended is not None or self._roads is None:
             return
-        states = self._roads.books.states(self._loop.time())
+        states = self._roads.states()
         if states != self._paths:
             self._paths = states
             self.emit(Say(Paths(states)))

@@ -26,8 +26,9 @@ from pdserve.errors import (
     TransferRefused,
     TransferTimeout,
 )
+from pdserve.messages.engine import PathState
 from pdserve.messages.transfer import Offers, Probe, Ready
-from pdserve.transfer.choose import Choices
+from pdserve.transfer.choose import AGAIN, FAILURES, Choices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -42,12 +43,16 @@ if TYPE_CHECKING:
     from pdserve.transfer.base import Path, PeerKey, Region, Transport
     from pdserve.transfer.choose import Choice
 
-__all__ = ["CONNECT", "Roads"]
+__all__ = ["CONNECT", "NONE", "Roads"]
 
 _log = logging.getLogger(__name__)
 
 CONNECT: Final[Seconds] = 10.0
 """For a path: control is taken between steps at both ends, and goes to and fro three times."""
+
+
+NONE: Final = "none"
+"""The back end of a peer to which there is no way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +61,12 @@ class _Peer:
     setting_up: asyncio.Task[Path | TransferError] | None = None
     told: Choice | None = None
     """The choice that the log has."""
+    failures: int = 0
+    """In a row, at having a path."""
+    obstacle: str = ""
+    """Why there is no way; empty: there is one, or it is not certain yet."""
+    until: Seconds = 0.0
+    """Not worth trying before."""
 
 
 class Roads:
@@ -150,6 +161,14 @@ class Roads:
 
     async def _set_up(self, peer: PeerKey, known: _Peer) -> Path | TransferError:
         """Errors are returned: several may wait for them, or nobody."""
+        found = await self._tried(peer, known)
+        if not isinstance(found, TransferError):
+            known.failures, known.obstacle = 0, ""
+        elif not self._is_nobody_there(found):
+            self._no_way(peer, known, found)
+        return found
+
+    async def _tried(self, peer: PeerKey, known: _Peer) -> Path | TransferError:
         try:
             async with asyncio.timeout(CONNECT):
                 await asyncio.shield(self.ready)
@@ -159,7 +178,36 @@ class Roads:
         except TimeoutError:
             return _error(TransferTimeout, peer, "connect", f"not done in {CONNECT:g} s")
         except PdserveError as error:
-            return _error(TransferError, peer, "connect", error.message)
+            nobody = _error(TransferError, peer, "connect", error.message)
+            nobody.__cause__ = error
+            return nobody
+
+    def _no_way(self, peer: PeerKey, known: _Peer, error: TransferError) -> None:
+        """Where nothing is in common, it is certain; else once all of it has been tried enough."""
+        known.failures += 1
+        if known.failures < FAILURES * self._choices.in_common(known.offers):
+            return
+        if not known.obstacle:
+            _log.error("KV cannot be moved to or from %s: %s", peer, error.message)
+        known.obstacle = error.message
+        known.until = self._now() + AGAIN
+        self._changed()
+
+    def states(self) -> list[PathState]:
+        """Of this moment: every path, and every peer to which there is none."""
+        now = self._now()
+        return self.books.states(now) + [
+            PathState(
+                node=peer.node,
+                epoch=peer.epoch,
+                backend=NONE,
+                failures=known.failures,
+                down=known.obstacle if now < known.until else "",
+                degraded=known.obstacle,
+            )
+            for peer, known in self._peers.items()
+            if known.obstacle
+        ]
 
     async def _best(self, peer: PeerKey, known: _Peer) -> Path:
         if known.offers is not None:

@@ -61,7 +61,9 @@ class WorkerPart:
         self.service = WorkerService(config, self._make_engine, context.metrics)
         self.secrets = context.membership.secrets(node, context.degradations)
         self.secrets.listen(self.service.rekey)
-        self.member = WorkerMember(self.service, node, self.topics, card(context, "worker"))
+        self.member = WorkerMember(
+            self.service, node, self.topics, card(context, "worker"), context.degradations
+        )
         self._context = context
         self._on_state = on_state
         context.metrics.attach_node(lambda: sample_node(node, self.topics))
