@@ -30,6 +30,7 @@ from pdserve.engine.rejection import failed, rejected
 from pdserve.engine.scheduler import Scheduler, SchedulerLimits
 from pdserve.engine.sizing import size_pool
 from pdserve.errors import (
+    ConfigError,
     DeadlineExceeded,
     EngineDied,
     EngineError,
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
     from pdserve.messages.request import TokenDelta
     from pdserve.transfer.base import Region
 
-__all__ = ["STATS_INTERVAL", "Core", "EngineCore"]
+__all__ = ["STATS_INTERVAL", "Core", "EngineCore", "immovable"]
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +120,15 @@ class Core(Protocol):
     def close(self) -> int:
         """Drop everything and free everything; returns blocks that were still held then."""
         ...
+
+
+def immovable(engine: str) -> ConfigError:
+    """For an engine that was asked to exchange KV, and cannot."""
+    return ConfigError(
+        f"engine {engine!r} has no KV that could be moved: a worker of --mode=prefill or "
+        "--mode=decode needs an engine that has, such as torch or sim; this one runs with "
+        "--mode=aggregated"
+    )
 
 
 class EngineCore:
@@ -179,15 +189,14 @@ class EngineCore:
         return _capabilities(spec, info, limits, sizing.num_blocks, transfers)
 
     def _start_moving(self, spec: EngineSpec) -> tuple[str, ...]:
-        """The back ends by which KV can be moved; none if nobody wants it, or this engine cannot.
-        Raises `ConfigError` as `Mover.start` does."""
+        """The back ends by which KV can be moved; none if nobody wants it. Raises `ConfigError` if
+        this engine cannot, and as `Mover.start` does."""
         mover = self._mover
         if mover is None or spec.transfer is None:
             return ()
         region = self._executor.region() if hasattr(self._executor, "region") else None
         if region is None:
-            _log.warning("engine %s has no KV that could be moved", spec.engine)
-            return ()
+            raise immovable(spec.engine)
         self._region = region
         transfers = mover.start(region, self._on_moved)
         scheduler, pool, verify = self.scheduler, self.pool, spec.transfer.verify

@@ -17,7 +17,7 @@ import importlib
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, cast
 
-from pdserve.engine.core import Core, EngineCore
+from pdserve.engine.core import Core, EngineCore, immovable
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,9 +53,12 @@ def make_engine(engine: str) -> object:
 def core_of(engine: str, made: object, clock: Clock, mover: Mover | None = None) -> Core:
     """The core that drives what the factory made. Raises `ConfigError` if it is neither.
 
-    With a `mover` it can exchange KV with others; a core that schedules for itself gets none.
+    With a `mover` it exchanges KV with others. A core that schedules for itself has none to
+    exchange: asked to, it is refused.
     """
     if hasattr(made, "step"):
+        if mover is not None:
+            raise immovable(engine)
         return cast("Core", made)
     if hasattr(made, "make_core"):
         return cast("Core", made.make_core(clock, mover))

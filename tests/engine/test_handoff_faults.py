@@ -10,7 +10,7 @@ import pytest
 from pdserve.clock import ManualClock
 from pdserve.engine.core import EngineCore
 from pdserve.engine.incoming import PATIENCE
-from pdserve.errors import DeadlineExceeded, Overloaded
+from pdserve.errors import ConfigError, DeadlineExceeded, Overloaded
 from pdserve.messages.engine import (
     Abort,
     Activate,
@@ -31,6 +31,7 @@ from pdserve.messages.engine import (
     TransferSpec,
 )
 from pdserve.messages.transfer import Ready, Ticket
+from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve.testing.handover import Pair, make_pair
 from pdserve.testing.inline import InlineEngine
 from pdserve.testing.scripted import ScriptedExecutor
@@ -479,3 +480,14 @@ def test_the_specs_of_both_sides_show_in_the_statistics():
     assert (both.d.stats.remote, both.d.stats.attempts, both.d.stats.attempts_failed) == (1, 1, 1)
     assert both.d.stats.blocks_quarantined == BLOCKS
     both.close()
+
+
+def test_an_executor_without_kv_cannot_be_of_a_mode_that_moves_it():
+    class Still(ScriptedExecutor):
+        def region(self) -> None:  # type: ignore[override]
+            return None
+
+    core = EngineCore(Still(), ManualClock(), FakeMover(FakeNet()))
+    with pytest.raises(ConfigError, match=r"has no KV .*--mode=prefill or --mode=decode"):
+        core.load(SPEC, lambda progress: None)
+    core.close()

@@ -13,6 +13,7 @@ from pdserve.engine import load
 from pdserve.engine.core import EngineCore
 from pdserve.engine.load import installed_engines, load_core
 from pdserve.errors import ConfigError
+from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve.testing.scripted import ENGINE
 from pdserve_engines.instant import InstantCore
 
@@ -30,6 +31,11 @@ def test_an_executor_is_driven_by_pdserves_scheduler():
 
 def test_a_core_is_taken_as_it_is():
     assert isinstance(load_core("instant", ManualClock()), InstantCore)
+
+
+def test_an_engine_without_kv_refuses_to_move_any():
+    with pytest.raises(ConfigError, match=r"engine 'instant' has no KV .*--mode=aggregated"):
+        load_core("instant", ManualClock(), FakeMover(FakeNet()))
 
 
 def test_the_engines_of_this_installation_are_listed():
