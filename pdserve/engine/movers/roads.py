@@ -103,6 +103,8 @@ class Roads:
         self._peers: dict[PeerKey, _Peer] = {}
         self._lives: dict[PeerKey, int] = {}
         """Of peers' engines, as their probes said."""
+        self._rates: dict[str, float] = {}
+        """What each back end usually brings."""
 
     # ------------------------------------------------------------------ life
 
@@ -113,6 +115,7 @@ class Roads:
             try:
                 transport = backend.make(self.key, self._regions, self._questions.of(name))
                 self._transports[name] = transport
+                self._rates[name] = backend.expected()  # now: nobody waits for a path yet
                 opening: Callable[[], Coroutine[Any, Any, None]] | None
                 opening = getattr(transport, "open", None)
                 if opening is not None:
@@ -253,7 +256,7 @@ class Roads:
     def _enter(self, path: Path, known: _Peer, choice: Choice) -> None:
         book = self.books.meter(path).book
         book.why, book.degraded = choice.why, choice.degraded
-        book.expected = self._backends[choice.backend].expected()
+        book.expected = self._rates[choice.backend]
         if known.told is None or known.told.backend != choice.backend:
             rate = f"about {book.expected / 1e9:.1f} GB/s" if book.expected else "rate unknown"
             _log.info("KV with %s goes over %s, %s (%s)", path.peer, path.backend, rate, choice.why)
@@ -321,7 +324,7 @@ class Roads:
         path = transport.path(peer)
         if isinstance(control, Ready) and path is not None:
             book = self.books.meter(path).book
-            book.why, book.expected = "the peer chose it", self._backends[backend].expected()
+            book.why, book.expected = "the peer chose it", self._rates[backend]
             self._changed()
         return answer
 
