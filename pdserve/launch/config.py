@@ -128,7 +128,7 @@ def splits(config: Config) -> bool:
     """Whether an all-in-one of this configuration has two workers. An engine that keeps no KV has
     nothing that could move."""
     worker, process = config.worker, config.process
-    moves = worker.engine == "torch" or worker.engine_options.get("content") == "true"
+    moves = worker.engine == "torch" or worker.engine_options.get("content") == "on"
     return process.role == "all-in-one" and not process.aggregated and moves
 
 

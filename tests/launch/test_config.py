@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.launch.config import Config, idle_flags, resolve, table
+from pdserve.launch.config import Config, idle_flags, resolve, splits, table
 from pdserve.launch.options import BY_NAME, GROUPS, OPTIONS
 
 INTERNAL = {
@@ -239,3 +239,18 @@ def test_flags_that_a_role_has_no_use_for_are_named():
     assert idle("all-in-one") == []
     shared = resolve({"role": "router"}, {"PDSERVE_MODEL": "m"})
     assert idle_flags(shared) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "two"),
+    [
+        ({}, True),
+        ({"aggregated": "true"}, False),
+        ({"engine": "sim", "engine-option": "content=on"}, True),
+        ({"engine": "sim"}, False),
+        ({"engine": "instant"}, False),
+        ({"role": "worker"}, False),
+    ],
+)
+def test_all_in_one_has_two_workers_where_kv_can_move(flags, two):
+    assert splits(resolve({**flags, "config": "none"}, {})) is two
