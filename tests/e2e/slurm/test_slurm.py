@@ -54,12 +54,13 @@ class Job:
     """One cluster as a job."""
 
     def __init__(self, slurm: Slurm, program: Path, folder: Path, model: Path, **more: str) -> None:
-        """`more`: variables of the script's."""
+        """`more`: variables of the script's and of pdserve's."""
         self.slurm, self.folder = slurm, folder
         self.output = folder / "job.log"
         self.dir = folder / "own"
         environ = {"PDSERVE": str(program), "JOB_DIR": str(self.dir), "PDSERVE_CONFIG": "none"}
         environ |= {"HTTP_HOST": "127.0.0.1", "HTTP_PORT": "0", "HOME": str(folder)}
+        environ |= {"PDSERVE_ENGINE": "instant"}
         with socket.create_server(("127.0.0.1", 0)) as free:
             environ["CLUSTER_PORT"] = str(free.getsockname()[1])
         environ |= more
@@ -69,7 +70,7 @@ class Job:
             f"--output={self.output}",
             "--parsable",
         )
-        command = ("sbatch", *flags, str(SCRIPT), "--model", str(model), "--engine", "instant")
+        command = ("sbatch", *flags, str(SCRIPT), "--model", str(model))
         done = slurm.run(*command, **environ)
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip()
@@ -88,10 +89,14 @@ class Job:
         self.until(lambda: self.log().count("; try: curl") >= times, "ready")
 
     def ask(self) -> int:
+        return self.answer()[0]
+
+    def answer(self) -> tuple[int, str]:
+        """Status, and where the prompt was prefilled."""
         (port,) = re.findall(r"listening on \S+, port (\d+)", self.log())[-1:]
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
         with urllib.request.urlopen(url, CHAT, timeout=PATIENCE) as answer:
-            return answer.status
+            return answer.status, answer.headers.get("x-pdserve-prefill", "")
 
     def all_processes(self) -> Iterator[psutil.Process]:
         """Of this job of this Slurm."""
@@ -238,6 +243,36 @@ def test_nodes_with_several_networks_use_the_one_that_is_named(
             slurm.run("scancel", job.id)
             assert job.over() == "CANCELLED"
         assert job.log().count("launch.process: closed") == 4
+
+
+def test_the_last_nodes_compute_prompts_for_the_others(program, tmp_path, tiny_model, interface):
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    apart = {"PREFILL": "1", "PDSERVE_ENGINE": "sim", "PDSERVE_ENGINE_OPTION": "content=on"}
+    apart |= {"PDSERVE_DISAGG": "always", "PDSERVE_TRANSFER": "tcp", "FABRIC": interface}
+    with Slurm(folder, nodes=2) as slurm:
+        job = Job(slurm, program, tmp_path, tiny_model, **apart)
+        try:
+            job.ready()
+            remote = (200, "remote; node=prefill-n2; reason=always")
+            # Until the prefill worker is ready too, prompts are computed where they are decoded.
+            job.until(lambda: job.answer() == remote, "prefilled on the other node")
+            shown = job.members(program)
+            assert re.search(r"^decode-n1 +decode +always", shown, re.MULTILINE), shown
+            assert re.search(r"^prefill-n2 +prefill", shown, re.MULTILINE), shown
+            assert re.search(r"^decode-n1 +prefill-n2 +tcp", shown, re.MULTILINE), shown
+        finally:
+            slurm.run("scancel", job.id)
+            assert job.over() == "CANCELLED"
+        assert "Traceback" not in job.log()
+
+
+@pytest.mark.parametrize("wrong", ["1", "-1", "two"])
+def test_some_node_must_decode(slurm, program, tmp_path, tiny_model, wrong):
+    job = Job(slurm, program, tmp_path, tiny_model, PREFILL=wrong)
+    assert job.over() == "FAILED"
+    assert f"PREFILL={wrong}: give a number below that of the job's nodes, 1" in job.log()
+    assert not job.dir.exists()
 
 
 def test_a_network_that_is_not_there_is_named(slurm, program, tmp_path, tiny_model):
