@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 from pdserve.errors import PdserveError, TransferError, TransferRefused, TransferTimeout
 from pdserve.messages.transfer import Control, Done, Gone, Hello, Ready, Stop, Welcome
 from pdserve.transfer.grants import GrantTable
-from pdserve.transfer.plan import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +30,9 @@ __all__ = ["HALF_OPEN", "Exchange", "TransportCore"]
 
 HALF_OPEN: Final[Seconds] = 30.0
 """How long an accepted path waits for its Ready before it is given up."""
+_UNUSABLE: Final = (OSError, ValueError, OverflowError)
+"""What comes of a peer's details that are wrong, or of another version: `PlanError`, a record that
+nobody can read, an address that is none. It costs the path, never this node."""
 
 
 class Exchange(Protocol):
@@ -118,7 +120,7 @@ class TransportCore:
         except TimeoutError:
             reason = f"not done within {timeout:g} s"
             raise TransferTimeout.at("", self._name(peer), "connect", reason) from None
-        except (PdserveError, PlanError, OSError) as error:
+        except (PdserveError, *_UNUSABLE) as error:
             raise TransferError.at("", self._name(peer), "connect", str(error)) from error
         self._rise(path)
         return path
@@ -205,7 +207,7 @@ class TransportCore:
         number = self._next()
         try:
             path, details = await self._accept(peer, number, hello)
-        except (PlanError, OSError) as error:
+        except _UNUSABLE as error:
             raise TransferRefused.at("", self._name(peer), "connect", str(error)) from error
         path.remote = hello.path
         self._paths[number] = path

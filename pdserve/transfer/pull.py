@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 import msgspec
 
 from pdserve.errors import TransferCorrupt, TransferWithdrawn
+from pdserve.messages.transfer import MAX_BLOCKS
 from pdserve.transfer.host import TransportCore
 from pdserve.transfer.path import MAX_OUTGOING, Key, PathCore
 from pdserve.transfer.plan import PlanError
@@ -80,6 +81,10 @@ PATIENCE: Final[Seconds] = 30.0
 _PACKET: Final[Bytes] = 128 * 1024
 PIECE: Final = 2048
 """Blocks of one packet; more of a part follow in the next."""
+_PIECES: Final = MAX_BLOCKS // PIECE
+"""Of one part, at most."""
+_BLOCK: Final = array.array("I")
+"""How a block's number travels."""
 _SUMS: Final = 64
 """Checksums of a part, about, where all is compared: planning each block by itself takes longer
 than reading it."""
@@ -313,7 +318,7 @@ class PullPath(PathCore):
                 number=number,
                 start=ticket.first_token + (share.place + first) * block_tokens,
                 layers=share.layers,
-                blocks=array.array("I", share.blocks[first:last]).tobytes(),
+                blocks=array.array(_BLOCK.typecode, share.blocks[first:last]).tobytes(),
                 names=share.names[16 * first : 16 * last],
                 sums=tuple(each for each in sums if first <= each[0] < last),
                 more=last < count,
@@ -351,8 +356,9 @@ class PullPath(PathCore):
         if fetch.more or key in self._pieces:
             pieces = self._pieces.setdefault(key, [])
             pieces.append(fetch)
-            if len(self._pieces) > MAX_OUTGOING:
-                self.fail("protocol", "too many parts in pieces")
+            if len(self._pieces) > MAX_OUTGOING or len(pieces) > _PIECES:
+                self.fail("protocol", "too many parts in pieces, or pieces of a part")
+                return
             if fetch.more:
                 return
             del self._pieces[key]
@@ -378,7 +384,9 @@ class PullPath(PathCore):
         ticket = granted.ticket
         if not 0 <= fetch.entry < ENTRIES:
             raise PlanError("there is no such entry")
-        blocks = array.array("I", fetch.blocks)
+        if len(fetch.blocks) % _BLOCK.itemsize:
+            raise PlanError(f"{len(fetch.blocks)} bytes are no list of blocks")
+        blocks = array.array(_BLOCK.typecode, fetch.blocks)
         share = self.into.share(
             ticket.first_token, ticket.tokens, fetch.start, blocks, fetch.layers, fetch.names
         )
