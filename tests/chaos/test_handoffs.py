@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.chaos.cluster import Cluster, Node, eventually, holding
 from tests.chaos.load import Stream, wait_served
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -155,18 +152,20 @@ def descriptors(node: Node) -> int:
 # ---------------------------------------------------------------------- prefill workers
 
 
-@pytest.fixture(params=["auto", pytest.param("tcp", marks=pytest.mark.long)])
-def roles(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Roles]:
-    return Roles(cluster, request.param)
+@pytest.fixture
+def roles(cluster: Cluster) -> Roles:
+    return Roles(cluster)
 
 
-def test_a_killed_prefill_worker_is_a_later_first_token(roles):
+@pytest.mark.parametrize("road", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
+def test_a_killed_prefill_worker_is_a_later_first_token(cluster, road):
+    roles = Roles(cluster, road)
     prefills, decode = [roles.prefill("p1"), roles.prefill("p2")], roles.decode("d1")
     roles.wait_ready(decode)
 
     died = kill_while_sending(roles, decode, prefills, "remote; node={other}; reason=always")
     (survivor,) = (node for node in prefills if node is not died)
-    kill_while_sending(roles, decode, [survivor], "local; node=d1; reason=")
+    kill_while_sending(roles, decode, [survivor], "local; node=d1; reason=no_prefill_worker")
 
     back = roles.prefill("p1")
     roles.wait_ready(decode)
@@ -208,7 +207,7 @@ def test_a_short_pause_of_a_prefill_worker_is_nothing(roles):
     free(prefill, decode)
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("minutes")
 def test_a_frozen_prefill_worker_is_passed_over_and_comes_back(roles):
     prefills, decode = [roles.prefill("p1"), roles.prefill("p2")], roles.decode("d1")
     roles.wait_ready(decode)
@@ -287,7 +286,7 @@ def test_a_killed_queue_comes_again_at_another_router(roles):
     eventually(lambda: not queued(back) + queued(other), "nothing is left in a queue")
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("minutes")
 def test_a_frozen_queue_is_left_and_comes_back(roles):
     roles.routers.append(roles.cluster.router())
     prefill, decode = roles.prefill("p1"), roles.decode("d1")
@@ -310,6 +309,7 @@ def test_a_frozen_queue_is_left_and_comes_back(roles):
 # ---------------------------------------------------------------------- decode workers
 
 
+@pytest.mark.long
 def test_a_killed_decode_worker_frees_its_prefill_worker(roles):
     prefill = roles.prefill("p1")
     decode, other = roles.decode("d1"), roles.decode("d2")
@@ -331,7 +331,7 @@ def test_a_killed_decode_worker_frees_its_prefill_worker(roles):
     free(prefill, other, back)
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("minutes")
 def test_a_frozen_decode_worker_is_forgotten_and_comes_back(roles):
     prefill = roles.prefill("p1")
     decode, other = roles.decode("d1"), roles.decode("d2")

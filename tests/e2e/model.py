@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, *, hidden: int = HIDDEN, inner: int = INNER) -> Path:
     """Write the checkpoint to `folder`; the same bytes every time."""
     folder.mkdir(parents=True)
     tokenizer = builders.byte_level()
@@ -32,8 +32,8 @@ def write_model(folder: Path) -> Path:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": vocab,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
@@ -48,34 +48,36 @@ def write_model(folder: Path) -> Path:
     _write(folder / "config.json", config)
     _write(folder / "tokenizer_config.json", {"chat_template": TEMPLATE})
     _write(folder / "generation_config.json", {"eos_token_id": 1})
-    save_file(_weights(vocab), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        _weights(vocab, hidden, inner), folder / "model.safetensors", metadata={"format": "pt"}
+    )
     return folder
 
 
-def _weights(vocab: int) -> dict[str, np.ndarray]:
+def _weights(vocab: int, hidden: int, inner: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(7)
-    head = HIDDEN // HEADS
+    head = hidden // HEADS
 
     def matrix(rows: int, columns: int) -> np.ndarray:
         return random.normal(0, 0.2, (rows, columns)).astype(np.float32)
 
     weights = {
-        "model.embed_tokens.weight": matrix(vocab, HIDDEN),
-        "model.norm.weight": np.ones(HIDDEN, np.float32),
-        "lm_head.weight": matrix(vocab, HIDDEN),
+        "model.embed_tokens.weight": matrix(vocab, hidden),
+        "model.norm.weight": np.ones(hidden, np.float32),
+        "lm_head.weight": matrix(vocab, hidden),
     }
     for layer in range(LAYERS):
         name = f"model.layers.{layer}"
         weights |= {
-            f"{name}.input_layernorm.weight": np.ones(HIDDEN, np.float32),
-            f"{name}.post_attention_layernorm.weight": np.ones(HIDDEN, np.float32),
-            f"{name}.self_attn.q_proj.weight": matrix(HEADS * head, HIDDEN),
-            f"{name}.self_attn.k_proj.weight": matrix(KV_HEADS * head, HIDDEN),
-            f"{name}.self_attn.v_proj.weight": matrix(KV_HEADS * head, HIDDEN),
-            f"{name}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * head),
-            f"{name}.mlp.gate_proj.weight": matrix(INNER, HIDDEN),
-            f"{name}.mlp.up_proj.weight": matrix(INNER, HIDDEN),
-            f"{name}.mlp.down_proj.weight": matrix(HIDDEN, INNER),
+            f"{name}.input_layernorm.weight": np.ones(hidden, np.float32),
+            f"{name}.post_attention_layernorm.weight": np.ones(hidden, np.float32),
+            f"{name}.self_attn.q_proj.weight": matrix(HEADS * head, hidden),
+            f"{name}.self_attn.k_proj.weight": matrix(KV_HEADS * head, hidden),
+            f"{name}.self_attn.v_proj.weight": matrix(KV_HEADS * head, hidden),
+            f"{name}.self_attn.o_proj.weight": matrix(hidden, HEADS * head),
+            f"{name}.mlp.gate_proj.weight": matrix(inner, hidden),
+            f"{name}.mlp.up_proj.weight": matrix(inner, hidden),
+            f"{name}.mlp.down_proj.weight": matrix(hidden, inner),
         }
     return weights
 

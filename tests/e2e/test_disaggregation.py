@@ -24,6 +24,7 @@ import pytest
 
 from pdserve.openai.sse import SseDecoder
 from tests.chaos.cluster import Cluster, Node, eventually
+from tests.e2e.model import write_model
 from tests.e2e.server import PATIENCE, Server, serving
 
 if TYPE_CHECKING:
@@ -419,9 +420,20 @@ def test_one_process_does_both_with_one_engine_process():
     assert not any("Traceback" in line for line in server.lines), server.lines
 
 
-def test_aggregated_is_one_worker():
-    with serving(None, "--kv-memory", "128MiB", "--threads", "1", "--aggregated") as server:
-        assert "x-pdserve-prefill" not in served(server).headers
+@pytest.mark.long
+def test_two_workers_of_one_process_have_one_copy_of_the_weights(tmp_path):
+    """Against one worker, which has one for certain."""
+    model = write_model(tmp_path / "wide", hidden=1024, inner=4096)
+    weights = (model / "model.safetensors").stat().st_size  # float32, as they are computed with
+    used = []
+    for flags in ((), ("--aggregated",)):
+        with serving(model, "--kv-memory", "64MiB", "--threads", "1", *flags) as server:
+            answer = served(server, " ".join(map(str, range(400))))
+            assert ("x-pdserve-prefill" in answer.headers) is not bool(flags)
+            used.append(server.core().memory_full_info().uss)
+    assert weights > 100e6
+    assert used[1] > weights
+    assert used[0] - used[1] < weights / 2, (used, weights)
 
 
 def served(server: Server, prompt: str = LONG) -> Answer:

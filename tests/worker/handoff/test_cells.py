@@ -43,7 +43,7 @@ from pdserve.worker.handoff.table import (
 from tests.worker.handoff.site import CAPABILITIES, CARD, Client, _handoff, _ticket, request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROUTER = (NodeId("router"), 5)
 P1, P2, D = (NodeId("p1"), 11), (NodeId("p2"), 12), (NodeId("d"), 13)
@@ -95,6 +95,9 @@ class Node:
 
     def get(self, node: NodeId) -> Member | None:
         return self.members.get(node)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self.members.values())
 
     def serve(self, method: Any, answer: Any) -> None: ...
 
