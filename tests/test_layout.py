@@ -104,6 +104,7 @@ ASYNCIO = {
     "pdserve/transfer/tcp.py": "connections, and threads that report to the loop",
     "pdserve/transfer/verbs.py": "tells peers, which see nothing by themselves",
     "pdserve/worker/channel.py": "sends what a turn of the loop brought at its end",
+    "pdserve/worker/handoff/prefill.py": "waits for what is in hand when it drains",
     "pdserve/worker/handoff/prefilling.py": "waits for answers of decode workers",
     "pdserve/worker/model.py": "waits for downloads off the loop",
     "pdserve/worker/service.py": "owns the worker's tasks",

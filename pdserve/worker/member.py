@@ -126,9 +126,13 @@ class WorkerMember:
 
     async def drain(self, timeout: Seconds) -> bool:
         """Take nothing new, say so, and wait for what runs; False if `timeout` came first."""
+        until = self._node.now() + timeout
         draining = self._service.drain(timeout)
         self._node.call_soon(self._tell_card)
-        return await draining
+        drained = await draining
+        if self.prefill is not None:  # the engine is done with a prompt before its decode worker is
+            drained &= await self.prefill.drain(max(0.0, until - self._node.now()))
+        return drained
 
     @property
     def requests(self) -> int:

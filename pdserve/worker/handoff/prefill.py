@@ -10,6 +10,7 @@ Every claim is in `_claims` from the queue's word to its end. Owned by the worke
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from functools import partial
@@ -28,7 +29,6 @@ from pdserve.worker.handoff.prefilling import Prefilling
 from pdserve.worker.handoff.table import PrefillEvent, PrefillState
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Coroutine
     from typing import Any
 
@@ -85,6 +85,8 @@ class Prefill:
         self._credits = Credits()
         self._tells = False
         self._closed = False
+        self._idle = asyncio.Event()
+        """Nothing is in hand; kept while somebody drains."""
         self._queue = make_claims(self._take, self._stop)
         node.serve(WITHDRAW, self._withdrawn)
         self._deaf = node.on_member(self._on_member)
@@ -95,6 +97,20 @@ class Prefill:
     def __len__(self) -> int:
         """Claims in hand."""
         return len(self._claims)
+
+    async def drain(self, timeout: Seconds) -> bool:
+        """Offer nothing more and wait for what is in hand: what is computed still has to be handed
+        over. False if `timeout` came first."""
+        self.changed()
+        if not self._claims:
+            return True
+        self._idle.clear()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
         """Leave the queues and drop what is in hand; decode workers learn it from membership.
@@ -178,6 +194,8 @@ class Prefill:
     def ended(self, prefilling: Prefilling, outcome: Ending) -> None:
         """It is over."""
         del self._claims[id(prefilling.claim)]
+        if not self._claims:
+            self._idle.set()
         self.tally.claim(outcome)
         renewals, held = self._renewals.get(prefilling.decode), prefilling.held
         if renewals is None or held is None:

@@ -25,6 +25,7 @@ from pdserve.sim.roles import Router, Settings
 from pdserve.testing.scripted import ENGINE, reference_tokens
 from pdserve.transfer.fake import FakeFabric
 from pdserve.worker.config import WorkerConfig
+from pdserve.worker.handoff.prefilling import Prefilling
 from pdserve.worker.member import WorkerMember
 from pdserve.worker.model import LocalModel
 from pdserve.worker.service import WorkerService
@@ -32,12 +33,21 @@ from tests.net.world import virtually
 from tests.runtime.cluster import cluster
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import TokenDelta
     from pdserve.runtime.node import Node
     from tests.runtime.cluster import Cluster
 
 SIZE = 8
+PATCH = pytest.MonkeyPatch()
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    yield
+    PATCH.undo()
 
 
 class Service(WorkerService):
@@ -297,4 +307,56 @@ async def test_prefill_workers_die_under_work() -> None:
         assert all(right(sink, one) for sink, one in zip(sinks, wanted, strict=True))
         await dead.close()
         await nodes.until(lambda: idle(whole), 30.0)
+        await whole.close()
+
+
+@virtually
+async def test_a_prefill_worker_that_drains_hands_over_what_it_has_computed() -> None:
+    hand_over = Prefilling._hand_over
+
+    async def slowly(self: Prefilling) -> None:
+        await asyncio.sleep(1.0)
+        await hand_over(self)
+
+    async with cluster() as nodes:
+        PATCH.setattr(Prefilling, "_hand_over", slowly)
+        whole = Whole(nodes)
+        await whole.begin("p", "q")
+        sink, wanted = Sink(), asked("r", [9] * 45)
+        whole.d.member.submit(wanted, sink)
+
+        def handing() -> Worker | None:
+            found = [w for w in whole.workers.values() if w.member.prefill and w.member.prefill]
+            states = [(w, w.member.handoffs()) for w in found]
+            return next((w for w, n in states if n and n.states.get("sent")), None)
+
+        await nodes.until(lambda: handing() is not None)
+        p = handing()
+        assert p is not None
+        assert await p.member.drain(10.0)
+        await p.close()
+        await nodes.until(lambda: sink.finished == 1)
+        assert right(sink, wanted)
+        decode = whole.d.member.decode
+        assert decode is not None
+        assert decode.numbers().ended == {"done": 1}, "computed once"
+        await whole.close()
+
+
+@virtually
+async def test_draining_does_not_outlast_its_time() -> None:
+    async def never(self: Prefilling) -> None:
+        await asyncio.sleep(100.0)
+
+    async with cluster() as nodes:
+        PATCH.setattr(Prefilling, "_hand_over", never)
+        whole = Whole(nodes)
+        await whole.begin("p")
+        whole.d.member.submit(asked("r", [9] * 45), Sink())
+        prefill = whole.workers["p"].member.prefill
+        assert prefill is not None
+        await nodes.until(lambda: bool(prefill.numbers().states.get("sent")))
+        before = nodes.loop.time()
+        assert not await whole.workers["p"].member.drain(2.0)
+        assert nodes.loop.time() - before == pytest.approx(2.0, abs=0.2)
         await whole.close()
