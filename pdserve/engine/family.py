@@ -50,7 +50,7 @@ class Family:
     def turn(self, say: Callable[[Progress], None]) -> Iterator[None]:
         """One core at a time is made and loaded. What fails to load is not shared."""
         if not self._loading.acquire(blocking=False):
-            say(Progress(stage="waiting for another core of this process to load"))
+            say(Progress(stage="waiting for another worker of this process to load"))
             self._loading.acquire()
         before = self._elder
         try:

@@ -32,10 +32,11 @@ def size_pool(spec: EngineSpec, info: ModelInfo) -> Sizing:
     """
     layout = info.layout
     memory = int((spec.kv_memory or info.kv_memory) * spec.kv_share)
+    share = "" if spec.kv_share == 1.0 else f", which is {spec.kv_share:.0%} of --kv-memory,"
     num_blocks = memory // layout.block_bytes
     if num_blocks < 1:
         raise ConfigError(
-            f"--kv-memory of {memory} bytes holds no block: one of {layout.block_size} tokens "
+            f"KV memory of {memory} bytes{share} holds no block: one of {layout.block_size} tokens "
             f"takes {layout.block_bytes} bytes"
         )
     room = num_blocks * layout.block_size
@@ -44,8 +45,8 @@ def size_pool(spec: EngineSpec, info: ModelInfo) -> Sizing:
         return Sizing(num_blocks, wanted)
     needed = -(-wanted // layout.block_size) * layout.block_bytes
     shortage = (
-        f"KV memory of {memory} bytes holds {room} tokens, a sequence of {wanted} tokens needs "
-        f"{needed} bytes"
+        f"KV memory of {memory} bytes{share} holds {room} tokens, a sequence of {wanted} tokens "
+        f"needs {needed} bytes"
     )
     if spec.max_model_len:
         raise ConfigError(f"{shortage}: raise --kv-memory or lower --max-model-len")

@@ -420,7 +420,10 @@ class ClusterBackend:
             return "there is no worker in the cluster"
         words = [m.card.reason for m in workers if m.card is not None and m.card.reason]
         if not words and all(m.card is not None and m.card.mode == "prefill" for m in workers):
-            return "there are only prefill workers, which take no requests by themselves"
+            return (
+                "there are only prefill workers, which take no requests by themselves: start one "
+                "with --mode=decode"
+            )
         return words[0] if words else "starting: workers are loading"
 
 

@@ -142,7 +142,8 @@ def idle_flags(config: Config) -> list[str]:
     for name, source in config.sources.items():
         owner = BY_NAME[name].target.partition(".")[0]
         idle = owner in _ROLES and owner != role and name not in _FOR_ALL
-        if source.startswith("--") and (idle or (name == "frontends" and role != "frontend")):
+        idle |= name == "aggregated" or (name == "frontends" and role != "frontend")
+        if source.startswith("--") and idle:
             found.append(source)
     return sorted(found)
 

@@ -237,7 +237,10 @@ class Process:
             _log.warning("a %s has no use for %s", role, ", ".join(idle))
         mode = self._config.worker.mode
         if self._all_in_one and mode != "aggregated":
-            _log.warning("all in one has its own workers: nobody looks at --mode=%s", mode)
+            _log.warning(
+                "all in one has its own workers: nobody looks at --mode=%s without --role=worker",
+                mode,
+            )
         if role in ("frontend", "worker") and not self._config.cluster.join:
             address = self._parts[0].node.address
             _log.warning("there is no --join: this %s waits for others, at %s", role, address)

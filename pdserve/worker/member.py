@@ -298,7 +298,8 @@ class WorkerMember:
 def _set_disagg(chooser: Chooser, wanted: SetDisagg, call: Call) -> DisaggSet:
     """An operator's wish, in force from the next request on."""
     before, chooser.mode = chooser.mode, wanted.disagg
-    _log.info("%s: where prompts are prefilled is decided by %s", call.link.peer.node, chooser.mode)
+    who = call.link.peer.node
+    _log.info("--disagg=%s from now on, before %s: asked for by %s", chooser.mode, before, who)
     return DisaggSet(before)
 
 

@@ -133,7 +133,7 @@ def test_one_loads_at_a_time_and_the_other_says_that_it_waits():
         order.append("first has loaded")
     thread.join(10)
     assert order == [
-        "second: waiting for another core of this process to load",
+        "second: waiting for another worker of this process to load",
         "first has loaded",
         "second loads",
     ]

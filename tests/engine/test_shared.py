@@ -231,7 +231,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing_behind():
     slow = spec(options={"load_ms": "60000"})
     pair = Pair(slow, slow)
     starting = [asyncio.ensure_future(client.start()) for client in pair.clients]
-    waits = "waiting for another core of this process to load"
+    waits = "waiting for another worker of this process to load"
     await until(lambda: waits in {client.state_reason for client in pair.clients})
     pid = pair.pid
     for task in starting:

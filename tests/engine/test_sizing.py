@@ -56,5 +56,10 @@ def test_a_length_that_was_asked_for_is_refused_instead():
 
 
 def test_memory_for_not_even_one_block_is_refused():
-    with pytest.raises(ConfigError, match="holds no block"):
+    with pytest.raises(ConfigError, match="KV memory of 10 bytes holds no block"):
         size_pool(spec(kv_memory=10), info())
+
+
+def test_who_gave_all_of_it_is_told_that_this_is_a_share():
+    with pytest.raises(ConfigError, match="of 5 bytes, which is 50% of --kv-memory, holds no"):
+        size_pool(spec(kv_memory=10, kv_share=0.5), info())

@@ -229,13 +229,14 @@ def test_a_printed_value_parses_back(compose):
 
 def test_flags_that_a_role_has_no_use_for_are_named():
     flags = {"model": "m", "port": "1", "drain-timeout": "1s", "join": "a:1", "frontends": "2"}
+    flags |= {"aggregated": "true"}
 
     def idle(role, environ=()):
         return idle_flags(resolve(flags | {"role": role}, dict(environ)))
 
-    assert idle("router") == ["--frontends", "--model", "--port"]
-    assert idle("worker") == ["--frontends", "--port"]
-    assert idle("frontend") == ["--model"]
+    assert idle("router") == ["--aggregated", "--frontends", "--model", "--port"]
+    assert idle("worker") == ["--aggregated", "--frontends", "--port"]
+    assert idle("frontend") == ["--aggregated", "--model"]
     assert idle("all-in-one") == []
     shared = resolve({"role": "router"}, {"PDSERVE_MODEL": "m"})
     assert idle_flags(shared) == []

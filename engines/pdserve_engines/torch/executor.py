@@ -85,7 +85,7 @@ class TorchExecutor:
             if loaded is None:
                 loaded = self._read(spec, progress)
             else:
-                progress("sharing the weights of another core", None)
+                progress("sharing the weights of another worker", None)
         self._loaded, self._model, self._settings = loaded, loaded.model, loaded.settings
         self.prepare_thread()
         self.info = model_info(

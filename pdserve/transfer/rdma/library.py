@@ -28,6 +28,7 @@ __all__ = ["PACKAGES", "Verbs", "available", "devices", "find", "load"]
 PACKAGES: Final = "python3-pyverbs ibverbs-providers"
 """Debian's and Ubuntu's names; with an adapter `rdma-core` besides."""
 SYSTEM: Final = (Path("/usr/lib/python3/dist-packages"), Path("/usr/lib64/python3/site-packages"))
+ADAPTERS: Final = Path("/sys/class/infiniband")
 _MODULES: Final = ("addr", "base", "cq", "device", "mr", "pd", "pyverbs_error", "qp")
 
 
@@ -117,11 +118,11 @@ def devices() -> list[str]:
     )
 
 
-def available() -> str | None:
-    """None if there is an adapter that can be used, or else why not. It is quick after the first
-    time; nothing is opened."""
-    if not Path("/sys/class/infiniband").is_dir():
-        return find() or "the kernel offers no RDMA: no adapter, or its driver is not loaded"
+def available(adapters: Path = ADAPTERS) -> str | None:
+    """None if there is an adapter that can be used, or else why not: the lack of adapters before
+    that of pyverbs, which would not help. It is quick after the first time; nothing is opened."""
+    if not adapters.is_dir():
+        return "the kernel offers no RDMA: no adapter, or its driver is not loaded"
     try:
         return None if devices() else "there is no RDMA adapter"
     except TransferError as error:

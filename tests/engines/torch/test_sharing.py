@@ -33,7 +33,7 @@ def pair(name: str, kernels: str, threads: int = 1) -> tuple[TorchExecutor, Torc
     wanted = spec(directory, options=options, threads=threads, block_size=4, max_model_len=128)
     second.load(wanted, lambda stage, fraction: stages.append(stage))
     second.allocate(96)
-    assert stages == ["sharing the weights of another core"]
+    assert stages == ["sharing the weights of another worker"]
     return first, second
 
 

@@ -73,6 +73,11 @@ except ImportError:
     assert (done.stdout, done.returncode) == ("alone\n", 0), done.stderr
 
 
+def test_a_machine_without_adapters_is_told_so_and_not_what_to_install(tmp_path: Path) -> None:
+    why = available(tmp_path / "infiniband")
+    assert why == "the kernel offers no RDMA: no adapter, or its driver is not loaded"
+
+
 @pytest.mark.skipif(NOT_HERE, reason="there is RDMA here")
 async def test_without_it_nothing_connects_and_nothing_is_left() -> None:
     assert available()
