@@ -102,7 +102,6 @@ ASYNCIO = {
     "pdserve/transfer/rdma/rail.py": "hears of completions by a descriptor",
     "pdserve/transfer/rdma/transport.py": "opens adapters off the loop",
     "pdserve/transfer/tcp.py": "connections, and threads that report to the loop",
-    "pdserve/transfer/verbs.py": "tells peers, which see nothing by themselves",
     "pdserve/worker/channel.py": "sends what a turn of the loop brought at its end",
     "pdserve/worker/handoff/prefill.py": "waits for what is in hand when it drains",
     "pdserve/worker/handoff/prefilling.py": "waits for answers of decode workers",

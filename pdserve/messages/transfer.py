@@ -139,7 +139,17 @@ class Offers(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """Why the others cannot be used there."""
 
 
-Control = Hello | Welcome | Ready | Stop | Done | Gone | Probe | Offers
+class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Nothing more comes under this ticket: its source has given it up. What is under way may still
+    arrive. Answered by `Done`; may be lost."""
+
+    path: Size
+    """The receiver's number."""
+    slot: Slot
+    generation: Small
+
+
+Control = Hello | Welcome | Ready | Stop | Done | Gone | Probe | Offers | Withdrawn
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from pdserve.errors import PathLost, TransferError, TransferRefused
+from pdserve.errors import PathLost, TransferError, TransferRefused, TransferWithdrawn
 from pdserve.testing.kv_oracle import block_of, layouts
 from pdserve.testing.transfer_support import (
     Ends,
@@ -229,14 +229,36 @@ class TransferConformance:
     async def test_a_withdrawn_ticket_delivers_nothing_more(self) -> None:
         async with self.world(blocks=64) as world:
             ours, theirs = await world.connect()
-            grant, _, waiters = self._flood(world, ours, theirs)
+            grant, sink, waiters = self._flood(world, ours, theirs)
             ours.withdraw(grant.ticket)
             await self._ended(waiters)
+            await sink.until(lambda s: bool(s.failed))
+            assert isinstance(sink.failed[0], TransferWithdrawn)
+            self._names(sink.failed[0], "r-1/0", "p/1")
             world.source.poison(range(64))  # its blocks are free: nobody reads them any more
             with pytest.raises(TransferRefused, match="stopped"):
                 ours.deliver(grant.ticket, Part(77, 0, [0], (0, 3)), Waiter())
             await grant.revoke(timeout=10)
             assert ours.statistics().outgoing == 0
+
+    async def test_a_withdrawal_is_heard_of_although_nothing_is_under_way(self) -> None:
+        async with self.world() as world:
+            ours, theirs = await world.connect()
+            world.source.fill({0: 7})
+            sink = RecordingSink()
+            grant = theirs.grant(order([1, 2], 8), sink)
+            assert await deliver(ours, grant.ticket, Part(0, 0, [0], (0, 3))).wait() is None
+            await sink.until(lambda s: s.parts == [0])
+            ours.withdraw(grant.ticket)
+            await sink.until(lambda s: bool(s.failed))
+            assert isinstance(sink.failed[0], TransferWithdrawn)
+            self._names(sink.failed[0], "r-1/0", "p/1", "withdrawn")
+            await grant.revoke(timeout=10)
+            other = theirs.grant(order([1], 4), RecordingSink())
+            ours.withdraw(grant.ticket)  # again, when others have its blocks
+            assert await deliver(ours, other.ticket, Part(0, 0, [0], (0, 3))).wait() is None
+            other.finish()
+            assert ours.down is None
 
     def _flood(
         self, world: Ends, ours: Path, theirs: Path, last: int = 64

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pdserve.transfer.verbs import VerbsPath, VerbsTransport
+from pdserve.transfer.host import TransportCore
+from pdserve.transfer.verbs import VerbsPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -285,9 +286,6 @@ class FakePath(VerbsPath):
         """The key that the peer gave for its region."""
         return self.theirs[region].keys[0]
 
-    def _farewell(self, reason: str) -> None:
-        self.transport.tell_gone(self, reason)
-
 
 class _Rails(msgspec.Struct, frozen=True, array_like=True):
     """Details of Hello and Welcome."""
@@ -295,7 +293,7 @@ class _Rails(msgspec.Struct, frozen=True, array_like=True):
     numbers: tuple[int, ...]
 
 
-class FakeTransport(VerbsTransport):
+class FakeTransport(TransportCore):
     """A node with fake devices."""
 
     name = "fake"

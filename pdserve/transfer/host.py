@@ -12,10 +12,21 @@ peers; numbers in it that lead nowhere are refused, not guessed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from pdserve.errors import PdserveError, TransferError, TransferRefused, TransferTimeout
-from pdserve.messages.transfer import Control, Done, Gone, Hello, Ready, Stop, Welcome
+from pdserve.messages.transfer import (
+    Control,
+    Done,
+    Gone,
+    Hello,
+    Ready,
+    Stop,
+    Welcome,
+    Withdrawn,
+)
 from pdserve.transfer.grants import GrantTable
 
 if TYPE_CHECKING:
@@ -33,6 +44,8 @@ HALF_OPEN: Final[Seconds] = 30.0
 _UNUSABLE: Final = (OSError, ValueError, OverflowError)
 """What comes of a peer's details that are wrong, or of another version: `PlanError`, a record that
 nobody can read, an address that is none. It costs the path, never this node."""
+_COURTESY: Final[Seconds] = 1.0
+"""How long a peer has to hear what it would find out by itself, only later."""
 
 
 class Exchange(Protocol):
@@ -59,6 +72,7 @@ class TransportCore:
         self._half_open: dict[int, asyncio.TimerHandle] = {}
         self._connecting: dict[PeerKey, asyncio.Task[PathCore]] = {}
         self._numbers = 0
+        self._telling: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------ what back ends bring
 
@@ -113,7 +127,7 @@ class TransportCore:
         try:
             async with asyncio.timeout(timeout):
                 path = await self._dial(peer, number, self._exchange(peer, number, timeout))
-                self._paths[number] = path
+                self._enter(path, number)
                 await self._say_ready(path, timeout)
         except TransferError:
             raise
@@ -166,6 +180,10 @@ class TransportCore:
             if other.peer.node == path.peer.node and other.peer.epoch < path.peer.epoch:
                 other.fail("peer", f"a later life of it, {path.peer.epoch}, has a path")
 
+    def _enter(self, path: PathCore, number: int) -> None:
+        self._paths[number] = path
+        path.tell = partial(self._tell_soon, path)
+
     def _next(self) -> int:
         self._numbers += 1
         return self._numbers
@@ -178,6 +196,19 @@ class TransportCore:
         timer = self._half_open.pop(path.number, None)
         if timer is not None:
             timer.cancel()
+
+    # ------------------------------------------------------------------ courtesies
+
+    def _tell_soon(self, path: PathCore, control: Control) -> None:
+        """Let the peer know, if it can still be reached; nobody waits for it."""
+        if path.remote:
+            task = asyncio.get_running_loop().create_task(self._tell(path, control))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+
+    async def _tell(self, path: PathCore, control: Control) -> None:
+        with contextlib.suppress(PdserveError, TimeoutError):
+            await self.ask(path.peer, control, _COURTESY)
 
     # ------------------------------------------------------------------ control
 
@@ -192,6 +223,9 @@ class TransportCore:
             case Stop():
                 path = self._mine(peer, control.path, "stop")
                 await self._stopped(path, control.slot, control.generation)
+            case Withdrawn():
+                path = self._mine(peer, control.path, "withdraw")
+                path.given_up(control.slot, control.generation)
             case Gone():
                 path = self._mine(peer, control.path, "close")
                 path.fail("peer", control.reason or "the peer closed the path")
@@ -210,7 +244,7 @@ class TransportCore:
         except _UNUSABLE as error:
             raise TransferRefused.at("", self._name(peer), "connect", str(error)) from error
         path.remote = hello.path
-        self._paths[number] = path
+        self._enter(path, number)
         self._half_open[number] = asyncio.get_running_loop().call_later(
             HALF_OPEN, path.fail, "connect", "the peer never said that it is ready"
         )
@@ -248,6 +282,8 @@ class TransportCore:
             await asyncio.wait(connecting)
         for path in list(self._paths.values()):
             await path.close("this node closes its transfers")
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=2 * _COURTESY)
 
     def _check_open(self, peer: PeerKey) -> None:
         if self.closed:

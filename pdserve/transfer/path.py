@@ -25,6 +25,7 @@ from pdserve.errors import (
     TransferTimeout,
     TransferWithdrawn,
 )
+from pdserve.messages.transfer import Withdrawn
 from pdserve.transfer.base import PathStatistics
 from pdserve.transfer.plan import PlanError
 from pdserve.transfer.route import Route
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.ids import Bytes, Seconds
-    from pdserve.messages.transfer import RegionCard, Ticket
+    from pdserve.messages.transfer import Control, RegionCard, Ticket
     from pdserve.transfer.base import Done, Order, Part, PeerKey, Sink
     from pdserve.transfer.grants import Granted, GrantTable
     from pdserve.transfer.route import Share
@@ -104,6 +105,8 @@ class PathCore:
         0: the device knows by itself."""
         self._watching: asyncio.TimerHandle | None = None
         self._forget = forget
+        self.tell: Callable[[Control], None] = lambda control: None
+        """Lets the peer know, whenever it hears of it. Set by the transport."""
         self._ending: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -200,6 +203,13 @@ class PathCore:
         self.stats.grants_failed += 1
         granted.sink.on_failed(error)
 
+    def given_up(self, slot: int, generation: int) -> None:
+        """The source delivers nothing more to a grant. One that is over by now needs nothing."""
+        granted = self.grants.find(self, slot, generation, exact=True)
+        if granted is not None:
+            transfer, reason = granted.ticket.transfer, "the source has withdrawn it"
+            self.spoiled(granted, self._error(TransferWithdrawn, transfer, "withdraw", reason))
+
     # ------------------------------------------------------------------ the source
 
     def deliver(self, ticket: Ticket, part: Part, done: Done) -> None:
@@ -249,6 +259,8 @@ class PathCore:
     def withdraw(self, ticket: Ticket) -> None:
         """See `base.Path.withdraw`."""
         self.stop(ticket.slot, ticket.generation)
+        if self.down is None:
+            self.tell(Withdrawn(self.remote, ticket.slot, ticket.generation))
 
     def stop(self, slot: int, generation: int) -> list[Outgoing]:
         """Nothing more for this ticket; returns what is still under way, having told it to end."""

@@ -379,8 +379,9 @@ class TcpPath(PathCore):
         if granted is None or granted.state != "open" or self.down is not None:
             reason = reason or "the attempt is not current"
         elif reason:
-            transfer = granted.ticket.transfer
-            self.spoiled(granted, self._error(TransferCorrupt, transfer, "place", reason))
+            dropped, transfer = isinstance(frame, _Dropped), granted.ticket.transfer
+            kind, step = (TransferWithdrawn, "withdraw") if dropped else (TransferCorrupt, "place")
+            self.spoiled(granted, self._error(kind, transfer, step, reason))
             self._shut(granted)
         else:
             self.arrived(frame.slot, frame.generation, frame.part, size)

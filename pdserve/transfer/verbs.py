@@ -13,13 +13,10 @@ It knows no device. `QueuePair` is what one has to offer; work requests reach it
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from pdserve.errors import PdserveError
 from pdserve.messages.transfer import Gone, Stop
-from pdserve.transfer.host import TransportCore
 from pdserve.transfer.immediate import Immediate, Kind
 from pdserve.transfer.path import Key, Outgoing, PathCore
 from pdserve.transfer.plan import Runs, split
@@ -32,14 +29,12 @@ if TYPE_CHECKING:
     from pdserve.transfer.base import Ask
     from pdserve.transfer.grants import Granted
 
-__all__ = ["STRIPE", "Chain", "QueuePair", "VerbsPath", "VerbsTransport", "stripes"]
+__all__ = ["STRIPE", "Chain", "QueuePair", "VerbsPath", "stripes"]
 
 STRIPE: Final[Bytes] = 1 << 20
 """Longest run of one work request: small enough to spread a part over the rails, large enough that
 the fixed cost of a work request does not count."""
 
-_GONE: Final[Seconds] = 1.0
-"""How long a peer has to hear that a path has ended; it is a courtesy."""
 _REASON: Final = 500
 
 
@@ -127,29 +122,9 @@ class VerbsPath(PathCore):
         self._posted.clear()
         self._cut.clear()
 
-
-class VerbsTransport(TransportCore):
-    """A node whose peers do not see by themselves that a path has ended: they only write to it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._telling: set[asyncio.Task[None]] = set()
-
-    def tell_gone(self, path: PathCore, reason: str) -> None:
-        """Tell the peer, if it can still be told."""
-        if path.remote:
-            task = asyncio.get_running_loop().create_task(self._tell(path, reason))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
-
-    async def _tell(self, path: PathCore, reason: str) -> None:
-        with contextlib.suppress(PdserveError):
-            await self.ask(path.peer, Gone(path.remote, reason[:_REASON]), _GONE)
-
-    async def close(self) -> None:
-        await super().close()
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=2 * _GONE)
+    def _farewell(self, reason: str) -> None:
+        """Who only writes does not see by itself that a path has ended."""
+        self.tell(Gone(self.remote, reason[:_REASON]))
 
 
 def stripes(moves: Sequence[Move], rails: int, size: Bytes) -> list[tuple[Move, ...]]:

@@ -72,7 +72,7 @@ def within(value: Any, bounds: tuple[msgspec.Meta, ...]) -> Any:
     for bound in bounds:
         if bound.le is not None:
             value = min(value, bound.le)
-        if bound.max_length is not None:
+        if bound.max_length is not None and len(value) > bound.max_length:
             value = value[: bound.max_length]
     return value
 

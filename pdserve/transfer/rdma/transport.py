@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.errors import TransferError, TransferRefused
+from pdserve.transfer.host import TransportCore
 from pdserve.transfer.plan import PlanError
 from pdserve.transfer.rdma import library
 from pdserve.transfer.rdma.adapter import Adapter, Options, slice_bytes
@@ -29,7 +30,7 @@ from pdserve.transfer.rdma.negotiate import Details, DeviceName, partners
 from pdserve.transfer.rdma.queue import Regions
 from pdserve.transfer.rdma.rail import Rail
 from pdserve.transfer.rdma.table import slices
-from pdserve.transfer.verbs import STRIPE, VerbsPath, VerbsTransport
+from pdserve.transfer.verbs import STRIPE, VerbsPath
 
 if TYPE_CHECKING:
     from array import array
@@ -73,11 +74,8 @@ class RdmaPath(VerbsPath):
         for rail in self.rails:  # its notifications are here, but perhaps not yet looked at
             rail.poll()
 
-    def _farewell(self, reason: str) -> None:
-        self.transport.tell_gone(self, reason)
 
-
-class RdmaTransport(VerbsTransport):
+class RdmaTransport(TransportCore):
     """A node's adapters. `devices`: `name`, `name:port` or `name:port:gid-index`, in the order in
     which they pair with the peers' ones; without them, all with an active port."""
 
