@@ -204,17 +204,28 @@ async def granted(world: World, end: End, peer: End, key: AttemptKey, blocks: li
     return found
 
 
+async def lost(world: World, end: End, peer: End, key: AttemptKey, blocks: list[int]) -> None:
+    """Open an attempt and wait until it is lost."""
+    end.mover.open(key, peer.key, end.order(key, blocks))
+    await world.until(lambda: bool(end.of(Lost, key)))
+
+
 async def filled(world: World, d: End, p: End, key: AttemptKey, from_: list[int], to: list[int]):
     """One attempt from its opening to its end; both ends are done with it."""
     ticket = (await granted(world, d, p, key, to)).ticket
     p.mover.deliver(key.handle, d.key, ticket, part(0, from_))
     await world.until(lambda: bool(d.of((Arrived, Lost), key)))
-    await world.until(lambda: bool(p.deliveries(key.handle)))
+    await delivered(world, p, key.handle)
     assert d.of(Lost, key) == []
     (sent,) = p.deliveries(key.handle)
     assert sent.error is None, sent
     d.mover.finish(key)
     return sent
+
+
+async def delivered(world: World, end: End, handle: int) -> None:
+    """Wait until a part for this request is sent, or is known not to be."""
+    await world.until(lambda: bool(end.deliveries(handle)))
 
 
 async def revoked(world: World, end: End, key: AttemptKey, timeout: float) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pytest
 
-from pdserve.engine.api import EngineState
+from pdserve.engine.api import Engine, EngineState
 from pdserve.engine.client import ClientOptions, CoreClient
 from pdserve.engine.restart import RestartPolicy
 from pdserve.errors import ConfigError, EngineDied, LinkLost, TransferRefused
@@ -98,16 +98,15 @@ class Prefilling:
 D, P = (NodeId("d"), 1), (NodeId("p"), 2)
 
 
-class Pair:
+E = TypeVar("E", bound=Engine)
+
+
+class Wired(Generic[E]):
     """A decode and a prefill engine, wired as their nodes would."""
 
-    def __init__(self, d: EngineSpec, p: EngineSpec, **options: Any) -> None:
-        chosen = ClientOptions(**({"restart": FAST} | options))
-        self.d, self.p = CoreClient(d, chosen), CoreClient(p, chosen)
-        self.wire()
-
-    def wire(self) -> None:
-        self.engines = {D: self.d, P: self.p}
+    def __init__(self, d: E, p: E) -> None:
+        self.d, self.p = d, p
+        self.engines = {D: d, P: p}
         for here, engine in self.engines.items():
             engine.on_transfer(self._asking(here))
             engine.attach(*here)
@@ -138,6 +137,14 @@ class Pair:
         assert not remote.lost, remote.lost
         await until(lambda: prefilling.sent)
         return remote, prefilling
+
+
+class Pair(Wired[CoreClient]):
+    """Each in a process of its own, or on a thread."""
+
+    def __init__(self, d: EngineSpec, p: EngineSpec, **options: Any) -> None:
+        chosen = ClientOptions(**({"restart": FAST} | options))
+        super().__init__(CoreClient(d, chosen), CoreClient(p, chosen))
 
 
 @asynccontextmanager

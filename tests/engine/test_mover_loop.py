@@ -16,7 +16,7 @@ from pdserve.testing.virtual_time import run
 from pdserve.transfer.backends import BackEnd
 from pdserve.transfer.base import PeerKey
 from pdserve.transfer.fake import FakeFabric, FakeFaults
-from tests.engine.mover_world import End, World, fake, filled, granted, part, revoked
+from tests.engine.mover_world import End, World, fake, filled, granted, lost, part, revoked
 
 SOON = 15.0
 """Virtual seconds: the peer's word, or else the path's end."""
@@ -42,10 +42,16 @@ class Two(World):
 
     async def __aexit__(self, *exc: object) -> None:
         for end in self.ends.values():
-            await end.mover.closed()
-            assert not len(end.mover._tasks)
+            mover = loop_mover(end)
+            await mover.closed()
+            assert not len(mover._tasks)
             end.free()
         assert self.fabric.pairs == {}
+
+
+def loop_mover(end: End) -> LoopMover:
+    assert isinstance(end.mover, LoopMover)
+    return end.mover
 
 
 KEY = AttemptKey(1, 1)
@@ -138,12 +144,13 @@ def test_nobody_there_loses_the_attempt_and_not_the_back_end(seed: int) -> None:
                 if number == 6:
                     two.cut.clear()
                 key = AttemptKey(1, number)
-                two.d.mover.open(key, two.p.key, two.d.order(key, [1]))
-                await two.until(lambda key=key: bool(two.d.of(Lost, key)))
+                await lost(two, two.d, two.p, key, [1])
                 await revoked(two, two.d, key, SOON)
             two.refuse = lambda question: None
             await granted(two, two.d, two.p, AttemptKey(1, 11), [1])
-            assert not two.d.mover._roads._choices._records
+            roads = loop_mover(two.d)._roads
+            assert roads is not None
+            assert not roads._choices._records
             two.d.mover.finish(AttemptKey(1, 11))
 
     run(main())
@@ -196,7 +203,7 @@ def test_a_ticket_ends_with_the_engine_that_gave_it(seed: int) -> None:
     async def main() -> None:
         async with Two(seed) as two:
             old = (await granted(two, two.d, two.p, KEY, [1])).ticket
-            await two.d.mover.closed()
+            await loop_mover(two.d).closed()
             again = two.add("d", 1)
             assert again.key == two.d.key
             two.d.free()
@@ -257,8 +264,7 @@ def test_a_peer_that_refuses_all_there_is_has_no_way_until_it_takes_one(seed: in
             for number in (1, 2, 3):
                 assert two.d.paths == []
                 key = AttemptKey(1, number)
-                two.d.mover.open(key, two.p.key, two.d.order(key, [1]))
-                await two.until(lambda key=key: bool(two.d.of(Lost, key)))
+                await lost(two, two.d, two.p, key, [1])
                 await revoked(two, two.d, key, SOON)
                 await asyncio.sleep(0.1)
             (state,) = two.d.paths
@@ -295,8 +301,7 @@ def test_three_failures_make_the_next_back_end_be_taken_and_the_better_tried_aga
         two.refuse = refuse
         for number in (1, 2, 3):
             key = AttemptKey(1, number)
-            d.mover.open(key, p.key, d.order(key, [1]))
-            await two.until(lambda key=key: bool(d.of(Lost, key)))
+            await lost(two, d, p, key, [1])
             await revoked(two, d, key, SOON)
         assert (await granted(two, d, p, AttemptKey(1, 4), [1])).ticket.backend == "plain"
         await asyncio.sleep(0.1)
@@ -309,21 +314,21 @@ def test_three_failures_make_the_next_back_end_be_taken_and_the_better_tried_aga
         await asyncio.sleep(0.1)
         assert [state.degraded for state in d.paths if state.backend == "good"] == [""]
         for end in ends:
-            await end.mover.closed()
+            await loop_mover(end).closed()
             end.free()
 
     run(main())
 
 
-def test_a_mistake_in_here_is_not_survived(seed: int) -> None:
+def test_a_mistake_in_here_is_not_survived(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with Two(seed) as two:
 
             async def mistake() -> None:
                 raise ZeroDivisionError
 
-            two.d.pump = lambda: None
-            _ = two.d.mover._tasks.spawn(mistake(), "a mistake")
+            monkeypatch.setattr(two.d, "pump", lambda: None)
+            _ = loop_mover(two.d)._tasks.spawn(mistake(), "a mistake")
             await asyncio.sleep(0.1)
             with pytest.raises(EngineDied, match="ZeroDivisionError"):
                 two.d.mover.poll()

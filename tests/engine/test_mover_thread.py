@@ -16,7 +16,7 @@ from pdserve.engine.movers.thread import ThreadMover
 from pdserve.errors import ConfigError, EngineDied, EngineError
 from pdserve.messages.engine import PeerGone, TransferSpec
 from pdserve.transfer.backends import BackEnd, standard
-from tests.engine.mover_world import World, filled, granted, part, revoked
+from tests.engine.mover_world import World, delivered, filled, granted, part, revoked
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -90,7 +90,7 @@ async def test_revoked_blocks_stay_as_they_are(backend: str) -> None:
                 world.p.mover.withdraw(number, world.d.key, ticket)
             await revoked(world, world.d, key, SOON)
             world.d.poison(range(64))
-            await world.until(lambda number=number: bool(world.p.deliveries(number)))
+            await delivered(world, world.p, number)
             assert world.d.holds({})
 
 

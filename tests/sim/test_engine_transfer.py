@@ -11,18 +11,17 @@ from pdserve.sim.engine import InlineEngine
 from pdserve.testing.scripted import reference_tokens
 from pdserve.testing.virtual_time import run
 from pdserve.transfer.fake import FakeFabric
-from tests.engine.test_handing_over import D, P, Pair, Prefilling, Remote, request, spec
+from tests.engine.test_handing_over import D, P, Prefilling, Remote, Wired, request, spec
 
 SPEC = spec("fake")
 
 
-class Simulated(Pair):
+class Simulated(Wired[InlineEngine]):
     """The same pair, inline."""
 
     def __init__(self, fabric: FakeFabric) -> None:
         self.fabric = fabric
-        self.d, self.p = (self.engine(), self.engine())
-        self.wire()
+        super().__init__(self.engine(), self.engine())
 
     def engine(self) -> InlineEngine:
         return InlineEngine(SPEC, pace=0.02, load_time=0.5, fabric=self.fabric)

@@ -21,14 +21,19 @@ def q(*values: int) -> array[int]:
     return array("q", values)
 
 
+def columns(runs: list[tuple[int, int, int]]) -> tuple[array[int], array[int], array[int]]:
+    """Where they go, where they come from, how long they are."""
+    return q(*(to for to, _, _ in runs)), q(*(at for _, at, _ in runs)), q(*(n for *_, n in runs))
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 6)), max_size=9))
 def test_twins_copy_the_same(runs: list[tuple[int, int, int]]) -> None:
     source = bytes(range(16))
     results = []
     for copy in BOTH:
         out = bytearray(b"." * 16)
-        columns = [q(*column) for column in zip(*runs, strict=True)] or [q(), q(), q()]
-        assert copy(memoryview(out), memoryview(source), *columns) == sum(columns[2])
+        tos, froms, lengths = columns(runs)
+        assert copy(memoryview(out), memoryview(source), tos, froms, lengths) == sum(lengths)
         results.append(bytes(out))
     plain = bytearray(b"." * 16)
     for to, at, length in runs:
@@ -49,9 +54,9 @@ def test_streamed_copies_are_the_same_at_any_alignment(seed: int) -> None:
             runs.append((at, begin, length))
             plain[at : at + length] = source[begin : begin + length]
             at += length
-        columns = [q(*column) for column in zip(*runs, strict=True)]
-        moved = copy(memoryview(out), memoryview(source), *columns, True)
-        assert moved == sum(columns[2])
+        tos, froms, lengths = columns(runs)
+        moved = copy(memoryview(out), memoryview(source), tos, froms, lengths, True)
+        assert moved == sum(lengths)
         assert out == plain
 
 

@@ -276,6 +276,7 @@ async def prefilled(c, d: Real, p: Real, peer, me, wanted) -> Remote:
     assert not remote.lost, remote.lost
     p.engine.prefill(wanted, remote.opened[1], me.id, me.epoch, prefilling)
     await c.until(lambda: bool(prefilling.handoff))
+    assert prefilling.handoff is not None
     d.engine.activate(handle, 1, prefilling.handoff)
     await c.until(lambda: remote.ledger.done)
     return remote

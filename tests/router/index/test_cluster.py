@@ -24,6 +24,7 @@ from pdserve.runtime.topics.config import LogConfig, TopicsConfig
 from pdserve.runtime.topics.service import Topics
 from pdserve.sim.checks import pool_chains
 from pdserve.sim.roles import Settings, Worker
+from pdserve.transfer.fake import FakeFabric
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
 
@@ -76,13 +77,14 @@ class World:
     def __init__(self, nodes: Cluster, seed: int) -> None:
         self.nodes = nodes
         self.random = random.Random(seed)
+        self.fabric = FakeFabric(random.Random(seed))
         self.workers: dict[str, Worker] = {}
         self.readers: dict[str, Reader] = {}
 
     async def worker(self, name: str, **settings: Any) -> Worker:
         node = self.nodes.make(name)
         self.nodes.nodes[name] = node
-        made = self.workers[name] = Worker(node, replace(Settings(), **settings))
+        made = self.workers[name] = Worker(node, replace(Settings(), **settings), self.fabric)
         made.topics.config = SMALL
         await made.start()
         return made

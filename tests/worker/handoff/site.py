@@ -12,6 +12,7 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import EngineDied, NotReady, PdserveError, TransferError
@@ -351,7 +352,7 @@ class PlayedEngine:
     def abort(self, handle: int) -> None:
         self.calls["abort"] += 1
         for known in (self.remotes, self.locals, self.prompts):
-            known.pop(handle, None)  # type: ignore[attr-defined]
+            known.pop(handle, None)
         self.arrived = {key for key in self.arrived if key[0] != handle}
 
     # ------------------------------------------------------------------ prefill
@@ -497,7 +498,7 @@ class PlayedQueue:
             claim = PlayedClaim(self, host, entry, len(self.claims) + 1)
             self.claims.append(claim)
             entry.claims.append(claim)
-            host.call_later(self.delay, lambda h=host, c=claim: h.take(c))
+            host.call_later(self.delay, partial(host.take, claim))
 
     def _again(self, entry: Entry) -> None:
         if self.entries.get((entry.host.name, entry.epoch, entry.item.request)) is entry:
@@ -514,7 +515,7 @@ class PlayedQueue:
             from msgspec.structs import replace
 
             entry.item = replace(entry.item, round=entry.item.round + 1)
-            entry.host.call_later(0.0, lambda e=entry: self._queue_again(e))
+            entry.host.call_later(0.0, partial(self._queue_again, entry))
 
     def _queue_again(self, entry: Entry) -> None:
         if self.entries.get((entry.host.name, entry.epoch, entry.item.request)) is entry:
@@ -556,7 +557,7 @@ class DecodeEnd:
             return
         for claim in entry.claims:
             if not claim.outcome and not claim.is_open and claim.host.up:
-                claim.host.call_later(self._queue.delay, lambda c=claim: c.host.drop(c))
+                claim.host.call_later(self._queue.delay, partial(claim.host.drop, claim))
 
     def close(self) -> None:
         for key in [k for k in self._queue.entries if k[0] == self._host.name]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -26,7 +27,6 @@ from pdserve.net.timers import Timers
 from pdserve.observe.metrics import Metrics
 from pdserve.runtime.methods import ATTEMPT_FAILED, NOTIFY, OPEN_ATTEMPT, RENEW
 from pdserve.runtime.registry import Gone, Member
-from pdserve.worker.handoff import prefilling
 from pdserve.worker.handoff.choice import Chooser
 from pdserve.worker.handoff.decode import Decode
 from pdserve.worker.handoff.fence import SILENT
@@ -203,8 +203,8 @@ class DecodeRig:
     """A request at a decode worker, in a state of choice."""
 
     def __init__(self, state: State) -> None:
-        self.node: Any = Node(NodeId("d"))
-        self.worker: Any = Worker()
+        self.node = cast("Any", Node(NodeId("d")))
+        self.worker = cast("Any", Worker())
         self.queue = Queue()
         self.chooser = Chooser("rule", min_tokens=10)
         self.decode = Decode(
@@ -445,9 +445,9 @@ class PrefillRig:
     """A claim at a prefill worker, in a state of choice."""
 
     def __init__(self, state: PrefillState, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(prefilling.asyncio, "current_task", lambda: None)
-        self.node: Any = Node(NodeId("p1"))
-        self.worker: Any = Worker()
+        monkeypatch.setattr(asyncio, "current_task", lambda: None)
+        self.node = cast("Any", Node(NodeId("p1")))
+        self.worker = cast("Any", Worker())
         offers = type("Offers", (), {"offer": lambda *a: None, "close": lambda s: None})()
 
         def claims(take: Any, stop: Any) -> Any:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,9 @@ from pdserve.worker.handoff.choice import Chooser, Decision, Learnt, Line, Prosp
 IDLE = QueueState(workers=1, credits=2)
 
 
-def prospect(**fields) -> Prospect:
-    return Prospect(**{"tokens": 1000, "queue": IDLE} | fields)
+def prospect(**fields: Any) -> Prospect:
+    asked: dict[str, Any] = {"tokens": 1000, "queue": IDLE}
+    return Prospect(**asked | fields)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,24 @@ def test_a_slow_road_is_learnt():
     for _ in range(30):
         chooser.learnt.remote(1000, 0, 1000, prefill=0.1, whole=0.9)
     assert not chooser.decide(prospect(streams=2)).remote
+
+
+def test_what_is_still_to_come_shares_the_road():
+    chooser = Chooser("predict")
+    for _ in range(30):
+        chooser.learnt.remote(1000, 0, 1000, prefill=0.05, whole=0.1)
+        chooser.learnt.remote(1000, 0, 9000, prefill=0.05, whole=0.5)
+    assert chooser.decide(prospect(streams=2)).remote
+    assert not chooser.decide(prospect(streams=2, coming=20_000)).remote
+
+
+def test_who_is_late_warns_before_it_has_come():
+    chooser = Chooser("predict")
+    decision = chooser.decide(prospect(streams=4))
+    assert decision.remote
+    late = chooser.decide(prospect(streams=4, late=10.0))
+    assert not late.remote
+    assert late.there == pytest.approx(10 * decision.fill)
 
 
 def test_what_prefill_workers_have_cached_is_learnt():

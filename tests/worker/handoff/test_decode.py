@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
@@ -10,10 +11,13 @@ from msgspec.structs import replace
 from pdserve.errors import PayloadTooLarge
 from pdserve.messages.handoff import LEASE
 from pdserve.net.link import PeerLink
-from pdserve.worker.handoff import prefilling
+from pdserve.runtime.methods import NOTIFY
 from pdserve.worker.handoff.choice import Chooser
 from pdserve.worker.handoff.remote import MOST_ATTEMPTS
 from tests.worker.handoff.site import CAPABILITIES, Client, Site, on_site, play, request
+
+if TYPE_CHECKING:
+    from pdserve.messages.transfer import Ticket
 
 ON_THE_WAY = ["admit", "queue", "attempt", "fill", "verify", "local"]
 AT_WORK = ["attempt", "fill", "verify"]
@@ -342,7 +346,7 @@ def test_a_link_breaks(state):
     play(test)
 
 
-def _ticket_of(site: Site, client: Client, attempt: int) -> object:
+def _ticket_of(site: Site, client: Client, attempt: int) -> Ticket:
     from tests.worker.handoff.site import _ticket
 
     return _ticket(client.handle, attempt, client.request)
@@ -464,11 +468,10 @@ def test_the_decode_worker_is_held_for_dead_and_begins_another_life(state):
 async def test_a_handoff_that_fits_no_message_is_given_up_at_once(site: Site) -> None:
     client = await in_state(site, "fill")
     heal(site)
-    handed = prefilling.NOTIFY
     calls = []
 
-    async def request_(link: object, method: object, message: object, **fields: object) -> object:
-        if method is handed:
+    async def request_(link: Any, method: Any, message: Any, **fields: Any) -> Any:
+        if method is NOTIFY:
             calls.append(message)
             raise PayloadTooLarge("so many logprobs")
         return await original(link, method, message, **fields)
