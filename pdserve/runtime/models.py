@@ -1,6 +1,7 @@
 """Which models the cluster serves, and who serves each, as the cards of its members say.
 
-A prefill worker serves nobody by itself: it counts only in that its model must be the others'.
+A prefill worker serves nobody by itself: it counts only in that its model must be the others',
+however long it has run, and that its context is no shorter.
 Two workers that offer one name must mean the same model: same compatibility hash, same tokenizer,
 same template. Where they do not, the one that started first holds the name, on every node alike,
 and the others serve nothing and are named as being in conflict. Plain functions of the members.
@@ -54,9 +55,10 @@ def catalogue(members: Iterable[Member]) -> Catalogue:
     held: dict[str, tuple[ModelOffer, NodeId]] = {}
     workers: dict[str, list[NodeId]] = {}
     conflicts: dict[NodeId, str] = {}
-    for _, node, card in sorted(cards, key=lambda one: one[:2]):
+    # Prefill workers last: one that means another model must not shut out those who serve.
+    for _, node, card in sorted(cards, key=lambda one: (one[2].mode == "prefill", *one[:2])):
         offers = card.models
-        why = _conflict(held, offers)
+        why = _conflict(held, offers, prefills=card.mode == "prefill")
         if why:
             conflicts[node] = why
             continue
@@ -74,11 +76,16 @@ def _names(offer: ModelOffer) -> tuple[str, ...]:
     return tuple(dict.fromkeys((offer.name, *offer.aliases)))
 
 
-def _conflict(held: dict[str, tuple[ModelOffer, NodeId]], offers: tuple[ModelOffer, ...]) -> str:
+def _conflict(
+    held: dict[str, tuple[ModelOffer, NodeId]], offers: tuple[ModelOffer, ...], *, prefills: bool
+) -> str:
     """Why a worker cannot serve what it offers beside those before it; empty: it can."""
     for offer in offers:
         for name in _names(offer):
             why = difference(held[name][0], offer) if name in held else ""
+            longer = name in held and offer.max_model_len > held[name][0].max_model_len
+            if why == "context length" and prefills and longer:
+                continue  # it prefills whatever those who serve take
             if why:
                 return f"its {name!r} has another {why} than the one served before it"
     return ""

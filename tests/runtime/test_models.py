@@ -37,13 +37,29 @@ def test_prefill_workers_serve_nobody_by_themselves() -> None:
     assert catalogue([alone]).names == {}
     both = catalogue([alone, worker("d", offered(), started=2)])
     assert both.names["tiny"].workers == ("d",)
-    assert both.names["tiny"].holder == "p"  # it has the parts, and was there first
+    assert both.names["tiny"].holder == "d"  # although the other was there first
 
 
 def test_prefill_workers_must_have_the_same_model() -> None:
     found = catalogue([worker("d", offered()), prefiller("p", offered(compat_hash="y"), started=2)])
     assert list(found.conflicts) == ["p"]
     assert found.names["tiny"].workers == ("d",)
+
+
+def test_a_prefill_worker_that_was_there_first_shuts_nobody_out() -> None:
+    for changes in ({"compat_hash": "y"}, {"max_model_len": 32}):
+        first = prefiller("p", offered(**changes))
+        found = catalogue([first, worker("d", offered(), started=2)])
+        assert list(found.conflicts) == ["p"]
+        assert found.names["tiny"].workers == ("d",)
+        assert found.names["tiny"].offer == offered()
+
+
+def test_a_prefill_worker_may_have_a_longer_context_than_those_who_serve() -> None:
+    long = prefiller("p", offered(max_model_len=128))
+    found = catalogue([long, worker("d", offered(), started=2)])
+    assert not found.conflicts
+    assert found.names["tiny"].offer.max_model_len == 64
 
 
 def test_names_and_aliases_lead_to_those_who_serve_them() -> None:
