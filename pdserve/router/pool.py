@@ -354,6 +354,13 @@ class Pool:
             tokens += strange
             work += self._predict(life, strange) if strange else 0.0
             head = head or work / requests
+        if worker.facts.decode and worker.load is not None:
+            # What a prefill worker computes is in nobody's way here, and has its blocks already.
+            most = load.uncomputed_tokens + placed_tokens
+            if tokens > most:
+                work *= most / tokens
+                head = min(head, work)
+                tokens = most
         return WorkerView(
             node=node,
             epoch=epoch,

@@ -95,6 +95,23 @@ def test_nobody_asks_a_prefill_worker(world):
     assert [view.node for _, view in world.pool.workers("m")] == ["w2"]
 
 
+def test_what_others_compute_for_a_decode_worker_is_not_its_work(world):
+    world.put(facts("w1", decode=True))
+    world.put(facts("w2"))
+    for name in ("w1", "w2"):
+        booking = world.bookings.place(0.0, life(name), life("f"), 1, 1000, work=0.5)
+        world.bookings.held(life(name), booking.id)
+    before = {view.node: view for view in world.view().sound}
+    for name in ("w1", "w2"):  # it has the request, and nothing to compute
+        world.bookings.reported(life(name))
+        world.pool.report(life(name), load(1, uncomputed_tokens=0))
+    after = {view.node: view for view in world.view().sound}
+    assert before["w1"].work == before["w2"].work == after["w2"].work == 0.5
+    assert (after["w1"].work, after["w1"].head, after["w1"].prefill_tokens) == (0.0, 0.0, 0)
+    assert after["w2"].prefill_tokens == 1000
+    assert [after[name].decode for name in ("w1", "w2")] == [True, False]
+
+
 def test_it_may_come_back_from_any_standing(world):
     world.put(facts("w1"))
     world.put(facts("w2"))

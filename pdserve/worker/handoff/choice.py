@@ -2,7 +2,8 @@
 
     rule      elsewhere if many tokens are uncached here and few requests wait for a prefill worker
     predict   elsewhere if the first token comes sooner that way. A prefill here also delays every
-              running stream by as long as it takes: that counts like waiting of one's own
+              running stream by as long as it takes: that counts too, by a little less than a wait
+              of one's own
     always    elsewhere whenever it is possible
     never     here
 
@@ -27,6 +28,10 @@ _FORGET: Final = 0.98
 """What an observation still weighs when the next one comes: about the last fifty count."""
 _PRIOR_WEIGHT: Final = 3.0
 """A guess counts like so many observations, until those have come."""
+_HARM: Final = 0.6
+"""A second that a running stream waits, in seconds of waiting for a first token. In simulation the
+most requests are served well between 0.5 and 1; with less, streams stutter beside idle prefill
+workers, with more, prompts wait for those without end (bench/results/disagg.md)."""
 _LEAST_PATIENCE: Final[Seconds] = 1.0
 _ALWAYS_PATIENCE: Final[Seconds] = 30.0
 """With `always`, who waits for a prefill worker has been asked to."""
@@ -88,9 +93,10 @@ class Learnt:
         """Engine time of a prefill here, by uncached tokens."""
         self.there = Line(0.01, 1e-4, 2000)
         """From the first step to the last at a prefill worker, by the tokens uncached there."""
-        self.road = Line(0.005, 1e-6, 2000)
+        self.road = Line(0.005, 5e-6, 2000)
         """What else passes between a claim and the first token: asking, sending, checking; by the
-        tokens that are sent."""
+        tokens that are sent, and those that were already on their way here: they share this
+        worker's network."""
         self.cached_share = 0.0
         """Of a prompt, what prefill workers had already, lately."""
 
@@ -102,7 +108,7 @@ class Learnt:
         self, tokens: int, cached_there: int, sent: int, prefill: Seconds, whole: Seconds
     ) -> None:
         """A prompt came from elsewhere: `whole` from its claim to the first token, `prefill` of it
-        at the prefill worker's engine."""
+        at the prefill worker's engine; `sent` counts what came before it too."""
         self.there.learn(tokens - cached_there, prefill)
         self.road.learn(sent, max(0.0, whole - prefill))
         share = cached_there / tokens if tokens else 0.0
@@ -125,6 +131,10 @@ class Prospect:
     """Prompt tokens that the engine here has to compute before."""
     queue: QueueState | None = None
     """None: there is no queue, or no prefill worker."""
+    coming: int = 0
+    """Prompt tokens of other requests that are still to come from prefill workers."""
+    late: float = 1.0
+    """How many times as long as predicted one of those takes already; 1: none is late."""
 
     @property
     def uncached(self) -> int:
@@ -141,6 +151,8 @@ class Decision:
     """Predicted until the first token, the harm to running streams included."""
     there: Seconds = 0.0
     """The same for a prefill elsewhere."""
+    fill: Seconds = 0.0
+    """Of that, from the claim on."""
 
     @property
     def advantage(self) -> Seconds:
@@ -160,9 +172,10 @@ class Chooser:
 
     def decide(self, prospect: Prospect) -> Decision:
         """Where this request's prompt is prefilled."""
-        here, there = self.predict(prospect)
+        here, wait, fill = self._predict(prospect)
+        there = wait + fill * prospect.late
         remote, reason = self._decide(prospect, here, there)
-        return Decision(remote, reason, here, there)
+        return Decision(remote, reason, here, there, fill)
 
     def _decide(self, prospect: Prospect, here: Seconds, there: Seconds) -> tuple[bool, str]:
         queue = prospect.queue
@@ -185,13 +198,19 @@ class Chooser:
 
     def predict(self, prospect: Prospect) -> tuple[Seconds, Seconds]:
         """Seconds until the first token here, harm to others included, and elsewhere."""
+        here, wait, fill = self._predict(prospect)
+        return here, wait + fill * prospect.late
+
+    def _predict(self, prospect: Prospect) -> tuple[Seconds, Seconds, Seconds]:
+        """Here; elsewhere until the claim, and from there on. Who is late teaches nothing before it
+        has come; that others will be late too is to be expected at once."""
         learnt = self.learnt
         work = learnt.here(prospect.uncached)
-        here = learnt.here.slope * prospect.backlog + work * (1 + prospect.streams)
+        here = learnt.here.slope * prospect.backlog + work * (1 + _HARM * prospect.streams)
         uncached_there = prospect.tokens * (1 - learnt.cached_share)
         prefill = learnt.there(uncached_there)
-        road = learnt.road(prospect.uncached)
-        return here, self._wait(prospect.queue) + prefill + road
+        road = learnt.road(prospect.uncached + prospect.coming)
+        return here, self._wait(prospect.queue), prefill + road
 
     def _wait(self, queue: QueueState | None) -> Seconds:
         """For a prefill worker: work before this one, over all workers; none if one is idle."""

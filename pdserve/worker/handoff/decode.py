@@ -102,10 +102,11 @@ class Decode:
         """See `engine.api.Engine`; the prompt may be prefilled elsewhere."""
         cached = cached_tokens(request, self.worker, self._overlap)
         decision = self.decide(request, cached)
+        coming = self.coming()
         _log.debug("%s: %s", request.request_id, decision)
         if not decision.remote:
             return self._submit_here(request, sink, decision.reason)
-        remote = RemoteRequest(self, request, sink, decision)
+        remote = RemoteRequest(self, request, sink, decision, coming)
         try:
             handle = self.worker.submit_remote(request, remote)
         except TransferRefused as error:
@@ -156,8 +157,17 @@ class Decode:
             streams=stats.running,
             backlog=stats.uncomputed_tokens,
             queue=None if card is None else self.queue.state(card.name),
+            coming=self.coming(),
+            late=self._late(),
         )
         return self.chooser.decide(prospect)
+
+    def coming(self) -> int:
+        """Prompt tokens that are still to come from prefill workers."""
+        return sum(remote.coming for remote in self._remote.values())
+
+    def _late(self) -> float:
+        return max((remote.late for remote in self._remote.values()), default=1.0)
 
     def _obstacle(self, request: GenerateRequest) -> str:
         card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
