@@ -115,6 +115,10 @@ class Node(Server):
         (value,) = re.findall(rf"^{re.escape(metric)} (\S+)$", page, re.MULTILINE)
         return float(value)
 
+    def wait_count(self, metric: str, value: float, timeout: float = PATIENCE) -> None:
+        """Until a sample has this value."""
+        eventually(lambda: self.count(metric) == value, f"{self.name}: {metric}", timeout)
+
     def rss(self) -> int:
         """Resident bytes of the process itself."""
         return int(psutil.Process(self.process.pid).memory_info().rss)

@@ -40,7 +40,7 @@ class Answer:
         return error["code"] if error else None
 
 
-def ask(frontend: Node, *, worker: str = "", **fields: object) -> Answer:
+def ask(frontend: Node, *, worker: str = "", **fields: Any) -> Answer:
     """One short request; `worker`: to this one and no other."""
     began = time.monotonic()
     connection = _connection(frontend)
@@ -52,7 +52,7 @@ def ask(frontend: Node, *, worker: str = "", **fields: object) -> Answer:
             return Answer(response.status, headers, body, time.monotonic() - began)
 
 
-def wait_served(frontend: Node, **fields: object) -> Answer:
+def wait_served(frontend: Node, **fields: Any) -> Answer:
     """The first answer with 200; until then 503 is all that may come."""
 
     def served() -> Answer | None:
@@ -67,7 +67,7 @@ def wait_served(frontend: Node, **fields: object) -> Answer:
 class Stream:
     """One streamed request, received by a thread until it ends."""
 
-    def __init__(self, frontend: Node, *, tokens: int, worker: str = "", **fields: object) -> None:
+    def __init__(self, frontend: Node, *, tokens: int, worker: str = "", **fields: Any) -> None:
         """`worker`: to this one and no other."""
         self._frontend = frontend
         self._worker = worker
@@ -173,7 +173,7 @@ class Stream:
 
 @contextlib.contextmanager
 def streams(
-    frontends: Sequence[Node], count: int, *, tokens: int, **fields: object
+    frontends: Sequence[Node], count: int, *, tokens: int, **fields: Any
 ) -> Iterator[list[Stream]]:
     """`count` streams, in turn at these frontends, all running; waited for at the end."""
     begun = [Stream(frontends[i % len(frontends)], tokens=tokens, **fields) for i in range(count)]

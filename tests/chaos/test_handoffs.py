@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import partial
 from typing import Any
 
 import psutil
@@ -57,7 +58,7 @@ class Roles:
         """Until prompts of these are computed elsewhere."""
         self.cluster.wait_ready()
         for node in decode:
-            eventually(lambda node=node: self._remote(node), lambda n=node: n.lines)
+            eventually(partial(self._remote, node), "\n".join(node.lines))
 
     def _remote(self, node: Node) -> bool:
         return "remote" in self.answer(node, self.prompt(1)).headers["x-pdserve-prefill"]

@@ -64,7 +64,7 @@ class Roles:
 def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
     with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
         router = cluster.router()
-        engine = ("--dtype", "float32", "--threads", "1", "--kv-memory", "128MiB")
+        engine: tuple[str, ...] = ("--dtype", "float32", "--threads", "1", "--kv-memory", "128MiB")
         engine += ("--block-size", str(BLOCK), "--max-batch-tokens", str(CHUNK))
         engine += ("--max-sequences", "16")
 
@@ -82,7 +82,7 @@ def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
         cluster.wait_ready()
         found = Roles(cluster, router, prefill, frontend, decode)
         for name in (*ROADS, "alone"):
-            eventually(lambda name=name: reached(found, name), f"{name} is not reached")
+            eventually(partial(reached, found, name), f"{name} is not reached")
         yield found
 
 
@@ -96,7 +96,7 @@ class Answer:
         return self.headers["x-pdserve-prefill"]
 
 
-def ask(roles: Roles, worker: str, path: str = "/v1/completions", **fields: object) -> Answer:
+def ask(roles: Roles, worker: str, path: str = "/v1/completions", **fields: Any) -> Answer:
     """Of one worker by name."""
     with opened(roles, worker, path, fields) as response:
         headers = {k.lower(): v for k, v in response.headers.items()}
@@ -230,7 +230,17 @@ def same(got: Any, wanted: Any) -> bool:
 
 @pytest.mark.parametrize("road", ROADS)
 def test_prompts_of_all_lengths_around_block_borders(roles, road):
-    lengths = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, CHUNK - 1, CHUNK)
+    lengths: tuple[int, ...] = (
+        1,
+        2,
+        BLOCK - 1,
+        BLOCK,
+        BLOCK + 1,
+        2 * BLOCK,
+        2 * BLOCK + 1,
+        CHUNK - 1,
+        CHUNK,
+    )
     lengths += (CHUNK + 1, 5 * CHUNK - 7)
     moved = Moved(roles, road)
     for length in lengths:
@@ -265,7 +275,7 @@ def test_stops_and_streams(roles, road):
     prompt = tokens(50, f"{road} stop")
     whole = ask(roles, "alone", prompt=prompt, max_tokens=24).body["choices"][0]["text"]
     stop = whole[len(whole) // 2 :][:3]
-    fields = {"prompt": prompt, "max_tokens": 24, "stop": [stop]}
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 24, "stop": [stop]}
     stopped = ask(roles, road, **fields).body["choices"][0]
     assert stopped == ask(roles, "alone", **fields).body["choices"][0]
     assert stopped["finish_reason"] == "stop"
@@ -276,10 +286,11 @@ def test_stops_and_streams(roles, road):
     assert usage["pdserve"]["prefill"] == "remote; node=prefill; reason=always"
 
 
-def streamed(roles: Roles, worker: str, **fields: object) -> tuple[str, Any]:
+def streamed(roles: Roles, worker: str, **fields: Any) -> tuple[str, Any]:
     """Its text and its usage."""
     fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    decoder, text, usage = SseDecoder(), "", None
+    usage: Any = None
+    decoder, text = SseDecoder(), ""
     with opened(roles, worker, "/v1/completions", fields) as answer:
         while data := answer.read1():
             for event in decoder.feed(data):
@@ -388,11 +399,10 @@ def test_the_queue_is_counted_at_its_router(roles):
 
 
 def test_nothing_is_left(roles):
-    """Blocks, claims, attempts: after quiet, none."""
+    """After quiet no blocks are held or quarantined, and nothing runs."""
     for node in (roles.prefill, *roles.decode.values()):
         for name in ("kv_blocks_used", "kv_blocks_quarantined", "num_requests_running"):
-            metric = f"pdserve_{name}"
-            eventually(lambda n=node, m=metric: n.count(m) == 0, f"{node.name}: {metric}", 5)
+            node.wait_count(f"pdserve_{name}", 0)
 
 
 # ---------------------------------------------------------------------- all in one
