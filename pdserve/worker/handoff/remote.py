@@ -334,6 +334,8 @@ class RemoteRequest:
             return "no_time"
         if self._owner.chooser.mode == "never":
             return "never"
+        if self._excluded and not self._owner.others_prefill(self.request.model, self._excluded):
+            return "no_prefill_worker"
         return ""
 
     def _item(self) -> PrefillItem:
