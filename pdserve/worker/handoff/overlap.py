@@ -1,10 +1,13 @@
-"""How much of a prompt a worker's own pool holds, as far as the node knows."""
+"""How long a prompt is: what a worker's own pool holds of it, as far as the node knows, and whether
+it fits a message."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.blocks.hashing import HASH_BYTES
+from pdserve.wire.codec import encode
+from pdserve.wire.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,12 +15,26 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest
     from pdserve.worker.handoff.ports import Worker
 
-__all__ = ["cached_tokens", "tokens_of"]
+__all__ = ["cached_tokens", "fits_message", "tokens_of"]
+
+_LARGEST: Final = Limits().body
+_TOKEN: Final = 5
+"""Bytes of a token's or a block's id in a message, at most."""
+_REST: Final = 256 * 1024
+"""For all else that is said of a request and its ticket."""
 
 
 def tokens_of(request: GenerateRequest) -> int:
     """What must be in KV before the next token: the output of earlier attempts included."""
     return len(request.prompt) + (len(request.output[0]) if request.output else 0)
+
+
+def fits_message(request: GenerateRequest) -> bool:
+    """Whether request and ticket can be sent to a prefill worker: a message has a limit, a prompt
+    of some hundred thousand tokens reaches it. Cheap unless it comes near."""
+    tokens = tokens_of(request)
+    most = _REST + 2 * _TOKEN * tokens + len(request.block_names)
+    return most <= _LARGEST or _REST + len(encode(request)) + _TOKEN * tokens // 4 <= _LARGEST
 
 
 def cached_tokens(request: GenerateRequest, worker: Worker, overlap: Callable[[bytes], int]) -> int:

@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import PayloadTooLarge
-from pdserve.messages.handoff import LEASE
+from pdserve.messages.handoff import LEASE, Opened
+from pdserve.net.calls import Serving
 from pdserve.net.link import PeerLink
 from pdserve.runtime.methods import NOTIFY
 from pdserve.worker.handoff.choice import Chooser
@@ -109,6 +110,39 @@ async def test_choices_with_different_outputs_are_not_handed_over(site: Site) ->
     await site.until(lambda: single.over)
     assert single.where.startswith("remote")
     await site.quiet()
+
+
+@on_site()
+async def test_a_prompt_that_fits_no_message_stays_here(site: Site) -> None:
+    long = replace(request(), prompt=[70_000] * 900_000)
+    client = site.ask(long)
+    await site.until(lambda: client.over)
+    assert client.where == "local; node=d; reason=too_long"
+    assert site.d.decode.numbers().local == {"too_long": 1}
+    small = site.ask(replace(request("s"), prompt=[7] * 900_000))
+    await site.until(lambda: small.over)
+    assert small.where.startswith("remote")
+    await site.quiet()
+
+
+@on_site()
+async def test_a_ticket_that_cannot_be_sent_is_no_end_of_the_request(site: Site) -> None:
+    original = Serving.reply
+
+    def reply(call: Serving, message: object) -> None:
+        if isinstance(message, Opened):
+            raise PayloadTooLarge("so many blocks")
+        original(call, message)
+
+    Serving.reply = reply  # type: ignore[assignment, method-assign]
+    try:
+        client = site.ask(request())
+        await site.until(lambda: client.over, timeout=60.0)
+        await site.quiet()
+    finally:
+        Serving.reply = original  # type: ignore[method-assign]
+    assert client.where.startswith("local; node=d")
+    assert client.tokens == {0: 3}
 
 
 @on_site()
