@@ -35,10 +35,10 @@ from pdserve.worker.handoff.remote import RemoteRequest
 from pdserve.worker.handoff.table import Event, State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from pdserve.engine.api import Handle, TokenSink
-    from pdserve.ids import Seconds
+    from pdserve.ids import NodeId, Seconds
     from pdserve.messages.handoff import (
         AttemptFailed,
         Notify,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Renew,
         SetDisagg,
     )
+    from pdserve.messages.node import NodeCard
     from pdserve.messages.request import GenerateRequest, Started, TokenDelta
     from pdserve.net.base import Call
     from pdserve.observe.metrics import Metrics
@@ -102,10 +103,11 @@ class Decode:
         """See `engine.api.Engine`; the prompt may be prefilled elsewhere."""
         cached = cached_tokens(request, self.worker, self._overlap)
         decision = self.decide(request, cached)
+        coming = self.coming()
         _log.debug("%s: %s", request.request_id, decision)
         if not decision.remote:
             return self._submit_here(request, sink, decision.reason)
-        remote = RemoteRequest(self, request, sink, decision)
+        remote = RemoteRequest(self, request, sink, decision, coming)
         try:
             handle = self.worker.submit_remote(request, remote)
         except TransferRefused as error:
@@ -156,8 +158,17 @@ class Decode:
             streams=stats.running,
             backlog=stats.uncomputed_tokens,
             queue=None if card is None else self.queue.state(card.name),
+            coming=self.coming(),
+            late=self._late(),
         )
         return self.chooser.decide(prospect)
+
+    def coming(self) -> int:
+        """Prompt tokens that are still to come from prefill workers."""
+        return sum(remote.coming for remote in self._remote.values())
+
+    def _late(self) -> float:
+        return max((remote.late for remote in self._remote.values()), default=1.0)
 
     def _obstacle(self, request: GenerateRequest) -> str:
         card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
@@ -181,6 +192,15 @@ class Decode:
         """That life of a node is a member."""
         member = self.node.registry.get(life.node)
         return member is not None and member.epoch == life.epoch
+
+    def others_prefill(self, model: str, than: Collection[NodeId]) -> bool:
+        """Another node than these may prefill for that model, as far as members have said what they
+        do. The queue would find out, too, but waits for workers that may come back to it."""
+        return any(
+            _may_prefill(member.card, self.worker.cards()[model].name)
+            for member in self.node.registry
+            if member.node not in than
+        )
 
     def forget(self, remote: RemoteRequest) -> None:
         """It has ended."""
@@ -282,6 +302,14 @@ class Decode:
 
 _WAYS: Final = tuple(state for state in State if state not in (State.ACTIVE, State.RELEASED))
 """To the first token."""
+
+
+def _may_prefill(card: NodeCard | None, name: str) -> bool:
+    """A node that has said nothing yet may do everything."""
+    if card is None:
+        return True
+    serves = not card.models or any(offer.name == name for offer in card.models)
+    return card.role in ("", "worker") and card.mode in ("", "prefill") and serves
 
 
 def _life(call: Call) -> Life:

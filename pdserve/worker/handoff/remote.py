@@ -84,7 +84,9 @@ class RemoteRequest:
         request: GenerateRequest,
         sink: TokenSink,
         decision: Decision,
+        before: int = 0,
     ) -> None:
+        """`before`: prompt tokens that were still to come when it was decided."""
         self.handle: Handle = 0
         self.machine = Machine(DECODE)
         self.request = request
@@ -92,6 +94,7 @@ class RemoteRequest:
         self._owner = owner
         self._sink = sink
         self._decision = decision
+        self._before = before
         self._reason = decision.reason
         """Why the prompt is prefilled where it is."""
         self._choices = request.n
@@ -121,6 +124,18 @@ class RemoteRequest:
     @property
     def state(self) -> State:
         return self.machine.state
+
+    @property
+    def coming(self) -> int:
+        """Prompt tokens that are still to come."""
+        return tokens_of(self.request) - self._cached if self.state in _REMOTE else 0
+
+    @property
+    def late(self) -> float:
+        """How many times as long as predicted its attempt has taken already; 1: it is not late."""
+        if self.state not in (State.FILL, State.VERIFY) or not self._decision.fill:
+            return 1.0
+        return max(1.0, (self._owner.node.now() - self._claimed) / self._decision.fill)
 
     def __repr__(self) -> str:
         return f"<{self.request.request_id} {self.handle} {self.state.value}>"
@@ -319,6 +334,8 @@ class RemoteRequest:
             return "no_time"
         if self._owner.chooser.mode == "never":
             return "never"
+        if self._excluded and not self._owner.others_prefill(self.request.model, self._excluded):
+            return "no_prefill_worker"
         return ""
 
     def _item(self) -> PrefillItem:
@@ -468,7 +485,7 @@ class RemoteRequest:
         self._owner.chooser.learnt.remote(
             handoff.tokens,
             handoff.cached_tokens,
-            started.received_tokens,
+            started.received_tokens + self._before,
             there.queue_seconds + there.prefill_seconds,
             self._owner.node.now() - self._claimed,
         )
@@ -487,6 +504,7 @@ class RemoteRequest:
         self._owner.forget(self)
 
 
+_REMOTE: Final = (State.ADMIT, State.QUEUE, State.ATTEMPT, State.FILL, State.VERIFY)
 _STAGES: Final = {
     State.ADMIT: "while the request waited for room for its KV",
     State.QUEUE: "while the request waited for a prefill worker",
