@@ -1,0 +1,142 @@
+"""When do prefill and decode on different workers pay? Production code, simulated engines.
+
+    python bench/disagg.py [--quick] [--processes 2] [--data FILE] [--write PAGE]
+
+Eight workers serve chats of 300 tokens whose answers stream, and among them a fifth of prompts of
+12,000 tokens: on one worker each of those makes every stream stutter. Aggregated workers against
+prefill and decode workers in three ratios, with every prompt prefilled elsewhere (`always`), and
+with the decode worker's own choice (`predict`; `rule` at one ratio); over load, two presets, and a
+fast and a slow network.
+
+A request is good if its first token came within A + twice what its prompt takes on an idle worker,
+and its tokens followed each other within B on average (A 0.5 s and B 15 ms with h100-8b, 1 s and
+40 ms with h100-70b-tp4; B is 2.5 decode steps of an idle worker). Load 1 is the rate at which nine
+of ten requests are good with aggregated workers. *The better side* of a cell is whichever serves
+more requests well: aggregated workers, or `always` at the cell's ratio.
+
+Each finished replay is a line of `--data`, so that an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.disagg_grid.cells import KINDS, Arm, Scale, World, ablations, grid
+from bench.disagg_grid.report import Findings, page
+from bench.disagg_grid.runner import Runner
+from bench.machine import facts
+
+if TYPE_CHECKING:
+    from bench.disagg_grid.cells import Kind
+    from bench.disagg_grid.runner import Result
+
+QUICK: Final = Scale(requests=150, seeds=1, loads=(0.5, 1.0), prefills=(4,))
+"""A minute or two; says that everything works."""
+_WELL: Final = 0.9
+_KNEE_SEEDS: Final = (11, 12)
+_KNEE_STEPS: Final = 4
+_LEAST: Final = {"h100-8b": 10.0, "h100-70b-tp4": 4.0}
+_REASONS: Final[dict[str, str]] = {}
+
+
+def main() -> int:
+    """Run what is missing, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--quick", action="store_true", help="a small grid, to see that it works")
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--data", type=Path, default=Path("build/disagg.jsonl"))
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args()
+    scale = QUICK if options.quick else Scale()
+    scale = replace(scale, seeds=options.seeds or scale.seeds)
+    runner = Runner(scale, options.data, options.processes)
+    try:
+        findings = investigate(runner, scale)
+    finally:
+        runner.close()
+    text = page(findings, [*facts(), *_world(findings)], _how(options))
+    print(text)
+    if options.write:
+        options.write.write_text(text, encoding="utf-8")
+    return 0
+
+
+def investigate(runner: Runner, scale: Scale) -> Findings:
+    """The knees, the grid, the router's terms."""
+    knees = {kind.preset: knee(runner, scale, kind) for kind in KINDS}
+    plan = list(grid(scale))
+    terms = list(ablations(scale))
+    jobs = [(world, arm, seed, knees[world.kind.preset]) for world, arm, seed in plan]
+    jobs += [(world, arm, seed, knees[world.kind.preset]) for world, _, arm, seed in terms]
+    found = runner.run(jobs)
+    results: dict[tuple[World, str], list[Result]] = {}
+    for (world, arm, _), result in zip(plan, found, strict=False):
+        results.setdefault((world, arm.name), []).append(result)
+    ablated: dict[tuple[World, str, str], list[Result]] = {}
+    for (world, name, arm, _), result in zip(terms, found[len(plan) :], strict=True):
+        ablated.setdefault((world, arm.name, name), []).append(result)
+    return Findings(
+        scale=scale,
+        knees=knees,
+        results=results,
+        ablated=ablated,
+        reasons=_REASONS,
+        cpu_seconds=runner.seconds,
+    )
+
+
+def knee(runner: Runner, scale: Scale, kind: Kind) -> float:
+    """By halving an interval that is widened first; steps of some per cent."""
+
+    def well(rate: float) -> bool:
+        world, arm = World(kind), Arm(workers=scale.workers)
+        found = runner.run([(world, arm, seed, rate) for seed in _KNEE_SEEDS])
+        share = sum(result["good"] for result in found) / len(found)
+        print(f"{kind.preset}: {share:.1%} good at {rate:.2f}/s", file=sys.stderr)
+        return bool(share >= _WELL)
+
+    low = _LEAST[kind.preset]
+    high = low * 2
+    while well(high):
+        low, high = high, high * 2
+    for _ in range(_KNEE_STEPS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if well(middle) else (low, middle)
+    return round(low, 2)
+
+
+def _world(findings: Findings) -> list[str]:
+    scale = findings.scale
+    knees = ", ".join(f"{rate:g}/s with {name}" for name, rate in findings.knees.items())
+    return [
+        f"load 1: {knees}",
+        f"{scale.requests} requests a replay, {scale.seeds} seeds, medians; {scale.noise:.0%} "
+        f"noise on each step, {scale.kv_tokens / 1e6:g} M tokens of KV a worker; all begins cold, "
+        "with nothing learnt",
+        "a worker sends KV, and receives some, at the network's rate; transfers share it; what is "
+        "sent while later parts are computed costs nothing more",
+        f"{findings.cpu_seconds / 60:.0f} minutes of CPU; other work ran on the machine, which "
+        "does not show in simulated time",
+    ]
+
+
+def _how(options: argparse.Namespace) -> list[str]:
+    quick = " --quick" if options.quick else ""
+    lines = __doc__.split("\n\n")
+    return [
+        f"Repeat with `python bench/disagg.py{quick}`.",
+        "",
+        *"\n\n".join(lines[2:-1]).strip().split("\n"),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Which clusters see which load: the grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import product
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+from pdserve.sim.traces.base import TraceRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pdserve.ids import Seconds
+    from pdserve.messages.handoff import Disagg
+
+__all__ = [
+    "ABLATIONS",
+    "KINDS",
+    "Arm",
+    "Kind",
+    "Scale",
+    "World",
+    "ablations",
+    "arms",
+    "grid",
+    "mix",
+]
+
+_OWN: Final = 1 << 20
+"""No two prompts share anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A worker's engine, and what its users expect."""
+
+    preset: str
+    itl: Seconds
+    """2.5 decode steps of an idle worker."""
+    ttft: Seconds
+
+
+KINDS: Final = (Kind("h100-8b", 0.015, 0.5), Kind("h100-70b-tp4", 0.04, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """So many workers of each mode."""
+
+    workers: int = 0
+    prefill: int = 0
+    decode: int = 0
+    disagg: Disagg = "never"
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Of the policy."""
+
+    @property
+    def name(self) -> str:
+        if self.workers:
+            return "aggregated"
+        return f"{self.prefill}:{self.decode} {self.disagg}"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What an arm is put into."""
+
+    kind: Kind
+    load: float = 1.0
+    """In units of the rate at which aggregated workers just keep the objective."""
+    bandwidth: float = 25e9
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large it all is."""
+
+    requests: int = 400
+    workers: int = 8
+    seeds: int = 3
+    loads: Sequence[float] = (0.3, 0.6, 1.0, 1.5)
+    bandwidths: Sequence[float] = (25e9, 1.25e9)
+    prefills: Sequence[int] = (2, 4, 6)
+    share: float = 0.2
+    """Of long prompts."""
+    chat: int = 300
+    long: int = 12_000
+    output: int = 200
+    noise: float = 0.1
+    kv_tokens: int = 400_000
+
+
+ABLATIONS: Final[dict[str, dict[str, str]]] = {
+    "the whole": {},
+    "without prefill workers": {"elsewhere": "false"},
+    "without decode": {"lambda_decode": "0"},
+    "with a bound on decode steps": {"most_itl": "ITL"},
+}
+"""Options of `ttft`; `ITL`: the objective's."""
+
+
+def mix(scale: Scale, rate: float, seed: int) -> Iterator[TraceRequest]:
+    """Chats whose answers stream, and long prompts among them. Lengths are gamma of shape 4."""
+    random, at = Random(f"mix {seed}"), 0.0
+    for number in range(scale.requests):
+        at += random.expovariate(rate)
+        long = random.random() < scale.share
+        prompt = _about(random, scale.long if long else scale.chat, least=16)
+        output = _about(random, scale.output // 2 if long else scale.output, least=2)
+        yield TraceRequest(number, at, ((_OWN + number, prompt),), output)
+
+
+def _about(random: Random, mean: int, least: int) -> int:
+    return max(least, int(random.gammavariate(4, mean / 4)))
+
+
+def arms(scale: Scale) -> list[Arm]:
+    """All that run over a network; rule once, for comparison."""
+    total = scale.workers
+    found = [
+        Arm(0, prefill, total - prefill, disagg)
+        for prefill in scale.prefills
+        for disagg in ("always", "predict")
+    ]
+    return [*found, Arm(0, total // 2, total - total // 2, "rule")]
+
+
+def grid(scale: Scale) -> Iterator[tuple[World, Arm, int]]:
+    """(world, arm, seed). Aggregated workers use no network: they run with the first."""
+    for kind, load in product(KINDS, scale.loads):
+        for seed in range(1, scale.seeds + 1):
+            yield World(kind, load, scale.bandwidths[0]), Arm(workers=scale.workers), seed
+        for bandwidth, arm in product(scale.bandwidths, arms(scale)):
+            for seed in range(1, scale.seeds + 1):
+                yield World(kind, load, bandwidth), arm, seed
+
+
+def ablations(scale: Scale) -> Iterator[tuple[World, str, Arm, int]]:
+    """(world, name, arm, seed): the router's terms where decode workers are half of all."""
+    load = max(load for load in scale.loads if load <= 1)
+    choices: tuple[Disagg, ...] = ("predict", "always")
+    for kind, disagg in product(KINDS, choices):
+        for name, options in ABLATIONS.items():
+            given = {key: f"{kind.itl}" if v == "ITL" else v for key, v in options.items()}
+            arm = Arm(0, scale.workers // 2, scale.workers // 2, disagg, given)
+            for seed in range(1, scale.seeds + 1):
+                yield World(kind, load, scale.bandwidths[0]), name, arm, seed
