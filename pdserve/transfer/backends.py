@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import ConfigError
 from pdserve.messages.transfer import Offers
+from pdserve.net.address import is_loopback
+from pdserve.transfer.places import fabrics, interface_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +30,8 @@ __all__ = ["ORDER", "BackEnd", "offers_of", "standard"]
 
 ORDER: Final = ("rdma", "cuda_ipc", "shm", "tcp")
 """Best first."""
+ADAPTERS: Final = Path("/sys/class/infiniband")
+INTERFACES: Final = Path("/sys/class/net")
 _SAMPLE: Final = 8 << 20
 """Bytes: more than the caches of a core hold."""
 
@@ -74,7 +78,13 @@ def offers_of(backends: Sequence[BackEnd], regions: Sequence[Region]) -> Offers:
 def standard(spec: TransferSpec) -> list[BackEnd]:
     """Those that `spec` allows, best first. Raises `ConfigError` for an unknown name."""
     made = {
-        "rdma": BackEnd(name="rdma", make=_make_rdma, lacking=_lacking_rdma, expected=_rdma_rate),
+        "rdma": BackEnd(
+            name="rdma",
+            make=_make_rdma,
+            lacking=_lacking_rdma,
+            places=lambda: fabrics(ADAPTERS),
+            expected=_rdma_rate,
+        ),
         "cuda_ipc": BackEnd(
             name="cuda_ipc",
             make=lambda key, regions, ask: _make_cuda_ipc(spec, key, regions, ask),
@@ -92,6 +102,7 @@ def standard(spec: TransferSpec) -> list[BackEnd]:
             name="tcp",
             make=lambda key, regions, ask: _make_tcp(spec, key, regions, ask),
             lacking=_lacking_tcp,
+            expected=lambda: _tcp_rate(spec),
         ),
     }
     unknown = [name for name in spec.backends if name not in made]
@@ -118,7 +129,7 @@ def _make_rdma(key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
 def _rdma_rate() -> float:
     """Of the fastest adapter, by what the kernel says of its ports."""
     rates = [0.0]
-    for file in Path("/sys/class/infiniband").glob("*/ports/*/rate"):
+    for file in ADAPTERS.glob("*/ports/*/rate"):
         try:
             rates.append(float(file.read_text("ascii").split()[0]) * 1e9 / 8)  # "100 Gb/sec (…)"
         except (OSError, ValueError, IndexError):
@@ -202,6 +213,20 @@ def _make_tcp(spec: TransferSpec, key: PeerKey, regions: Sequence[Region], ask: 
     return TcpTransport(
         *key, regions, ask, host=spec.host, advertise=spec.advertise, verify=verify, tls=tls
     )
+
+
+def _tcp_rate(spec: TransferSpec) -> float:
+    """Of the interface that peers reach, as the kernel has it; within one host every byte is copied
+    in and out again."""
+    host = spec.advertise or spec.host
+    if is_loopback(host):
+        return _copy_rate() / 2
+    interface = interface_of(host)
+    try:
+        speed = float((INTERFACES / interface / "speed").read_text("ascii")) if interface else 0.0
+    except (OSError, ValueError):  # a virtual interface has none
+        return 0.0
+    return max(0.0, speed) * 1e6 / 8
 
 
 def _module(name: str) -> Any:

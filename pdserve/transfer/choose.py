@@ -110,7 +110,7 @@ def obstacle(backend: str, ours: Offers, theirs: Offers) -> str:
     if backend not in theirs.places:
         return theirs.lacking.get(backend, "not offered") + " (there)"
     here, there = ours.places[backend], theirs.places[backend]
-    if (here or there) and not set(here) & set(there):
+    if here and there and not set(here) & set(there):
         return f"no place in common: {_list(here)} here, {_list(there)} there"
     return ""
 

@@ -45,7 +45,6 @@ def choices(*order: str, ours: Offers = HERE) -> Choices:
             "rdma: not offered (there); cuda_ipc: the pool is in host memory (here); "
             "shm: no place in common: host a here, host b there",
         ),
-        (Offers({"shm": (), "tcp": ()}, {}), "tcp", "shm: no place in common: host a here, none"),
     ],
 )
 def test_the_best_that_both_have_in_one_place(theirs: Offers, backend: str, why: str) -> None:
@@ -145,6 +144,11 @@ def test_an_impossible_wish_fails_by_name_with_a_remedy(monkeypatch) -> None:
         offers_of(standard(TransferSpec(backends=("rdma",))), [region()])
     with pytest.raises(ConfigError, match=r"pigeon.*there are rdma, cuda_ipc, shm, tcp"):
         standard(TransferSpec(backends=("pigeon",)))
+
+
+def test_a_side_that_is_reached_from_anywhere_has_every_place() -> None:
+    here, there = Offers({"rdma": ()}, {}), Offers({"rdma": ("RoCE",)}, {})
+    assert obstacle("rdma", here, there) == obstacle("rdma", there, here) == ""
 
 
 def test_one_host_is_one_kernel_network_and_user() -> None:
