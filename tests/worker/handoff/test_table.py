@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from pdserve.worker.handoff.table import (
     markdown,
 )
 
-PAGE = Path(__file__).parents[3] / "docs" / "disaggregation.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "disaggregation.md"
 BEGIN, END = "<!-- tables -->\n", "\n<!-- end of tables -->"
 BOTH = [(DECODE, State, Event), (PREFILL, PrefillState, PrefillEvent)]
 
@@ -114,6 +116,21 @@ def test_a_claim_ends_once():
 def test_every_action_is_done_by_somebody():
     assert DECODE_ACTIONS.keys() == set(Do)
     assert PREFILL_ACTIONS.keys() == set(PrefillDo)
+
+
+def test_the_page_tells_what_every_reason_means():
+    """Of the words that an answer says after `reason=`."""
+    places = re.compile(
+        r"(?:_refuse\(|_tell_refused\(|_again\(|refuse_all\(|_reason = |return (?:True, |False, )?)"
+        r"([^\n]*)"
+    )
+    packages = ("worker/handoff", "worker/prefill_queue", "router/prefill")
+    files = [path for package in packages for path in (ROOT / "pdserve" / package).glob("*.py")]
+    lines = [line for path in files for line in places.findall(path.read_text("utf-8"))]
+    said = {word for line in lines for word in re.findall(r'"([a-z]+(?:_[a-z]+)+)"', line)}
+    assert {"no_worker", "own_rejoin", "attempts_failed", "queue_full"} <= said
+    page = PAGE.read_text(encoding="utf-8")
+    assert not [word for word in sorted(said) if f"`{word}`" not in page]
 
 
 def test_the_page_shows_the_tables():
