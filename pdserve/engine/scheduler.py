@@ -591,8 +591,9 @@ class Scheduler:
         self._begin(submission)
         submission.prompt_logprobs = handoff.prompt_logprobs or []
         stem.blocks = shared + fresh
-        stem.cached_tokens = min(len(shared) * self._pool.block_size, stem.prompt_len)
-        stem.received_tokens = stem.prompt_len - stem.cached_tokens
+        held = len(shared) * self._pool.block_size
+        stem.cached_tokens = min(held, stem.prompt_len)
+        stem.received_tokens = len(stem.tokens) - held
         self._set_filled(stem)
         children, stem.forks = stem.forks, []
         for child in children:
@@ -601,7 +602,7 @@ class Scheduler:
                 self._set_ready(child)
         self.counters.prompt_tokens += stem.prompt_len
         self.counters.cached_tokens += stem.cached_tokens
-        self.counters.received_tokens += stem.received_tokens
+        self.counters.received_tokens += stem.prompt_len - stem.cached_tokens
         self.counters.output_tokens += len(handoff.first)
         return [self._append_first(sequence, handoff, now) for sequence in [stem, *children]]
 

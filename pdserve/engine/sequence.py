@@ -50,7 +50,7 @@ class Sequence:
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
     received_tokens: int = 0
-    """Prompt tokens whose KV a peer has computed."""
+    """Tokens whose KV a peer has computed: of the prompt, and of output that was given."""
     preemptions: int = 0
     first_step: Seconds | None = None
     first_token: Seconds | None = None

@@ -125,7 +125,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     work_seconds: float
     """Its share of the steps in between: each step's time, by its part of the step's tokens."""
     received_tokens: int = 0
-    """Prompt tokens whose KV another worker has computed and sent."""
+    """Tokens whose KV another worker has computed and sent: of the prompt, and of output that was
+    given. 0: it was computed here."""
     prefill: str = ""
     """Where the prompt was prefilled and why there, as the header `x-pdserve-prefill` says it;
     empty: the worker has no choice."""

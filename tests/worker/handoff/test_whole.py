@@ -360,3 +360,28 @@ async def test_draining_does_not_outlast_its_time() -> None:
         assert not await whole.workers["p"].member.drain(2.0)
         assert nodes.loop.time() - before == pytest.approx(2.0, abs=0.2)
         await whole.close()
+
+
+@virtually
+async def test_given_output_alone_is_worth_a_prefill_worker() -> None:
+    async with cluster() as nodes:
+        whole = Whole(nodes)
+        await whole.begin("p")
+        text = [i % 90 + 3 for i in range(24)]
+        assert right(await whole.ask(asked("before", text)), asked("before", text))
+        output = [*text[16:], *range(3, 63)]
+        sampling = SamplingParams(max_tokens=len(output) + 10, seed=5, ignore_eos=True)
+        wanted = GenerateRequest(
+            request_id="r", model="m", prompt=text[:16], sampling=sampling, output=[output]
+        )
+        sink = await whole.ask(wanted)
+        assert sink.error is None
+        assert len(sink.tokens[0]) == 10
+        assert sink.where == ["remote; node=p; reason=rule"]
+        decode = whole.d.member.decode
+        assert decode is not None
+        numbers = decode.numbers()
+        assert numbers.remote == {"rule": 2}
+        assert numbers.ended == {"done": 2}
+        assert numbers.local == {}
+        await whole.close()
