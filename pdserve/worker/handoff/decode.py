@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from pdserve.engine.api import Handle, TokenSink
     from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.card import ModelCard
     from pdserve.messages.handoff import (
         AttemptFailed,
         Notify,
@@ -178,7 +179,18 @@ class Decode:
             return "too_long"
         if card is None or not card.compat_hash or capabilities is None:
             return "not_possible"
-        return "" if capabilities.transfers else "not_possible"
+        if not capabilities.transfers:
+            return "not_possible"
+        return "no_worker" if self._all_misfit(request.model) else ""
+
+    def _all_misfit(self, model: str) -> bool:
+        """There are prefill workers of this name, and all of them mean another model by it."""
+        if self.others_prefill(model, ()):
+            return False
+        name = self.worker.cards()[model].name
+        cards = [member.card for member in self.node.registry if member.card is not None]
+        offers = [one for card in cards if card.mode == "prefill" for one in card.models]
+        return any(one.name == name for one in offers)
 
     def learn_local(self, request: GenerateRequest, started: Started) -> None:
         """A prompt was prefilled here."""
@@ -197,7 +209,7 @@ class Decode:
         """Another node than these may prefill for that model, as far as members have said what they
         do. The queue would find out, too, but waits for workers that may come back to it."""
         return any(
-            _may_prefill(member.card, self.worker.cards()[model].name)
+            _may_prefill(member.card, self.worker.cards()[model])
             for member in self.node.registry
             if member.node not in than
         )
@@ -304,11 +316,12 @@ _WAYS: Final = tuple(state for state in State if state not in (State.ACTIVE, Sta
 """To the first token."""
 
 
-def _may_prefill(card: NodeCard | None, name: str) -> bool:
+def _may_prefill(card: NodeCard | None, model: ModelCard) -> bool:
     """A node that has said nothing yet may do everything."""
     if card is None:
         return True
-    serves = not card.models or any(offer.name == name for offer in card.models)
+    what = (model.name, model.compat_hash)
+    serves = not card.models or any((one.name, one.compat_hash) == what for one in card.models)
     return card.role in ("", "worker") and card.mode in ("", "prefill") and serves
 
 

@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 from pdserve.errors import PayloadTooLarge
 from pdserve.messages.handoff import LEASE, Opened
+from pdserve.messages.node import ModelOffer, NodeCard
 from pdserve.net.calls import Serving
 from pdserve.net.link import PeerLink
 from pdserve.runtime.methods import NOTIFY
 from pdserve.worker.handoff.choice import Chooser
 from pdserve.worker.handoff.remote import MOST_ATTEMPTS
-from tests.worker.handoff.site import CAPABILITIES, Client, Site, on_site, play, request
+from tests.worker.handoff.site import CAPABILITIES, CARD, Client, Site, on_site, play, request
 
 if TYPE_CHECKING:
     from pdserve.messages.transfer import Ticket
@@ -99,6 +100,33 @@ def test_what_is_decided_for_here_says_why(prepare, reason):
         await site.quiet()
 
     play(test)
+
+
+@on_site()
+async def test_nobody_waits_for_prefill_workers_that_mean_another_model(site: Site) -> None:
+    def offer(compat_hash: str) -> NodeCard:
+        same = {"name": CARD.name, "max_model_len": 1000, "vocab_size": 9, "block_size": 4}
+        parts = {"tokenizer": b"t" * 16, "tokenizer_config": b"c" * 16}
+        one = ModelOffer(**same, **parts, compat_hash=compat_hash)  # type: ignore[arg-type]
+        return NodeCard(role="worker", mode="prefill", models=(one,))
+
+    async def all_say(card: NodeCard) -> None:
+        for host in site.prefills:
+            host.node.publish_card(card, {})
+        registry = site.d.node.registry
+        seen = [host.node.id for host in site.prefills]
+        await site.until(
+            lambda: all((one := registry.get(node)) and one.card == card for node in seen)
+        )
+
+    async def where(compat_hash: str) -> str:
+        await all_say(offer(compat_hash))
+        client = site.ask(request())
+        await site.until(lambda: client.over)
+        return client.where
+
+    assert await where("other") == "local; node=d; reason=no_worker"
+    assert await where(CARD.compat_hash) == "remote; node=p1; reason=always"
 
 
 @on_site()
