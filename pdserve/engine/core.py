@@ -512,10 +512,11 @@ class EngineCore:
         )
 
     def close(self) -> int:
-        """Safe at any time, also when `load` failed or never ran. No byte is moved after it."""
+        """Safe at any time, also when `load` failed or never ran. No byte is moved after it; where
+        that cannot be had, it raises what the mover does, and gives no memory back."""
+        if self._mover is not None:
+            self._mover.close()
         try:
-            if self._mover is not None:
-                self._mover.close()
             return self._end_all() if hasattr(self, "scheduler") else 0
         finally:
             if self._region is not None and self._region.view is not None:

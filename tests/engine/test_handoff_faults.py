@@ -10,7 +10,7 @@ import pytest
 from pdserve.clock import ManualClock
 from pdserve.engine.core import EngineCore
 from pdserve.engine.incoming import PATIENCE
-from pdserve.errors import ConfigError, DeadlineExceeded, Overloaded
+from pdserve.errors import ConfigError, DeadlineExceeded, EngineError, Overloaded
 from pdserve.messages.engine import (
     Abort,
     Activate,
@@ -491,3 +491,23 @@ def test_an_executor_without_kv_cannot_be_of_a_mode_that_moves_it():
     with pytest.raises(ConfigError, match=r"has no KV .*--mode=prefill or --mode=decode"):
         core.load(SPEC, lambda progress: None)
     core.close()
+
+
+def test_memory_that_a_peer_may_still_write_to_is_not_given_back():
+    class Stuck(FakeMover):
+        stuck = True
+
+        def close(self) -> None:
+            if self.stuck:
+                raise EngineError("the transports have not ended")
+            super().close()
+
+    mover = Stuck(FakeNet())
+    core = EngineCore(ScriptedExecutor(), ManualClock(), mover)
+    core.load(SPEC, lambda progress: None)
+    with pytest.raises(EngineError, match="have not ended"):
+        core.close()
+    assert mover.region.view is not None
+    mover.region.view[0] = 7
+    mover.stuck = False
+    assert core.close() == 0

@@ -75,6 +75,9 @@ class TorchExecutor:
         """What a sibling would share: before `load` the elder's, then our own."""
         self._stream: torch.cuda.Stream | None = None
         """None: the device's default stream."""
+        self._moved = False
+        """Peers write to blocks that are in no plan: nothing of a step may be under way after it.
+        One that samples has ended by then, since its tokens are read."""
 
     # ------------------------------------------------------------------ life
 
@@ -140,6 +143,7 @@ class TorchExecutor:
         assert self.pool is not None, "allocate comes before region"
         assert self.info is not None
         layout, pool = layout_of(self.info), self.pool
+        self._moved = True
         if pool.memory is not None:
             return region_in_memory(layout, pool.memory)
         return Region(layout, pool.num_blocks, address=pool.tensor.data_ptr())
@@ -172,7 +176,7 @@ class TorchExecutor:
             if not plan.chunks:
                 return StepResult([], [])
             result = self._compute(plan, self._model, self.pool.layout.block_size)
-            if plan.watch is not None:
+            if plan.watch is not None or (self._moved and not result.tokens):
                 self._settle()
             return result
 

@@ -191,3 +191,18 @@ def test_bfloat16_stays_close_to_float32(family: str, kernels: dict[str, str]) -
     assert (got.exp() - row.exp()).abs().sum() < 0.25
     assert driver.pool.tensor.dtype == torch.bfloat16
     executor.close()
+
+
+def test_no_step_is_under_way_when_peers_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = loaded(checkpoint("llama")[0], block_size=BLOCK)
+    settled: list[int] = []
+    monkeypatch.setattr(executor, "_settle", lambda: settled.append(1))
+    driver = Driver(executor)
+    driver.finish([driver.add(prompt_of(21))], 1, chunk=8)
+    assert not settled, "nobody moves anything"
+    region = executor.region()
+    driver.finish([driver.add(prompt_of(21, seed=1))], 1, chunk=8)
+    assert len(settled) == 2, "after each chunk that samples nothing"
+    assert region.view is not None
+    region.view.release()
+    executor.close()
