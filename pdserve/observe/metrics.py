@@ -373,7 +373,8 @@ class Metrics:
         )
         self.transfer_paths_degraded = self._gauge(
             "transfer_paths_degraded",
-            "Paths that use a poorer back end than the pair has, because the better one fails.",
+            "Paths that use a poorer back end than the pair has, because the better one fails, "
+            "and peers to which there is no way.",
             "worker",
         )
 

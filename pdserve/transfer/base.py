@@ -237,6 +237,7 @@ class PathStatistics:
     deliveries_failed: int = 0
     parts_received: int = 0
     bytes_received: Bytes = 0
+    """0 over queue pairs: their notifications do not say it."""
     grants: int = 0
     grants_failed: int = 0
     fenced: int = 0

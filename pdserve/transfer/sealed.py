@@ -27,6 +27,11 @@ _RECORD: Final[Bytes] = 16 << 10
 """Of TLS. Shorter runs are gathered: each record costs as much as copying thousands of bytes."""
 
 
+ENOUGH: Final[Bytes] = 256 << 30
+"""That one session may carry: TLS 1.3 allows AES-GCM 2^24.5 records of 16 KiB under one key, and
+nothing here renews keys. The path ends then, and the next one has a session of its own."""
+
+
 class SealedSocket(BulkSocket):
     """A connected TLS socket whose handshake is over; it is read or written, never both."""
 
@@ -36,6 +41,8 @@ class SealedSocket(BulkSocket):
 
     def _write(self, views: list[memoryview]) -> Bytes:
         """The same views again when there was no room, as TLS demands."""
+        if self.sent >= ENOUGH:
+            raise OSError("the session has carried as much as its keys are good for")
         try:
             return self._tls.send(_gathered(views))
         except ssl.SSLWantWriteError:

@@ -246,6 +246,14 @@ def test_runs_of_any_size_arrive_sealed() -> None:
             thread.join()
 
 
+def test_keys_are_not_used_for_ever(monkeypatch) -> None:
+    with sealed() as (sender, _):
+        sender.send(b"record", [memoryview(bytes(1000))])
+        monkeypatch.setattr("pdserve.transfer.sealed.ENOUGH", 1000)
+        with pytest.raises(BulkError, match="keys"):
+            sender.send(b"record")
+
+
 def test_the_end_lets_no_ciphertext_through() -> None:
     """Bytes that came before the end are no plain text: nobody may take them for it."""
     with sealed() as (sender, receiver):
