@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.ids import NodeId
-from pdserve.messages.request import GenerateRequest, Started, TokenLogprob
+from pdserve.messages.request import Deadline, GenerateRequest, Started, TokenLogprob
 from pdserve.messages.transfer import Control, Ticket
 
 PREFILL_QUEUE: Final = 0x0305
@@ -71,7 +71,7 @@ class PrefillItem(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     block_size: Count = 0
     priority: int = 0
     """Higher is sooner."""
-    deadline: float | None = None
+    deadline: Deadline | None = None
     """Seconds that remain at the moment of sending; None: none."""
     excluded: tuple[NodeId, ...] = ()
     """Workers that have failed at it."""

@@ -6,9 +6,13 @@ token ids until they are back in it.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
+Deadline = Annotated[float, Meta(ge=-1e9, le=1e9)]
+"""What waits is sorted by it, so it has to be a number that can be compared."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -73,7 +77,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """Prefix blocks are shared only between requests of equal salt."""
     priority: int = 0
     """Higher is sooner."""
-    deadline: float | None = None
+    deadline: Deadline | None = None
     """Seconds that remain at the moment of sending; None: no deadline."""
     block_names: bytes = b""
     """Hashes of the prompt's full blocks, 16 bytes each, as the frontend made them; empty: the

@@ -10,7 +10,18 @@ import msgpack
 import msgspec
 import pytest
 
-from pdserve.messages import card, channel, engine, kv, node, request, routing, status, transfer
+from pdserve.messages import (
+    card,
+    channel,
+    engine,
+    handoff,
+    kv,
+    node,
+    request,
+    routing,
+    status,
+    transfer,
+)
 
 if typing.TYPE_CHECKING:
     from types import ModuleType
@@ -19,6 +30,7 @@ MODULES: list[ModuleType] = [
     card,
     channel,
     engine,
+    handoff,
     kv,
     node,
     request,

@@ -8,6 +8,8 @@ import pytest
 from msgspec import structs
 
 from pdserve.errors import ProtocolError
+from pdserve.messages.handoff import Enqueue, PrefillItem
+from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.messages.routing import Route
 from pdserve.wire.codec import decoder, encode
 
@@ -29,3 +31,17 @@ def test_a_question_bears_no_number_that_cannot_be_compared(wrong: dict[str, flo
     assert decoder(Route)(encode(question)) == question
     with pytest.raises(ProtocolError):
         decoder(Route)(encode(structs.replace(question, **wrong)))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_neither_does_a_request_nor_its_item(wrong: float) -> None:
+    asked = GenerateRequest(
+        request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=1), deadline=2.0
+    )
+    item = Enqueue(PrefillItem(request=1, round=0, model="m", prompt_tokens=1, deadline=-0.5))
+    assert decoder(GenerateRequest)(encode(asked)) == asked
+    assert decoder(Enqueue)(encode(item)) == item
+    with pytest.raises(ProtocolError):
+        decoder(GenerateRequest)(encode(structs.replace(asked, deadline=wrong)))
+    with pytest.raises(ProtocolError):
+        decoder(Enqueue)(encode(Enqueue(structs.replace(item.item, deadline=wrong))))

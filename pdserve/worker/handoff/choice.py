@@ -109,6 +109,7 @@ class Learnt:
     ) -> None:
         """A prompt came from elsewhere: `whole` from its claim to the first token, `prefill` of it
         at the prefill worker's engine; `sent` counts what came before it too."""
+        cached_there = min(cached_there, tokens)
         self.there.learn(tokens - cached_there, prefill)
         self.road.learn(sent, max(0.0, whole - prefill))
         share = cached_there / tokens if tokens else 0.0

@@ -155,3 +155,9 @@ def test_patience_when_all_are_to_go_elsewhere():
     assert chooser.patience(Decision(True, "always"), None) == 30.0
     assert chooser.patience(Decision(True, "always"), 6.0) == 2.0
     assert chooser.patience(Decision(True, "always"), -1.0) == 0.0
+
+
+def test_nobody_has_more_than_all_of_a_prompt():
+    learnt = Learnt()
+    learnt.remote(1000, 1 << 60, 1000, 0.1, 0.2)
+    assert 0 <= learnt.cached_share <= 1
