@@ -12,7 +12,8 @@ A request is good if its first token came within A + twice what its prompt takes
 and its tokens followed each other within B on average (A 0.5 s and B 15 ms with h100-8b, 1 s and
 40 ms with h100-70b-tp4; B is 2.5 decode steps of an idle worker). Load 1 is the rate at which nine
 of ten requests are good with aggregated workers. *The better side* of a cell is whichever serves
-more requests well: aggregated workers, or `always` at the cell's ratio.
+more requests well: aggregated workers, or `always` at the cell's ratio. *The better choice* is the
+better of `always` and `never` there: what the decode workers of that cluster could do.
 
 Each finished replay is a line of `--data`, so that an interrupted run goes on.
 """

@@ -128,10 +128,11 @@ def arms(scale: Scale) -> list[Arm]:
 
 
 def grid(scale: Scale) -> Iterator[tuple[World, Arm, int]]:
-    """(world, arm, seed). Aggregated workers use no network: they run with the first."""
+    """(world, arm, seed). Who moves nothing uses no network: it runs with the first."""
+    alone = [Arm(workers=scale.workers), *(Arm(0, p, scale.workers - p) for p in scale.prefills)]
     for kind, load in product(KINDS, scale.loads):
-        for seed in range(1, scale.seeds + 1):
-            yield World(kind, load, scale.bandwidths[0]), Arm(workers=scale.workers), seed
+        for arm, seed in product(alone, range(1, scale.seeds + 1)):
+            yield World(kind, load, scale.bandwidths[0]), arm, seed
         for bandwidth, arm in product(scale.bandwidths, arms(scale)):
             for seed in range(1, scale.seeds + 1):
                 yield World(kind, load, bandwidth), arm, seed

@@ -28,7 +28,7 @@ class Findings:
     knees: dict[str, float]
     """By preset: requests per second."""
     results: dict[tuple[World, str], list[Result]]
-    """By world and arm, in order of seeds. Aggregated workers: with the first network."""
+    """By world and arm, in order of seeds. Those that move nothing: with the first network."""
     ablated: dict[tuple[World, str, str], list[Result]]
     """By world, arm and what was left out."""
     reasons: dict[str, str]
@@ -37,7 +37,7 @@ class Findings:
 
     def at(self, world: World, arm: str, *path: str) -> float:
         """The median over seeds."""
-        if arm == "aggregated":
+        if _moves_nothing(arm):
             world = World(world.kind, world.load, self.scale.bandwidths[0])
         return median(dig(result, path) for result in self.results[world, arm])
 
@@ -50,12 +50,19 @@ class Cell:
     ratio: str
     predict: float
     always: float
+    never: float
     aggregated: float
 
     @property
     def share(self) -> float:
-        """Of the better side."""
+        """Of the better side: of aggregated workers, or of `always`."""
         better = max(self.always, self.aggregated)
+        return self.predict / better if better else 1.0
+
+    @property
+    def of_choice(self) -> float:
+        """Of the better of what could have been chosen in this cluster."""
+        better = max(self.always, self.never)
         return self.predict / better if better else 1.0
 
     @property
@@ -72,6 +79,10 @@ def dig(result: Result, path: Sequence[str]) -> float:
     return float(found)  # type: ignore[arg-type]
 
 
+def _moves_nothing(arm: str) -> bool:
+    return arm == "aggregated" or arm.endswith("never")
+
+
 def rate_of(world: World) -> str:
     """The network, as people say it."""
     return f"{world.bandwidth / 1e9:g} GB/s"
@@ -81,9 +92,10 @@ def cells(findings: Findings) -> list[Cell]:
     """All that there are."""
     found = []
     for world, ratio in worlds(findings):
-        values = (findings.at(world, f"{ratio} {d}", "good") for d in ("predict", "always"))
-        predict, always = values
-        found.append(Cell(world, ratio, predict, always, findings.at(world, "aggregated", "good")))
+        choices = ("predict", "always", "never")
+        names = (*(f"{ratio} {choice}" for choice in choices), "aggregated")
+        predict, always, never, aggregated = (findings.at(world, arm, "good") for arm in names)
+        found.append(Cell(world, ratio, predict, always, never, aggregated))
     return found
 
 
@@ -128,6 +140,11 @@ def _verdict(findings: Findings) -> Iterator[str]:
         f"{len(hurts)}, and as many (within {_PAYS:.0%}) in the others. Always to disaggregate "
         f"serves fewer than aggregated workers in {len(blind)}: there it does not pay."
     )
+    chosen = [cell for cell in all_cells if cell.of_choice >= _AIM]
+    yield (
+        f"Of the two that a decode worker can choose between, all elsewhere (`always`) and all "
+        f"here (`never`), it serves at least {_AIM:.0%} of the better in {len(chosen)} cells."
+    )
     if not lost:
         return
     yield ""
@@ -136,7 +153,10 @@ def _verdict(findings: Findings) -> Iterator[str]:
     for cell in lost:
         side = "aggregated" if cell.aggregated >= cell.always else "always"
         better = max(cell.aggregated, cell.always)
-        yield f"- {cell.words}: {cell.predict:.1%} good, {side} {better:.1%}"
+        yield (
+            f"- {cell.words}: {cell.predict:.1%} good, {side} {better:.1%}; `always` there "
+            f"{cell.always:.1%}, `never` {cell.never:.1%}"
+        )
     for words, why in findings.reasons.items():
         yield ""
         yield f"**{words}** {why}"
@@ -144,10 +164,10 @@ def _verdict(findings: Findings) -> Iterator[str]:
 
 def _goodput(findings: Findings) -> Iterator[str]:
     yield _row(
-        *("preset", "network", "load", "P:D", "aggregated", "always", "predict"),
-        *("of the better side", "remote", "aggregated or not"),
+        *("preset", "network", "load", "P:D", "aggregated", "always", "never", "predict"),
+        *("of the better side", "of the better choice", "remote", "against aggregated"),
     )
-    yield _row("---", "---:", "---:", "---", *["---:"] * 5, "---")
+    yield _row("---", "---:", "---:", "---", *["---:"] * 7, "---")
     for cell in cells(findings):
         remote = findings.at(cell.world, f"{cell.ratio} predict", "prefills", "remote_share")
         yield _row(
@@ -157,11 +177,17 @@ def _goodput(findings: Findings) -> Iterator[str]:
             cell.ratio,
             f"{cell.aggregated:.1%}",
             f"{cell.always:.1%}",
+            f"{cell.never:.1%}",
             f"{cell.predict:.1%}",
-            f"**{cell.share:.0%}**" if cell.share < _AIM else f"{cell.share:.0%}",
+            _marked(cell.share),
+            _marked(cell.of_choice),
             f"{remote:.0%}",
             _pays(cell),
         )
+
+
+def _marked(share: float) -> str:
+    return f"**{share:.0%}**" if share < _AIM else f"{share:.0%}"
 
 
 def _pays(cell: Cell) -> str:
@@ -183,7 +209,7 @@ def _latencies(findings: Findings) -> Iterator[str]:
     for world, arm in findings.results:
         yield _row(
             world.kind.preset,
-            "" if arm == "aggregated" else rate_of(world),
+            "" if _moves_nothing(arm) else rate_of(world),
             f"{world.load:g}",
             arm,
             *(f"{findings.at(world, arm, 'ttft', key):.2f}" for key in ("p50", "p90", "p99")),
