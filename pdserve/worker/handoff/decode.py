@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from pdserve.errors import LinkLost, PdserveError, TransferRefused
+from pdserve.ids import NodeId
 from pdserve.messages.handoff import DisaggSet, Renewed, Taken, Withdraw
 from pdserve.messages.status import HandoffNumbers
 from pdserve.runtime.methods import ATTEMPT_FAILED, DISAGG, NOTIFY, OPEN_ATTEMPT, RENEW, WITHDRAW
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from pdserve.engine.api import Handle, TokenSink
-    from pdserve.ids import NodeId, Seconds
+    from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
     from pdserve.messages.handoff import (
         AttemptFailed,
@@ -181,7 +182,15 @@ class Decode:
             return "not_possible"
         if not capabilities.transfers:
             return "not_possible"
-        return "no_worker" if self._all_misfit(request.model) else ""
+        if self._all_misfit(request.model):
+            return "no_worker"
+        cut_off = self.cut_off()
+        return "no_way" if cut_off and not self.others_prefill(request.model, cut_off) else ""
+
+    def cut_off(self) -> list[NodeId]:
+        """From whom no KV can come, as was found out less than a minute ago."""
+        none = [path for path in self.worker.paths() if path.backend == "none" and path.down]
+        return [NodeId(path.node) for path in none]
 
     def _all_misfit(self, model: str) -> bool:
         """There are prefill workers of this name, and all of them mean another model by it."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pdserve.engine.api import Handle, PrefillSink, RemoteSink, TokenSink
     from pdserve.ids import Epoch, NodeId
     from pdserve.messages.card import ModelCard
-    from pdserve.messages.engine import EngineCapabilities, EngineStats
+    from pdserve.messages.engine import EngineCapabilities, EngineStats, PathState
     from pdserve.messages.handoff import Handoff, PrefillItem, QueueState
     from pdserve.messages.request import GenerateRequest
     from pdserve.messages.transfer import Ticket
@@ -68,6 +68,8 @@ class DecodeWorker(Worker, Protocol):
     def give_up(self, handle: Handle, attempt: int) -> None: ...
 
     def prefill_here(self, handle: Handle) -> None: ...
+
+    def paths(self) -> Sequence[PathState]: ...
 
 
 class PrefillWorker(Worker, Protocol):

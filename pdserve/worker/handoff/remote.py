@@ -110,7 +110,7 @@ class RemoteRequest:
         """Of the present state: patience, or the lease."""
         self._cached = 0
         self._rounds = 0
-        self._excluded: list[NodeId] = []
+        self._excluded = owner.cut_off()
         self._callers: list[Call] = []
         """Who waits for the present attempt's ticket."""
         self._ticket: Ticket | None = None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pdserve.errors import EngineDied, NotReady, PdserveError, TransferError
 from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
-from pdserve.messages.engine import EngineCapabilities, EngineStats
+from pdserve.messages.engine import EngineCapabilities, EngineStats, PathState
 from pdserve.messages.handoff import FirstToken, Handoff, PrefillItem, QueueState
 from pdserve.messages.node import NodeCard
 from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, Started, TokenDelta
@@ -181,6 +181,7 @@ class PlayedEngine:
         self.stats = EngineStats()
         self.reason: str | None = None
         self.script = script
+        self.states: list[PathState] = []
         self.remotes: dict[int, Remote] = {}
         self.locals: dict[int, tuple[GenerateRequest, TokenSink]] = {}
         self.prompts: dict[int, Prompt] = {}
@@ -234,6 +235,9 @@ class PlayedEngine:
             sink.on_error(EngineDied("the engine died"))
 
     # ------------------------------------------------------------------ decode
+
+    def paths(self) -> list[PathState]:
+        return self.states
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> int:
         handle = self._handle()

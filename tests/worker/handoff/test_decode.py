@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import PayloadTooLarge
+from pdserve.messages.engine import PathState
 from pdserve.messages.handoff import LEASE, Opened
 from pdserve.messages.node import ModelOffer, NodeCard
 from pdserve.net.calls import Serving
@@ -127,6 +128,29 @@ async def test_nobody_waits_for_prefill_workers_that_mean_another_model(site: Si
 
     assert await where("other") == "local; node=d; reason=no_worker"
     assert await where(CARD.compat_hash) == "remote; node=p1; reason=always"
+
+
+def cut_off(*nodes: str) -> list[PathState]:
+    return [PathState(node=n, epoch=1, backend="none", down="no TLS", degraded="x") for n in nodes]
+
+
+@on_site(prefills=2)
+async def test_who_cannot_be_reached_by_kv_is_not_asked(site: Site) -> None:
+    async def where() -> str:
+        client = site.ask(request())
+        await site.until(lambda: client.over)
+        return client.where
+
+    everybody = [host.node.id for host in site.prefills]
+    registry = site.d.node.registry
+    await site.until(lambda: all(registry.get(node) for node in everybody))
+    site.d.engine.states = cut_off("p1")
+    assert await where() == "remote; node=p2; reason=always"
+    site.d.engine.states = cut_off(*everybody)
+    assert await where() == "local; node=d; reason=no_way"
+    (again, *_) = cut_off("p1")
+    site.d.engine.states = [replace(again, down=""), *cut_off(*everybody[1:])]
+    assert await where() == "remote; node=p1; reason=always", "it is tried again"
 
 
 @on_site()
