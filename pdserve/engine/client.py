@@ -35,6 +35,7 @@ from pdserve.errors import (
     ConfigError,
     Draining,
     EngineDied,
+    EngineError,
     NotReady,
     Overloaded,
     PayloadTooLarge,
@@ -417,9 +418,8 @@ class CoreClient:
                 continue  # aborted; the core has not seen it yet
             try:
                 entry.sink.on_delta(delta)
-            except Exception:
-                _log.exception("a token sink raised; its request is dropped")
-                self.abort(delta.handle)
+            except Exception as error:
+                self._drop(delta.handle, entry.sink, error)
                 continue
             if delta.finish is not None:
                 entry.choices -= 1
@@ -439,9 +439,8 @@ class CoreClient:
             return
         try:
             tell_remote(entry.remote, event)
-        except Exception:
-            _log.exception("a sink raised; its request is dropped")
-            self.abort(event.handle)
+        except Exception as error:
+            self._drop(event.handle, entry.sink, error)
 
     def _tell_prefill(self, event: Prefilled) -> None:
         sink = self._prefills.get(event.handle)
@@ -449,9 +448,14 @@ class CoreClient:
             return
         try:
             sink.on_prefilled(event.handoff)
-        except Exception:
-            _log.exception("a sink raised; its prompt is withdrawn")
-            self.abort(event.handle)
+        except Exception as error:
+            self._drop(event.handle, sink, error)
+
+    def _drop(self, handle: Handle, sink: TokenSink | PrefillSink, error: Exception) -> None:
+        """A sink has raised. Whoever waits behind it is told, if it can still do that."""
+        _log.error("a sink raised; its request is dropped", exc_info=error)
+        self.abort(handle)
+        _deliver(sink, EngineError(f"{type(error).__name__} in the worker"))
 
     def _sent(self, event: Sent) -> None:
         sink = self._prefills.pop(event.handle, None)

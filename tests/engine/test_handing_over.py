@@ -12,7 +12,7 @@ import pytest
 from pdserve.engine.api import Engine, EngineState
 from pdserve.engine.client import ClientOptions, CoreClient
 from pdserve.engine.restart import RestartPolicy
-from pdserve.errors import ConfigError, EngineDied, LinkLost, TransferRefused
+from pdserve.errors import ConfigError, EngineDied, EngineError, LinkLost, TransferRefused
 from pdserve.ids import NodeId
 from pdserve.messages.engine import EngineSpec, TransferSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
@@ -324,3 +324,31 @@ async def test_an_aborted_prefill_falls_silent_and_gives_all_back() -> None:
         await settled(both.p, lambda stats: not stats.blocks_used + stats.sending)
         assert (prefilling.handoff, prefilling.sent, prefilling.error) == (None, False, None)
         assert not remote.ledger.tokens[0]
+
+
+async def test_a_mistake_in_a_sink_is_no_silence() -> None:
+    class Mistaken(Remote):
+        def on_opened(self, attempt: int, ticket: Ticket) -> None:
+            raise ZeroDivisionError
+
+    class Mistaking(Prefilling):
+        def on_prefilled(self, handoff: Handoff) -> None:
+            raise ZeroDivisionError
+
+    async with pair(spec("shm"), spec("shm"), carrier="thread") as both:
+        remote = Mistaken(request(20))
+        handle = both.d.submit_remote(request(20), remote)
+        await until(lambda: remote.cached is not None)
+        both.d.open_attempt(handle, 1, *P)
+        await until(lambda: remote.ledger.done)
+        assert isinstance(remote.ledger.error, EngineError)
+
+        other, prefilling = Remote(request(20)), Mistaking()
+        handle = both.d.submit_remote(request(20), other)
+        await until(lambda: other.cached is not None)
+        both.d.open_attempt(handle, 1, *P)
+        await until(lambda: bool(other.opened))
+        both.p.prefill(request(20), other.opened[1], *D, prefilling)
+        await until(lambda: prefilling.error is not None)
+        assert isinstance(prefilling.error, EngineError)
+        both.d.abort(handle)
