@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -30,6 +31,11 @@ __all__ = ["Carrier", "HostProcess", "ProcessCarrier", "ThreadCarrier"]
 
 _LINE_LIMIT = 8192
 _STDERR_GRACE: Seconds = 0.5
+_ROUTINE = re.compile(
+    r"\d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING) "
+    r'|\{"time": "[^"]*", "level": "(debug|info|warning)"'
+)
+"""Lines of `observe.logs`, of either form, that are no errors."""
 """After the exit: a grandchild may hold the pipe open, the last line has come by then."""
 
 
@@ -156,7 +162,8 @@ class HostProcess:
 
 
 class _ChildProtocol(asyncio.SubprocessProtocol):
-    """Passes stderr on by lines, remembers the last one, notes the exit."""
+    """Passes stderr on by lines, remembers the last one that may tell why it ended, notes the
+    exit. What is logged in daily life tells nothing, and clients would read it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_line: Callable[[str], None]) -> None:
         self.exited: asyncio.Future[None] = loop.create_future()
@@ -186,7 +193,8 @@ class _ChildProtocol(asyncio.SubprocessProtocol):
     def _line(self, line: bytes) -> None:
         text = line[:_LINE_LIMIT].decode(errors="replace").rstrip()
         if text:
-            self.last_line = text
+            if not _ROUTINE.match(text):
+                self.last_line = text
             self._on_line(text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from pdserve.engine.carrier import Carrier, ProcessCarrier, ThreadCarrier
+from pdserve.engine.carrier import Carrier, ProcessCarrier, ThreadCarrier, _ChildProtocol
 from pdserve.messages.engine import EngineSpec, Start, Stop
+from pdserve.observe.logs import JsonFormatter, TextFormatter
 from pdserve.testing.scripted import ENGINE
 from pdserve.wire.frames import encode_frame, encode_frames
 
@@ -83,6 +85,28 @@ async def test_lines_of_stderr_are_passed_on_and_the_last_one_kept():
         text = await carrier.ended()
     assert text.startswith("exited with code 1")
     assert carrier.pid is not None
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+async def test_what_is_logged_in_daily_life_is_no_last_word(formatter: logging.Formatter):
+    """It is passed on, and tells nobody why an engine was killed."""
+
+    def logged(level: int) -> bytes:
+        said = {
+            "name": "pdserve.engine",
+            "levelno": level,
+            "levelname": logging.getLevelName(level),
+        }
+        return formatter.format(logging.makeLogRecord(said | {"msg": "said"})).encode() + b"\n"
+
+    lines: list[str] = []
+    child = _ChildProtocol(asyncio.get_running_loop(), lines.append)
+    child.pipe_data_received(2, logged(logging.INFO) + logged(logging.WARNING))
+    assert (len(lines), child.last_line) == (2, "")
+    child.pipe_data_received(2, b"out of everything\n" + logged(logging.INFO))
+    assert child.last_line == "out of everything"
+    child.pipe_data_received(2, logged(logging.ERROR))
+    assert (len(lines), child.last_line) == (5, lines[-1])
 
 
 async def test_a_child_uses_our_search_path_and_not_its_directory(
