@@ -17,6 +17,8 @@ import pytest
 
 from tests.chaos.cluster import Cluster, Node, eventually, holding
 from tests.chaos.load import Stream, wait_served
+from tests.chaos.netns import network
+from tests.chaos.test_partition import Hosts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,9 +46,13 @@ class Roles:
         self.frontend = cluster.frontend()
         self._prompts = 0
 
+    @property
+    def _flags(self) -> tuple[str, ...]:
+        return (*SIM, "--verify-kv", "all", "--transfer", self.transfer)
+
     def worker(self, name: str, *flags: str) -> Node:
-        flags = (*SIM, "--verify-kv", "all", "--transfer", self.transfer, *flags)
-        return self.cluster.start("worker", name, "--join", self.cluster.address, *flags)
+        join = ("--join", self.cluster.address)
+        return self.cluster.start("worker", name, *join, *self._flags, *flags)
 
     def prefill(self, name: str) -> Node:
         return self.worker(name, "--mode", "prefill", *SLOW)
@@ -252,6 +258,52 @@ def test_an_engine_that_dies_in_a_transfer_is_a_failed_attempt(roles):
         free(prefill, decode)
         text = roles.prompt(3)
         assert roles.check(text, roles.stream(decode, text)) == "remote; node=p1; reason=always"
+
+
+class OnHosts(Roles):
+    """Each node on a host of its own, named by its role and number."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+        self.cluster = hosts.cluster
+        self.transfer = "tcp"
+        self.routers = [hosts.start("router")]
+        self.alone = self.worker("", "--engine-option", "slowdown=0")
+        self.frontend = hosts.start("frontend")
+        self._prompts = 0
+
+    def worker(self, name: str, *flags: str) -> Node:
+        return self.hosts.start("worker", *self._flags, *flags)
+
+
+@pytest.mark.usefixtures("minutes")
+def test_a_path_that_falls_silent_is_given_up_and_made_again(tmp_path):
+    """Nobody dies: the cluster's links go on, what carries KV does not."""
+    with network() as net, Cluster(tmp_path) as cluster:
+        hosts = Hosts(net, cluster, tmp_path)
+        roles = OnHosts(hosts)
+        prefill, decode = roles.prefill(""), roles.decode("")
+        roles.wait_ready(decode)
+        remote = f"remote; node={prefill.name}; reason=always"
+        before, failed = {prefill.name: sent(prefill)}, attempts(decode, FAILED)
+        text = roles.prompt(40)
+        stream = roles.stream(decode, text)
+        sending([prefill], before)
+        ours, theirs = hosts.of[decode.name], hosts.of[prefill.name]
+        bulk = "tcp sport != 7700 tcp dport != 7700 drop"
+        ours.rules(f"ip saddr {theirs.address} {bulk}")
+        theirs.rules(f"ip saddr {ours.address} {bulk}")
+        assert roles.check(text, stream).startswith(f"local; node={decode.name}")
+        assert attempts(decode, FAILED) > failed
+        net.heal()
+        eventually(
+            lambda: roles.answer(decode, roles.prompt(2)).headers["x-pdserve-prefill"] == remote,
+            "prompts are computed elsewhere again",
+        )
+        text = roles.prompt(3)
+        assert roles.check(text, roles.stream(decode, text)) == remote
+        free(prefill, decode)
+        assert not any(node.said("died, life") for node in cluster.nodes)
 
 
 # ---------------------------------------------------------------------- the queue's router
