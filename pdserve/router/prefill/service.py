@@ -17,6 +17,9 @@ from collections import Counter, deque
 from itertools import count
 from typing import TYPE_CHECKING, Final, cast
 
+from msgspec.structs import replace
+
+from pdserve.blocks.hashing import SHORT_BYTES
 from pdserve.errors import Draining, Overloaded, PdserveError, WorkerLost
 from pdserve.messages.handoff import (
     PREFILL,
@@ -192,6 +195,9 @@ class PrefillQueues:
             self._past["enqueued"] += 1
             self._send(peer, Refused(item.request, item.round, reason))
             return
+        if len(item.names) % SHORT_BYTES:
+            _log.warning("%s names blocks by %d bytes: passed over", peer.node, len(item.names))
+            item = replace(item, names=b"")
         queue.enqueue(now, peer, item)
 
     def _offer(self, now: Seconds, peer: Peer, offer: Offer) -> None:

@@ -172,3 +172,22 @@ async def test_a_router_at_rest_does_nothing() -> None:
         await asyncio.sleep(10.0)
         assert (queues._timer, queues._told) == (None, None)
         w.decoders["d"].queue.opened(1)
+
+
+@virtually
+async def test_names_that_are_none_cost_nobody_a_stream() -> None:
+    async with world() as w:
+        await one_router(w)
+        p, d = w.prefillers["p"], w.decoders["d"]
+        p.node.publish_card(NodeCard(role="worker", mode="prefill"), {})
+        index = w.routers["r"].service.desk.index
+        await w.until(lambda: {life.node for life in index.lives} >= {"p"})
+        before = w.routers["r"].queues.streams
+        odd = [(names(3) + b"123", 32), (b"123", 32), (names(100), 1), (names(3), 0)]
+        for request, (wrong, size) in enumerate(odd):
+            d.enqueue(item(request, prompt_tokens=100, names=wrong, block_size=size))
+        await asyncio.sleep(0.1)
+        p.offer(9)
+        await w.until(lambda: len(p.taken) == len(odd))
+        assert w.routers["r"].queues.counters["redelivered"] == 0
+        assert w.routers["r"].queues.streams == before
