@@ -146,6 +146,9 @@ class Worker:
 
         return EngineStats()
 
+    def paths(self) -> list[Any]:
+        return []
+
     def __getattr__(self, name: str) -> Callable[..., int]:
         def does(*arguments: Any) -> int:
             self.did.append(name)
