@@ -75,8 +75,10 @@ class Worker:
         self.service = FakeService()
         self.topics = Topics(node, node.timers)
         service: Any = self.service
-        card = NodeCard(role="worker", started=started, mode=mode)
+        card = NodeCard(role="worker", started=started)
         self.member = WorkerMember(service, node, self.topics, card)
+        # Routers know a worker's mode by its card; how it takes part is tested elsewhere.
+        self.member._card = replace(self.member._card, mode=mode)
 
     def end(self, handle: int) -> None:
         finish = Finish(reason="stop")
