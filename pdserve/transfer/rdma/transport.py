@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pdserve.transfer.host import Exchange
     from pdserve.transfer.path import Key
     from pdserve.transfer.rdma.adapter import RawPair
+    from pdserve.transfer.rdma.library import Verbs
     from pdserve.transfer.rdma.negotiate import Offer
 
 __all__ = ["PATIENCE", "RdmaPath", "RdmaTransport"]
@@ -123,14 +124,27 @@ class RdmaTransport(TransportCore):
     def _open(self) -> None:
         """In the thread."""
         try:
-            verbs = library.load()
-            for name in self._names():
-                self.adapters.append(Adapter(verbs, name))
+            self._open_adapters(library.load())
             for adapter in self.adapters:
                 adapter.register(self.regions, self.options.slice)
         except BaseException:
             self._close_adapters()
             raise
+
+    def _open_adapters(self, verbs: Verbs) -> None:
+        """Those that were named, or of all adapters those that can be used: on many machines one
+        has no cable."""
+        refused: TransferError | None = None
+        for name in self._names():
+            try:
+                self.adapters.append(Adapter(verbs, name))
+            except TransferError as error:
+                if self._devices:
+                    raise
+                refused = error
+                _log.info("%s is left out: %s", name, error.message)
+        if refused is not None and not self.adapters:
+            raise refused
 
     def _names(self) -> list[DeviceName]:
         names = self._devices or tuple(library.devices())
