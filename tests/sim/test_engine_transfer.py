@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+from msgspec.structs import replace
 
 from pdserve.engine.api import EngineState
-from pdserve.errors import EngineDied
+from pdserve.errors import EngineDied, TransferCorrupt
+from pdserve.messages.engine import TransferSpec
 from pdserve.sim.engine import InlineEngine
 from pdserve.testing.scripted import reference_tokens
 from pdserve.testing.virtual_time import run
-from pdserve.transfer.fake import FakeFabric
+from pdserve.transfer.fake import FakeFabric, FakeFaults
 from tests.engine.test_handing_over import D, P, Prefilling, Remote, Wired, request, spec
+
+if TYPE_CHECKING:
+    from pdserve.transfer.verify import Verify
 
 SPEC = spec("fake")
 
@@ -19,12 +27,13 @@ SPEC = spec("fake")
 class Simulated(Wired[InlineEngine]):
     """The same pair, inline."""
 
-    def __init__(self, fabric: FakeFabric) -> None:
+    def __init__(self, fabric: FakeFabric, verify: Verify = "all") -> None:
         self.fabric = fabric
-        super().__init__(self.engine(), self.engine())
+        super().__init__(self.engine(verify), self.engine(verify))
 
-    def engine(self) -> InlineEngine:
-        return InlineEngine(SPEC, pace=0.02, load_time=0.5, fabric=self.fabric)
+    def engine(self, verify: Verify) -> InlineEngine:
+        one = replace(SPEC, transfer=TransferSpec(backends=("fake",), verify=verify))
+        return InlineEngine(one, pace=0.02, load_time=0.5, fabric=self.fabric)
 
     async def __aenter__(self) -> Simulated:
         await asyncio.gather(self.d.start(), self.p.start())
@@ -47,6 +56,35 @@ def test_a_prompt_goes_on_elsewhere(seed: int) -> None:
             return asyncio.get_running_loop().time()
 
     assert run(main()) == run(main())  # the same course each time
+
+
+@pytest.mark.parametrize("verify", ["all", "sample", "off"])
+def test_queue_pairs_carry_no_checksum_so_the_handoff_does(verify: Verify, seed: int) -> None:
+    """Over rdma and its fake nothing but the engines' checksums sees that bytes are wrong."""
+
+    async def main() -> None:
+        async with Simulated(FakeFabric(Random(seed), FakeFaults(wrong=1.0)), verify) as two:
+            remote, prefilling = Remote(request(14)), Prefilling()
+            handle = two.d.submit_remote(request(14), remote)
+            await asyncio.sleep(0.1)
+            two.d.open_attempt(handle, 1, *P)
+            await asyncio.sleep(1.0)
+            two.p.prefill(request(14), remote.opened[1], *D, prefilling)
+            await asyncio.sleep(1.0)
+            assert prefilling.handoff is not None
+            assert len(prefilling.handoff.checksums) == (0 if verify == "off" else 4)
+            two.d.activate(handle, 1, prefilling.handoff)
+            await asyncio.sleep(3.0)
+            if verify == "off":
+                assert remote.ledger.done
+                return
+            assert isinstance(remote.lost[1], TransferCorrupt)
+            assert "the checksum of its block" in remote.lost[1].message
+            two.d.prefill_here(handle)
+            await asyncio.sleep(3.0)
+            assert remote.ledger.tokens[0] == reference_tokens(request(14))
+
+    run(main())
 
 
 def test_moving_takes_its_time(seed: int) -> None:
