@@ -44,7 +44,17 @@ _WELL: Final = 0.9
 _KNEE_SEEDS: Final = (11, 12)
 _KNEE_STEPS: Final = 4
 _LEAST: Final = {"h100-8b": 10.0, "h100-70b-tp4": 4.0}
-_REASONS: Final[dict[str, str]] = {}
+_REASONS: Final = {
+    "Why, over the slow network": "10 GbE carries less than one prompt of 12,000 tokens a second "
+    "into a worker (1.6 GB of KV with h100-8b, 3.9 GB with h100-70b-tp4). So prefill workers stay "
+    "nearly idle, and the decode workers do the work of all eight. No choice of theirs can help; "
+    "what they could do, they do (`never` beside it). Next idea: prefill workers that take "
+    "requests while the network is what is short, that is, modes that follow the load.",
+    "Why, at little load there": "every decode worker begins with the guess of a fast network, "
+    "and sends its first long prompts the slow way before it has learnt. Next idea: to begin with "
+    "the rate that a path reports when it is made.",
+}
+"""Of lost cells."""
 
 
 def main() -> int:
@@ -117,9 +127,10 @@ def knee(runner: Runner, scale: Scale, kind: Kind) -> float:
 def _world(findings: Findings) -> list[str]:
     scale = findings.scale
     knees = ", ".join(f"{rate:g}/s with {name}" for name, rate in findings.knees.items())
+    seeds = f"{scale.seeds} seeds, medians" if scale.seeds > 1 else "one seed"
     return [
         f"load 1: {knees}",
-        f"{scale.requests} requests a replay, {scale.seeds} seeds, medians; {scale.noise:.0%} "
+        f"{scale.requests} requests a replay, {seeds}; {scale.noise:.0%} "
         f"noise on each step, {scale.kv_tokens / 1e6:g} M tokens of KV a worker; all begins cold, "
         "with nothing learnt",
         "a worker sends KV, and receives some, at the network's rate; transfers share it; what is "
@@ -131,6 +142,7 @@ def _world(findings: Findings) -> list[str]:
 
 def _how(options: argparse.Namespace) -> list[str]:
     quick = " --quick" if options.quick else ""
+    quick += f" --seeds {options.seeds}" if options.seeds else ""
     lines = __doc__.split("\n\n")
     return [
         f"Repeat with `python bench/disagg.py{quick}`.",
