@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +12,29 @@ import msgspec
 import pytest
 
 from pdserve.errors import TransferError
+from pdserve.messages.transfer import (
+    Done,
+    Gone,
+    Hello,
+    Offers,
+    Probe,
+    Ready,
+    RegionCard,
+    Stop,
+    Welcome,
+)
 from pdserve.testing.kv_oracle import layouts
 from pdserve.testing.transfer_support import RecordingSink, ends, order
 from pdserve.transfer.fake import FakeFabric, FakeTransport
 from pdserve.transfer.pull import PullPath, _Fetch
+from pdserve.transfer.route import Share
 from pdserve.transfer.shm import ShmTransport
-from pdserve.transfer.tcp import TcpTransport
+from pdserve.transfer.tcp import TcpPath, TcpTransport, _Data, _encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.messages.transfer import Control, Hello, Welcome
+    from pdserve.messages.transfer import Control, KvLayout
     from pdserve.testing.transfer_support import Ends
     from pdserve.transfer.base import Ask, PeerKey, Region, Transport
 
@@ -167,3 +180,127 @@ async def test_a_part_in_endless_pieces_ends_the_path() -> None:
             await asyncio.sleep(0)
         await sink.until(lambda s: bool(s.failed))
         assert theirs.down is not None
+
+
+SIZES = [0, 1, 2, 3, 7, 8, 16, 1 << 12, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1]
+
+
+def a_layout(rng: Random) -> KvLayout:
+    """What the checks of a record let through, however mad."""
+    honest = layouts(2, 1)[0]
+    wild = {
+        "layers": rng.choice([1, 3, 1 << 14]),
+        "first_layer": rng.choice([0, 1, 1 << 14]),
+        "heads": rng.choice([1, 2, 3, 1 << 14]),
+        "tp": rng.choice([1, 2, 3, 1 << 10]),
+        "rank": rng.choice([0, 1, 1 << 10]),
+        "tokens": rng.choice([1, 4, 1 << 16]),
+        "dim": rng.choice([1, 8, 1 << 16]),
+        "itemsize": rng.choice([1, 2, 16]),
+    }
+    names = rng.sample(sorted(wild), rng.randint(0, 3))
+    return msgspec.structs.replace(honest, **{name: wild[name] for name in names})
+
+
+def a_control(rng: Random, backend: str) -> Control:
+    def size() -> int:
+        return rng.choice(SIZES)
+
+    regions = tuple(
+        RegionCard(
+            layout=a_layout(rng),
+            blocks=rng.choice([1, 8, 1 << 20]),
+            address=size(),
+            keys=tuple(rng.randrange(1 << 32) for _ in range(rng.randint(0, 2))),
+        )
+        for _ in range(rng.choice([0, 1, 1, 1, 2, 64]))
+    )
+    good = msgspec.msgpack.encode([[1, 2]] if backend == "fake" else ["all", False])
+    wild = rng.choice([*DETAILS, rng.randbytes(rng.randint(0, 40))])
+    details = rng.choice([good, wild])
+    slot, generation = rng.randrange(1 << 12), rng.randrange(1 << 32)
+    controls: list[Control] = [
+        Hello(backend=backend, epoch=1, path=size(), regions=regions, details=details),
+        Hello(backend="other", epoch=size(), path=size(), regions=regions, details=details),
+        Welcome(epoch=size(), path=size(), regions=regions, details=details),
+        Ready(size()),
+        Stop(size(), slot, generation),
+        Done(),
+        Gone(size(), "x" * 500),
+        Probe(size()),
+        Offers({"tcp": ("",)}, {}),
+    ]
+    return rng.choice(controls)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("backend", ["fake", "shm", "tcp"])
+async def test_no_control_brings_a_transport_down(backend: str, seed: int) -> None:
+    problems: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+    rng = Random(f"{backend} {seed}")
+    async with world(backend) as two:
+        _, theirs = await two.connect()
+        peer = two.source.key
+        for _ in range(40):
+            control = a_control(rng, backend)
+            if isinstance(control, Gone):
+                control = Gone(99, control.reason)  # else it does what it says
+            with contextlib.suppress(TransferError):
+                await two.destination.transport.answer(peer, control)
+        assert theirs.down is None
+        await asyncio.sleep(0)
+        assert not problems
+
+
+FRAMES: list[dict[str, Any]] = [
+    {"slot": -1},
+    {"slot": 1 << 62},
+    {"generation": -1},
+    {"attempt": -9},
+    {"epoch": 1 << 62},
+    {"part": -1},
+    {"part": 1 << 62},
+    {"place": -1},
+    {"place": 1 << 62},
+    {"count": -1},
+    {"count": 1 << 62},
+    {"layers": (-9, 1)},
+    {"layers": (3, 0)},
+    {"checked": (-5, 1 << 62)},
+]
+
+
+@pytest.mark.parametrize("fields", FRAMES, ids=str)
+async def test_frames_that_make_no_sense_write_nothing(fields: dict[str, Any]) -> None:
+    problems: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+    async with world("tcp") as two:
+        ours, theirs = await two.connect()
+        assert isinstance(ours, TcpPath)
+        sink = RecordingSink()
+        grant = theirs.grant(order(range(4), 16), sink)
+        ticket = grant.ticket
+        size = ours.out.size(Share(0, (0, 1, 2, 3), b"", (0, 3)))
+        frame = _Data(
+            slot=ticket.slot,
+            generation=ticket.generation,
+            attempt=ticket.attempt,
+            epoch=ticket.epoch,
+            part=0,
+            place=0,
+            count=4,
+            layers=(0, 3),
+            last=True,
+            checked=(0, size),
+        )
+        record = _encode(msgspec.structs.replace(frame, **fields))
+        bulk = ours._out
+        assert bulk is not None
+        ours._queue.put(lambda: bulk.send(record, [memoryview(bytes(size))], (0, size)))
+        if not fields.keys() & {"slot", "generation", "part"}:
+            await sink.until(lambda s: bool(s.failed))
+        await asyncio.sleep(0.05)
+        assert not problems
+        assert fields.keys() == {"part"} or two.destination.holds({}, ())
+        await theirs.close("the end")
