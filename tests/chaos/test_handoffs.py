@@ -150,6 +150,14 @@ def free(*nodes: Node, within: float = 30.0) -> None:
     )
 
 
+def unqueued(*routers: Node) -> None:
+    """Nothing waits and nothing is claimed, soon."""
+    pattern = r"prefill_queue_(?:items|claims){.*}"
+    eventually(
+        lambda: not any(total(router, pattern) for router in routers), "a queue keeps something", 10
+    )
+
+
 def descriptors(node: Node) -> int:
     """Of the worker and its engine."""
     me = psutil.Process(node.process.pid)
@@ -169,6 +177,10 @@ def test_a_killed_prefill_worker_is_a_later_first_token(cluster, road):
     roles = Roles(cluster, road)
     prefills, decode = [roles.prefill("p1"), roles.prefill("p2")], roles.decode("d1")
     roles.wait_ready(decode)
+    for text in [roles.prompt(6) for _ in range(4)]:  # by both: all paths are there
+        roles.stream(decode, text)
+    free(*prefills, decode)
+    before = descriptors(decode)
 
     died = kill_while_sending(roles, decode, prefills, "remote; node={other}; reason=always")
     (survivor,) = (node for node in prefills if node is not died)
@@ -179,6 +191,8 @@ def test_a_killed_prefill_worker_is_a_later_first_token(cluster, road):
     text = roles.prompt(3)
     assert roles.check(text, roles.stream(decode, text)) == "remote; node=p1; reason=always"
     free(back, decode)
+    unqueued(*roles.routers)
+    eventually(lambda: descriptors(decode) <= before, "paths to the dead are closed")
 
 
 def kill_while_sending(roles: Roles, decode: Node, prefills: list[Node], expected: str) -> Node:
@@ -336,7 +350,7 @@ def test_a_killed_queue_comes_again_at_another_router(roles):
     text = roles.prompt(3)
     assert roles.check(text, roles.stream(decode, text)) == "remote; node=p1; reason=always"
     (other,) = (router for router in roles.routers if router is not owner)
-    eventually(lambda: not queued(back) + queued(other), "nothing is left in a queue")
+    unqueued(back, other)
 
 
 @pytest.mark.usefixtures("minutes")
@@ -356,7 +370,7 @@ def test_a_frozen_queue_is_left_and_comes_back(roles):
     owner.wait_said("rejoining as life")
     roles.wait_ready(decode)
     free(prefill, decode)
-    eventually(lambda: not sum(map(queued, roles.routers)), "nothing is left in a queue")
+    unqueued(*roles.routers)
 
 
 # ---------------------------------------------------------------------- decode workers
@@ -382,6 +396,7 @@ def test_a_killed_decode_worker_frees_its_prefill_worker(roles):
     roles.wait_ready(back)
     assert roles.check(text, roles.stream(back, text)) == "remote; node=p1; reason=always"
     free(prefill, other, back)
+    unqueued(*roles.routers)
 
 
 @pytest.mark.usefixtures("minutes")
@@ -438,6 +453,7 @@ def test_who_hangs_up_frees_both_workers_at_once(roles):
     finally:
         core.resume()
     free(prefill, decode, within=SOON + REPORTED)
+    unqueued(*roles.routers)
     assert attempts(decode, "unwanted") >= 5
     assert [descriptors(node) for node in (prefill, decode)] == before
     text = roles.prompt(3)

@@ -1,0 +1,35 @@
+"""Whether anybody else may prefill, by what members say they do."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.messages.node import ModelOffer, NodeCard, offer
+from pdserve.worker.handoff.decode import _may_prefill
+from tests.worker.handoff.site import CARD
+
+
+def offers(**changes: str) -> tuple[ModelOffer, ...]:
+    offered, _ = offer(replace(CARD, **changes))
+    return (offered,)
+
+
+@pytest.mark.parametrize(
+    ("card", "may"),
+    [
+        (None, True),
+        (NodeCard(), True),
+        (NodeCard(role="worker", mode="prefill"), True),
+        (NodeCard(role="worker", mode="prefill", models=offers(CARD.name)), True),
+        (NodeCard(role="worker", mode="prefill", models=offers(CARD.name, "other")), False),
+        (NodeCard(role="worker", mode="prefill", models=offers(name="another")), False),
+        (NodeCard(role="worker", mode="prefill", models=offers(compat_hash="other")), False),
+        (NodeCard(role="worker", mode="decode"), False),
+        (NodeCard(role="worker", mode="aggregated"), False),
+        (NodeCard(role="router"), False),
+        (NodeCard(role="frontend"), False),
+    ],
+)
+def test_who_may_prefill(card, may):
+    assert _may_prefill(card, CARD) is may
