@@ -21,6 +21,7 @@ from tests.support.seeds import is_long, run_seed
 ROOT = Path(__file__).parents[2]
 BUDGET = 1500 if is_long() else 480
 """Seconds for one machine, its start included; on a quiet host it takes a sixth of that."""
+WORKERS = "tests/rdma/test_workers.py"
 PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout")
 """Looking for all that are installed takes half a minute there."""
 
@@ -44,8 +45,8 @@ def machine() -> str:
     return found
 
 
-def run(machine: str, *tests: str, hosts: int) -> str:
-    """What pytest said in there; it must have passed something."""
+def run(machine: str, *tests: str, hosts: int, memory: int = 0) -> str:
+    """What pytest said in there; it must have passed something. `memory`: MiB, if it takes more."""
     settings = {
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -54,6 +55,7 @@ def run(machine: str, *tests: str, hosts: int) -> str:
     }
     command = [machine, "run", "--python", sys.executable, "--hosts", str(hosts)]
     command += ["--timeout", str(BUDGET)]
+    command += ["--memory", str(memory)] if memory else []
     command += [part for item in settings.items() for part in ("--env", "=".join(item))]
     command += ["--", "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [part for name in PLUGINS for part in ("-p", name)]
@@ -92,7 +94,7 @@ def passed(output: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(BUDGET + 180)
 def test_in_one_machine(machine: str) -> None:
-    output = run(machine, "tests/rdma", hosts=1)
+    output = run(machine, "tests/rdma", f"--ignore={WORKERS}", hosts=1)
     assert sum(passed(output)) >= 24, output[-5_000:]
 
 
@@ -101,6 +103,14 @@ def test_in_one_machine(machine: str) -> None:
 def test_between_two_machines(machine: str) -> None:
     output = run(machine, "tests/rdma/test_two_hosts.py", hosts=2)
     assert passed(output) == [1, 1], output[-5_000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUDGET + 180)
+@pytest.mark.skipif(not is_long(), reason="eight programs start there: of the long tests")
+def test_whole_workers_in_one_machine(machine: str) -> None:
+    output = run(machine, WORKERS, hosts=1, memory=3000)
+    assert passed(output) == [2], output[-5_000:]
 
 
 def test_a_missing_tool_fails_where_it_is_required(

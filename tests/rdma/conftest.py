@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 DEVICES = os.environ.get("RDMA_VM_DEVICES", "").split()
 """The virtual machine's adapters. On a real one name them here, two of them or one twice."""
-LONG = ("test_a_lossy_link_only_takes_longer",)
+LONG = (
+    "test_a_lossy_link_only_takes_longer",
+    "test_engines_hand_over_by_rdma",
+    "test_workers_hand_over_by_rdma",
+)
 PATIENT = Options(depth=64, receives=64, timeout=17)
 """A virtual machine on a busy host stands still for a while: that is no lost peer."""
 
