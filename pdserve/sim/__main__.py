@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 
+from pdserve.sim.handoffs import draw_handoffs
 from pdserve.sim.run import Failure, draw_plan, run_plan
 
 
@@ -15,6 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pdserve.sim", description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("--nodes", type=int, help="instead of what the seed draws")
+    parser.add_argument("--handoffs", action="store_true", help="a world of handoffs")
     parser.add_argument("--quiet", action="store_true", help="only how it went")
     parser.add_argument("--log", action="store_true", help="what the nodes log besides")
     options = parser.parse_args()
@@ -22,7 +24,10 @@ def main() -> int:
         logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s", stream=sys.stdout)
     else:
         logging.disable(logging.CRITICAL)
-    plan = draw_plan(options.seed, options.nodes)
+    if options.handoffs:
+        plan = draw_handoffs(options.seed)
+    else:
+        plan = draw_plan(options.seed, options.nodes)
     began = time.process_time()
     try:
         report = run_plan(plan, None if options.quiet else print)

@@ -8,7 +8,8 @@ the tokens are those of the engine, in order, none twice, none missing.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
@@ -26,29 +27,66 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.request import TokenDelta
 
-__all__ = ["Account", "Callers", "draw_request"]
+__all__ = ["LONG_PROMPTS", "USUAL", "Account", "Callers", "Habits", "draw_request"]
 
 _MAX_LEN = 200
 
 
-def draw_request(random: Random, name: str, model: str) -> GenerateRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """What clients ask, and how patient they are."""
+
+    lengths: tuple[int, ...] = (1, 7, 8, 9, 30, 60)
+    """Of prompts."""
+    answers: tuple[int, ...] = (1, 2, 10, 40, 90)
+    """Their greatest lengths."""
+    choices: tuple[int, ...] = (1, 1, 1, 2, 3)
+    alike: float = 0.0
+    """Share of prompts that begin as others do."""
+    hurried: float = 0.1
+    """Share of requests with a deadline,"""
+    deadlines: tuple[Seconds, Seconds] = (0.5, 5.0)
+    """between these."""
+    fickle: float = 0.15
+    """Share of clients that turn away, each at some time before one of these."""
+    patience: tuple[Seconds, ...] = (0.0, 0.01, 0.2, 1.0)
+
+
+USUAL: Final = Habits()
+
+LONG_PROMPTS: Final = Habits(
+    lengths=(9, 30, 60, 100, 150),
+    answers=(1, 2, 10, 40),
+    alike=0.4,
+    hurried=0.3,
+    deadlines=(0.1, 4.0),
+    fickle=0.3,
+    patience=(0.2, 1.0, 3.0),
+)
+"""Much to hand over, and much that ends on its way."""
+
+
+def draw_request(random: Random, name: str, model: str, habits: Habits = USUAL) -> GenerateRequest:
     """Small: what matters is its way, not its size."""
-    length = random.choice((1, 7, 8, 9, 30, 60))
+    length = random.choice(habits.lengths)
     prompt = [random.randrange(3, 97) for _ in range(length)]
+    if habits.alike and random.random() < habits.alike:
+        stem = random.choice((16, 40, 80))
+        prompt[:stem] = [3 + (7 * i + stem) % 94 for i in range(min(stem, length))]
     sampling = SamplingParams(
-        max_tokens=random.choice((1, 2, 10, 40, 90)),
+        max_tokens=random.choice(habits.answers),
         temperature=random.choice((0.0, 1.0)),
         ignore_eos=random.random() < 0.7,
         eos_token_ids=(2,),
         seed=random.getrandbits(63),
     )
-    deadline = random.uniform(0.5, 5.0) if random.random() < 0.1 else None
+    deadline = random.uniform(*habits.deadlines) if random.random() < habits.hurried else None
     return GenerateRequest(
         request_id=name,
         model=model,
         prompt=prompt,
         sampling=sampling,
-        n=random.choice((1, 1, 1, 2, 3)),
+        n=random.choice(habits.choices),
         deadline=deadline,
     )
 
@@ -127,11 +165,13 @@ class Callers:
         random: Random,
         *,
         rate: float,
+        habits: Habits = USUAL,
         begin: Callable[[Account], None],
         complain: Callable[[str], None],
     ) -> None:
         """`rate`: requests per second; `begin` hears of each account."""
         self.rate = rate
+        self._habits = habits
         self._backend = backend
         self._models = models
         self._name = name
@@ -160,10 +200,11 @@ class Callers:
     def ask(self) -> Account:
         """One request, as clients are."""
         random, name = self._random, self._next_name()
-        request = draw_request(random, name, random.choice(self._models))
-        patience = random.choice((0.0, 0.01, 0.2, 1.0)) * random.random()
+        habits = self._habits
+        request = draw_request(random, name, random.choice(self._models), habits)
+        patience = random.choice(habits.patience) * random.random()
         account = self._start(request)
-        if random.random() < 0.15:
+        if random.random() < habits.fickle:
             account.timer = self._loop.call_later(patience, self.turn_away, account)
         return account
 

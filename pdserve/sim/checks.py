@@ -16,6 +16,7 @@ from pdserve.router.bookings import Charge, Life
 from pdserve.runtime.topics.service import LogTopic, StateTopic
 from pdserve.runtime.topics.subscription import LogFollower, StateFollower
 from pdserve.sim.roles import Frontend, Router, Worker
+from pdserve.worker.prefill_queue.decode import PrefillQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pdserve.runtime.topics.service import Topics
     from pdserve.sim.world import Host, World
 
-__all__ = ["at_rest", "membership", "pool_chains", "ready", "unfinished"]
+__all__ = ["at_rest", "membership", "pool_chains", "ready", "unfinished", "untroubled"]
 
 
 def membership(world: World) -> Iterator[str]:
@@ -82,6 +83,7 @@ def at_rest(world: World) -> Iterator[str]:
             yield from _router(world, host, host.part)
         elif isinstance(host.part, Worker):
             yield from _worker(host, host.part)
+            yield from _engine(world, host, host.part)
         elif isinstance(host.part, Frontend):
             yield from _frontend(host, host.part)
         yield from _links(host)
@@ -198,8 +200,35 @@ def _worker(host: Host, worker: Worker) -> Iterator[str]:
         yield f"the engine of {host.name} waits for {stats.remote} and sends {stats.sending}"
     if worker.member.decode is not None and len(worker.member.decode):
         yield f"worker {host.name} keeps {len(worker.member.decode)} handoffs"
+    queue = None if worker.member.decode is None else worker.member.decode.queue
+    if isinstance(queue, PrefillQueue) and len(queue):
+        yield f"worker {host.name} keeps {len(queue)} items of the prefill queue"
     if worker.member.prefill is not None and len(worker.member.prefill):
         yield f"worker {host.name} keeps {len(worker.member.prefill)} claims"
+
+
+def _engine(world: World, host: Host, worker: Worker) -> Iterator[str]:
+    """What an engine has set aside or linked for transfers belongs to somebody."""
+    engine = worker.service.engine
+    core = None if engine is None else engine.core
+    if isinstance(core, EngineCore):
+        promises = core.scheduler.promises
+        if len(promises) or promises.unfilled or promises.unbound:
+            words = f"{len(promises)} promises of {promises.unfilled} blocks"
+            yield f"the engine of {host.name} keeps {words}, {promises.unbound} unbound"
+    lives = {(h.part.node.id, h.part.node.epoch) for h in _up(world) if h.part is not None}
+    for path in worker.service.paths():
+        if (path.node, path.epoch) not in lives:
+            yield f"the engine of {host.name} has a path to {path.node}/{path.epoch}, who is gone"
+
+
+def untroubled(world: World) -> Iterator[str]:
+    """Nothing has gone wrong, so no handoff has come to nothing but by its client's will."""
+    for host in _up(world):
+        if isinstance(host.part, Worker) and host.part.member.decode is not None:
+            for outcome, count in host.part.member.decode.tally.attempts.items():
+                if outcome not in ("done", "unwanted"):
+                    yield f"{count} attempts at {host.name} were {outcome}"
 
 
 def _frontend(host: Host, frontend: Frontend) -> Iterator[str]:

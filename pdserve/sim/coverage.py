@@ -28,6 +28,7 @@ __all__ = [
     "HANDOFF_CELLS",
     "LIFE_CELLS",
     "MEMBER_CELLS",
+    "OUT_OF_REACH",
     "Cells",
     "missing",
     "watch",
@@ -78,10 +79,49 @@ HANDOFF_CELLS: Final = frozenset(
 )
 """What happens to a handoff, at either end."""
 
+_OUT_OF_REACH: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "the queue's client keeps silent about an item that is open or taken back": {
+        "refused": (
+            *("decode worker attempt", "decode worker fill", "decode worker verify"),
+            *("decode worker active", "decode worker local"),
+        ),
+        "unclaimed": (
+            *("prefill worker computing", "prefill worker notifying"),
+            *("prefill worker notified", "prefill worker sent"),
+        ),
+    },
+    "an engine's first delta says how it came about: the first token is before the end": {
+        "done": tuple(
+            f"decode worker {state}"
+            for state in ("admit", "queue", "attempt", "fill", "verify", "local")
+        ),
+    },
+    "nobody knows a request before it was queued": {"stale": ("decode worker admit",)},
+    "a question is not overtaken by all that follows its repetition": {
+        "again": ("decode worker verify", "decode worker active"),
+    },
+    "words to and from an inline engine do not cross": {
+        "admitted": ("decode worker local",),
+        "first token": ("decode worker fill",),
+    },
+    "patience ends a third into what is left; a process would have to stand still over both": {
+        "expire": ("decode worker queue",),
+    },
+}
+
+OUT_OF_REACH: Final = frozenset(
+    (state, event)
+    for cells in _OUT_OF_REACH.values()
+    for event, states in cells.items()
+    for state in states
+)
+"""Cells of handoffs that worlds do not visit, each for a reason. The table has them because real
+processes are not that orderly; tests/worker/handoff visits them."""
+
 
 def missing(visited: Cells) -> list[str]:
     """Cells that must be visited and were not."""
-    wanted = MEMBER_CELLS | LIFE_CELLS | BOOKING_CELLS | HANDOFF_CELLS
+    wanted = MEMBER_CELLS | LIFE_CELLS | BOOKING_CELLS | (HANDOFF_CELLS - OUT_OF_REACH)
     return sorted(f"{state}: {event}" for state, event in wanted - visited.keys())
 
 

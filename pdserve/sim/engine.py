@@ -25,6 +25,7 @@ from pdserve.errors import (
     NotReady,
     Overloaded,
     PdserveError,
+    TransferCorrupt,
     TransferRefused,
 )
 from pdserve.messages.engine import (
@@ -398,11 +399,17 @@ class InlineEngine:
         elif isinstance(event, TransferQuestion | TransferReply | Paths):
             self._desk.take(event)
         elif isinstance(event, Admitted | Opened | AttemptLost):
+            assert not self._spoilt(event), f"bytes were wrong and nobody spoilt them: {event}"
             remote = self._remotes.get(event.handle)
             if remote is not None:
                 tell_remote(remote, event)
         elif isinstance(event, Prefilled | Sent):
             self._tell_prefill(event)
+
+    def _spoilt(self, event: Event) -> bool:
+        """A transfer has brought other bytes than it was given."""
+        wrong = isinstance(event, AttemptLost) and event.kind == TransferCorrupt.__name__
+        return wrong and self._fabric is not None and not self._fabric.counts["wrong"]
 
     def _reject(self, event: Rejected) -> None:
         sink = self._forget(event.handle) or self._prefills.pop(event.handle, None)

@@ -11,12 +11,14 @@ an orderly end that leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from pdserve.router.config import RouterConfig
-from pdserve.sim.checks import at_rest, membership, ready, unfinished
+from pdserve.sim.callers import USUAL, Habits
+from pdserve.sim.checks import at_rest, membership, ready, unfinished, untroubled
 from pdserve.sim.dice import Dice
 from pdserve.sim.faults import GENTLE, Fault, draw_faults, perform
 from pdserve.sim.loop import Livelock
@@ -66,6 +68,12 @@ class Plan:
     faults_end: Seconds
     patience: float = 1.0
     """Times the usual waits: less where a rule is expected to be broken."""
+    habits: Habits = USUAL
+    """Of clients."""
+    kv_time: float = 1.0
+    """Times the usual duration of a write of KV, until all is calm."""
+    options: str = ""
+    """Of the command that draws this plan."""
     left_dead: tuple[str, ...] = ()
     """Hosts that stay off once the faults are over."""
 
@@ -171,12 +179,27 @@ def run_plan(plan: Plan, on_line: Callable[[str], None] | None = None) -> Report
     """The same, of a plan that somebody made."""
     world = World(plan.seed)
     world.trace.on_line = on_line
+    errors = _Errors(world)
+    logging.getLogger("pdserve").addHandler(errors)
     try:
         return world.loop.run_until_complete(_Run(plan, world).whole())
     except (Livelock, Deadlock) as error:
         raise Failure(_message(world, str(error))) from None
     finally:
+        logging.getLogger("pdserve").removeHandler(errors)
         world.close()
+
+
+class _Errors(logging.Handler):
+    """What is logged as an error should not have happened: faults are no errors of ours."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        cause = record.exc_info[1] if record.exc_info else None
+        self._world.complain(f"logged: {record.getMessage()}" + (f": {cause!r}" if cause else ""))
 
 
 class _Run:
@@ -186,7 +209,10 @@ class _Run:
         self.plan = plan
         self.world = world
         world.models = plan.models
-        world.rate = plan.rate
+        world.rate, world.habits = plan.rate, plan.habits
+        usual = self._usual_pace = world.fabric.pace
+        world.fabric.pace = lambda size: usual(size) * plan.kv_time
+        world.options = plan.options
         for name, role in plan.roles.items():
             world.add(name, role, plan.settings[name])
         world.seeds = tuple(host.address for host in list(world.hosts.values())[:2])
@@ -229,8 +255,9 @@ class _Run:
             fault.result()
 
     async def _calm(self) -> None:
-        """From here on nothing goes wrong any more."""
+        """From here on nothing goes wrong any more, and what waits must be served."""
         world = self.world
+        world.fabric.pace = self._usual_pace
         for name in self.plan.left_dead:
             host = world.hosts[name]
             host.wanted = False
@@ -310,6 +337,10 @@ class _Run:
     async def _rest(self) -> None:
         self.world.happened("-", "REST")
         await self._until("all is at rest", lambda: at_rest(self.world), _RESTS)
+        if not self.plan.faults:
+            for wrong in untroubled(self.world):
+                self.world.complain(f"without any fault, {wrong}")
+            self._look()
 
     async def _end(self) -> None:
         """In an order that the seed draws; the last ones have nobody left to say goodbye to."""
@@ -354,5 +385,5 @@ class _Run:
 def _message(world: World, what: str) -> str:
     return (
         f"seed {world.seed} at {world.loop.time():.3f} s: {what}\n"
-        f"replay: python -m pdserve.sim {world.seed}"
+        f"replay: python -m pdserve.sim {world.seed}{world.options}"
     )

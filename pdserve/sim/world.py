@@ -17,7 +17,7 @@ from pdserve.ids import NodeId
 from pdserve.net.memory import MemoryWorld
 from pdserve.runtime.node import Node, NodeConfig
 from pdserve.runtime.registry import Appeared, Changed, Gone
-from pdserve.sim.callers import Callers
+from pdserve.sim.callers import USUAL, Callers
 from pdserve.sim.dice import Dice
 from pdserve.sim.loop import Process, WorldLoop
 from pdserve.sim.roles import Frontend, Part, Router, Settings, Worker
@@ -97,6 +97,10 @@ class World:
         self.models: tuple[str, ...] = ("model",)
         self.rate = 1.0
         """Requests per second and frontend."""
+        self.habits = USUAL
+        """Of those who ask."""
+        self.options = ""
+        """Of the command that makes such a world."""
         self.violations: list[str] = []
         self.faults: Counter[str] = Counter()
         """How often each fault happened."""
@@ -176,6 +180,7 @@ class World:
             f"{host.name}.{host.lives}",
             random,
             rate=self.rate,
+            habits=self.habits,
             begin=lambda account: self._begin(host, account),
             complain=self.complain,
         )
