@@ -186,7 +186,7 @@ def _paths(status: ClusterStatus, before: ClusterStatus | None) -> _Rows:
         for path in () if member.report is None else member.report.paths:
             moved = (approximate_size(path.sent_bytes), approximate_size(path.received_bytes))
             rate = (_path_rate(status, before, member, path),) if before else ()
-            note = f"down: {path.down}" if path.down else path.why
+            note = f"down: {path.down}" if path.down else path.degraded or path.why
             rows.append(
                 (member.node, path.node, path.backend, *moved, *rate, str(path.failures), note)
             )

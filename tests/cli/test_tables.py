@@ -108,6 +108,8 @@ def test_where_prompts_were_prefilled_and_how_their_kv_came():
     assert "2.0 MiB" in render(now, then)
     down = (replace(paths[0], down="the peer has ended"),)
     assert "down: the peer has ended" in render(status(member("d1", "worker", Report(paths=down))))
+    none = (PathState(node="p1", epoch=7, backend="none", degraded="tcp: no TLS (there)"),)
+    assert "tcp: no TLS (there)" in render(status(member("d1", "worker", Report(paths=none))))
 
 
 def test_rates_need_two_statuses_of_the_same_life():
