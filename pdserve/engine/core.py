@@ -200,7 +200,7 @@ class EngineCore:
         self._region = region
         transfers = mover.start(region, self._on_moved)
         scheduler, pool, verify = self.scheduler, self.pool, spec.transfer.verify
-        self._incoming = Incoming(scheduler, pool, mover, region, self._say)
+        self._incoming = Incoming(scheduler, pool, mover, region, verify, self._say)
         self._outgoing = Outgoing(scheduler, pool, mover, region, verify, self._say)
         return transfers
 

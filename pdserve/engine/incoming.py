@@ -24,6 +24,7 @@ from pdserve.transfer.plan import block_bytes, valid_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Literal
 
     from pdserve.engine.mover import Mover
     from pdserve.engine.scheduler import Scheduler
@@ -50,9 +51,11 @@ class Incoming:
         pool: BlockPool,
         mover: Mover,
         region: Region,
+        verify: Literal["all", "sample", "off"],
         say: Callable[[Event], None],
     ) -> None:
-        """`say` takes what the node is to be told."""
+        """`say` takes what the node is to be told. The sender decides what is checked, unless
+        `verify` is "all": then it must bring all checksums."""
         self.opened = 0
         self.failed = 0
         self.received_blocks = 0
@@ -60,6 +63,7 @@ class Incoming:
         self._pool = pool
         self._mover = mover
         self._region = region
+        self._wants_all = verify == "all" and region.view is not None
         self._say = say
         self._attempts: dict[int, Attempt] = {}
         """By handle."""
@@ -240,10 +244,19 @@ class Incoming:
         tokens = len(stem.tokens)
         vocab_size = self._scheduler.limits.vocab_size
         text = fault_of(attempt, stem.request, tokens, vocab_size)
+        text = text or (self._lacking_checksums(attempt) if self._wants_all else "")
         if text:
             return TransferRefused(f"the handoff does not fit: {text}")
         text = self._fault_of_bytes(attempt, tokens)
         return TransferCorrupt(f"what {attempt.peer} sent is wrong: {text}") if text else None
+
+    @staticmethod
+    def _lacking_checksums(attempt: Attempt) -> str:
+        assert attempt.handoff is not None
+        count, wanted = len(dict(attempt.handoff.checksums)), len(attempt.fresh)
+        if count == wanted:
+            return ""
+        return f"it has checksums of {count} blocks of {wanted}, and --verify-kv=all is set here"
 
     def _fault_of_bytes(self, attempt: Attempt, tokens: int) -> str:
         handoff, region, size = attempt.handoff, self._region, self._pool.block_size

@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
-from pdserve.messages.engine import EngineSpec, TransferSpec
+from pdserve.messages.engine import EngineSpec, PrefillHere, TransferSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.handover import Pair, make_pair
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
@@ -30,6 +31,7 @@ SPEC = EngineSpec(
     options={"blocks": "100", "layers": "8"},
     transfer=TransferSpec(verify="all"),
 )
+UNCHECKED = TransferSpec(verify="off")
 
 
 def request(prompt: Sequence[int], **changes: Any) -> GenerateRequest:
@@ -205,13 +207,30 @@ def test_a_byte_that_changes_on_its_way_is_never_served(place: int):
 
 def test_without_checksums_a_changed_byte_changes_the_answer():
     """So the answer depends on what was received: it was not computed here."""
-    both = make_pair(ScriptedExecutor, SPEC, p={"transfer": TransferSpec(verify="off")})
+    both = make_pair(ScriptedExecutor, msgspec.structs.replace(SPEC, transfer=UNCHECKED))
     both.net.faults = ["corrupt"]
     wanted = request(prompt_of(30), ignore_eos=True)
     (ledger,) = both.generate([wanted])
     # P has said the first token; all others come from what D has.
     assert ledger.tokens[0][0] == reference(wanted)[0][0]
     assert ledger.tokens != reference(wanted)
+    both.close()
+
+
+def test_who_wants_all_checked_takes_nothing_unchecked():
+    both = make_pair(ScriptedExecutor, SPEC, p={"transfer": UNCHECKED})
+    both.net.faults = ["corrupt"]
+    handle, ledger = both.submit(request(prompt_of(30)))
+    both.step_d()
+    both.open(handle)
+    both.run()
+    (lost,) = both.lost
+    assert lost.kind == "TransferRefused"
+    assert "checksums of 0 blocks of 8, and --verify-kv=all" in lost.message
+    assert not ledger.tokens[0]
+    both.d.core.handle(PrefillHere(handle))
+    both.run()
+    assert ledger.tokens == reference(request(prompt_of(30)))
     both.close()
 
 
