@@ -10,19 +10,26 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.sim.coverage import Cells, missing, watch
 from pdserve.sim.faults import KINDS
+from pdserve.sim.handoffs import draw_handoffs
 from pdserve.sim.run import Failure, draw_plan, run, run_plan
 from pdserve.testing.planted import planted
-from tests.sim.worlds import everything, plan
+from tests.sim.worlds import everything, handed_over, plan
+
+if TYPE_CHECKING:
+    from pdserve.sim.run import Report
 
 SEEDS = 16
 """Of the short slice, over all its parts."""
 PARTS = 4
 LONG_SEEDS = 600
+LONG_HANDOFFS = 600
+"""Worlds of handoffs besides."""
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -32,23 +39,35 @@ def test_a_slice_of_seeds(seed: int, part: int) -> None:
         run(first + number)
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_slice_of_handoffs(seed: int, part: int) -> None:
+    run_plan(draw_handoffs(seed % 10**9 + part))
+
+
 @pytest.mark.timeout(300)
 def test_fifty_nodes(seed: int) -> None:
     assert len(run(seed % 10**9, nodes=50).plan.roles) == 50
 
 
-@pytest.mark.timeout(3600)
+def long_run(seed: int, number: int) -> Report:
+    if number >= LONG_SEEDS:
+        return run_plan(draw_handoffs(seed + number))
+    return run(seed + number, nodes=20 if number % 50 == 49 else None)
+
+
+@pytest.mark.timeout(7200)
 def test_many_seeds_visit_everything(seed: int, long: bool) -> None:
     if not long:
-        pytest.skip("a quarter of an hour: PDSERVE_TEST_LONG=1")
+        pytest.skip("half an hour: PDSERVE_TEST_LONG=1")
     cells: Cells = Counter()
     faults: Counter[str] = Counter()
     effects: Counter[str] = Counter()
     failures: list[str] = []
     with watch(cells):
-        for number in range(LONG_SEEDS):
+        for number in range(LONG_SEEDS + LONG_HANDOFFS):
             try:
-                report = run(seed % 10**9 + number, nodes=20 if number % 50 == 49 else None)
+                report = long_run(seed % 10**9, number)
             except Failure as failure:
                 failures.append(str(failure))
             else:
@@ -89,6 +108,30 @@ def test_every_fault_is_felt_where_it_is_made_on_purpose(seed: int) -> None:
         assert cells[cell], cell
     assert report.outcomes["completed"]
     assert report.events["own-rejoin"], "who was cut off for long has begun another life"
+
+
+@pytest.mark.timeout(120)
+def test_handoffs_take_every_usual_turn(seed: int) -> None:
+    cells: Cells = Counter()
+    with watch(cells):
+        report = handed_over(seed % 10**9)
+    assert report.effects == report.faults
+    for cell in (
+        ("decode worker admit", "admitted"),
+        ("decode worker queue", "claim"),
+        ("decode worker attempt", "opened"),
+        ("decode worker verify", "renew"),
+        ("decode worker fill", "notify"),
+        ("decode worker verify", "died"),
+        ("decode worker verify", "first token"),
+        ("decode worker active", "done"),
+        ("prefill worker claimed", "linked"),
+        ("prefill worker opening", "opened"),
+        ("prefill worker computing", "prefilled"),
+        ("prefill worker notifying", "taken"),
+        ("prefill worker notified", "sent"),
+    ):
+        assert cells[cell], cell
 
 
 def test_nothing_goes_wrong_without_faults(seed: int) -> None:

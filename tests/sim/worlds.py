@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pdserve.sim.callers import LONG_PROMPTS, USUAL
 from pdserve.sim.faults import Fault
 from pdserve.sim.roles import Settings
 from pdserve.sim.run import Plan, run_plan
@@ -12,6 +13,7 @@ from pdserve.sim.run import Plan, run_plan
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.handoff import Mode
+    from pdserve.sim.callers import Habits
     from pdserve.sim.run import Report
 
 ROLES = {
@@ -32,19 +34,24 @@ def plan(
     rate: float = 2.0,
     patience: float = 1.0,
     modes: dict[str, Mode] = {},  # noqa: B006  never written to
+    habits: Habits = USUAL,
+    kv_time: float = 1.0,
+    pace: Seconds = 0.02,
 ) -> Plan:
     """Six hosts that start together, and these faults. `modes`: of workers, which may be others."""
     roles = {**ROLES, **dict.fromkeys(modes, "worker")}
     return Plan(
         seed=seed,
         roles=roles,
-        settings={name: Settings(mode=modes.get(name, "aggregated")) for name in roles},
+        settings={name: Settings(mode=modes.get(name, "aggregated"), pace=pace) for name in roles},
         models=("model",),
         starts=dict.fromkeys(roles, 0.0),
         rate=rate,
         faults=tuple(faults),
         faults_end=until,
         patience=patience,
+        habits=habits,
+        kv_time=kv_time,
     )
 
 
@@ -55,6 +62,34 @@ def one_after_another(*faults: Fault, begin: Seconds, gap: Seconds) -> list[Faul
         placed.append(replace(fault, at=now))
         now += fault.lasts + gap
     return placed
+
+
+def handed_over(seed: int) -> Report:
+    """Long prompts over slow roads, and what usually happens to prefill workers meanwhile."""
+    faults = one_after_another(
+        Fault("kv-lost", 0.0, 4.0, "w2", "w0", 0.5),
+        Fault("cut", 0.0, 9.0, "w2", "w0"),
+        Fault("engine", 0.0, 0.0, "w2"),
+        Fault("crash", 0.0, 1.0, "w1"),
+        Fault("crash", 0.0, 1.0, "w2"),
+        Fault("pause", 0.0, 9.0, "w1"),
+        Fault("crash", 0.0, 1.0, "w2"),
+        begin=6.0,
+        gap=4.0,
+    )
+    modes: dict[str, Mode] = {"w0": "decode", "w1": "prefill", "w2": "prefill"}
+    return run_plan(
+        plan(
+            seed,
+            faults,
+            until=faults[-1].at + 4.0,
+            rate=1.5,
+            modes=modes,
+            habits=LONG_PROMPTS,
+            kv_time=500.0,
+            pace=0.05,
+        )
+    )
 
 
 def everything(seed: int) -> Report:
