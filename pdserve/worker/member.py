@@ -14,18 +14,15 @@ whoever starts the role.
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
 from pdserve.errors import ConfigError, Draining, NotReady
 from pdserve.messages.channel import CHANNEL
-from pdserve.messages.handoff import DisaggSet
 from pdserve.messages.kv import KV
 from pdserve.messages.node import NodeCard, offer
 from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key
-from pdserve.runtime.methods import DISAGG
 from pdserve.runtime.registry import Gone
 from pdserve.wire.codec import encode
 from pdserve.worker.channel import Channels
@@ -41,11 +38,9 @@ if TYPE_CHECKING:
     from pdserve.engine.api import Handle, TokenSink
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
-    from pdserve.messages.handoff import SetDisagg
     from pdserve.messages.node import ModelOffer
     from pdserve.messages.request import GenerateRequest, Started
     from pdserve.messages.status import HandoffNumbers
-    from pdserve.net.base import Call
     from pdserve.observe.degraded import Degradations
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
@@ -114,7 +109,6 @@ class WorkerMember:
             queue = PrefillQueue(node, self._topics)
             leading = self._kv.leading
             self.decode = Decode(node, service, queue, chooser, leading, service.metrics)
-            node.serve(DISAGG, partial(_set_disagg, chooser))
         elif config.mode == "prefill":
             self.prefill = Prefill(
                 node,
@@ -293,14 +287,6 @@ class WorkerMember:
         if cards.keys() != self._offers.keys():
             self._offers = {key: (card, *offer(card)) for key, card in cards.items()}
         return [(small, large) for _, small, large in self._offers.values()]
-
-
-def _set_disagg(chooser: Chooser, wanted: SetDisagg, call: Call) -> DisaggSet:
-    """An operator's wish, in force from the next request on."""
-    before, chooser.mode = chooser.mode, wanted.disagg
-    who = call.link.peer.node
-    _log.info("--disagg=%s from now on, before %s: asked for by %s", chooser.mode, before, who)
-    return DisaggSet(before)
 
 
 _REASON: Final = 500
