@@ -99,7 +99,9 @@ class WorkerPart:
         capabilities = self.service.capabilities
         if capabilities is not None and self._context.config.process.role == "worker":
             for model in self.service.cards().values():
-                _log.info("%s", loaded_line(model, capabilities))
+                mode = self._config.mode
+                does = "" if mode == "aggregated" else f"; a {mode} worker"
+                _log.info("%s%s", loaded_line(model, capabilities), does)
 
     async def drain(self, timeout: Seconds) -> None:
         if not await self.member.drain(timeout):
