@@ -11,12 +11,13 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from pdserve.engine.mover import Closed
 from pdserve.errors import DialFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["BUGS", "Bug", "planted"]
+__all__ = ["BUGS", "HANDOFF_BUGS", "Bug", "planted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,84 @@ def _release_twice(original: Callable[..., Any]) -> Callable[..., Any]:
     return release
 
 
+# ---------------------------------------------------------------------- handing prompts over
+
+
+async def _at_once(*args: Any, **kwargs: Any) -> None:
+    """Said to be done, and nothing was."""
+
+
+def _frees_quarantined(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Incoming._end`, but its blocks are free at once."""
+
+    def end(self: Any, attempt: Any) -> None:
+        original(self, attempt)
+        self._free(attempt.key)
+
+    return end
+
+
+def _leaks_shared(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Incoming._end`, but what it shared of the prefix cache stays held."""
+
+    def end(self: Any, attempt: Any) -> None:
+        attempt.shared = []
+        original(self, attempt)
+
+    return end
+
+
+def _closes_without_fence(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`LoopMover._fence`, but nobody is asked."""
+
+    async def fence(self: Any, attempt: Any) -> None:
+        del self._closing[attempt.key]
+        self.emit(Closed(attempt.key))
+
+    return fence
+
+
+def _first_rail_counts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`VerbsPath.notified`, but for the first of several rails."""
+
+    def notified(self: Any, word: int) -> None:
+        rails, self.peer_rails = self.peer_rails, 1
+        original(self, word)
+        self.peer_rails = rails
+
+    return notified
+
+
+def _releases_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Outgoing._end`, but what is under way is free at once."""
+
+    def end(self: Any, handle: int, *, silent: bool) -> None:
+        prefill = self._prefills.get(handle)
+        original(self, handle, silent=silent)
+        if prefill is not None and prefill.under_way:
+            for part, (blocks, complete) in prefill.under_way.items():
+                self._pool.release(blocks)
+                prefill.under_way[part] = [], complete
+            self._let_go(prefill)
+
+    return end
+
+
+def _keeps_budget(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Promises.end`, but its room is not given back."""
+
+    def end(self: Any, stem: Any) -> None:
+        self.waiting.discard(stem)
+        self.unbind(stem.handle)
+
+    return end
+
+
+def _filled_by_notice(original: property) -> property:
+    """`Attempt.filled`, whatever parts have come."""
+    return property(lambda attempt: attempt.handoff is not None)
+
+
 BUGS: Final[dict[str, Bug]] = {
     "release not sent": Bug(
         "pdserve.frontend.cluster", "_Releaser.__call__", _never, "answers are not given back"
@@ -251,3 +330,99 @@ BUGS: Final[dict[str, Bug]] = {
         "pdserve.gossip.service", "GossipService.close", _keeps_timer, "timers leak"
     ),
 }
+
+HANDOFF_BUGS: Final[dict[str, Bug]] = {
+    "blocks are freed, not quarantined": Bug(
+        "pdserve.engine.incoming",
+        "Incoming._end",
+        _frees_quarantined,
+        "a peer writes to others' blocks",
+    ),
+    "attempts end without a fence": Bug(
+        "pdserve.engine.movers.loop",
+        "LoopMover._fence",
+        _closes_without_fence,
+        "a peer writes to others' blocks",
+    ),
+    "writers are not stopped": Bug(
+        "pdserve.transfer.verbs",
+        "VerbsPath._fence",
+        lambda original: _at_once,
+        "a peer writes to others' blocks",
+    ),
+    "writers say too soon that they have stopped": Bug(
+        "pdserve.transfer.path",
+        "PathCore.drain",
+        lambda original: _at_once,
+        "a peer writes to others' blocks",
+    ),
+    "the end of a path takes writes": Bug(
+        "pdserve.transfer.verbs",
+        "VerbsPath._destroy",
+        lambda original: _at_once,
+        "what comes late lands in others' blocks",
+    ),
+    "a part has come when one rail says so": Bug(
+        "pdserve.transfer.verbs",
+        "VerbsPath.notified",
+        _first_rail_counts,
+        "blocks are read before they are filled",
+    ),
+    "a handoff counts before its parts": Bug(
+        "pdserve.engine.attempt",
+        "Attempt.filled",
+        _filled_by_notice,
+        "blocks are read before they are filled",
+    ),
+    "checksums are not compared": Bug(
+        "pdserve.engine.incoming",
+        "Incoming._fault_of_bytes",
+        lambda original: lambda self, attempt, tokens: "",
+        "wrong bytes are decoded from",
+    ),
+    "blocks are released while they are sent": Bug(
+        "pdserve.engine.outgoing",
+        "Outgoing._end",
+        _releases_what_is_sent,
+        "a peer is sent others' blocks",
+    ),
+    "shared blocks of an attempt stay held": Bug(
+        "pdserve.engine.incoming", "Incoming._end", _leaks_shared, "blocks leak"
+    ),
+    "a promise is not given back": Bug(
+        "pdserve.engine.promises", "Promises.end", _keeps_budget, "soon nothing is admitted"
+    ),
+    "a lost attempt keeps its room": Bug(
+        "pdserve.engine.promises", "Promises.unbind", _never, "the books of room are wrong"
+    ),
+    "paths to the dead stay": Bug(
+        "pdserve.engine.movers.roads",
+        "Roads.peer_gone",
+        lambda original: _at_once,
+        "paths and books leak",
+    ),
+    "leases are not renewed": Bug(
+        "pdserve.worker.handoff.prefill",
+        "Prefill._beat",
+        _never,
+        "what takes longer than a lease is never handed over",
+    ),
+    "a lease never lapses": Bug(
+        "pdserve.worker.handoff.remote",
+        "RemoteRequest._lapse",
+        _never,
+        "who waits for a worker that is cut off waits for ever",
+    ),
+    "handoffs are not forgotten": Bug(
+        "pdserve.worker.handoff.decode", "Decode.forget", _never, "requests leak"
+    ),
+    "claims are not ended": Bug(
+        "pdserve.worker.prefill_queue.prefill", "Claims.end", _never, "queues count claims for ever"
+    ),
+    "an item that is open stays queued": Bug(
+        "pdserve.worker.prefill_queue.decode", "PrefillQueue.opened", _never, "items leak"
+    ),
+}
+"""Of handing prompts over; among `BUGS`."""
+
+BUGS.update(HANDOFF_BUGS)

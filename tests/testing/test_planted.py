@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from pdserve.router.bookings import Bookings
+from pdserve.sim.callers import LONG_PROMPTS
 from pdserve.sim.faults import Fault
 from pdserve.sim.run import Failure, Plan, run, run_plan
-from pdserve.testing.planted import BUGS, planted
+from pdserve.testing.planted import BUGS, HANDOFF_BUGS, planted
 from tests.sim.worlds import one_after_another, plan
+
+if TYPE_CHECKING:
+    from pdserve.messages.handoff import Mode
 
 SEEDS = 20
 """At most so many worlds until a bug is caught; nearly all are caught by the first. Always the same
@@ -40,8 +46,38 @@ FAULTS = {
 """What must go wrong for a bug to show; the others show in any world."""
 
 
+HANDOFF_FAULTS = {
+    "the end of a path takes writes": [Fault("kv-late", 0.0, 5.0, "w2", "w0", 0.3)],
+    "checksums are not compared": [Fault("kv-wrong", 0.0, 5.0, "w2", "w0", 0.3)],
+    "paths to the dead stay": [Fault("crash", 0.0, 0.01, "w2")],
+    "a lost attempt keeps its room": [Fault("engine", 0.0, 0.0, "w2")] * 3,
+    "shared blocks of an attempt stay held": [Fault("engine", 0.0, 0.0, "w2")] * 3,
+    "a lease never lapses": [Fault("cut", 0.0, 9.0, w, "w0") for w in ("w2", "w3")],
+}
+SLOW = {"leases are not renewed": 1_500.0}
+"""Times the usual duration of a write of KV; the others have enough with some."""
+
+
+def made_for_handoffs(name: str, seed: int) -> Plan:
+    """Long prompts are handed over, clients turn away meanwhile, and something may go wrong."""
+    faults = one_after_another(*HANDOFF_FAULTS.get(name, []), begin=5.0, gap=1.5)
+    end = max([12.0, *(fault.at + fault.lasts for fault in faults)])
+    modes: dict[str, Mode] = {"w0": "decode", "w1": "decode", "w2": "prefill", "w3": "prefill"}
+    return plan(
+        seed,
+        faults,
+        until=end,
+        rate=3.0,
+        modes=modes,
+        habits=LONG_PROMPTS,
+        kv_time=SLOW.get(name, 100.0),
+    )
+
+
 def made_for(name: str, seed: int) -> Plan:
     """A busy world in which the bug must show."""
+    if name in HANDOFF_BUGS:
+        return made_for_handoffs(name, seed)
     faults = one_after_another(*FAULTS.get(name, []), begin=8.0, gap=0.5)
     end = max([12.0, *(fault.at + fault.lasts for fault in faults)])
     return plan(seed, faults, until=end, rate=6.0, patience=PATIENCE)
@@ -52,7 +88,7 @@ def worlds_until_caught(name: str) -> int:
     with planted(name):
         for number in range(SEEDS):
             try:
-                if number < 2:
+                if number < 2 or name in HANDOFF_BUGS:
                     run_plan(made_for(name, number))
                 else:
                     run(number)
@@ -61,9 +97,33 @@ def worlds_until_caught(name: str) -> int:
     raise AssertionError(f"{SEEDS} worlds did not notice: {name}")
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", [name for name in BUGS if name not in HANDOFF_BUGS])
 def test_a_planted_bug_is_caught(name: str) -> None:
     assert worlds_until_caught(name) <= SEEDS
+
+
+PARTS = 3
+
+
+def some_of_handoffs(seed: int, part: int, *, long: bool) -> list[str]:
+    """Two for each part, others with every commit; all in long mode."""
+    names = list(HANDOFF_BUGS)
+    mine = names[part::PARTS]
+    return mine if long else [mine[(seed + i) % len(mine)] for i in range(2)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_planted_bugs_of_handoffs_are_caught(seed: int, part: int, long: bool) -> None:
+    for name in some_of_handoffs(seed, part, long=long):
+        assert worlds_until_caught(name) <= SEEDS
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_worlds_of_handoffs_without_a_bug_pass(seed: int, part: int, long: bool) -> None:
+    for name in some_of_handoffs(seed, part, long=long):
+        run_plan(made_for(name, 0))
 
 
 def test_a_world_without_a_bug_passes_with_that_patience() -> None:
