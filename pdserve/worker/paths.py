@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.errors import Draining, LinkLost, Overloaded, PdserveError, TransferRefused
 from pdserve.messages.handoff import TransferAnswer
 from pdserve.runtime.methods import TRANSFER
-from pdserve.runtime.registry import Changed, Gone
+from pdserve.runtime.registry import Appeared, Changed, Gone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +59,7 @@ MAX_ASKING: Final = 256
 """Questions to peers under way; one more fails as `Overloaded`."""
 DEGRADED: Final = "kv_transfer"
 """As the process names it."""
+_REMEMBERED: Final = 4096
 _LOOK: Final[Seconds] = 0.1
 """Between two looks at the node's life and at the paths."""
 
@@ -76,6 +77,9 @@ class TransferPaths:
         self._metrics = service.metrics
         self._attached: Epoch = 0
         self._asking = 0
+        self._gone: dict[tuple[NodeId, Epoch], None] = {}
+        """Lives that are over, the latest of them: one that stood still may not know it yet, and
+        its link may be up."""
         self._seen: dict[tuple[str, int, str], PathState] = {}
         self._degraded: dict[tuple[str, str], str] = {}
         """(peer, back end that is used) -> why it is not a better one."""
@@ -100,11 +104,17 @@ class TransferPaths:
 
     def _on_member(self, event: MemberEvent) -> None:
         self._attach()
+        life = (event.member.node, event.member.epoch)
         if isinstance(event, Gone):
-            self._service.peer_gone(event.member.node, event.member.epoch)
-        elif isinstance(event, Changed) and _lost_its_engine(event):
+            self._gone[life] = None
+            if len(self._gone) > _REMEMBERED:
+                del self._gone[next(iter(self._gone))]
+            self._service.peer_gone(*life)
+        elif isinstance(event, Appeared):
+            self._gone.pop(life, None)
+        elif _lost_its_engine(event):
             # The same life of the node, another of its engine: what the old one had is gone.
-            self._service.peer_gone(event.member.node, event.member.epoch)
+            self._service.peer_gone(*life)
 
     # ------------------------------------------------------------------ both ways
 
@@ -122,6 +132,8 @@ class TransferPaths:
                 call.fail(answer)
 
         peer = call.link.peer
+        if (peer.node, peer.epoch) in self._gone:
+            raise TransferRefused(f"life {peer.epoch} of {peer.node} was held for dead here")
         self._service.transfer_call(peer.node, peer.epoch, question, reply)
 
     def _ask(

@@ -16,6 +16,7 @@ from pdserve.messages.transfer import Done, Probe, Ready
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.runtime.methods import TRANSFER
+from pdserve.runtime.registry import Gone
 from pdserve.sim.engine import InlineEngine
 from pdserve.testing.scripted import reference_tokens
 from pdserve.testing.virtual_time import run
@@ -170,6 +171,29 @@ def test_ends_of_lives_are_told() -> None:
             await c.crash("b")
             await c.until(lambda: len(ours.gone) == 2, timeout=60.0)
             assert ours.gone[1] == ("b", epoch)
+
+    run(main())
+
+
+def test_who_was_held_for_dead_reaches_no_transport_any_more() -> None:
+    """One that stood still learns of its death last, and its link may be up until then."""
+
+    async def main() -> None:
+        async with cluster() as c:
+            a, b = await c.add("a"), await c.add("b")
+            ours, theirs = Recorder(), Recorder()
+            paths = TransferPaths(a, ours)
+            TransferPaths(b, theirs)
+            await c.until(c.converged)
+            member = a.registry.get(b.id)
+            assert member is not None
+            paths._on_member(Gone(member, "died"))
+            answers = Answers()
+            theirs.ask(a.id, a.epoch, TransferAsk(a.epoch, "shm", ASK), 5.0, answers)
+            error = await answers.one()
+            assert isinstance(error, TransferRefused)
+            assert "held for dead" in error.message
+            assert ours.calls == []
 
     run(main())
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -103,6 +104,9 @@ class Roads:
         self._peers: dict[PeerKey, _Peer] = {}
         self._lives: dict[PeerKey, int] = {}
         """Of peers' engines, as their probes said."""
+        self._answering: Counter[PeerKey] = Counter()
+        self._over: set[PeerKey] = set()
+        """Who went while something was answered to him."""
         self._rates: dict[str, float] = {}
         """What each back end usually brings."""
 
@@ -295,6 +299,8 @@ class Roads:
         if known is not None and known.setting_up is not None:
             known.setting_up.cancel()
         self._lives.pop(peer, None)
+        if self._answering[peer]:
+            self._over.add(peer)
         await self._close_paths(peer, f"{peer} is gone")
         self._choices.forget(peer)
         self.books.forget(peer)
@@ -312,6 +318,21 @@ class Roads:
 
     async def answer(self, peer: PeerKey, backend: str, control: Control) -> Control:
         """Raises `TransferError`."""
+        self._answering[peer] += 1
+        try:
+            answer = await self._answered(peer, backend, control)
+            if peer in self._over:
+                await self._close_paths(peer, f"{peer} is gone")
+                self.books.forget(peer)
+                raise _error(PathLost, peer, "connect", "it was held for dead meanwhile")
+            return answer
+        finally:
+            self._answering[peer] -= 1
+            if not self._answering[peer]:
+                del self._answering[peer]
+                self._over.discard(peer)
+
+    async def _answered(self, peer: PeerKey, backend: str, control: Control) -> Control:
         await asyncio.shield(self.ready)
         if isinstance(control, Probe):
             await self._meet(peer, control.life)
