@@ -107,6 +107,16 @@ _OUT_OF_REACH: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "patience ends a third into what is left; a process would have to stand still over both": {
         "expire": ("decode worker queue",),
     },
+    "races within a message's way: none of 530 worlds met them": {
+        "failed": ("decode worker active",),
+        "fence": (
+            *("decode worker attempt", "decode worker verify"),
+            "prefill worker computing",
+        ),
+        "refused": ("prefill worker claimed",),
+        "died": ("prefill worker notifying",),
+        "not taken": ("prefill worker notifying",),
+    },
 }
 
 OUT_OF_REACH: Final = frozenset(
