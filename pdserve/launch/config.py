@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 PREFIX = "PDSERVE_"
 RESERVED = (
     *("PDSERVE_PURE", "PDSERVE_REQUIRE_NATIVE", "PDSERVE_URL", "PDSERVE_API_KEY"),
-    "PDSERVE_TRACES",
+    *("PDSERVE_TRACES", "PDSERVE_RDMA_VM", "PDSERVE_REQUIRE_RDMA"),
 )
-"""Variables with a reader of their own: the twins, the build, the chat client."""
+"""Variables with a reader of their own: the twins, the build, the chat client, the tests."""
 RESERVED_PREFIXES = ("PDSERVE_TEST_", "PDSERVE_BENCH_")
 
 _ROLES = ("frontend", "router", "worker")

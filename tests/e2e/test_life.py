@@ -134,7 +134,8 @@ def test_a_killed_engine_ends_requests_with_a_reason_and_comes_back(server):
             assert "SIGKILL" in error["message"]
             assert error["code"] == "engine_died"
     server.wait_for_metric("pdserve_engine_ready", 1)
-    assert server.metric("pdserve_engine_restarts_total") == restarts + 1
+    # Both workers have their engines in that process.
+    assert server.metric("pdserve_engine_restarts_total") == restarts + 2
     server.wait_healthy()  # the frontend hears of it as it would of a worker elsewhere
     assert ask(server, KEY)[0] == 200
     assert server.metric("pdserve_generation_tokens_total") >= tokens
