@@ -458,8 +458,10 @@ def test_random_lives_keep_every_rule_and_visit_every_corner():
     PairMachine.visited = Counter()
     lives = settings(max_examples=1500 if is_long() else 80, stateful_step_count=30)
     run_state_machine_as_test(PairMachine, settings=lives)
-    if missed():  # by this seed's lives; those that no seed changes are known to come everywhere
-        run_state_machine_as_test(PairMachine, settings=settings(lives, derandomize=True))
+    for more in (200, 400, 800):  # corners that this seed's lives have missed are rare, not absent
+        if missed():
+            settled = settings(lives, derandomize=True, max_examples=more)
+            run_state_machine_as_test(PairMachine, settings=settled)
     assert not missed()
 
 
