@@ -52,6 +52,9 @@ class BulkSocket:
     def __init__(self, connection: socket.socket, progress: Seconds) -> None:
         """`progress`: how long a step inside a frame may take."""
         connection.setblocking(False)
+        with contextlib.suppress(OSError):  # of another family: nothing is held back there
+            # A frame ends in a few bytes, which would wait until all before them are acknowledged.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._progress = progress
         self._closing = threading.Event()
