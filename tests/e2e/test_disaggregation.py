@@ -413,6 +413,10 @@ LONG = " ".join(f"word {i}" for i in range(300))
 def test_one_process_does_both_with_one_engine_process():
     with serving(None, "--kv-memory", "128MiB", "--threads", "1") as server:
         core = server.core()
+        eventually(
+            lambda: served(server, f"{time.time()} {LONG}").prefill.startswith("remote"),
+            "the decode worker knows of the prefill worker",
+        )
         first = served(server)
         assert re.fullmatch(r"remote; node=\S+; reason=rule", first.prefill)
         short = served(server, "hello")
