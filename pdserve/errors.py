@@ -217,6 +217,12 @@ class WorkerLost(Unavailable):
     code = "worker_lost"
 
 
+class Poisoned(PdserveError):
+    """Workers have died of this request, one after another: it is not given to one more."""
+
+    code = "poisoned_request"
+
+
 class NoActor(Unavailable):
     """No actor at the address, or none any more: nothing has acted on the message."""
 
@@ -421,3 +427,18 @@ class EngineDied(EngineError):
     http_status = 503
     retryable = True
     code = "engine_died"
+
+
+class EngineStalled(EngineDied):
+    """The engine stood still although it had work, and was ended."""
+
+    code = "engine_stalled"
+
+
+class StepFailed(EngineError):
+    """A step of the engine failed while it computed for this request, among others; whose fault it
+    was is not known, so another worker may try."""
+
+    http_status = 503
+    retryable = True
+    code = "step_failed"

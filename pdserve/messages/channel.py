@@ -6,12 +6,13 @@
 A frontend numbers its requests on the channel; the worker answers with the engine's handle, which
 every delta carries, so that nothing is rewritten on the way of a token. One `Batch` holds all that
 a step produced for this frontend, whatever the number of its requests. A body too large for a frame
-travels as `Piece`s.
+travels as `Piece`s. Fields are only added at a record's end, with a default: one release reads what
+the one before and the one after it write.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -50,6 +51,20 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
     number: Number
 
 
+MoveReason = Literal["drain", "queue", "itl", "kv"]
+"""Why a request had better be served elsewhere: its worker is going away; another one would begin
+it sooner; its worker's streams have become too slow; its worker runs out of KV blocks."""
+
+
+class Moving(msgspec.Struct, frozen=True, array_like=True):
+    """The worker would rather have this request served elsewhere. It goes on with it until the
+    frontend aborts it, or until it has to go."""
+
+    number: Number
+    """The frontend's."""
+    reason: MoveReason
+
+
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Everything since the last one, in this order: accepted, deltas, rejected."""
 
@@ -58,6 +73,8 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """(the frontend's number, the engine's handle), before the handle's first delta."""
     rejected: list[Rejected] = []
     """Requests that ended in an error, at once or later; `handle` is the frontend's number."""
+    moving: list[Moving] = []
+    """An older frontend does not know this and stays until the worker goes."""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -84,6 +84,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     engine makes them itself."""
     names_id: bytes = b""
     """Which secret they were made with; an engine with another one makes its own."""
+    ended: tuple[int, ...] = ()
+    """Choices that have ended before: nothing is computed for them and nothing said of them. At
+    least one is not among them."""
+    source: str = ""
+    """A worker that has this sequence's KV and has been asked to keep it for a while: it is fetched
+    from there instead of computed. Empty: none. It is a hint: without it the answer is the same."""
+    source_epoch: int = 0
+    """The life of that worker that is meant."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -81,6 +81,8 @@ class Route(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Seconds that remain at the moment of sending; None: none."""
     slo_ttft: Annotated[float, Meta(gt=0, le=_FAR)] | None = None
     """Seconds from arrival at the frontend to the first token that its client can bear."""
+    hold: bool = True
+    """False: refuse rather than keep the question waiting; the request has a place where it is."""
 
 
 class Routed(msgspec.Struct, frozen=True, array_like=True):
@@ -132,6 +134,13 @@ class Release(msgspec.Struct, frozen=True, array_like=True):
 
     booking: BookingId
     outcome: Outcome
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """From a router to the frontend that holds the booking: another worker would begin this request
+    sooner. The frontend asks anew, or leaves it."""
+
+    booking: BookingId
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -38,6 +38,8 @@ ROUTE: Final = Method(0x0300, "route", Route, Routed)
 """A frontend asks a router for a worker."""
 RELEASE: Final = 0x0301
 """A frontend tells the router that a booking is over: `Release`."""
+MOVE: Final = 0x0303
+"""A router tells a frontend that a request would begin sooner elsewhere: `Move`."""
 EXPLAIN: Final = Method(0x0302, "explain", Route, Explained)
 """What a router would answer, and why; nothing is booked."""
 
