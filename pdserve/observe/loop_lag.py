@@ -1,4 +1,4 @@
-"""How late the event loop runs: the proof that nothing blocks it.
+"""How late the event loop runs, the proof that nothing blocks it, and how many tasks it has.
 
 A timer is due every `interval`; how late it fires is one sample. Stalls shorter than the interval
 may fall between two ticks, longer ones cannot hide. The bookkeeping is plain code (`LagWindow`); a
@@ -55,6 +55,7 @@ class LoopLagMonitor:
         self._clock = clock or SystemClock()
         self._histogram = metrics.event_loop_lag
         self._gauge = metrics.event_loop_lag_max
+        self._tasks = metrics.event_loop_tasks
         self._interval = interval
         self._timer: asyncio.TimerHandle | None = None
 
@@ -65,6 +66,8 @@ class LoopLagMonitor:
         self._loop = asyncio.get_running_loop()
         self._window = LagWindow(self._clock.now())
         self._gauge.read_from(lambda: self._window.max)
+        loop = self._loop
+        self._tasks.read_from(lambda: len(asyncio.all_tasks(loop)))
         self._arm(self._clock.now())
 
     def stop(self) -> None:

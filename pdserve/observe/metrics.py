@@ -391,6 +391,11 @@ class Metrics:
             "process",
             "max",
         )
+        self.event_loop_tasks = self._gauge(
+            "event_loop_tasks",
+            "Tasks of the event loop; back to what it was once requests have ended.",
+            "process",
+        )
         self.degraded = self._gauges(
             "degraded",
             "1 for each reason why this process does less than it could.",

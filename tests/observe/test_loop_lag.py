@@ -49,3 +49,16 @@ async def test_nothing_is_measured_after_stop():
     count = metrics.event_loop_lag.count
     await asyncio.sleep(0.01)
     assert metrics.event_loop_lag.count == count
+
+
+async def test_tasks_are_counted_at_each_scrape():
+    metrics = Metrics()
+    monitor = LoopLagMonitor(metrics)
+    monitor.start()
+    before = metrics.event_loop_tasks.value
+    task = asyncio.create_task(asyncio.sleep(60))
+    assert metrics.event_loop_tasks.value == before + 1
+    task.cancel()
+    await asyncio.wait({task})
+    assert metrics.event_loop_tasks.value == before
+    monitor.stop()
