@@ -30,6 +30,8 @@ class TransferSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Certificate, key and CA files where the cluster's links are encrypted."""
     unfilled: float = 0.3
     """Of the pool, at most so much is set aside for prompts that others prefill."""
+    optional: bool = False
+    """An engine that cannot move KV serves without."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

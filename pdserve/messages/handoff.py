@@ -15,6 +15,9 @@ A *claim* is P's right to an item of the queue, a *lease* its right to write to 
 ends unless renewed. Both are soft: D alone says what becomes of its request. It numbers the
 attempts, has at most one open, and takes a handoff only of that one; so whatever is lost, repeated
 or late, a request has one outcome. No block ids travel before an attempt is open.
+
+A sequence that runs on a worker S already is moved the same way, but for the queue: its next worker
+sends `HandOver` to S itself, which takes that as a claim of its own and is P from then on.
 """
 
 from __future__ import annotations
@@ -174,6 +177,24 @@ class QueueReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """By model."""
 
 
+# ---------------------------------------------------------------- from a worker to its successor
+
+
+class HandOver(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """To the worker that has the KV of a sequence: ask me for blocks, and fill them."""
+
+    item: PrefillItem
+    epoch: Number
+    """The life of that worker that is meant; claims are good in that one only."""
+
+
+class HandOverTaken(msgspec.Struct, frozen=True, array_like=True):
+    """It will, unless it says why not."""
+
+    refused: Reason = ""
+    """One word, as `pdserve_prefill_decisions_total` shows it."""
+
+
 # ---------------------------------------------------------------- prefill worker and decode worker
 
 
@@ -237,7 +258,7 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     parts: Count
     """Delivered under the ticket."""
     first: tuple[FirstToken, ...]
-    """One for each choice, in order."""
+    """One for each choice that has not ended before, in order."""
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: Count = 0
     """That the prefill worker did not have to compute."""

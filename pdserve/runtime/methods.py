@@ -18,6 +18,8 @@ from typing import Final
 from pdserve.messages.handoff import (
     AttemptFailed,
     DisaggSet,
+    HandOver,
+    HandOverTaken,
     Notify,
     OpenAttempt,
     Opened,
@@ -57,6 +59,8 @@ TRANSFER: Final = Method(0x0316, "transfer", TransferAsk, TransferAnswer)
 """One worker's transport to another's."""
 DISAGG: Final = Method(0x0317, "disagg", SetDisagg, DisaggSet)
 """An operator tells a decode worker how to decide."""
+HAND_OVER: Final = Method(0x0318, "hand over", HandOver, HandOverTaken)
+"""A worker asks another for the KV of a sequence that it has."""
 
 STATUS: Final = Method(0x0320, "status", Ask, ClusterStatus)
 """Anybody with the key asks any node how the cluster is."""
