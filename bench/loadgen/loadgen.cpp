@@ -1,12 +1,13 @@
 // An HTTP load generator for one core, and a trivial server to measure the generator against.
 //
 //   loadgen load  --port P [--connections N] [--seconds S] [--warmup S] [--rate R] [--quickack]
-//                 --path /v1/... --body FILE
+//                 --path /v1/... --body FILE | --bodies FILE [--requests N]
 //   loadgen serve --port P [--chunks N] [--bytes B]
 //
 // `load` keeps N keep-alive connections busy (closed loop) or starts R requests a second (open
 // loop), reads every answer to its end, and prints one JSON object: requests, events (server-sent
-// events), bytes, errors, and quantiles of latency and of the time to the first body byte.
+// events), bytes, errors, and quantiles of latency and of the time to the first body byte. `--bodies`
+// has one body a line, sent in turn; with `--requests` it ends after so many answers and not by time.
 // `serve` answers everything at once with ready-made bytes: N chunks of B bytes, or one body if N
 // is 0. Neither knows what the bytes mean, beyond HTTP/1.1 framing and blank lines.
 //
@@ -189,6 +190,7 @@ struct Connection {
   bool busy = false;
   bool seen_first = false;
   double started = 0;
+  size_t request = 0;
   size_t sent = 0;
   ResponseReader reader;
 };
@@ -217,13 +219,17 @@ class Load {
         rate_(options.number("rate", 0)),
         quickack_(options.number("quickack", 0) != 0),
         connections_(size_t(options.number("connections", 16))) {
-    std::ifstream file(options.text("body", ""), std::ios::binary);
+    most_ = long(options.number("requests", 0));
+    std::string path = options.text("path", "/"), many = options.text("bodies", "");
+    std::ifstream file(many.empty() ? options.text("body", "") : many, std::ios::binary);
+    if (!many.empty()) {
+      for (std::string line; std::getline(file, line);) add(path, line);
+      if (whole_.empty()) die("no body in " + many);
+      return;
+    }
     std::stringstream body;
     body << file.rdbuf();
-    std::string content = body.str();
-    request_ = "POST " + options.text("path", "/") + " HTTP/1.1\r\nHost: " + host_ +
-               "\r\nContent-Type: application/json\r\nContent-Length: " +
-               std::to_string(content.size()) + "\r\n\r\n" + content;
+    add(path, body.str());
   }
 
   int run() {
@@ -247,7 +253,7 @@ class Load {
         latency_.clear();
         first_.clear();
       }
-      if (t >= end) break;
+      if (t >= end || (most_ && requests_ + errors_ >= most_)) break;
       if (rate_ > 0) {
         while (next <= t) { start_idle(next); next += 1 / rate_; }
       }
@@ -267,7 +273,9 @@ class Load {
   double seconds_, warmup_, rate_;
   bool quickack_;
   std::vector<Connection> connections_;
-  std::string request_;
+  std::vector<std::string> whole_;
+  size_t next_body_ = 0;
+  long begun_ = 0, most_ = 0;
   int poll_ = -1;
   double begin_ = 0, measure_begin_ = 0;
   bool measuring_ = false;
@@ -275,6 +283,12 @@ class Load {
   long long bytes_ = 0;
   std::vector<float> latency_, first_;
   char buffer_[1 << 16];
+
+  void add(const std::string& path, const std::string& content) {
+    whole_.push_back("POST " + path + " HTTP/1.1\r\nHost: " + host_ +
+                     "\r\nContent-Type: application/json\r\nContent-Length: " +
+                     std::to_string(content.size()) + "\r\n\r\n" + content);
+  }
 
   long total_events() const {
     long sum = 0;
@@ -308,6 +322,9 @@ class Load {
   }
 
   void start(Connection& c) {
+    if (most_ && begun_ >= most_) return;
+    ++begun_;
+    c.request = next_body_++ % whole_.size();
     c.busy = true;
     c.seen_first = false;
     c.started = now();
@@ -317,8 +334,9 @@ class Load {
 
   // A request that does not fit the socket's buffer is waited for: bodies here are small.
   void send_rest(Connection& c) {
-    while (c.sent < request_.size()) {
-      ssize_t n = send(c.fd, request_.data() + c.sent, request_.size() - c.sent, MSG_NOSIGNAL);
+    const std::string& request = whole_[c.request];
+    while (c.sent < request.size()) {
+      ssize_t n = send(c.fd, request.data() + c.sent, request.size() - c.sent, MSG_NOSIGNAL);
       if (n > 0) { c.sent += size_t(n); continue; }
       if (errno != EAGAIN) { fail(c); return; }
       usleep(50);
