@@ -79,8 +79,8 @@ def fault_of(attempt: Attempt, request: GenerateRequest, tokens: int, vocab_size
     assert handoff is not None
     if handoff.tokens != tokens:
         return f"it has {handoff.tokens} tokens in KV, not {tokens}"
-    if len(handoff.first) != request.n:
-        return f"it has {len(handoff.first)} first tokens for {request.n} choices"
+    if len(handoff.first) != len(request.live):
+        return f"it has {len(handoff.first)} first tokens for {len(request.live)} choices"
     if any(not 0 <= first.token < vocab_size for first in handoff.first):
         return f"a first token is outside the vocabulary of {vocab_size}"
     if sampling.logprobs is not None and any(first.logprob is None for first in handoff.first):

@@ -250,25 +250,30 @@ class CoreClient:
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
         """Post a request; `Overloaded` when more is in flight than the core could even queue,
         `PayloadTooLarge` when no frame holds it."""
-        life, handle = self._admit()
+        life = self._usable_life()
+        handle = self._admit(life)
         _post_request(life, Submit(handle=handle, request=request))
-        self._in_flight[handle] = _InFlight(sink, request.n)
+        self._in_flight[handle] = _InFlight(sink, len(request.live))
         return handle
 
-    def _admit(self) -> tuple[CoreLife, Handle]:
-        """Who takes one more submission, and its handle."""
-        life = self._usable_life()
+    def _admit(self, life: CoreLife) -> Handle:
+        """The handle of one more submission. Raises `Overloaded`."""
         spec, owed = self._spec, len(self._in_flight) + len(self._prefills)
         if owed >= spec.max_sequences + spec.max_waiting:
             raise Overloaded(f"{owed} requests are in flight", retry_after=1.0)
         if life.congested:
             raise Overloaded("the engine does not keep up with new requests", retry_after=1.0)
         self._last_handle += 1
-        return life, self._last_handle
+        return self._last_handle
 
     def _usable_life(self) -> CoreLife:
-        if self._draining or self.state is EngineState.STOPPED:
+        if self._draining:
             raise Draining("the engine takes no new requests")
+        return self._ready_life()
+
+    def _ready_life(self) -> CoreLife:
+        if self.state is EngineState.STOPPED:
+            raise Draining("the engine has stopped")
         if self.state is EngineState.FAILED:
             raise EngineDied(f"the engine is down and stays down: {self.state_reason}")
         if self._life is None or self.state is not EngineState.READY:
@@ -307,10 +312,10 @@ class CoreClient:
 
     def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle:
         """See `Engine`; bounded as `submit` is."""
-        self._check_moves_kv()
-        life, handle = self._admit()
+        life = self._moving(self._usable_life())
+        handle = self._admit(life)
         _post_request(life, SubmitRemote(handle=handle, request=request))
-        self._in_flight[handle] = _InFlight(sink, request.n, sink)
+        self._in_flight[handle] = _InFlight(sink, len(request.live), sink)
         return handle
 
     def prefill(
@@ -321,19 +326,21 @@ class CoreClient:
         epoch: Epoch,
         sink: PrefillSink,
     ) -> Handle:
-        """See `Engine`; bounded as `submit` is."""
-        self._check_moves_kv()
-        life, handle = self._admit()
+        """See `Engine`; bounded as `submit` is. A draining engine does that, too: what runs there
+        goes on at the peer."""
+        life = self._moving(self._ready_life())
+        handle = self._admit(life)
         command = Prefill(handle=handle, request=request, ticket=ticket, node=node, epoch=epoch)
         _post_request(life, command)
         self._prefills[handle] = sink
         return handle
 
-    def _check_moves_kv(self) -> None:
-        _ = self._usable_life()
+    def _moving(self, life: CoreLife) -> CoreLife:
+        """The same. Raises `TransferRefused` if its engine moves no KV."""
         capabilities = self._capabilities
         if capabilities is None or not capabilities.transfers:
             raise TransferRefused("this engine moves no KV")
+        return life
 
     def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:
         """See `Engine`."""

@@ -53,7 +53,8 @@ class _Prefill:
     peer: PeerKey
     ticket: Ticket
     parts: Parts
-    choices: int
+    choices: tuple[int, ...]
+    """That have not ended before; the first is the stem's."""
     checked: frozenset[int]
     """Places among the ticket's blocks that get a checksum."""
     checksums: dict[int, int] = field(default_factory=dict)
@@ -113,10 +114,10 @@ class Outgoing:
         """Raises what `Scheduler.submit` does, and `TransferRefused` for a ticket that does not
         fit the request."""
         request, ticket = command.request, command.ticket
-        given = len(request.output[0]) if request.output else 0
+        given = len(request.given)
         tokens = len(request.prompt) + given
         self._check(ticket, tokens)
-        if request.n > 1 and any(request.output):
+        if request.diverged:
             raise InvalidRequest("several choices with given outputs cannot be handed over")
         sampling = msgspec.structs.replace(request.sampling, max_tokens=given + 1)
         request = msgspec.structs.replace(request, sampling=sampling)
@@ -127,7 +128,7 @@ class Outgoing:
         places = checked_places(self._verify, ticket.transfer, ticket.attempt, len(ticket.blocks))
         peer = PeerKey(NodeId(command.node), command.epoch)
         self._prefills[command.handle] = _Prefill(
-            command.handle, peer, ticket, parts, request.n, places
+            command.handle, peer, ticket, parts, tuple(request.live), places
         )
 
     def _check(self, ticket: Ticket, tokens: int) -> None:
@@ -190,7 +191,11 @@ class Outgoing:
         """Of stems: theirs are the blocks that go out."""
         for chunk in plan.chunks:
             prefill = self._prefills.get(chunk.sequence.handle)
-            if prefill is not None and chunk.sequence.choice == 0 and not prefill.ended:
+            if (
+                prefill is not None
+                and not prefill.ended
+                and chunk.sequence.choice == prefill.choices[0]
+            ):
                 yield prefill, chunk
 
     def _post(self, prefill: _Prefill, sequence: Sequence, piece: Piece | None) -> None:
@@ -208,7 +213,7 @@ class Outgoing:
 
     def _keep(self, sequence: Sequence) -> bool:
         prefill = self._prefills.get(sequence.handle)
-        if prefill is None or sequence.choice or not prefill.under_way:
+        if prefill is None or not prefill.under_way or sequence.choice != prefill.choices[0]:
             return False
         prefill.held.append(sequence.blocks)
         return True
@@ -232,7 +237,7 @@ class Outgoing:
                 others.append(delta)
                 continue
             prefill.deltas[delta.choice] = delta
-            if len(prefill.deltas) == prefill.choices and not prefill.ended:
+            if len(prefill.deltas) == len(prefill.choices) and not prefill.ended:
                 prefill.said = True
                 self._say(Prefilled(prefill.handle, _handoff(prefill)))
                 self._settle(prefill)
@@ -285,7 +290,7 @@ class Outgoing:
 
 
 def _handoff(prefill: _Prefill) -> Handoff:
-    deltas = [prefill.deltas[choice] for choice in range(prefill.choices)]
+    deltas = [prefill.deltas[choice] for choice in prefill.choices]
     started = deltas[0].started
     assert started is not None
     return Handoff(

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from pdserve.engine.prefix import BlockNames
     from pdserve.ids import Seconds
     from pdserve.kv.block_pool import BlockPool
-    from pdserve.messages.handoff import Handoff
+    from pdserve.messages.handoff import FirstToken, Handoff
 
 __all__ = ["Counters", "Expired", "Scheduler", "SchedulerLimits"]
 
@@ -490,7 +490,7 @@ class Scheduler:
         Raises besides `InvalidRequest` for what can only be computed here.
         """
         choices = self._build(handle, request, now)
-        if request.n > 1 and any(request.output):
+        if request.diverged:
             raise InvalidRequest("several choices with given outputs are prefilled here only")
         if ending(choices[0]) is not None:
             raise InvalidRequest("the given output is complete: nothing is left to be prefilled")
@@ -604,7 +604,10 @@ class Scheduler:
         self.counters.cached_tokens += stem.cached_tokens
         self.counters.received_tokens += stem.prompt_len - stem.cached_tokens
         self.counters.output_tokens += len(handoff.first)
-        return [self._append_first(sequence, handoff, now) for sequence in [stem, *children]]
+        return [
+            self._append_first(sequence, first, handoff.started, now)
+            for sequence, first in zip([stem, *children], handoff.first, strict=True)
+        ]
 
     def _set_filled(self, stem: Sequence) -> None:
         """All its tokens are in its blocks, none of which may have a name yet."""
@@ -618,9 +621,10 @@ class Scheduler:
         sequence.status = Status.READY
         insort(self.ready, sequence, key=_precedence)
 
-    def _append_first(self, sequence: Sequence, handoff: Handoff, now: Seconds) -> TokenDelta:
+    def _append_first(
+        self, sequence: Sequence, first: FirstToken, started: Started, now: Seconds
+    ) -> TokenDelta:
         """A choice without blocks of its own waits for some, and computes its prompt anew."""
-        first, started = handoff.first[sequence.choice], handoff.started
         sequence.first_step = max(sequence.arrival, now - started.prefill_seconds)
         sequence.work = started.work_seconds
         delta = self._append(sequence, iter([(first.token, first.logprob)]), now)

@@ -82,6 +82,12 @@ def check_request(request: GenerateRequest, *, max_model_len: int, vocab_size: i
         )
     if request.n < 1 or len(request.output) not in (0, request.n):
         raise InvalidRequest("n and the given outputs do not agree", param="n")
+    if request.ended and not (set(request.ended) < set(range(request.n))):
+        raise InvalidRequest(
+            f"choices {sorted(set(request.ended))} of {request.n} are said to have ended: one at "
+            "least must be left, and none be unknown",
+            param="ended",
+        )
     for tokens in (prompt, *request.output):
         if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
             raise InvalidRequest(
@@ -92,7 +98,7 @@ def check_request(request: GenerateRequest, *, max_model_len: int, vocab_size: i
 def build_sequences(
     handle: int, request: GenerateRequest, arrival: Seconds, number: int, max_model_len: int
 ) -> list[Sequence]:
-    """One sequence per choice, with its bounds; `number` orders submissions by arrival."""
+    """One sequence per live choice, with its bounds; `number` orders submissions by arrival."""
     sampling = request.sampling
     prompt_len = len(request.prompt)
     stop_ids = frozenset(sampling.stop_token_ids)
@@ -112,7 +118,7 @@ def build_sequences(
             stop_ids=stop_ids,
             commit_at=sys.maxsize,
         )
-        for choice in range(request.n)
+        for choice in request.live
     ]
 
 

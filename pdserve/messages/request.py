@@ -6,10 +6,13 @@ token ids until they are back in it.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Deadline = Annotated[float, Meta(ge=-1e9, le=1e9)]
 """What waits is sorted by it, so it has to be a number that can be compared."""
@@ -92,6 +95,27 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     from there instead of computed. Empty: none. It is a hint: without it the answer is the same."""
     source_epoch: int = 0
     """The life of that worker that is meant."""
+
+    @property
+    def live(self) -> Sequence[int]:
+        """Choices that have not ended, in order."""
+        if not self.ended:
+            return range(self.n)
+        ended = frozenset(self.ended)
+        return [choice for choice in range(self.n) if choice not in ended]
+
+    @property
+    def given(self) -> list[int]:
+        """Tokens already generated of the first live choice, the one that computes the prompt."""
+        return self._output(next(iter(self.live), self.n))
+
+    @property
+    def diverged(self) -> bool:
+        """Several choices are to go on, and not all from the prompt's end."""
+        return bool(self.output) and len(self.live) > 1 and any(map(self._output, self.live))
+
+    def _output(self, choice: int) -> list[int]:
+        return self.output[choice] if choice < len(self.output) else []
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

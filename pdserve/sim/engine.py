@@ -252,7 +252,7 @@ class InlineEngine:
         """See `engine.api.Engine`."""
         handle = self._admit()
         self._sinks[handle] = sink
-        self._choices[handle] = request.n
+        self._choices[handle] = len(request.live)
         self._post(Submit(handle=handle, request=request))
         return handle
 
@@ -285,7 +285,7 @@ class InlineEngine:
         """See `engine.api.Engine`."""
         handle = self._admit_transfer()
         self._sinks[handle] = self._remotes[handle] = sink
-        self._choices[handle] = request.n
+        self._choices[handle] = len(request.live)
         self._post(SubmitRemote(handle=handle, request=request))
         return handle
 

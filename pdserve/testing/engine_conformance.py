@@ -236,6 +236,44 @@ class EngineConformance:
             ledger = await self.complete(engine, max_tokens=10, output=[whole])
             assert ledger.tokens[0] == whole
 
+    async def test_choices_go_on_after_every_cut(self) -> None:
+        """Each with its own length of given output; of those that have ended nothing is heard."""
+        shape: dict[str, Any] = {"n": 3, "max_tokens": 9, "temperature": 0.9, "seed": 7}
+        shape |= {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 1}
+        async with self.running() as engine:
+            whole = await self.complete(engine, **shape)
+            for cut in range(10):
+                lengths = (cut, cut * 3 % 10, cut * 7 % 10)
+                given = [whole.tokens[choice][:length] for choice, length in enumerate(lengths)]
+                ended = tuple(choice for choice, length in enumerate(lengths) if length == 9)
+                if len(ended) == 3:
+                    continue
+                ledger = await self.complete(engine, output=given, ended=ended, **shape)
+                assert ledger.tokens == whole.tokens
+                for choice, length in enumerate(lengths):
+                    rest = whole.logprobs[choice][length:]
+                    assert [entry.token for entry in ledger.logprobs[choice]] == [
+                        entry.token for entry in rest
+                    ]
+            await self.nothing_left(engine)
+
+    async def test_choices_that_have_ended_cost_nothing(self) -> None:
+        async with self.running() as engine:
+            whole = await self.complete(engine, n=3, temperature=0.9, seed=7, max_tokens=6)
+            await output_tokens(engine, 18)
+            for ended in ((0,), (1,), (0, 1), (2, 0, 0)):
+                before = engine.statistics().output_tokens
+                live = [choice for choice in range(3) if choice not in ended]
+                ledger = await self.complete(
+                    engine, n=3, temperature=0.9, seed=7, max_tokens=6, ended=ended
+                )
+                assert [ledger.tokens[choice] for choice in live] == [
+                    whole.tokens[choice] for choice in live
+                ]
+                assert all(not ledger.tokens[choice] for choice in set(ended))
+                await output_tokens(engine, before + 6 * len(live))
+            await self.nothing_left(engine)
+
     async def test_a_sequence_ends_at_the_models_length(self) -> None:
         async with self.running() as engine:
             limit = self.capabilities(engine).max_model_len
@@ -269,6 +307,9 @@ class EngineConformance:
                 (self.request(prompt=[]), InvalidRequest),
                 (self.request(prompt=too_long), ContextLengthExceeded),
                 (self.request(prompt=[capabilities.vocab_size]), InvalidRequest),
+                (self.request(n=2, ended=(0, 1)), InvalidRequest),
+                (self.request(n=2, ended=(2,)), InvalidRequest),
+                (self.request(n=2, ended=(-1,)), InvalidRequest),
             )
             for request, kind in refused:
                 assert type(await self.error(engine, request)) is kind
@@ -336,3 +377,8 @@ class EngineConformance:
             assert ledger.finishes[0].cached_tokens == blocks * size
             stored = [h for e in events if isinstance(e, BlockStored) for h in e.hashes]
             assert len(stored) == blocks
+
+
+async def output_tokens(engine: Engine, count: int) -> None:
+    """It says that it has computed so many."""
+    await until(lambda: engine.statistics().output_tokens == count)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Outputs = list[list[list[int]]]
 
-__all__ = ["SCENARIOS", "Scenario", "mixed_requests", "solo_outputs"]
+__all__ = ["SCENARIOS", "Scenario", "broken_off", "mixed_requests", "solo_outputs"]
 
 
 def mixed_requests(
@@ -50,6 +50,9 @@ def mixed_requests(
         sampling = SamplingParams(
             max_tokens=rng.randint(6, longest),
             temperature=rng.choice([0.0, 0.8]),
+            presence_penalty=rng.choice([0.0, 0.0, 0.6]),
+            frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
             seed=rng.getrandbits(32),
         )
         requests.append(
@@ -64,6 +67,27 @@ def mixed_requests(
             )
         )
     return requests
+
+
+def broken_off(
+    rng: random.Random, requests: Sequence[GenerateRequest], outputs: Outputs
+) -> list[GenerateRequest]:
+    """The same requests as they go on elsewhere: each choice at some point of its output, or
+    ended."""
+    parts = []
+    for request, whole in zip(requests, outputs, strict=True):
+        first = [len(given) for given in request.output] or [0] * request.n
+        cuts = [
+            rng.choice([shortest, rng.randint(shortest, len(tokens)), len(tokens)])
+            for shortest, tokens in zip(first, whole, strict=True)
+        ]
+        complete = [choice for choice, cut in enumerate(cuts) if cut == len(whole[choice])]
+        ended = [choice for choice in complete if rng.random() < 0.7]
+        if len(ended) == request.n:
+            _ = ended.pop(rng.randrange(request.n))  # its given output says that it has ended
+        output = [tokens[:cut] for tokens, cut in zip(whole, cuts, strict=True)]
+        parts.append(msgspec.structs.replace(request, output=output, ended=tuple(ended)))
+    return parts
 
 
 def solo_outputs(

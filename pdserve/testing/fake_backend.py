@@ -72,7 +72,7 @@ class FakeStream:
         self._script = script
         self._loop = asyncio.get_running_loop()
         self._outputs: list[list[int]] = [[] for _ in range(request.n)]
-        self._open = set(range(request.n))
+        self._open = set(request.live)
         self._handle: asyncio.Handle | None = None
 
     @property

@@ -42,13 +42,17 @@ class Ledger:
     @property
     def done(self) -> bool:
         """Nothing more may come."""
-        return self.aborted or self.error is not None or all(self.finishes)
+        if self.aborted or self.error is not None:
+            return True
+        live = self.request.live
+        return bool(live) and all(self.finishes[choice] for choice in live)
 
     def take(self, delta: TokenDelta) -> None:
         """Book one delta."""
         who = f"{self.request.request_id} choice {delta.choice}"
         assert not self.aborted, f"{who}: a delta after the abort"
         assert self.error is None, f"{who}: a delta after the error"
+        assert delta.choice in self.request.live, f"{who}: it had ended before"
         assert self.finishes[delta.choice] is None, f"{who}: a delta after the finish"
         assert delta.tokens or delta.finish, f"{who}: an empty delta"
         self.deltas += 1

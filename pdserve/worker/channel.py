@@ -3,7 +3,8 @@
 A request lives from its `Open` to its last delta, its rejection, its `Abort`, or the end of the
 stream: a frontend that dies frees everything it had here. What a step yields is collected and
 leaves as one frame at the end of the loop's turn. A frontend that does not read is cut off at a
-bound, which ends its requests and nobody else's.
+bound, which ends its requests and nobody else's. A request may be asked to move: it goes on until
+its frontend has another place for it and aborts it here.
 
 It knows nothing of engines beyond the function it is given.
 """
@@ -24,16 +25,17 @@ from pdserve.errors import (
     ProtocolError,
     WorkerLost,
 )
-from pdserve.messages.channel import Abort, Assembler, Batch, Open, Piece, split
+from pdserve.messages.channel import Abort, Assembler, Batch, Moving, Open, Piece, split
 from pdserve.messages.request import Finish, Started, TokenDelta
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from typing import Any
 
     from pdserve.engine.api import Handle, TokenSink
-    from pdserve.ids import Epoch, NodeId
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.channel import MoveReason
     from pdserve.messages.engine import Rejected
     from pdserve.messages.request import GenerateRequest
     from pdserve.net.base import Incoming
@@ -79,6 +81,8 @@ class Channels:
         self._on_start = on_start
         self._on_end = on_end
         self._open: dict[_Channel, None] = {}
+        self._idle: asyncio.Event | None = None
+        """Somebody waits for the last request to end."""
 
     def opened(self, stream: Incoming, body: Buffer) -> None:
         """A frontend's stream: see `Node.serve_stream`."""
@@ -99,6 +103,34 @@ class Channels:
     def choices(self) -> int:
         """Sequences of those that have not ended."""
         return sum(r.choices for channel in self._open for r in channel.requests.values())
+
+    def ask_to_move(self, handles: Collection[Handle] | None, reason: MoveReason) -> int:
+        """Ask the frontends of these requests (None: of all) to have them served elsewhere; how
+        many that were. Until a frontend aborts one, it goes on here."""
+        asked = 0
+        for channel in self._open:
+            for request in channel.requests.values():
+                if handles is None or request.handle in handles:
+                    channel.ask_to_move(request, reason)
+                    asked += 1
+        return asked
+
+    @property
+    def idle(self) -> bool:
+        """No request is in progress, and all that was to be said of them has been sent."""
+        return not any(channel.busy for channel in self._open)
+
+    async def wait_idle(self, timeout: Seconds) -> bool:
+        """Until that is so; False if `timeout` came first."""
+        if self.idle:
+            return True
+        self._idle = self._idle or asyncio.Event()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def gone(self, node: NodeId, epoch: Epoch) -> None:
         """That life of a frontend is over: nobody waits for what its channels carry, whatever its
@@ -135,6 +167,13 @@ class Channels:
 
     def over(self, channel: _Channel) -> None:
         self._open.pop(channel, None)
+        self.settled()
+
+    def settled(self) -> None:
+        """A request or a channel has ended, or there is nothing more to say."""
+        if self._idle is not None and self.idle:
+            self._idle.set()
+            self._idle = None
 
 
 class _Request:
@@ -146,7 +185,7 @@ class _Request:
         self.channel = channel
         self.number = opening.number
         self.booking = opening.booking
-        self.choices = opening.request.n
+        self.choices = len(opening.request.live)
         """Those that have not ended."""
         self.handle: Handle | None = None
         """None until it is submitted."""
@@ -186,6 +225,7 @@ class _Channel:
         self._stream = stream
         self._accepted: list[tuple[int, int]] = []
         self._rejected: list[Rejected] = []
+        self._moving: list[Moving] = []
         self._frames: deque[bytes] = deque()
         self._assembler = Assembler()
         self._over = False
@@ -264,6 +304,7 @@ class _Channel:
         self.deltas.clear()
         self._accepted.clear()
         self._rejected.clear()
+        self._moving.clear()
         self._frames.clear()
         self._owner.over(self)
 
@@ -283,11 +324,23 @@ class _Channel:
         """Nothing more comes of it."""
         if self.requests.pop(request.number, None) is not None and request.handle is not None:
             self._owner.ended(request)
+            self._owner.settled()
 
     def reject(self, number: int, error: PdserveError) -> None:
         """The frontend's request ended in `error`."""
         self._rejected.append(rejected(number, error))
         self.wake()
+
+    def ask_to_move(self, request: _Request, reason: MoveReason) -> None:
+        """Its frontend had better look for another worker."""
+        self._moving.append(Moving(request.number, reason))
+        self.wake()
+
+    @property
+    def busy(self) -> bool:
+        """Something is in progress, or has not been sent."""
+        unsaid = self.deltas or self._accepted or self._rejected or self._moving or self._frames
+        return bool(self.requests or unsaid)
 
     def wake(self) -> None:
         """Send at the end of this turn of the loop, with whatever else comes until then."""
@@ -308,6 +361,7 @@ class _Channel:
         self.due = False
         while not self._over and self._stream.sendable:
             if not self._frames and not self._encode():
+                self._owner.settled()
                 return
             try:
                 self._stream.try_send(self._frames.popleft())
@@ -320,14 +374,16 @@ class _Channel:
         """The next frames; False if there is nothing to say."""
         deltas, self.deltas = self.deltas[:_BATCH], self.deltas[_BATCH:]
         accepted, self._accepted = self._accepted, []
+        moving, self._moving = self._moving, []
         # An error must not overtake the deltas before it.
         refused: list[Rejected] = []
         if not self.deltas:
             refused, self._rejected = self._rejected[:_BATCH], self._rejected[_BATCH:]
-        if not (deltas or accepted or refused):
-            return False
-        self._pack(deltas, accepted, refused)
-        return True
+        if deltas or accepted or refused:
+            self._pack(deltas, accepted, refused)
+        if moving:  # few, and after the word that they were accepted
+            self._frames.extend(split(encode(Batch(moving=moving))))
+        return bool(self._frames)
 
     def _pack(
         self,

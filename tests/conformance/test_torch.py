@@ -9,7 +9,13 @@ import pytest
 
 from pdserve.engine.client import ClientOptions, CoreClient
 from pdserve.testing.engine_conformance import EngineConformance
-from pdserve.testing.exactness import SCENARIOS, Scenario, mixed_requests, solo_outputs
+from pdserve.testing.exactness import (
+    SCENARIOS,
+    Scenario,
+    broken_off,
+    mixed_requests,
+    solo_outputs,
+)
 
 torch_engine = pytest.importorskip("pdserve_engines.torch", reason="needs pdserve[torch]")
 
@@ -43,3 +49,15 @@ def test_scheduling_never_shows_in_the_tokens(scenario: Scenario, family: str, s
     requests = mixed_requests(random.Random(seed), range(3, VOCAB - 1))
     alone = solo_outputs(torch_engine.create, wanted, requests)
     assert scenario.outputs(torch_engine.create, wanted, requests) == alone
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_what_was_broken_off_goes_on_as_if_nothing_had_happened(scenario: Scenario, seed: int):
+    rng = random.Random(seed)
+    wanted = spec(
+        checkpoint(rng.choice(FAMILIES))[0], block_size=4, max_model_len=96, kv_memory=8 << 20
+    )
+    requests = mixed_requests(rng, range(3, VOCAB - 1))
+    whole = solo_outputs(torch_engine.create, wanted, requests)
+    parts = broken_off(rng, requests, whole)
+    assert scenario.outputs(torch_engine.create, wanted, parts) == whole

@@ -14,7 +14,13 @@ import pytest
 from pdserve.engine.scheduler import Scheduler
 from pdserve.kv.block_pool import BlockPool
 from pdserve.messages.engine import EngineSpec
-from pdserve.testing.exactness import SCENARIOS, Scenario, mixed_requests, solo_outputs
+from pdserve.testing.exactness import (
+    SCENARIOS,
+    Scenario,
+    broken_off,
+    mixed_requests,
+    solo_outputs,
+)
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
 
 if TYPE_CHECKING:
@@ -43,6 +49,18 @@ def test_scheduling_never_shows_in_the_tokens(scenario: Scenario, seed: int, lon
     for _ in range(30 if long else 3):
         requests = mixed_requests(rng, VOCAB)
         assert scenario.outputs(ScriptedExecutor, SPEC, requests) == reference(requests)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_what_was_broken_off_goes_on_as_if_nothing_had_happened(
+    scenario: Scenario, seed: int, long: bool
+):
+    rng = random.Random(seed)
+    for _ in range(30 if long else 3):
+        requests = mixed_requests(rng, VOCAB)
+        whole = reference(requests)
+        parts = broken_off(rng, requests, whole)
+        assert scenario.outputs(ScriptedExecutor, SPEC, parts) == whole
 
 
 # ------------------------------------------------------------------ planted mistakes

@@ -60,6 +60,7 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
         prompt=draw(prompts),
         n=n,
         output=draw(st.one_of(st.just([]), st.lists(given, min_size=n, max_size=n))),
+        ended=draw(st.one_of(st.just(()), st.tuples(st.integers(0, n - 1)))),
         cache_salt=draw(st.sampled_from(["", "", "other"])),
         priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
         deadline=draw(st.sampled_from([None, None, 2.0, 10.0])),
@@ -291,6 +292,9 @@ class CoreMachine(RuleBasedStateMachine):
         request = ledger.request
         complete = ledger.error is None and not ledger.aborted
         for choice in range(request.n):
+            if choice not in request.live:
+                assert ledger.finishes[choice] is None
+                continue
             expected = reference_tokens(request, choice, vocab=40, max_len=MAX_LEN)
             if complete:
                 assert ledger.tokens[choice] == expected
@@ -298,6 +302,7 @@ class CoreMachine(RuleBasedStateMachine):
                 got = ledger.tokens[choice]
                 assert got == expected[: len(got)]
         self.visited["continued"] += complete and bool(request.output)
+        self.visited["some had ended"] += complete and bool(request.ended)
         self.visited["completed"] += complete
         self.visited["aborted"] += ledger.aborted
         self.visited[type(ledger.error).__name__] += 1
@@ -311,7 +316,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 CORNERS = {"preempted", "cached", "copied", "completed", "aborted", "continued"}
-CORNERS |= {"named", "renamed"}
+CORNERS |= {"named", "renamed", "some had ended"}
 CORNERS |= {Overloaded.__name__, DeadlineExceeded.__name__, EngineError.__name__}
 
 

@@ -69,3 +69,26 @@ def test_the_cache_is_read_again_once_prompt_logprobs_are_complete():
     submission.prompt_logprobs += [TokenLogprob(2, -1.0, 1, [])] * 2
     assert submission.reads_cache
     assert Submission(1, request(), None, []).reads_cache
+
+
+def test_choices_that_have_ended_have_no_sequence():
+    wants = request(n=4, output=[[4], [5, 6], [], [7, 7]], ended=(2, 0, 2))
+    assert [*wants.live] == [1, 3]
+    assert wants.given == [5, 6]
+    assert wants.diverged
+    assert [(s.choice, s.num_output) for s in build_sequences(5, wants, 0.0, 0, 100)] == [
+        (1, 2),
+        (3, 2),
+    ]
+    alone = request(n=2, output=[[4], [5]], ended=(0,))
+    assert not alone.diverged
+    assert alone.given == [5]
+    assert not request(n=2, output=[[4], []], ended=(0,)).diverged
+
+
+@pytest.mark.parametrize("ended", [(0, 1), (2,), (-1,), (0, 5)])
+def test_one_choice_at_least_is_left_and_none_unknown(ended: tuple[int, ...]):
+    with pytest.raises(InvalidRequest) as caught:
+        check_request(request(n=2, ended=ended), max_model_len=100, vocab_size=10)
+    assert caught.value.param == "ended"
+    check_request(request(n=2, ended=(1, 1)), max_model_len=100, vocab_size=10)

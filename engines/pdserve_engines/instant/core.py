@@ -165,10 +165,11 @@ class InstantCore:
         check_request(
             request, max_model_len=vocabulary.max_model_len, vocab_size=vocabulary.vocab_size
         )
-        if self._live + request.n > self._max_streams:
+        live = request.live
+        if self._live + len(live) > self._max_streams:
             raise Overloaded(f"{self._live} streams are running", retry_after=1.0)
         now = self._clock.now()
-        streams = [self._stream(handle, choice, request, now) for choice in range(request.n)]
+        streams = [self._stream(handle, choice, request, now) for choice in live]
         submission = self._submissions[handle] = _Submission(None, list(streams))
         if request.deadline is not None:
             submission.deadline = now + request.deadline

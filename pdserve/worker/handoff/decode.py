@@ -135,7 +135,8 @@ class Decode:
     @property
     def unstarted(self) -> int:
         """Sequences that wait for their prompt to come."""
-        return sum(r.request.n for r in self._remote.values() if r.state is not State.ACTIVE)
+        waiting = [r.request for r in self._remote.values() if r.state is not State.ACTIVE]
+        return sum(len(request.live) for request in waiting)
 
     def close(self) -> None:
         """Decide nothing more; what runs ends with its channels. Idempotent."""
@@ -174,7 +175,7 @@ class Decode:
 
     def _obstacle(self, request: GenerateRequest) -> str:
         card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
-        if request.n > 1 and any(request.output):
+        if request.diverged:
             return "migrated_choices"
         if not fits_message(request):
             return "too_long"

@@ -26,7 +26,7 @@ _REST: Final = 256 * 1024
 
 def tokens_of(request: GenerateRequest) -> int:
     """What must be in KV before the next token: the output of earlier attempts included."""
-    return len(request.prompt) + (len(request.output[0]) if request.output else 0)
+    return len(request.prompt) + len(request.given)
 
 
 def fits_message(request: GenerateRequest) -> bool:

@@ -97,7 +97,7 @@ class RemoteRequest:
         self._before = before
         self._reason = decision.reason
         """Why the prompt is prefilled where it is."""
-        self._choices = request.n
+        self._choices = len(request.live)
         """Those that have not ended."""
         self._early: list[Callable[[], None]] = []
         """What the engine said before its handle was known."""
