@@ -77,6 +77,8 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     hints: Hints = NO_HINTS
     expires: Seconds = 0.0
     """When its time is over; 0: the body is not here."""
+    ticket: Ticket | None = None
+    """Its place; None: the body is not here."""
     task: asyncio.Task[Any]
     stage: str = "reading the request"
     answer: Answer | None = None
@@ -139,11 +141,11 @@ class Generations:
         if self.draining:
             raise Draining("the server is shutting down")
         arrival = self._time()
-        ticket = self.admission.admit(call.key, arrival)
+        self.admission.check(call.key, arrival)  # before a body is read for nothing
         exchange = self.exchange(call, arrival)
         self.active.add(exchange)
         try:
-            return await self._serve(route, exchange, ticket)
+            return await self._serve(route, exchange)
         except PdserveError as error:
             exchange.error = error
             raise
@@ -160,7 +162,7 @@ class Generations:
             exchange.error = EngineError(f"{type(error).__name__} in the server")
             raise
         finally:
-            self._release(exchange, ticket)
+            self._release(exchange)
 
     def exchange(self, call: Call, arrival: Seconds | None = None) -> Exchange:
         """The record of a request that begins now."""
@@ -169,15 +171,16 @@ class Generations:
         now = self._time() if arrival is None else arrival
         return Exchange(call=call, arrival=now, task=task)
 
-    async def _serve(
-        self, route: Route[R], exchange: Exchange, ticket: Ticket
-    ) -> web.StreamResponse:
+    async def _serve(self, route: Route[R], exchange: Exchange) -> web.StreamResponse:
+        """A body that comes slowly holds a connection, and nobody's place."""
         body = await self._bodies.read(exchange.call.http)
+        ticket = exchange.ticket = self.admission.admit(exchange.call.key, self._time())
         limit = self._config.request_timeout
         exchange.expires = self._time() + limit
         deadline = self._loop.call_later(limit, _expire, exchange, limit)
         try:
             plan = await self.plan(route, body, exchange)
+            del body  # as large as it may be, and the answer may take long
             ticket.check_tokens(plan.prompt_tokens, self._time())
             if plan.stream:
                 return await self._stream(plan, exchange)
@@ -311,12 +314,13 @@ class Generations:
         elif not answer.finished.cancelled():
             answer.finished.exception()  # known to whoever raised it
 
-    def _release(self, exchange: Exchange, ticket: Ticket) -> None:
+    def _release(self, exchange: Exchange) -> None:
         now = self._time()
         self.active.discard(exchange)
         answer, error = exchange.answer, exchange.error
         output = 0 if answer is None else answer.completion_tokens
-        ticket.release(output, now)
+        if exchange.ticket is not None:
+            exchange.ticket.release(output, now)
         metrics = self._metrics
         metrics.requests.labels(outcome_of(error)).inc()
         if answer is not None and error is None:

@@ -88,8 +88,8 @@ class FrontendService:
 
     @property
     def active_requests(self) -> int:
-        """Generation requests in progress."""
-        return self._generations.admission.in_flight if self.listening else 0
+        """Generation requests in progress, those included whose bodies are arriving."""
+        return len(self._generations.active) if self.listening else 0
 
     @property
     def connections(self) -> int:

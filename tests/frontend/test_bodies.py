@@ -149,6 +149,27 @@ async def test_bodies_that_are_promised_only_take_no_room_from_others():
         await until(lambda: client.service.active_requests == 0)
 
 
+async def test_bodies_that_arrive_slowly_hold_nobodys_place(tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text(
+        '[[key]]\nkey = "sk-12345678"\ntenant = "t"\n'
+        "[key.limits]\nmax_concurrent_requests = 1\nrequests_per_minute = 1\n"
+    )
+    file.chmod(0o600)
+    auth = "Authorization: Bearer sk-12345678\r\n"
+    async with frontend(max_in_flight=1, api_keys_file=file) as client:
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(4):
+                _, writer = await stack.enter_async_context(raw_connection(client))
+                writer.write(http("POST", CHAT, headers=f"{auth}Content-Length: 90\r\n") + b"{")
+            await until(lambda: client.service.active_requests == 4)
+            assert client.service._generations.admission.in_flight == 0
+            reader, writer = await stack.enter_async_context(raw_connection(client))
+            writer.write(http("POST", CHAT, BODY, auth))
+            assert (await read_answer(reader))[0] == 200
+        await until(lambda: client.service.active_requests == 0)
+
+
 async def test_a_client_may_wait_to_be_asked_for_its_body():
     async with frontend() as client, raw_connection(client) as (reader, writer):
         head = f"Content-Length: {len(BODY)}\r\nExpect: 100-continue\r\n"
