@@ -189,20 +189,30 @@ class EngineCore:
         return _capabilities(spec, info, limits, sizing.num_blocks, transfers)
 
     def _start_moving(self, spec: EngineSpec) -> tuple[str, ...]:
-        """The back ends by which KV can be moved; none if nobody wants it. Raises `ConfigError` if
-        this engine cannot, and as `Mover.start` does."""
+        """The back ends by which KV can be moved; none if nobody wants it, or if it is optional
+        and cannot be. Raises `ConfigError` if this engine cannot, and as `Mover.start` does."""
         mover = self._mover
         if mover is None or spec.transfer is None:
             return ()
-        region = self._executor.region() if hasattr(self._executor, "region") else None
-        if region is None:
-            raise immovable(spec.engine)
-        self._region = region
-        transfers = mover.start(region, self._on_moved)
+        try:
+            region, transfers = self._open_pool(spec.engine, mover)
+        except ConfigError as error:
+            if not spec.transfer.optional:
+                raise
+            _log.info("KV does not leave this worker: %s", error.message)
+            return ()
         scheduler, pool, verify = self.scheduler, self.pool, spec.transfer.verify
         self._incoming = Incoming(scheduler, pool, mover, region, verify, self._say)
         self._outgoing = Outgoing(scheduler, pool, mover, region, verify, self._say)
         return transfers
+
+    def _open_pool(self, engine: str, mover: Mover) -> tuple[Region, tuple[str, ...]]:
+        """To the mover, for as long as the core lives."""
+        region = self._executor.region() if hasattr(self._executor, "region") else None
+        if region is None:
+            raise immovable(engine)
+        self._region = region
+        return region, mover.start(region, self._on_moved)
 
     def _on_moved(self) -> None:
         self._moved = True

@@ -68,7 +68,7 @@ class Family:
             self._elder = spec, made
         else:
             made = _another(spec, *self._elder)
-        return core_of(spec.engine, made, clock, mover)
+        return core_of(spec.engine, made, clock, mover, optional=spec.moves_optionally)
 
 
 def _another(spec: EngineSpec, first: EngineSpec, elder: object) -> object:

@@ -62,7 +62,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _lone_core(spec: EngineSpec, clock: Clock, mover: Mover | None) -> Core:
-    return load_core(spec.engine, clock, mover)
+    return load_core(spec.engine, clock, mover, optional=spec.moves_optionally)
 
 
 def _no_turns(say: Callable[[Progress], None]) -> AbstractContextManager[None]:

@@ -40,9 +40,11 @@ def installed_engines() -> list[str]:
     return sorted({point.name for point in entry_points(group=GROUP)})
 
 
-def load_core(engine: str, clock: Clock, mover: Mover | None = None) -> Core:
+def load_core(
+    engine: str, clock: Clock, mover: Mover | None = None, *, optional: bool = False
+) -> Core:
     """The core that drives `engine`. Raises `ConfigError` with the remedy."""
-    return core_of(engine, make_engine(engine), clock, mover)
+    return core_of(engine, make_engine(engine), clock, mover, optional=optional)
 
 
 def make_engine(engine: str) -> object:
@@ -50,14 +52,16 @@ def make_engine(engine: str) -> object:
     return _factory(engine)()
 
 
-def core_of(engine: str, made: object, clock: Clock, mover: Mover | None = None) -> Core:
+def core_of(
+    engine: str, made: object, clock: Clock, mover: Mover | None = None, *, optional: bool = False
+) -> Core:
     """The core that drives what the factory made. Raises `ConfigError` if it is neither.
 
     With a `mover` it exchanges KV with others. A core that schedules for itself has none to
-    exchange: asked to, it is refused.
+    exchange: asked to, it is refused, or goes without if that is `optional`.
     """
     if hasattr(made, "step"):
-        if mover is not None:
+        if mover is not None and not optional:
             raise immovable(engine)
         return cast("Core", made)
     if hasattr(made, "make_core"):

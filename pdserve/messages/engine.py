@@ -69,6 +69,11 @@ class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     transfer: TransferSpec | None = None
     """How KV is moved; None: this engine neither sends nor receives any."""
 
+    @property
+    def moves_optionally(self) -> bool:
+        """It serves even if it cannot move KV."""
+        return self.transfer is None or self.transfer.optional
+
 
 class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What a loaded engine can do; fixed from `Ready` until it stops."""

@@ -38,6 +38,11 @@ def test_an_engine_without_kv_refuses_to_move_any():
         load_core("instant", ManualClock(), FakeMover(FakeNet()))
 
 
+def test_an_engine_without_kv_goes_without_where_that_is_optional():
+    core = load_core("instant", ManualClock(), FakeMover(FakeNet()), optional=True)
+    assert isinstance(core, InstantCore)
+
+
 def test_the_engines_of_this_installation_are_listed():
     assert {"instant", "torch"} <= set(installed_engines())
 
