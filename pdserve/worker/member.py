@@ -5,7 +5,7 @@
     sequences   topic, log: the bookings that are held here
     kv          topic, log: what the engine can reuse; only if the engine tells it
     channels    one stream per frontend, see `channel`
-    handoffs    what a decode worker has done by others, or a prefill worker for them: `handoff`
+    handoffs    KV that comes from other workers, or goes to them: `handoff`
 
 The service below it knows nothing of clusters; this file only puts the two together. Owned by
 whoever starts the role.
@@ -36,6 +36,7 @@ from pdserve.worker.prefill_queue.prefill import Claims
 
 if TYPE_CHECKING:
     from pdserve.engine.api import Handle, TokenSink
+    from pdserve.errors import PdserveError
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
     from pdserve.messages.node import ModelOffer
@@ -76,9 +77,9 @@ class WorkerMember:
         self._topics = topics
         self._card = replace(card, mode=service.config.mode)
         self.decode: Decode | None = None
-        """Of a decode worker."""
+        """Of a worker that takes requests and may fetch their KV."""
         self.prefill: Prefill | None = None
-        """Of a prefill worker."""
+        """Of a worker that may compute or hand over KV for others."""
         self._take_part()
         self._channels = Channels(
             self, on_begin=self._begin, on_start=self._start, on_end=self._end
@@ -96,36 +97,40 @@ class WorkerMember:
         self._watch()
 
     def _take_part(self) -> None:
-        """In prefill and decode on different workers, as this one's mode says."""
+        """In moving KV between workers: this one's mode says whether there are queues for it."""
         service, node, config = self._service, self._node, self._service.config
-        if config.mode != "aggregated":
-            TransferPaths(node, service, self._degradations)
-        if config.mode == "decode":
+        mode, leading = config.mode, self._kv.leading
+        if mode == "aggregated" and config.transfer is None:
+            return
+        TransferPaths(node, service, self._degradations)
+        if mode != "prefill":
             chooser = Chooser(
                 config.disagg,
                 min_tokens=config.disagg_min_tokens,
                 max_queue=config.disagg_max_queue,
             )
-            queue = PrefillQueue(node, self._topics)
-            leading = self._kv.leading
+            queue = PrefillQueue(node, self._topics) if mode == "decode" else None
             self.decode = Decode(node, service, queue, chooser, leading, service.metrics)
-        elif config.mode == "prefill":
-            self.prefill = Prefill(
-                node,
-                service,
-                lambda take, stop: Claims(node, take, stop),
-                self._kv.leading,
-                service.metrics,
-            )
+        claims = (lambda take, stop: Claims(node, take, stop)) if mode == "prefill" else None
+        self.prefill = Prefill(node, service, claims, leading, service.metrics)
+
+    @property
+    def _prefills_only(self) -> bool:
+        return self._service.config.mode == "prefill"
 
     async def drain(self, timeout: Seconds) -> bool:
-        """Take nothing new, say so, and wait for what runs; False if `timeout` came first."""
+        """Take nothing new, say so, have what runs served elsewhere, and wait until it is gone.
+        What is left when `timeout` has come ends with `Draining`, which makes its frontend send it
+        on; then False. May be called again."""
         until = self._node.now() + timeout
-        draining = self._service.drain(timeout)
-        self._node.call_soon(self._tell_card)
-        drained = await draining
-        if self.prefill is not None:  # the engine is done with a prompt before its decode worker is
+        self._service.drain()
+        self.tell()
+        self._channels.ask_to_move(None, "drain")
+        drained = await self._channels.wait_idle(timeout)
+        if self.prefill is not None:  # what has moved on may still fetch its KV from here
             drained &= await self.prefill.drain(max(0.0, until - self._node.now()))
+        if not drained:
+            self._channels.close(_going())
         return drained
 
     @property
@@ -133,18 +138,26 @@ class WorkerMember:
         """In progress."""
         return self._channels.requests
 
+    @property
+    def left(self) -> int:
+        """What a drain waits for: requests, and prompts that are computed for others."""
+        return self._channels.requests + (0 if self.prefill is None else len(self.prefill))
+
     def close(self) -> None:
         """Every request ends; frontends hear that this worker is going away."""
-        self._channels.close(Draining("the worker is going away", retry_after=1.0))
+        self._channels.close(_going())
         for part in (self.decode, self.prefill):
             if part is not None:
                 part.close()
 
     def handoffs(self) -> HandoffNumbers | None:
         """For status; None: this worker does everything by itself."""
-        if self.decode is not None:
-            return self.decode.numbers()
-        return None if self.prefill is None else self.prefill.numbers()
+        mode = self._service.config.mode
+        if self.prefill is None or self.decode is None:
+            return None if self.prefill is None else self.prefill.numbers()
+        numbers = self.decode.numbers()
+        idle = mode == "aggregated" and not numbers.ended and not numbers.local
+        return None if idle else replace(numbers, mode=mode)
 
     # ------------------------------------------------------------------ what the channels need
 
@@ -152,7 +165,7 @@ class WorkerMember:
         """See `channel.Engine`."""
         if self.decode is not None:
             return self.decode.submit(request, sink)
-        if self.prefill is not None:
+        if self._prefills_only:
             raise NotReady(f"{self._node.id} is a prefill worker: decode workers take requests")
         return self._service.submit(request, sink)
 
@@ -219,7 +232,7 @@ class WorkerMember:
     def load(self) -> WorkerLoad:
         """How busy it is: what is held here counts whatever the engine's last numbers say."""
         stats, capabilities = self._service.statistics(), self._service.capabilities
-        if self.prefill is not None:
+        if self._prefills_only:
             choices, running = stats.running + stats.waiting, stats.running
         else:
             choices = self._channels.choices
@@ -287,6 +300,10 @@ class WorkerMember:
         if cards.keys() != self._offers.keys():
             self._offers = {key: (card, *offer(card)) for key, card in cards.items()}
         return [(small, large) for _, small, large in self._offers.values()]
+
+
+def _going() -> PdserveError:
+    return Draining("the worker is going away", retry_after=1.0)
 
 
 _REASON: Final = 500

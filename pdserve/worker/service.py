@@ -121,10 +121,10 @@ class WorkerService:
         self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="worker-watch")
         await self._make_card(model, engine)
 
-    async def drain(self, timeout: Seconds) -> bool:
-        """Take nothing new, wait for what runs; False if `timeout` came first."""
+    def drain(self) -> None:
+        """Take no new requests. What runs goes on, and prompts may still be prefilled for those
+        that go on elsewhere."""
         self._draining = True
-        return self._engine is None or await self._engine.drain(timeout)
 
     async def stop(self) -> None:
         """End the engine and everything on it. Idempotent."""
@@ -203,11 +203,14 @@ class WorkerService:
 
         Errors: `NotReady`, `Draining`, `Overloaded`, `EngineDied`.
         """
-        return self._usable_engine().submit(request, sink)
+        return self._taking_engine().submit(request, sink)
 
-    def _usable_engine(self) -> SupervisedEngine:
+    def _taking_engine(self) -> SupervisedEngine:
         if self._draining:
             raise Draining("this worker is going away and takes no new requests")
+        return self._usable_engine()
+
+    def _usable_engine(self) -> SupervisedEngine:
         if self._engine is None:
             raise NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER)
         return self._engine
@@ -253,7 +256,7 @@ class WorkerService:
 
     def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle:
         """See `Engine`. Errors: as `submit`, and `TransferRefused`."""
-        return self._usable_engine().submit_remote(request, sink)
+        return self._taking_engine().submit_remote(request, sink)
 
     def prefill(
         self,
@@ -263,7 +266,7 @@ class WorkerService:
         epoch: Epoch,
         sink: PrefillSink,
     ) -> Handle:
-        """See `Engine`. Errors: as `submit`, and `TransferRefused`."""
+        """See `Engine`; also while it drains. Errors: as `submit`, and `TransferRefused`."""
         return self._usable_engine().prefill(request, ticket, node, epoch, sink)
 
     def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:

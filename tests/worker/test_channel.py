@@ -13,7 +13,7 @@ from pdserve.errors import (
     ProtocolError,
 )
 from pdserve.messages import channel as messages
-from pdserve.messages.channel import CHANNEL, Abort, Assembler, Batch, Open, Piece, split
+from pdserve.messages.channel import CHANNEL, Abort, Assembler, Batch, Moving, Open, Piece, split
 from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, TokenDelta
 from pdserve.testing.net_support import RecordingSink
 from pdserve.wire.codec import decoder, encode
@@ -116,6 +116,10 @@ class World:
     @property
     def accepted(self) -> list[tuple[int, int]]:
         return [one for batch in self.batches for one in batch.accepted]
+
+    @property
+    def moving(self) -> list[Moving]:
+        return [one for batch in self.batches for one in batch.moving]
 
     @property
     def rejected(self) -> list[tuple[int, str]]:
@@ -325,3 +329,58 @@ async def test_closing_tells_every_frontend_why() -> None:
         assert isinstance(error, Draining)
         assert error.retry_after == 1.0
         assert (w.engine.aborted, w.ended) == ([100], [7])
+
+
+@virtually
+async def test_requests_are_asked_to_move_by_handle_or_all_and_go_on_meanwhile() -> None:
+    async with world() as w:
+        for number in (1, 2, 3):
+            await w.open(number, booking=number)
+        assert w.channels.ask_to_move({101, 999}, "kv") == 1
+        await asyncio.sleep(0.01)
+        assert w.moving == [Moving(2, "kv")]
+        w.engine.say(100, 5)
+        assert w.channels.ask_to_move(None, "drain") == 3
+        await asyncio.sleep(0.01)
+        assert w.moving[1:] == [Moving(number, "drain") for number in (1, 2, 3)]
+        assert w.said == [(100, [5])]
+        assert w.channels.requests == 3
+
+
+@virtually
+async def test_who_is_asked_in_the_turn_it_came_has_heard_before_that_it_was_accepted() -> None:
+    async with world() as w:
+
+        def begin(booking: int) -> None:
+            w.begun.append(booking)
+            asyncio.get_running_loop().call_soon(w.channels.ask_to_move, None, "drain")
+
+        w.channels._on_begin = begin
+        await w.open(1, booking=1)
+        heard = [(bool(b.accepted), bool(b.moving)) for b in w.batches]
+        assert heard == [(True, False), (False, True)]
+
+
+@virtually
+async def test_idle_is_when_the_last_word_has_been_sent() -> None:
+    async with world() as w:
+        assert await w.channels.wait_idle(0.0)
+        await w.open(1)
+        await w.open(2)
+        assert not await w.channels.wait_idle(1.0)
+        waiting = [asyncio.ensure_future(w.channels.wait_idle(9.0)) for _ in range(2)]
+        w.engine.say(100, 5, end=True)
+        await asyncio.sleep(0.01)
+        await w.abort(2)
+        assert await asyncio.gather(*waiting) == [True, True]
+        assert w.said == [(100, [5])]
+
+
+@virtually
+async def test_idle_is_when_the_last_frontend_has_gone() -> None:
+    async with world() as w:
+        await w.open(1)
+        waiting = asyncio.ensure_future(w.channels.wait_idle(9.0))
+        await asyncio.sleep(0.01)
+        w.nodes.link.abort()
+        assert await waiting

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.errors import Draining, WorkerLost
 from pdserve.ids import NodeId
-from pdserve.messages.channel import CHANNEL, Batch, Open
+from pdserve.messages.channel import CHANNEL, Abort, Batch, Moving, Open
 from pdserve.messages.engine import EngineCapabilities, EngineStats
 from pdserve.messages.kv import (
     KV,
@@ -70,7 +70,6 @@ class FakeService:
         self.stats = EngineStats()
         self.sinks: dict[int, TokenSink] = {}
         self.aborted: list[int] = []
-        self.idle = asyncio.Event()
         self.tells_kv: bool | None = None
         self.kv: list[Callable[[Sequence[KvEvent]], None]] = []
 
@@ -103,10 +102,8 @@ class FakeService:
     def abort(self, handle: int) -> None:
         self.aborted.append(handle)
 
-    async def drain(self, timeout: float) -> bool:
+    def drain(self) -> None:
         self.draining, self.reason = True, "draining: no new requests are taken"
-        await asyncio.wait({asyncio.ensure_future(self.idle.wait())}, timeout=timeout)
-        return self.idle.is_set()
 
 
 class Heard:
@@ -152,6 +149,10 @@ class World:
     def card(self) -> NodeCard | None:
         member = self.front.registry.get(NodeId("w"))
         return None if member is None else member.card
+
+    @property
+    def batches(self) -> list[Batch]:
+        return [decoder(Batch)(item) for item in self.sink.items]
 
     @property
     def bookings(self) -> list[int]:
@@ -377,9 +378,43 @@ async def test_draining_is_told_at_once_and_waits_for_what_runs() -> None:
         card = await w.card_with(draining=True)
         assert w.nodes.loop.time() - before < 0.5
         assert len(card.models) == 1  # it is no unknown model while it goes
+        await w.nodes.until(lambda: not w.loads[-1].ready)
         assert not draining.done()
-        w.service.idle.set()
+        finish = Finish(reason="stop")
+        w.service.sinks[1].on_delta(TokenDelta(handle=1, choice=0, tokens=[1], finish=finish))
         assert await draining
+        assert w.batches[-1].deltas[-1].finish == finish
+
+
+@virtually
+async def test_whoever_has_a_request_here_is_asked_to_move_it_when_the_worker_drains() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        await w.open(1, booking=41)
+        await w.open(2, booking=42)
+        draining = asyncio.ensure_future(w.member.drain(10.0))
+        await w.nodes.until(lambda: len(w.batches[-1].moving) == 2, timeout=0.1)
+        assert w.batches[-1].moving == [Moving(1, "drain"), Moving(2, "drain")]
+        assert w.member.left == 2
+        for number in (1, 2):
+            await w.stream.send(encode(Abort(number)), timeout=1.0)
+        assert await draining
+        assert w.service.aborted == [1, 2]
+
+
+@virtually
+async def test_what_cannot_move_in_time_ends_so_that_its_frontend_sends_it_on() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        await w.open(1, booking=41)
+        before = w.nodes.loop.time()
+        assert not await w.member.drain(2.0)
+        assert w.nodes.loop.time() - before == pytest.approx(2.0)
+        assert isinstance(await w.sink.end(), Draining)
+        assert (w.member.left, w.service.aborted) == (0, [1])
+        assert await w.member.drain(2.0)  # by a signal, after an operator's wish
 
 
 @virtually

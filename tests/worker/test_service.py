@@ -64,12 +64,12 @@ class FakeEngine:
     async def stop(self):
         self.stopped += 1
 
-    async def drain(self, timeout):
-        return timeout > 1
-
     def submit(self, request, sink):
         self.submitted.append(request)
         return len(self.submitted)
+
+    def prefill(self, request, ticket, node, epoch, sink):
+        return self.submit(request, sink)
 
     def abort(self, handle):
         self.aborted.append(handle)
@@ -263,14 +263,15 @@ async def test_a_model_that_is_not_there_never_makes_an_engine(tmp_path):
     await world.service.stop()
 
 
-async def test_a_draining_worker_refuses_and_reports_what_the_engine_says(model):
+async def test_a_draining_worker_refuses_requests_and_prefills_for_those_that_move_on(model):
     world = World(model)
     await world.start()
-    assert await world.service.drain(2.0) is True
-    assert await world.service.drain(0.5) is False
+    world.service.drain()
     assert world.service.unready_reason() == "draining: no new requests are taken"
-    with pytest.raises(Draining):
-        world.service.submit(REQUEST, Sink())
+    for submit in (world.service.submit, world.service.submit_remote):
+        with pytest.raises(Draining):
+            submit(REQUEST, Sink())
+    assert world.service.prefill(REQUEST, None, "d", 1, Sink()) == 1
     await world.service.stop()
 
 
