@@ -52,6 +52,8 @@ ASYNCIO = {
     "pdserve/frontend/small.py": "ends text work at its deadline",
     "pdserve/frontend/service.py": "owns the frontend's tasks and sockets",
     "pdserve/gossip/service.py": "the timer, dials and messages of membership",
+    "pdserve/cli/drain.py": "asks again until nodes have gone",
+    "pdserve/launch/drain.py": "drains the parts of a process in turn",
     "pdserve/launch/parts/frontend.py": "waits until a model is in the frontend's hands",
     "pdserve/launch/process.py": "runs the roles of one process and ends them in order",
     "pdserve/launch/siblings.py": "starts, watches and ends processes",

@@ -24,13 +24,14 @@ COMMANDS = {
     "status": ("pdserve.cli.status", "members, models and load of a cluster"),
     "top": ("pdserve.cli.top", "the same, live in the terminal"),
     "disagg": ("pdserve.cli.disagg", "how decode workers choose where prompts are computed"),
+    "drain": ("pdserve.cli.drain", "take nodes away without losing a request"),
     "simulate": ("pdserve.cli.simulate", "what a cluster would do with a trace of requests"),
     "doctor": ("pdserve.cli.doctor", "what this machine has, and what pdserve will use"),
     "config": ("pdserve.cli.config", "the settings in force, and where each comes from"),
     "version": ("pdserve.cli.version", "the version"),
 }
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-UNBUILT = ("bench", "drain")
+UNBUILT = ("bench",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.cli.conversation import printable
+from pdserve.launch.drain import describe
 from pdserve.launch.units import approximate_size
 
 if TYPE_CHECKING:
@@ -102,10 +103,15 @@ def _members(status: ClusterStatus) -> _Rows:
 
 
 def _state(member: MemberStatus) -> str:
-    return "draining" if member.draining and member.state == "alive" else member.state
+    if not member.draining or member.state != "alive":
+        return member.state
+    drain = None if member.report is None else member.report.drain
+    return "drained" if drain is not None and drain.drained else "draining"
 
 
 def _why(member: MemberStatus) -> str:
+    if member.report is not None and member.report.drain is not None:
+        return describe(member.report.drain)
     if member.report is not None and member.report.reason:
         return member.report.reason
     return member.reason
@@ -151,7 +157,7 @@ def _handoffs(status: ClusterStatus) -> _Rows:
         numbers = None if member.report is None else member.report.handoffs
         if numbers is None:
             continue
-        decodes = numbers.mode == "decode"
+        decodes = numbers.mode != "prefill"
         rows.append(
             (
                 member.node,

@@ -123,8 +123,10 @@ class Membership:
 
     def transfer(self, node: Node, config: WorkerConfig) -> TransferSpec | None:
         """How a worker on `node` moves KV; None: it does not. Bulk connections listen where the
-        node does, and are encrypted if its links are."""
-        if config.mode == "aggregated":
+        node does, and are encrypted if its links are. An aggregated worker only moves what runs
+        there: alone in its cluster it has nobody to give it to, and it serves if it cannot."""
+        aggregated = config.mode == "aggregated"
+        if aggregated and self.private:
             return None
         host, advertised = "127.0.0.1", ""
         if not self.private:
@@ -139,6 +141,7 @@ class Membership:
             tls=None
             if self._tls is None
             else (str(tls.tls_cert), str(tls.tls_key), str(tls.tls_ca or "")),
+            optional=aggregated,
         )
 
     def card(self, role: str) -> NodeCard:

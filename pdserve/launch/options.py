@@ -205,6 +205,9 @@ def _path(text: str) -> Path:
 _port = functools.partial(units.parse_count, least=0, most=65535)
 
 
+_priority = functools.partial(units.parse_count, least=-(2**31), most=2**31 - 1)
+
+
 def _show_pairs(pairs: dict[str, str]) -> str:
     return ",".join(f"{name}={value}" for name, value in pairs.items())
 
@@ -454,6 +457,27 @@ OPTIONS: tuple[Option, ...] = (
         "frontend.keepalive_timeout",
         "limits",
         "An idle connection is closed after this.",
+    ),
+    _size(
+        "max-answer",
+        "frontend.max_answer",
+        "limits",
+        "What one whole answer with logprobs may gather; beyond it 400 or 413.",
+    ),
+    _size(
+        "max-answers",
+        "frontend.max_answers",
+        "limits",
+        "What all of them may gather together; beyond it the largest ends with 413.",
+    ),
+    Option(
+        "max-priority",
+        "frontend.max_priority",
+        "limits",
+        "Highest priority without an API key, or with one that sets none; beyond it 403.",
+        "N",
+        _optional(_priority),
+        lambda value: "any, with a key 0" if value is None else str(value),
     ),
     _size(
         "write-buffer",

@@ -26,6 +26,7 @@ from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
 from pdserve.launch.cluster import Membership
 from pdserve.launch.config import idle_flags, splits
+from pdserve.launch.drain import Drain
 from pdserve.launch.parts.base import Context
 from pdserve.launch.screen import Screen
 from pdserve.launch.siblings import is_sibling, sharing
@@ -54,6 +55,10 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO: Seconds = 0.3
 """A signal this soon after the first is the same wish: `timeout` and shells that forward a signal
 deliver it twice, to the process and to its group."""
+_SIBLING = (
+    "this is one of several frontend processes that share a port, and would be started again: "
+    "drain the first of them, which is in charge of all"
+)
 
 
 def serve(config: Config) -> int:
@@ -98,9 +103,17 @@ class Process:
         self._membership = Membership(
             config.cluster, private=self._all_in_one and config.cluster.alone
         )
-        self._context = Context(config, self._membership, screen, metrics, degradations)
         self._parts: list[Part] = []
         """In the order in which they join; they end the other way round."""
+        self._drain = Drain(
+            self._parts,
+            config.frontend.drain_timeout,
+            self._end,
+            _SIBLING if is_sibling(config) else "",
+        )
+        self._context = Context(
+            config, self._membership, screen, metrics, degradations, self._drain
+        )
         self._unheard: list[Callable[[], None]] = []
         """Each ends what the log tells of members: who leaves does not judge who leaves too."""
         self._frontend: FrontendPart | None = None
@@ -108,7 +121,8 @@ class Process:
         self._tasks = Tasks("process")
         self._probes: ProbeServer | None = None
         self._lag = LoopLagMonitor(metrics)
-        self._asked_at: Seconds = 0.0
+        self._signalled: Seconds | None = None
+        """When the first signal came to end it; None: there was none."""
         metrics.build_info.labels(__version__, role).value = 1
 
     async def run(self) -> int:
@@ -151,6 +165,7 @@ class Process:
     def _make_node(self, role: str, label: str = "") -> Node:
         node = self._membership.node(role, first=not self._parts, label=label)
         node.on_superseded = self._on_superseded
+        self._drain.serve(node)
         if not self._membership.private:
             self._unheard.append(node.on_member(note_member))
         return node
@@ -254,6 +269,8 @@ class Process:
         return ProbeServer(host, port, pages, context.degradations, self._unready_reason)
 
     def _unready_reason(self) -> str | None:
+        if self._drain.begun:
+            return self._drain.reason()
         reasons = (part.unready_reason() for part in self._parts)
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -282,21 +299,19 @@ class Process:
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         now = asyncio.get_running_loop().time()
-        if self._exit.done():
-            if now - self._asked_at < _ECHO or is_sibling(self._config):
+        if self._signalled is not None:
+            if now - self._signalled < _ECHO or is_sibling(self._config):
                 return  # a sibling's impatience is that of the process that started it
             self._screen.finish()
             _log.warning("%s again: ending at once", number.name)
             os._exit(exit_codes.INTERRUPTED)  # the engine core ends with its socket
-        self._asked_at = now
-        _log.info("%s: finishing %d requests; again to end at once", number.name, self._running())
-        self._exit.set_result(exit_codes.OK)
+        self._signalled = now
+        _log.info("%s: finishing %d requests; again to end at once", number.name, self._drain.left)
+        self._end()
 
-    def _running(self) -> int:
-        """Requests in progress, wherever this process sees them best."""
-        if self._frontend is not None:
-            return self._frontend.service.active_requests
-        return 0 if self._worker is None else self._worker.member.requests
+    def _end(self) -> None:
+        if not self._exit.done():
+            self._exit.set_result(exit_codes.OK)
 
     def _on_hangup(self) -> None:
         """The terminal is gone, or, where there is none, the key files are to be read again."""
@@ -331,13 +346,11 @@ class Process:
     async def _close(self, drain_timeout: float) -> None:
         """Gate, drain, close; a frontend first, since it owns the requests."""
         await self._tasks.close()
-        ending = tuple(reversed(self._parts))
-        deadline = asyncio.get_running_loop().time() + drain_timeout
-        for part in ending:
-            await part.drain(max(0.0, deadline - asyncio.get_running_loop().time()))
+        await self._drain.finish(drain_timeout)
         for end in self._unheard:
             end()
         # Side by side: each says goodbye for about a second.
+        ending = tuple(reversed(self._parts))
         ends = await asyncio.gather(*(part.close() for part in ending), return_exceptions=True)
         for part, error in zip(ending, ends, strict=True):
             if error is not None:
@@ -345,6 +358,7 @@ class Process:
         if self._probes is not None:
             await self._probes.stop()
         self._lag.stop()
+        await self._drain.close()
         _log.info("closed")
 
 

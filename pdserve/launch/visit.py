@@ -25,13 +25,13 @@ from pdserve.errors import (
 from pdserve.ids import NodeId
 from pdserve.launch.addresses import DEFAULT_ROUTER_PORT
 from pdserve.messages.handoff import SetDisagg
-from pdserve.messages.status import Ask
+from pdserve.messages.status import Ask, DrainOrder
 from pdserve.net.endpoint import Endpoint
 from pdserve.net.security import cluster_key_file
 from pdserve.net.settings import NetSettings
 from pdserve.net.tcp import TcpNetwork
 from pdserve.net.tls import Tls
-from pdserve.runtime.methods import DISAGG, STATUS
+from pdserve.runtime.methods import DISAGG, DRAIN, STATUS
 from pdserve.wire.handshake import Identity
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.launch.addresses import ClusterConfig
     from pdserve.messages.handoff import Disagg
-    from pdserve.messages.status import ClusterStatus
+    from pdserve.messages.status import ClusterStatus, DrainState
     from pdserve.net.base import Call, Down, Incoming, Link
     from pdserve.wire.parser import Buffer
 
@@ -111,6 +111,19 @@ class Visitor:
         link = await self._endpoint.dial(address)
         answer = await link.request(DISAGG, SetDisagg(disagg), timeout=_TIMEOUT)
         return answer.before
+
+    async def drain(self, address: str, node: NodeId, *, stay: bool) -> DrainState:
+        """Tell `node`, at `address`, to drain; how far it is then.
+
+        Errors: `LinkError` of some kind, `DeadlineExceeded`, what the node raises.
+        """
+        link = await self._endpoint.dial(address, expect=node)
+        try:
+            return await link.request(DRAIN, DrainOrder(stay), timeout=_TIMEOUT)
+        except ProtocolError as error:
+            raise ProtocolError(
+                f"it cannot be drained from here: {error.message}; send its process SIGTERM"
+            ) from None
 
     async def close(self) -> None:
         """Nothing is left."""

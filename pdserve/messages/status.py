@@ -24,6 +24,28 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     """A question without details."""
 
 
+class DrainOrder(msgspec.Struct, frozen=True, array_like=True):
+    """An operator wants a node's process to take nothing new and to hand over what it has."""
+
+    stay: bool = False
+    """It stays in the cluster then, doing nothing, until a signal ends it; else it ends."""
+
+
+class DrainState(msgspec.Struct, frozen=True, array_like=True):
+    """How far a process is that drains."""
+
+    drained: bool = False
+    """All is gone, or the time has passed."""
+    left: Count = 0
+    """Requests that are still there."""
+    remaining: float = 0.0
+    """Seconds until those that are left end, for their frontends to send them on."""
+    stays: bool = False
+    """It ends only when it is told to."""
+    already: bool = False
+    """It was draining when it was asked to."""
+
+
 class RouterNumbers(msgspec.Struct, frozen=True, array_like=True):
     """What a router has done in this life, and what it holds."""
 
@@ -96,6 +118,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     handoffs: HandoffNumbers | None = None
     paths: tuple[PathState, ...] = ()
     """By which a worker's KV comes and goes."""
+    drain: DrainState | None = None
+    """Of its process; None: it does not drain."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -100,13 +100,19 @@ class ProbeServer:
 
         reason = self._unready_reason()
         body = {
-            "status": "ok" if reason is None else "unavailable",
+            "status": _status(reason),
             "reason": reason,
             "degraded": dict(self._degradations.reasons()),
             "version": __version__,
         }
         status = 200 if reason is None else 503
         return web.json_response(body, status=status)
+
+
+def _status(reason: str | None) -> str:
+    if reason is None:
+        return "ok"
+    return "draining" if reason.startswith(("draining", "drained")) else "unavailable"
 
 
 class _Refusal(asyncio.Protocol):

@@ -128,6 +128,7 @@ class RouterService:
         self.refused = 0
         self.released = 0
         """Answers that frontends have given back: each one once, unless a message was lost."""
+        self._draining = False
         self._looks = False
         """A look is due at the end of this turn."""
         self._flushes = False
@@ -154,6 +155,7 @@ class RouterService:
 
     def drain(self) -> None:
         """Frontends ask others from now on, if there are any; who waits here is sent to them."""
+        self._draining = True
         self._card = replace(self._card, draining=True)
         self._node.publish_card(self._card, {})
         if self._others():
@@ -175,6 +177,8 @@ class RouterService:
 
     def unready_reason(self) -> str | None:
         """For probes: a router can always answer, if only that there is no worker."""
+        if self._draining:
+            return "draining: frontends ask other routers"
         return None if self._node.lives else "joining the cluster"
 
     # ------------------------------------------------------------------ frontends

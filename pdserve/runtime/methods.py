@@ -33,7 +33,15 @@ from pdserve.messages.handoff import (
 )
 from pdserve.messages.names import AskSecret, HashSecret
 from pdserve.messages.routing import Explained, Route, Routed
-from pdserve.messages.status import Ask, ClusterStatus, MetricPage, Report, Scrape
+from pdserve.messages.status import (
+    Ask,
+    ClusterStatus,
+    DrainOrder,
+    DrainState,
+    MetricPage,
+    Report,
+    Scrape,
+)
 from pdserve.wire.codec import Method
 
 ROUTE: Final = Method(0x0300, "route", Route, Routed)
@@ -68,6 +76,8 @@ REPORT: Final = Method(0x0321, "report", Ask, Report)
 """A node asks another what it says of itself."""
 SCRAPE: Final = Method(0x0322, "scrape", Scrape, MetricPage)
 """A frontend asks one that shares its port for its numbers."""
+DRAIN: Final = Method(0x0323, "drain", DrainOrder, DrainState)
+"""An operator wants a node to drain."""
 
 SECRET: Final = Method(0x0330, "hash secret", AskSecret, HashSecret)
 """A node asks one that holds a better hash secret for it: see `runtime.secret`."""

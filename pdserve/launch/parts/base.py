@@ -2,7 +2,7 @@
 
     begin   whatever can fail at once: addresses, settings; nothing is promised yet
     join    take part in the cluster
-    drain   take nothing new, finish what is under way
+    drain   take nothing new, finish what is under way or have it served elsewhere
     close   leave, and let go of everything
 
 Each part has a node of its own, so that one process with three roles and three processes with one
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.launch.cluster import Membership
     from pdserve.launch.config import Config
+    from pdserve.launch.drain import Drain
     from pdserve.launch.screen import Screen
     from pdserve.messages.node import NodeCard
     from pdserve.observe.degraded import Degradations
@@ -40,6 +41,8 @@ class Context:
     screen: Screen
     metrics: Metrics
     degradations: Degradations
+    drain: Drain | None = None
+    """None where no process is played."""
 
 
 class Part(Protocol):
@@ -53,7 +56,14 @@ class Part(Protocol):
         """`seeds`: nodes of this process that have joined."""
         ...
 
-    async def drain(self, timeout: Seconds) -> None: ...
+    async def drain(self, timeout: Seconds) -> None:
+        """Returns when nothing is left, at the latest after `timeout`. May be called again."""
+        ...
+
+    @property
+    def left(self) -> int:
+        """Requests that a drain has to see gone."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -65,7 +75,8 @@ class Part(Protocol):
 def report(context: Context, part: Part) -> Report:
     """What any part says of itself to whoever asks; roles add their numbers."""
     degraded = dict(context.degradations.reasons())
-    return Report(reason=part.unready_reason() or "", degraded=degraded)
+    drain = None if context.drain is None else context.drain.state()
+    return Report(reason=part.unready_reason() or "", degraded=degraded, drain=drain)
 
 
 def card(context: Context, role: str) -> NodeCard:

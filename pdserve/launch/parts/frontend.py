@@ -140,6 +140,10 @@ class FrontendPart:
             self.node.publish_card(replace(self.node.card, draining=True), {})
         await asyncio.gather(self.siblings.stop(timeout), self.service.stop(timeout))
 
+    @property
+    def left(self) -> int:
+        return self.service.active_requests
+
     async def close(self) -> None:
         await self.service.stop(0.0)
         self.backend.close(Draining("the server is shutting down", retry_after=1.0))

@@ -72,6 +72,11 @@ class RouterPart:
         """Frontends turn to other routers; what was decided is decided."""
         self.service.drain()
 
+    @property
+    def left(self) -> int:
+        """Questions that wait here."""
+        return self.service.desk.held
+
     async def close(self) -> None:
         self.service.close()
         await self.node.leave()

@@ -104,8 +104,16 @@ class WorkerPart:
                 _log.info("%s%s", loaded_line(model, capabilities), does)
 
     async def drain(self, timeout: Seconds) -> None:
+        left = self.member.requests
         if not await self.member.drain(timeout):
-            _log.warning("%d requests did not finish within %g s", self.member.requests, timeout)
+            _log.warning(
+                "not all of %d requests were gone within %g s: their frontends send the others on",
+                *(left, timeout),
+            )
+
+    @property
+    def left(self) -> int:
+        return self.member.left
 
     async def close(self) -> None:
         self.member.close()

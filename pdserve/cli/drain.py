@@ -1,0 +1,176 @@
+"""`pdserve drain NODE[,NODE]`: nodes take nothing new, hand over what they have, and end.
+
+It asks one node who is there, tells each of the named ones itself, and can wait until they are
+done. It joins nothing. How a node drains is `launch.drain`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from pdserve.cli.conversation import printable
+from pdserve.cli.parser import Parser, add_options, given_flags
+from pdserve.cli.status import OPTIONS
+from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
+from pdserve.launch import exit_codes
+from pdserve.launch.config import nearest, resolve
+from pdserve.launch.drain import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.ids import NodeId, Seconds
+    from pdserve.launch.addresses import ClusterConfig
+    from pdserve.launch.visit import Visitor
+    from pdserve.messages.status import ClusterStatus, MemberStatus
+
+__all__ = ["Progress", "named", "run"]
+
+_POLL: Final[Seconds] = 0.5
+_MARGIN: Final[Seconds] = 15.0
+"""Beyond a node's own time to drain: for leaving the cluster, and for its end to be seen."""
+_DESCRIPTION: Final = """\
+Take nodes away without losing a request: each takes nothing new from now on and has what it is
+doing served elsewhere, or finishes it; then it leaves the cluster and its process ends with exit
+status 0, as it does after SIGTERM. What is left after its --drain-timeout is sent on by the
+frontends, computed anew. A node in a process with others drains them all.
+
+Routers, workers and frontends drain alike; a frontend finishes its own streams. A service manager
+that starts ended processes again does so here, too: that is a rolling restart."""
+
+
+def run(arguments: list[str]) -> int:
+    """Tell them; the exit status says whether all have heard it and, if waited for, are done."""
+    parser = Parser("pdserve drain", _DESCRIPTION)
+    parser.own.add_argument("nodes", metavar="NODE[,NODE]", nargs="+", help="Names, as in status.")
+    parser.own.add_argument(
+        "--wait", action="store_true", help="Return when they are gone, or drained with --stay."
+    )
+    parser.own.add_argument(
+        "--stay",
+        action="store_true",
+        help="Do not end: stay in the cluster, drained, until a signal or another drain.",
+    )
+    add_options(parser, OPTIONS)
+    parsed = parser.parse(arguments)
+    names = [name for word in parsed.nodes for name in word.split(",") if name]
+    config = resolve(given_flags(parsed)).cluster
+    return asyncio.run(_drain(config, names, stay=parsed.stay, wait=parsed.wait))
+
+
+async def _drain(config: ClusterConfig, names: list[str], *, stay: bool, wait: bool) -> int:
+    from pdserve.launch.visit import Visitor
+
+    visitor = Visitor(config)
+    try:
+        members = named(await visitor.status(), names)
+        patience = [await _tell(visitor, member, stay=stay) for member in members]
+        heard = {m.node: m.epoch for m, left in zip(members, patience, strict=True) if left >= 0}
+        fine = len(heard) == len(members)
+        if wait and heard:
+            fine &= await _wait(visitor, Progress(heard, stay), max(patience) + _MARGIN)
+    finally:
+        await visitor.close()
+    return exit_codes.OK if fine else exit_codes.FAILED
+
+
+def named(status: ClusterStatus, names: Sequence[str]) -> list[MemberStatus]:
+    """The members of these names, each once. Raises `ConfigError` for one that is not there: then
+    nobody is told anything."""
+    there = {member.node: member for member in status.members}
+    found: dict[str, MemberStatus] = {}
+    for name in names:
+        member = next((m for node, m in there.items() if node == name), None)
+        if member is None:
+            close = nearest(name, there)
+            hint = f"did you mean {close}?" if close else f"there are {', '.join(there)}"
+            raise ConfigError(printable(f"there is no node {name!r} in the cluster; {hint}"))
+        found[name] = member
+    return list(found.values())
+
+
+async def _tell(visitor: Visitor, member: MemberStatus, *, stay: bool) -> Seconds:
+    """Returns how long it will take at most; below 0: it has not heard."""
+    try:
+        state = await visitor.drain(member.address, member.node, stay=stay)
+    except PdserveError as error:
+        _say(member.node, error.message)
+        return -1.0
+    was = " already" if state.already else ""
+    _say(member.node, describe(state).replace("draining", f"draining{was}", 1))
+    return state.remaining
+
+
+async def _wait(visitor: Visitor, progress: Progress, patience: Seconds) -> bool:
+    """False if some are not done in time."""
+    until = time.monotonic() + patience
+    while progress.waiting:
+        if time.monotonic() > until:
+            for node in progress.waiting:
+                _say(node, f"not done within {patience:.0f} s; `pdserve status` says how it is")
+            return False
+        await asyncio.sleep(_POLL)
+        try:
+            status = await visitor.status()
+        except HandshakeRefused:
+            raise
+        except PdserveError:
+            if not progress.asked_is_going:
+                raise
+            status = None
+        for node, words in progress.look(status):
+            _say(node, words)
+    return True
+
+
+@dataclass
+class Progress:
+    """What is known of nodes that drain. Pure."""
+
+    waiting: dict[NodeId, int]
+    """Their lives; emptied as they are done."""
+    stay: bool
+    asked: NodeId | None = None
+    """Whose view was seen last."""
+    _said: dict[NodeId, str] = field(default_factory=dict)
+
+    @property
+    def asked_is_going(self) -> bool:
+        """The node whose view was seen last is one of them: it may be gone when it does not
+        answer."""
+        return not self.stay and self.asked in self.waiting
+
+    def look(self, status: ClusterStatus | None) -> list[tuple[NodeId, str]]:
+        """What is new of whom. None: the node that was asked has gone, and nobody else could be."""
+        if status is None:
+            gone = [(node, "gone, as far as can be seen") for node in self.waiting]
+            self.waiting.clear()
+            return gone
+        self.asked = status.asked
+        there = {(member.node, member.epoch): member for member in status.members}
+        news = []
+        for node, epoch in tuple(self.waiting.items()):
+            words = self._words(there.get((node, epoch)))
+            if words in ("gone", "drained"):
+                del self.waiting[node]
+            if words and self._said.get(node) != words:
+                self._said[node] = words
+                news.append((node, words))
+        return news
+
+    def _words(self, member: MemberStatus | None) -> str:
+        if member is None:
+            return "gone"
+        state = None if member.report is None else member.report.drain
+        if state is None:
+            return ""
+        if state.drained:
+            return "drained" if self.stay else "drained: it is leaving"
+        return f"{state.left} request{'' if state.left == 1 else 's'} left"
+
+
+def _say(node: str, words: str) -> None:
+    print(printable(f"{node}: {words}"), flush=True)
