@@ -64,7 +64,7 @@ class WorkerConfig:
     """From starting the engine until it is ready, downloads apart."""
     mode: Mode = "aggregated"
     """`prefill` workers compute prompts for `decode` workers, which take requests and decide for
-    each where its prompt is prefilled; an `aggregated` one does everything and moves no KV."""
+    each where its prompt is prefilled; an `aggregated` one does everything by itself."""
     disagg: Disagg = "rule"
     """How a decode worker decides; may be changed while it runs."""
     disagg_min_tokens: int = 512
@@ -76,7 +76,8 @@ class WorkerConfig:
     verify_kv: Verify = "sample"
     """How much of the KV that came is compared with what was sent."""
     transfer: TransferSpec | None = None
-    """How KV is moved, in full; None: not at all. An aggregated worker needs none."""
+    """How KV is moved, in full; None: not at all. An aggregated worker has some for requests that
+    move to another worker."""
 
     def validate(self) -> None:
         """Raise `ConfigError` for what can never work, naming key and remedy."""

@@ -1,6 +1,8 @@
-"""A decode worker's handoffs: which requests are prefilled elsewhere, and what is said about them.
+"""A worker's requests whose KV comes from another: which they are, and what is said about them.
 
-    submit           decides; here it is an ordinary submission, else a `RemoteRequest`
+    submit           decides; here it is an ordinary submission, else a `RemoteRequest`. A decode
+                     worker has a queue of prefill workers for that; any worker asks the one that a
+                     request names as its source, because it has been served there
     open attempt     a prefill worker with a claim asks for blocks        answered with the ticket
     renew            it still works on some attempts                      answered with those over
     notify           it hands over
@@ -33,6 +35,7 @@ from pdserve.worker.handoff.numbers import Tally
 from pdserve.worker.handoff.overlap import cached_tokens, fits_message, tokens_of
 from pdserve.worker.handoff.ports import Life
 from pdserve.worker.handoff.remote import RemoteRequest
+from pdserve.worker.handoff.source import Source
 from pdserve.worker.handoff.table import Event, State
 
 if TYPE_CHECKING:
@@ -73,12 +76,13 @@ class Decode:
         self,
         node: Node,
         worker: DecodeWorker,
-        queue: PrefillQueue,
+        queue: PrefillQueue | None,
         chooser: Chooser,
         overlap: Callable[[bytes], int],
         metrics: Metrics,
     ) -> None:
-        """`overlap`: how many leading ones of these block hashes are in the pool."""
+        """`queue` None: there is no choice but what requests name themselves. `overlap`: how many
+        leading ones of these block hashes are in the pool."""
         self.node = node
         self.worker = worker
         self.queue = queue
@@ -90,7 +94,8 @@ class Decode:
         node.serve(RENEW, self._renew)
         node.serve(NOTIFY, self._notify)
         node.serve(ATTEMPT_FAILED, self._failed)
-        node.serve(DISAGG, self._set_mode)
+        if queue is not None:
+            node.serve(DISAGG, self._set_mode)
         self._deaf = node.on_member(self._on_member)
         for state in _WAYS:
             metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
@@ -103,13 +108,32 @@ class Decode:
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
         """See `engine.api.Engine`; the prompt may be prefilled elsewhere."""
-        cached = cached_tokens(request, self.worker, self._overlap)
-        decision = self.decide(request, cached)
-        coming = self.coming()
+        if request.source:
+            return self._submit_from(_source(request), request, sink)
+        if self.queue is None:
+            return self.worker.submit(request, sink)
+        decision = self.decide(request, self._cached(request))
         _log.debug("%s: %s", request.request_id, decision)
         if not decision.remote:
             return self._submit_here(request, sink, decision.reason)
-        remote = RemoteRequest(self, request, sink, decision, coming)
+        return self._submit_remote(
+            RemoteRequest(self, request, sink, decision, self.queue, self.coming()), sink
+        )
+
+    def _submit_from(self, source: Life, request: GenerateRequest, sink: TokenSink) -> Handle:
+        """Its KV is fetched there, unless there is a reason not to."""
+        cached = self._cached(request)
+        obstacle = self._obstacle_to(source, request, cached)
+        if obstacle:
+            _log.info("%s is not fetched from %s: %s", request.request_id, source.node, obstacle)
+            return self._submit_here(request, sink, obstacle)
+        usual = self.decide(request, cached)
+        decision = Decision(True, "source", usual.here, usual.there, usual.fill)
+        queue = Source(self.node, source)
+        return self._submit_remote(RemoteRequest(self, request, sink, decision, queue), sink)
+
+    def _submit_remote(self, remote: RemoteRequest, sink: TokenSink) -> Handle:
+        request = remote.request
         try:
             handle = self.worker.submit_remote(request, remote)
         except TransferRefused as error:
@@ -141,7 +165,8 @@ class Decode:
     def close(self) -> None:
         """Decide nothing more; what runs ends with its channels. Idempotent."""
         self._deaf()
-        self.queue.close()
+        if self.queue is not None:
+            self.queue.close()
 
     def _submit_here(self, request: GenerateRequest, sink: TokenSink, reason: str) -> Handle:
         handle = self.worker.submit(request, _Here(self, request, sink, reason))
@@ -149,6 +174,9 @@ class Decode:
         return handle
 
     # ------------------------------------------------------------------ deciding
+
+    def _cached(self, request: GenerateRequest) -> int:
+        return cached_tokens(request, self.worker, self._overlap)
 
     def decide(self, request: GenerateRequest, cached: int) -> Decision:
         """Where its prompt is prefilled, as things are now."""
@@ -160,7 +188,7 @@ class Decode:
             obstacle=self._obstacle(request),
             streams=stats.running,
             backlog=stats.uncomputed_tokens,
-            queue=None if card is None else self.queue.state(card.name),
+            queue=None if card is None or self.queue is None else self.queue.state(card.name),
             coming=self.coming(),
             late=self._late(),
         )
@@ -187,6 +215,26 @@ class Decode:
             return "no_worker"
         cut_off = self.cut_off()
         return "no_way" if cut_off and not self.others_prefill(request.model, cut_off) else ""
+
+    def _obstacle_to(self, source: Life, request: GenerateRequest, cached: int) -> str:
+        """Why the KV cannot come from the worker that the request names, or need not; one word."""
+        card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
+        if card is None or capabilities is None or not capabilities.transfers:
+            return "not_possible"
+        if request.diverged:
+            return "migrated_choices"
+        if not fits_message(request):
+            return "too_long"
+        if request.sampling.prompt_logprobs is not None:  # those of the prompt are not in KV
+            return "not_possible"
+        if tokens_of(request) - cached <= card.block_size:
+            return "source_cached"
+        if not self.lives(source):
+            return "source_gone"
+        if source.node in self.cut_off():
+            return "no_way"
+        theirs = self.node.registry.get(source.node)
+        return "" if theirs is None or _may_have(theirs.card, card) else "source_misfit"
 
     def cut_off(self) -> list[NodeId]:
         """From whom no KV can come, as was found out less than a minute ago."""
@@ -314,7 +362,7 @@ class Decode:
         states = Counter(remote.state for remote in self._remote.values())
         return HandoffNumbers(
             mode="decode",
-            disagg=self.chooser.mode,
+            disagg=self.chooser.mode if self.queue is not None else "",
             remote=dict(self.tally.remote),
             local=dict(self.tally.local),
             ended=dict(self.tally.attempts),
@@ -335,9 +383,23 @@ def _may_prefill(card: NodeCard | None, model: ModelCard) -> bool:
     return card.role in ("", "worker") and card.mode in ("", "prefill") and serves
 
 
+def _may_have(card: NodeCard | None, model: ModelCard) -> bool:
+    """KV that means the same here: of the same weights, in the same blocks. A node that has said
+    nothing yet is asked."""
+    if card is None or not card.models:
+        return True
+    return bool(card.transfers) and any(
+        one.name == model.name and one.compat_hash == model.compat_hash for one in card.models
+    )
+
+
 def _life(call: Call) -> Life:
     peer = call.link.peer
     return Life(peer.node, peer.epoch)
+
+
+def _source(request: GenerateRequest) -> Life:
+    return Life(NodeId(request.source), request.source_epoch)
 
 
 class _Here:

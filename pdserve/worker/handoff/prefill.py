@@ -1,6 +1,8 @@
-"""A prefill worker's handoffs: claims are taken as far as the engine keeps up, leases are renewed.
+"""What a worker prefills for others: claims are taken as far as the engine keeps up, leases are
+renewed.
 
-    claims      of the queue; more are offered while little is left to compute
+    claims      a prefill worker's, of the queue; more are offered while little is left to compute
+    hand over   any worker is asked for the KV of what it has served; that is a claim, too
     renewals    once a second for each decode worker, for all its attempts together; what it says is
                 over is dropped at once. They run on the node's timers, whatever the engine does
     withdraw    a decode worker wants nothing more of an attempt
@@ -17,15 +19,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import Draining, LinkLost, PdserveError
-from pdserve.messages.handoff import RENEWAL, Renew, Taken
+from pdserve.messages.handoff import RENEWAL, HandOverTaken, Renew, Taken
 from pdserve.messages.status import HandoffNumbers
-from pdserve.runtime.methods import RENEW, WITHDRAW
+from pdserve.runtime.methods import HAND_OVER, RENEW, WITHDRAW
 from pdserve.runtime.registry import Gone
 from pdserve.worker.handoff.credits import Credits
 from pdserve.worker.handoff.numbers import Tally
 from pdserve.worker.handoff.overlap import cached_tokens
 from pdserve.worker.handoff.ports import Life
 from pdserve.worker.handoff.prefilling import Prefilling
+from pdserve.worker.handoff.source import Given
 from pdserve.worker.handoff.table import PrefillEvent, PrefillState
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pdserve.ids import Seconds
-    from pdserve.messages.handoff import Held, Renewed, Withdraw
+    from pdserve.messages.handoff import HandOver, Held, Renewed, Withdraw
     from pdserve.messages.request import GenerateRequest
     from pdserve.net.base import Call
     from pdserve.net.timers import Timer
@@ -42,10 +45,12 @@ if TYPE_CHECKING:
     from pdserve.runtime.registry import MemberEvent
     from pdserve.worker.handoff.ports import Claim, Claims, Ending, PrefillWorker
 
-__all__ = ["Prefill"]
+__all__ = ["MOST_MOVING", "Prefill"]
 
 _log = logging.getLogger(__name__)
 
+MOST_MOVING: Final = 16
+"""Sequences that are handed over at once; one more is computed where it goes."""
 _RENEW_TIMEOUT: Final[Seconds] = 1.5
 """So that several fit into a lease."""
 
@@ -69,12 +74,13 @@ class Prefill:
         self,
         node: Node,
         worker: PrefillWorker,
-        make_claims: Callable[[Callable[[Claim], None], Callable[[Claim], None]], Claims],
+        make_claims: Callable[[Callable[[Claim], None], Callable[[Claim], None]], Claims] | None,
         overlap: Callable[[bytes], int],
         metrics: Metrics,
     ) -> None:
         """`make_claims` gets what is to be done with a claim, and with one that is not wanted any
-        more; `overlap`: how many leading ones of these block hashes are in the pool."""
+        more; None: no queue is served. `overlap`: how many leading ones of these block hashes are
+        in the pool."""
         self.node = node
         self.worker = worker
         self.tally = Tally(metrics)
@@ -87,8 +93,10 @@ class Prefill:
         self._closed = False
         self._idle = asyncio.Event()
         """Nothing is in hand; kept while somebody drains."""
-        self._queue = make_claims(self._take, self._stop)
+        self._queue = None if make_claims is None else make_claims(self._take, self._stop)
+        self._given = 0
         node.serve(WITHDRAW, self._withdrawn)
+        node.serve(HAND_OVER, self._hand_over)
         self._deaf = node.on_member(self._on_member)
         for state in PrefillState:
             if state is not PrefillState.ENDED:
@@ -117,7 +125,8 @@ class Prefill:
         Idempotent."""
         self._closed = True
         self._deaf()
-        self._queue.close()
+        if self._queue is not None:
+            self._queue.close()
         for prefilling in tuple(self._claims.values()):
             prefilling.feed(PrefillEvent.FENCE)
 
@@ -137,13 +146,13 @@ class Prefill:
     def changed(self) -> None:
         """Something has, and with it perhaps the credits: they are offered at the end of this turn
         of the loop."""
-        if not self._tells and not self._closed:
+        if self._queue is not None and not self._tells and not self._closed:
             self._tells = True
             self.node.call_soon(self._offer)
 
     def _offer(self) -> None:
         self._tells = False
-        if self._closed:
+        if self._queue is None or self._closed:
             return
         for card in {card.name: card for card in self.worker.cards().values()}.values():
             self._queue.offer(card.name, card.compat_hash, self.credits, self.uncomputed)
@@ -256,6 +265,30 @@ class Prefill:
             return Taken(any([one.withdraw(words.request, words.attempt) for one in asks]))
         found.feed(PrefillEvent.OVER)
         return Taken()
+
+    # ------------------------------------------------------------------ from a worker's successors
+
+    def _hand_over(self, words: HandOver, call: Call) -> HandOverTaken:
+        refused = self._refusal(words)
+        if not refused:
+            self._given += 1
+            ours = Life(self.node.id, self.node.epoch)
+            asker = Life(call.link.peer.node, call.link.peer.epoch)
+            self._take(Given(words, self._given, asker, ours))
+        return HandOverTaken(refused)
+
+    def _refusal(self, words: HandOver) -> str:
+        """Why it is not handed over, one word; empty: it is. Draining is no reason."""
+        capabilities, item = self.worker.capabilities, words.item
+        if self._closed or words.epoch != self.node.epoch:
+            return "source_gone"
+        if capabilities is None or not capabilities.transfers:
+            return "source_unready"
+        card = self.worker.cards().get(item.model)
+        if card is None or card.compat_hash != item.compat_hash:
+            return "source_misfit"
+        moving = sum(isinstance(one.claim, Given) for one in self._claims.values())
+        return "source_busy" if moving >= MOST_MOVING else ""
 
     # ------------------------------------------------------------------ from membership
 

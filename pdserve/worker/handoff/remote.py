@@ -19,6 +19,7 @@ from pdserve.runtime.methods import OPEN_ATTEMPT
 from pdserve.worker.handoff.fence import Fence, Holder
 from pdserve.worker.handoff.overlap import tokens_of
 from pdserve.worker.handoff.ports import Life
+from pdserve.worker.handoff.source import Source
 from pdserve.worker.handoff.table import DECODE, Do, Event, Machine, State
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pdserve.net.timers import Timer
     from pdserve.worker.handoff.choice import Decision
     from pdserve.worker.handoff.decode import Decode
+    from pdserve.worker.handoff.ports import PrefillQueue
 
 __all__ = ["MOST_ATTEMPTS", "RemoteRequest"]
 
@@ -84,9 +86,11 @@ class RemoteRequest:
         request: GenerateRequest,
         sink: TokenSink,
         decision: Decision,
+        queue: PrefillQueue,
         before: int = 0,
     ) -> None:
-        """`before`: prompt tokens that were still to come when it was decided."""
+        """`queue`: who is asked, that of prefill workers or a `Source`. `before`: prompt tokens
+        that were still to come when it was decided."""
         self.handle: Handle = 0
         self.machine = Machine(DECODE)
         self.request = request
@@ -94,6 +98,9 @@ class RemoteRequest:
         self._owner = owner
         self._sink = sink
         self._decision = decision
+        self._queue = queue
+        self._moves = isinstance(queue, Source)
+        """It has run on the worker that is asked, and comes from nowhere else."""
         self._before = before
         self._reason = decision.reason
         """Why the prompt is prefilled where it is."""
@@ -323,10 +330,12 @@ class RemoteRequest:
         if self.fence.attempts:
             self._decision = self._owner.decide(self.request, self._cached)
         self._be_patient()
-        self._owner.queue.enqueue(self._item(), self)
+        self._queue.enqueue(self._item(), self)
 
     def _pointless(self) -> str:
         """Why there is no sense in asking the queue, one word; empty: there is."""
+        if self._moves:
+            return "source_failed" if self.fence.attempts else ""
         if self.fence.attempts >= MOST_ATTEMPTS:
             return "attempts_failed"
         rest = self._rest()
@@ -358,7 +367,7 @@ class RemoteRequest:
 
     def _unqueue(self, event: Event, word: _Word) -> None:
         self.fence.unqueued()
-        self._owner.queue.cancel(self.handle)
+        self._queue.cancel(self.handle)
 
     def _open(self, event: Event, word: _Word) -> None:
         assert word.by is not None
@@ -369,7 +378,7 @@ class RemoteRequest:
         else:
             self._phase("queue")
         self._claimed = node.now()
-        self._owner.queue.opened(self.handle)
+        self._queue.opened(self.handle)
         most = max(_LONGEST, _SLOWEST * self._decision.there)
         holder = self.fence.open(word.by, word.claim, node.now(), most)
         self._callers.append(word.call)
@@ -471,11 +480,13 @@ class RemoteRequest:
         if started.received_tokens and brought is not None:
             life, handoff = brought
             self._phase("activate")
-            self._line = f"remote; node={life.node}; reason={self._decision.reason}"
+            how = "moved" if self._moves else "remote"
+            self._line = f"{how}; node={life.node}; reason={self._decision.reason}"
             self._owner.tally.decided(remote=True, reason=self._decision.reason)
             if self.fence.holder is not None:
                 self._owner.tally.attempt("done")
-            self._learn(handoff, started)
+            if not self._moves:  # nothing was prefilled there
+                self._learn(handoff, started)
             return
         self._line = f"local; node={self._owner.node.id}; reason={self._reason}"
         self._owner.learn_local(self.request, started)
