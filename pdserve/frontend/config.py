@@ -79,6 +79,16 @@ class FrontendConfig:
     """A connection that is behind and takes less than 64 KiB in this time is cut: twice TCP's worst
     usual recovery."""
 
+    max_answer: Bytes = 64 << 20
+    """What one answer that is sent whole may gather in memory, logprobs at 128 bytes each; beyond
+    it 400 at once if the request asks for it in so many words, else 413 when it is so large. Half
+    a million logprobs: four choices of 6,000 tokens with 20 each."""
+    max_answers: Bytes = 1 << 30
+    """What all such answers with logprobs may gather together; beyond it the largest ends (413)."""
+    max_priority: int | None = None
+    """The highest `priority` of requests without a key, and of keys without one of their own. None:
+    any without a key, 0 with one: whoever hands out keys says who may overtake others."""
+
     strict_api: bool = False
     """Unknown request fields are a 400 with the nearest name, instead of being ignored with a log
     line; off, since OpenAI clients send fields of other servers."""
@@ -111,4 +121,5 @@ _POSITIVE = (
     *("max_header_line", "max_headers", "max_prompts", "max_choices", "header_timeout"),
     *("body_timeout", "keepalive_timeout", "request_timeout", "drain_timeout", "write_buffer"),
     *("write_stall_timeout", "retry_after", "router_wait", "remember_models", "header_wait"),
+    *("max_answer", "max_answers"),
 )

@@ -24,6 +24,7 @@ from pdserve.errors import (
 )
 from pdserve.frontend.answer import Answer
 from pdserve.frontend.call import Call
+from pdserve.frontend.gathered import Gathered
 from pdserve.frontend.hints import NO_HINTS, Hints, hints_of
 from pdserve.frontend.identity import check_request_id
 from pdserve.frontend.limits import Admission, Ticket
@@ -128,6 +129,7 @@ class Generations:
         self._time = SystemClock().now  # uvloop's own clock counts whole milliseconds
         self._flusher = Flusher(self._loop)
         self.admission = Admission(config.max_in_flight, config.retry_after)
+        self.gathered = Gathered(config.max_answer, config.max_answers)
         self.active: set[Exchange] = set()
         self.draining = False
         """Nothing new is taken."""
@@ -260,7 +262,7 @@ class Generations:
     # ------------------------------------------------------------------ the answer
 
     async def _whole(self, plan: Plan, exchange: Exchange) -> Reply:
-        answer = UnaryAnswer(plan, self._metrics, exchange.arrival, self._time)
+        answer = UnaryAnswer(plan, self._metrics, exchange.arrival, self._time, self.gathered)
         try:
             await self._dispatch(plan, answer, exchange)
             exchange.composing = True

@@ -12,9 +12,9 @@ import hmac
 import re
 import tomllib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from pdserve.errors import ConfigError, Unauthorized
+from pdserve.errors import ConfigError, Forbidden, Unauthorized
 from pdserve.messages.routing import WEIGHTS
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class ApiKey:
     limits: KeyLimits = KeyLimits()
     models: frozenset[str] | None = None
     """Names of models it may use; None: all."""
+    max_priority: int | None = None
+    """The highest that its requests may ask for; None: what holds for keys that do not say."""
     cache_isolation: bool = False
     """Its prefix blocks are shared within the tenant only."""
 
@@ -57,6 +59,24 @@ class ApiKey:
     def may_use(self, card: ModelCard) -> bool:
         """Whether the key's list has the model, by its name or an alias."""
         return self.models is None or not self.models.isdisjoint((card.name, *card.aliases))
+
+
+PRIORITIES: Final = (-(2**31), 2**31 - 1)
+
+
+def check_priority(priority: int, key: ApiKey | None, most: int | None) -> None:
+    """Args: `most` holds for who has no limit of its own; None: whoever has no key may ask for any
+    priority, and whoever has one for none above the usual, 0.
+
+    Errors: `Forbidden`.
+    """
+    if key is not None:
+        most = key.max_priority if key.max_priority is not None else most or 0
+    if most is not None and priority > most:
+        whose = "requests without an API key" if key is None else "this API key"
+        raise Forbidden(
+            f"'priority' {priority} is above {most}, the highest for {whose}", param="priority"
+        )
 
 
 def shared_salt(requested: str | None) -> str:
@@ -95,7 +115,10 @@ class KeyRing:
 
 # ---------------------------------------------------------------- the file
 
-_ENTRY = ("key", "key_sha256", "tenant", "weight", "models", "cache_isolation", "limits")
+_ENTRY = (
+    *("key", "key_sha256", "tenant", "weight", "models", "max_priority", "cache_isolation"),
+    "limits",
+)
 _LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
 _HEADER = re.compile(r"^\s*\[\[\s*key\s*\]\]", re.M)
 
@@ -175,6 +198,7 @@ def _entry(entry: dict[str, Any], number: int, where: _Where) -> ApiKey:
         weight=_weight(entry, number, where),
         limits=_limits(entry.get("limits", {}), number, where),
         models=_models(entry, number, where),
+        max_priority=_max_priority(entry, number, where),
         cache_isolation=_flag(entry, "cache_isolation", number, where),
     )
 
@@ -207,6 +231,16 @@ def _models(entry: dict[str, Any], number: int, where: _Where) -> frozenset[str]
     if not isinstance(models, list) or not models or not all(type(m) is str for m in models):
         raise where.error(number, "models", "must be a non-empty list of model names")
     return frozenset(models)
+
+
+def _max_priority(entry: dict[str, Any], number: int, where: _Where) -> int | None:
+    value = entry.get("max_priority")
+    low, high = PRIORITIES
+    if value is not None and (type(value) is not int or not low <= value <= high):
+        raise where.error(
+            number, "max_priority", f"must be a whole number from {low} to {high}; higher is sooner"
+        )
+    return value
 
 
 def _flag(entry: dict[str, Any], name: str, number: int, where: _Where) -> bool:

@@ -13,11 +13,12 @@ import msgspec
 
 from pdserve.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.frontend.config import FrontendConfig
-from pdserve.frontend.keys import ApiKey, shared_salt
+from pdserve.frontend.keys import ApiKey, check_priority, shared_salt
 from pdserve.frontend.models import ServedModel
 from pdserve.frontend.naming import NAMELESS, Naming
 from pdserve.frontend.plan import Plan, Prompt
 from pdserve.frontend.sampling import (
+    check_answer,
     check_prompt_logprobs,
     check_prompt_tokens,
     choices,
@@ -272,6 +273,7 @@ async def _plan(
     options = request.stream_options
     continuous = options is not None and bool(options.continuous_usage_stats)
     requests = await _submissions(request, context, prompts, n, card)
+    check_answer(request, len(prompts) * n, context.config.max_answer)
     return Plan(
         chat=chat,
         model=context.model,
@@ -304,7 +306,8 @@ async def _submissions(
     n: int,
     card: ModelCard,
 ) -> list[GenerateRequest]:
-    seed = new_seed()
+    seed, priority = new_seed(), request.priority or 0
+    check_priority(priority, context.key, context.config.max_priority)
     wanted = request.cache_salt
     salt = shared_salt(wanted) if context.key is None else context.key.cache_salt(wanted)
     tokens = [prompt.tokens for prompt in prompts]
@@ -318,7 +321,7 @@ async def _submissions(
             n=n,
             prompt_index=index,
             cache_salt=salt,
-            priority=request.priority or 0,
+            priority=priority,
             deadline=context.deadline,
             block_names=named.hashes,
             names_id=named.id,

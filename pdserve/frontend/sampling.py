@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from pdserve.errors import ContextLengthExceeded, InvalidRequest
+from pdserve.frontend.gathered import size_of_tokens
 from pdserve.messages.request import SamplingParams
 from pdserve.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.ids import Bytes
     from pdserve.messages.card import ModelCard
 
 COMPLETION_MAX_TOKENS = 16
@@ -104,6 +106,25 @@ def check_prompt_logprobs(
             f"'logprobs' of the echoed prompts come to {wanted} numbers; the limit is {limit}: ask "
             "for fewer alternatives or choices, or send fewer prompts per request",
             param="logprobs",
+        )
+
+
+def check_answer(request: ChatRequest | CompletionRequest, choices: int, limit: Bytes) -> None:
+    """Whether a whole answer of the length that is asked for may be gathered. Most are shorter than
+    they may be: those that do not say are only looked at while they are made.
+
+    Args: `choices` of all prompts together. Errors: `InvalidRequest`.
+    """
+    top = _logprobs(request)
+    field, asked = _asked(request)
+    if request.stream or top is None or asked is None:
+        return
+    size = size_of_tokens(asked * choices, top)
+    if size > limit:
+        raise InvalidRequest(
+            f"'{field}' of {asked} with {top} alternatives, {choices} times, would take {size} "
+            f"bytes; the limit is {limit}: stream it, or ask for fewer tokens, choices or logprobs",
+            param=field,
         )
 
 

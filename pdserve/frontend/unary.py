@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.frontend.answer import Answer, Choice
+from pdserve.frontend.gathered import size_of
 from pdserve.frontend.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -25,10 +26,14 @@ from pdserve.openai.responses import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.frontend.gathered import Gathered
     from pdserve.frontend.plan import Plan, Prompt
-    from pdserve.ids import Seconds
+    from pdserve.ids import Bytes, Seconds
     from pdserve.messages.request import TokenDelta, TokenLogprob
     from pdserve.observe.instruments import Histogram
+    from pdserve.observe.metrics import Metrics
 
 _encode = msgspec.json.Encoder().encode
 
@@ -40,6 +45,7 @@ class GatheredChoice:
     """Collects one choice. Text is looked at on the way only if a stop string may end it."""
 
     __slots__ = (
+        "_grow",
         "_last",
         "_pace",
         "_pieces",
@@ -55,8 +61,17 @@ class GatheredChoice:
         "stop_reason",
     )
 
-    def __init__(self, plan: Plan, index: int, prompt: Prompt, pace: Histogram) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        index: int,
+        prompt: Prompt,
+        pace: Histogram,
+        grow: Callable[[Bytes], None],
+    ) -> None:
+        """`grow` hears of what tokens with logprobs take."""
         self._plan = plan
+        self._grow = grow
         self._pace = pace
         self._last: Seconds | None = None
         self._tokens: list[int] = []
@@ -74,6 +89,8 @@ class GatheredChoice:
         if self._last is not None and delta.tokens:
             self._pace.observe((now - self._last) / len(delta.tokens), len(delta.tokens))
         self._last = now
+        if delta.logprobs:
+            self._grow(size_of(delta))
         if delta.prompt_logprobs:
             self._prompt_logprobs += delta.prompt_logprobs
         if self._text is None:
@@ -127,8 +144,28 @@ class UnaryAnswer(Answer):
 
     choices: list[GatheredChoice]  # type: ignore[assignment]  # made below, of this kind only
 
+    def __init__(
+        self,
+        plan: Plan,
+        metrics: Metrics,
+        arrival: Seconds,
+        time: Callable[[], Seconds],
+        gathered: Gathered,
+    ) -> None:
+        """`gathered` bounds it, and is to forget it when it is over."""
+        self._gathered = gathered
+        super().__init__(plan, metrics, arrival, time)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._gathered.forget(self)
+
     def _choice(self, index: int, prompt: Prompt) -> Choice:
-        return GatheredChoice(self.plan, index, prompt, self.metrics.inter_token_latency)
+        pace = self.metrics.inter_token_latency
+        return GatheredChoice(self.plan, index, prompt, pace, self._grow)
+
+    def _grow(self, more: Bytes) -> None:
+        self._gathered.grow(self, more)
 
     @property
     def work(self) -> int:

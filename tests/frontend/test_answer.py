@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import EngineDied, EngineError
+from pdserve.frontend.gathered import Gathered
 from pdserve.frontend.models import ServedModel
 from pdserve.frontend.plan import Plan, Prompt
 from pdserve.frontend.unary import UnaryAnswer
@@ -38,7 +39,8 @@ def answer(prompts=1, n=1, **fields: Any):
         n=n,
         **fields,
     )
-    return UnaryAnswer(plan, Metrics(), 10.0, iter(range(11, 1000)).__next__)
+    gathered = Gathered(1 << 20, 1 << 20)
+    return UnaryAnswer(plan, Metrics(), 10.0, iter(range(11, 1000)).__next__, gathered)
 
 
 def delta(choice=0, text="a", reason=None, **finish):

@@ -2,8 +2,8 @@ import hashlib
 
 import pytest
 
-from pdserve.errors import ConfigError, Unauthorized
-from pdserve.frontend.keys import KeyLimits, parse_keys, shared_salt
+from pdserve.errors import ConfigError, Forbidden, Unauthorized
+from pdserve.frontend.keys import KeyLimits, check_priority, parse_keys, shared_salt
 from tests.frontend.support import card
 
 GOOD = f"""
@@ -88,6 +88,21 @@ def test_nobody_else_can_ask_for_an_isolated_tenants_salt():
     assert [shared_salt(salt) for salt in asked] == salts
 
 
+def test_nobody_overtakes_others_who_was_not_allowed_to():
+    text = GOOD.replace("weight = 2\n", "weight = 2\nmax_priority = 7\n")
+    ring = parse_keys(text, "keys.toml")
+    seven, usual = (ring.authenticate(f"Bearer {key}") for key in ("sk-research-1", "sk-other"))
+    check_priority(7, seven, None)
+    check_priority(0, usual, None)
+    check_priority(-(2**31), usual, None)
+    check_priority(2**31 - 1, None, None)
+    check_priority(3, usual, 3)
+    for priority, key, most in [(8, seven, 9), (1, usual, None), (4, usual, 3), (4, None, 3)]:
+        with pytest.raises(Forbidden) as caught:
+            check_priority(priority, key, most)
+        assert caught.value.param == "priority"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -104,6 +119,8 @@ def test_nobody_else_can_ask_for_an_isolated_tenants_salt():
         (entry("cache_isolation = 1"), "'cache_isolation': must be true or false"),
         (entry("models = []"), "'models': must be a non-empty list"),
         (entry("models = [1]"), "'models'"),
+        (entry("max_priority = 1.5"), "line 4 (key 1): 'max_priority': must be a whole number"),
+        (entry("max_priority = 4294967296"), "'max_priority'"),
         (entry("limits = 3"), "'limits': must be a table"),
         (
             entry("[key.limits]", "request_per_minute = 1"),

@@ -1,0 +1,72 @@
+"""What answers that are sent whole gather in memory while they are made, and its bounds.
+
+Only answers with logprobs are watched: text and token ids are bounded by the context's length, a
+logprob for each of 20 alternatives is fifty times as much. Pure; owned by the generations.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+from pdserve.errors import PayloadTooLarge
+
+if TYPE_CHECKING:
+    from pdserve.errors import PdserveError
+    from pdserve.ids import Bytes
+    from pdserve.messages.request import TokenDelta
+
+__all__ = ["Gathered", "size_of", "size_of_tokens"]
+
+_LOGPROB: Final[Bytes] = 128
+"""What one logprob takes, about."""
+_TOKEN: Final[Bytes] = 8
+
+
+class Growing(Protocol):
+    """An answer in the making."""
+
+    def fail(self, error: PdserveError) -> None:
+        """End it, unless it has ended."""
+        ...
+
+
+class Gathered:
+    """All answers of one frontend."""
+
+    def __init__(self, most_each: Bytes, most: Bytes) -> None:
+        self._most_each = most_each
+        self._most = most
+        self._sizes: dict[Growing, Bytes] = {}
+        self.size: Bytes = 0
+        """Of all."""
+
+    def grow(self, answer: Growing, more: Bytes) -> None:
+        """It is going to hold so much more. Beyond a bound it fails, or the largest does."""
+        size = self._sizes.get(answer, 0) + more
+        self._sizes[answer] = size
+        self.size += more
+        if size > self._most_each:
+            self._end(answer, f"the answer and its logprobs take more than {self._most_each} bytes")
+        elif self.size > self._most:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            self._end(largest, "too many answers with logprobs are being put together")
+
+    def forget(self, answer: Growing) -> None:
+        """It is over, or was not watched at all."""
+        self.size -= self._sizes.pop(answer, 0)
+
+    def _end(self, answer: Growing, cause: str) -> None:
+        answer.fail(
+            PayloadTooLarge(f"{cause}; stream it, or ask for fewer tokens, choices or logprobs")
+        )
+
+
+def size_of(delta: TokenDelta) -> Bytes:
+    """What a delta with logprobs takes."""
+    logprobs = sum(1 + len(logprob.top) for logprob in delta.logprobs or ())
+    return _TOKEN * len(delta.tokens) + _LOGPROB * logprobs
+
+
+def size_of_tokens(tokens: int, logprobs: int) -> Bytes:
+    """What so many tokens take, each with so many alternatives."""
+    return tokens * (_TOKEN + _LOGPROB * (1 + logprobs))
