@@ -207,8 +207,11 @@ class Cluster:
         own = {"HOME": str(self.home), "XDG_CONFIG_HOME": str(self.home / "config")}
         probes = ("--metrics-port", "0") if self.probes else ()
         all_flags = (*probes, *self.flags, *flags)
-        node = Node(role, name, *all_flags, prefix=(), **(own | environ))
-        return self.add(node)
+        return self.add(self.make(role, name, *all_flags, **(own | environ)))
+
+    def make(self, role: str, name: str, *flags: str, **environ: str) -> Node:
+        """A node that has not started: what another kind of cluster does otherwise."""
+        return Node(role, name, *flags, prefix=(), **environ)
 
     def add(self, node: Node) -> Node:
         """Start a node that was made elsewhere; it ends with this cluster."""
