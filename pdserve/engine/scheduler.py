@@ -825,13 +825,21 @@ class Scheduler:
     def _fork(self, stem: Sequence, now: Seconds) -> None:
         """Let the other choices go on from the prompt's end, once the stem has come so far."""
         for child in stem.forks:
-            if len(self.running) < self.limits.max_sequences and self._share(stem, child):
+            if self._is_cached_further(child):
+                self.waiting.push(child)
+            elif len(self.running) < self.limits.max_sequences and self._share(stem, child):
                 child.first_step = now
                 child.cached_tokens = stem.cached_tokens
                 self._run(child)
             else:
                 self.waiting.push(child)
         stem.forks = []
+
+    def _is_cached_further(self, child: Sequence) -> bool:
+        """The prefix cache has some of its given output, too: more than it could share."""
+        if not child.num_output:
+            return False
+        return len(self._reusable(child)) > (child.prompt_len - 1) // self._pool.block_size
 
     def _share(self, stem: Sequence, child: Sequence, computed: int | None = None) -> bool:
         """Reference the stem's blocks before the one in which the child goes on, which is copied if

@@ -60,4 +60,4 @@ def test_what_was_broken_off_goes_on_as_if_nothing_had_happened(scenario: Scenar
     requests = mixed_requests(rng, range(3, VOCAB - 1))
     whole = solo_outputs(torch_engine.create, wanted, requests)
     parts = broken_off(rng, requests, whole)
-    assert scenario.outputs(torch_engine.create, wanted, parts) == whole
+    assert scenario.outputs(torch_engine.create, wanted, parts, prove=False) == whole

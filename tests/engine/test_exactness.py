@@ -60,7 +60,7 @@ def test_what_was_broken_off_goes_on_as_if_nothing_had_happened(
         requests = mixed_requests(rng, VOCAB)
         whole = reference(requests)
         parts = broken_off(rng, requests, whole)
-        assert scenario.outputs(ScriptedExecutor, SPEC, parts) == whole
+        assert scenario.outputs(ScriptedExecutor, SPEC, parts, prove=False) == whole
 
 
 # ------------------------------------------------------------------ planted mistakes

@@ -378,6 +378,30 @@ def test_choices_fork_although_the_whole_prompt_was_in_the_cache():
 # ------------------------------------------------------------------ several choices
 
 
+def test_choices_that_have_ended_are_neither_computed_nor_spoken_of():
+    bench = Bench()
+    bench.submit(request(6, n=3, ended=(0, 2), output=[[900] * 8, [900], []], max_tokens=3))
+    plan = bench.plan()
+    assert [(c.sequence.key, c.count) for c in plan.chunks] == [((1, 1), 7)]
+    bench.finish(plan)
+    bench.run()
+    assert list(bench.ends) == [(1, 1)]
+    assert {delta.choice for delta in bench.deltas} == {1}
+
+
+def test_a_choice_reads_its_given_output_from_the_cache():
+    bench = Bench()
+    given = [[900] * 9, [901] * 9]
+    for output in given:
+        bench.submit(request(6, output=[output], max_tokens=10))
+        bench.run()
+    bench.submit(request(6, n=2, output=given, max_tokens=11))
+    assert bench.step() == [(3, 12, 3)]
+    assert bench.step() == [(3, 15, 1), (3, 12, 3)]
+    bench.run()
+    assert [bench.ends[3, c].completion_tokens for c in range(2)] == [11, 11]
+
+
 def test_choices_share_full_blocks_and_copy_the_last_one():
     bench = Bench()
     bench.submit(request(6, n=3))

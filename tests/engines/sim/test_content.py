@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.engine.scheduler import Scheduler
 from pdserve.kv.block_pool import BlockPool
-from pdserve.testing.exactness import SCENARIOS, Scenario, mixed_requests
+from pdserve.testing.exactness import SCENARIOS, Scenario, broken_off, mixed_requests
 from pdserve_engines.sim import SimExecutor
 from pdserve_engines.sim.content import Digests
 from pdserve_engines.sim.settings import Options, read_model
@@ -42,6 +42,21 @@ def test_scheduling_never_shows_in_the_tokens(
         requests = mixed_requests(rng, range(4, 97))
         outputs = scenario.outputs(SimExecutor, SPEC if content else PLAIN, requests)
         assert outputs == reference(requests, content=content)
+
+
+@pytest.mark.timeout(300)  # in long mode, beside others
+@pytest.mark.parametrize("content", [False, True])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_what_was_broken_off_goes_on_as_if_nothing_had_happened(
+    scenario: Scenario, content: bool, seed: int, long: bool
+):
+    rng = random.Random(seed)
+    for _ in range(20 if long else 2):
+        requests = mixed_requests(rng, range(4, 97))
+        whole = reference(requests, content=content)
+        parts = broken_off(rng, requests, whole)
+        wanted = SPEC if content else PLAIN
+        assert scenario.outputs(SimExecutor, wanted, parts, prove=False) == whole
 
 
 @pytest.mark.parametrize("content", ["on", "off"])
