@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pdserve.engine.api import Handle, TokenSink
-    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.ids import Bytes, Epoch, NodeId, Seconds
     from pdserve.messages.channel import MoveReason
     from pdserve.messages.engine import Rejected
     from pdserve.messages.request import GenerateRequest
@@ -49,6 +49,11 @@ _WINDOW: Final = 4 << 20
 """Credit for the frontend's requests; one larger than this still passes."""
 _MOST_WAITING: Final = 65_536
 """Deltas and answers for a frontend that does not read; one more cuts it off."""
+_MOST_HEAVY: Final[Bytes] = 256 << 20
+"""What the logprobs of those deltas may take; beyond it the frontend is cut off, too. Four times
+what a request may have of its prompt."""
+_LOGPROB: Final[Bytes] = 128
+"""What one logprob takes, about."""
 _BATCH: Final = 4096
 """Deltas, or errors, in one message."""
 
@@ -201,6 +206,8 @@ class _Request:
             if self.begun:
                 channel.start(self)
         channel.deltas.append(delta)
+        if delta.logprobs or delta.prompt_logprobs:
+            channel.heavy += _heavy(delta)
         if not channel.due:
             channel.wake()
         if delta.finish is not None:
@@ -220,6 +227,8 @@ class _Channel:
         self.peer = stream.link.peer
         self.requests: dict[int, _Request] = {}
         self.deltas: list[TokenDelta] = []
+        self.heavy: Bytes = 0
+        """What their logprobs take."""
         self.due = False
         self._owner = owner
         self._stream = stream
@@ -302,6 +311,7 @@ class _Channel:
         for request in tuple(self.requests.values()):
             self._give_up(request)
         self.deltas.clear()
+        self.heavy = 0
         self._accepted.clear()
         self._rejected.clear()
         self._moving.clear()
@@ -367,12 +377,15 @@ class _Channel:
                 self._stream.try_send(self._frames.popleft())
             except PdserveError:  # the stream has ended: `on_end` is on its way
                 return
-        if len(self.deltas) + len(self._accepted) + len(self._rejected) > _MOST_WAITING:
+        waiting = len(self.deltas) + len(self._accepted) + len(self._rejected)
+        if waiting > _MOST_WAITING or self.heavy > _MOST_HEAVY:
             self.cut(Overloaded("the frontend does not read its tokens", retry_after=1.0))
 
     def _encode(self) -> bool:
         """The next frames; False if there is nothing to say."""
         deltas, self.deltas = self.deltas[:_BATCH], self.deltas[_BATCH:]
+        if self.heavy:
+            self.heavy -= sum(map(_heavy, deltas))
         accepted, self._accepted = self._accepted, []
         moving, self._moving = self._moving, []
         # An error must not overtake the deltas before it.
@@ -413,3 +426,11 @@ class _Channel:
             tokens=[],
             finish=Finish(reason="error", message=f"the answer is too large: {error.message}"),
         )
+
+
+def _heavy(delta: TokenDelta) -> Bytes:
+    """What a delta's logprobs take."""
+    found = 0
+    for logprobs in (delta.logprobs, delta.prompt_logprobs):
+        found += sum(1 + len(each.top) for each in logprobs or ())
+    return found * _LOGPROB

@@ -14,7 +14,13 @@ from pdserve.errors import (
 )
 from pdserve.messages import channel as messages
 from pdserve.messages.channel import CHANNEL, Abort, Assembler, Batch, Moving, Open, Piece, split
-from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, TokenDelta
+from pdserve.messages.request import (
+    Finish,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
 from pdserve.testing.net_support import RecordingSink
 from pdserve.wire.codec import decoder, encode
 from pdserve.worker import channel as module
@@ -259,6 +265,29 @@ async def test_a_frontend_that_does_not_read_is_cut_off() -> None:
             await asyncio.sleep(0.01)
             assert (w.channels.requests, w.engine.aborted, w.ended) == (0, [100], [7])
             w.nodes.world.resume("a")
+            assert isinstance(await w.sink.end(), Overloaded)
+
+
+@virtually
+async def test_logprobs_that_nobody_reads_are_bounded_by_what_they_take() -> None:
+    logprobs = [TokenLogprob(7, -1.0, 1, [(number, -2.0) for number in range(20)])]
+    async with world() as w:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_MOST_HEAVY", 100 * 21 * 128)
+            await w.open(1, booking=7)
+            channel = next(iter(w.channels._open))
+            w.engine.say(100, 7, logprobs=logprobs)
+            await asyncio.sleep(0.01)
+            assert (len(w.said), channel.heavy) == (1, 0)
+            channel._stream._wire.credit = 0  # type: ignore[attr-defined]
+            for _ in range(100):
+                w.engine.say(100, 7, logprobs=logprobs)
+            await asyncio.sleep(0.01)
+            assert w.channels.requests == 1
+            w.engine.say(100, 7, prompt_logprobs=logprobs)
+            await asyncio.sleep(0.01)
+            assert (w.channels.requests, w.engine.aborted, w.ended) == (0, [100], [7])
+            assert channel.heavy == 0
             assert isinstance(await w.sink.end(), Overloaded)
 
 
