@@ -8,8 +8,9 @@ and the questions that wait.
 
 exactly one of these for each question. While some worker is *open* (little predicted work before
 it, and room for a sequence) the first in the hold queue is placed, by the policy, which chooses
-among all that may take it. The service calls `look` when something has happened (`stirred`) and at
-the moment `next_look` names, so that nobody is forgotten when nothing happens.
+among all that may take it. A question that is not to be held (its request has a place already) is
+placed with an open worker or refused. The service calls `look` when something has happened
+(`stirred`) and at the moment `next_look` names, so that nobody is forgotten when nothing happens.
 
 The service turns what arrives into calls here, and what comes back into answers and publications.
 News of members and load goes through the desk, because all parts must hear it; what other routers
@@ -21,8 +22,8 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
-from math import log
+from dataclasses import dataclass, replace
+from math import inf, log
 from operator import attrgetter
 from random import Random
 from types import MappingProxyType
@@ -260,11 +261,12 @@ class Desk:
         """Decide, and charge the worker at once; or hold the question: then `answer` gets what
         became of it, once, unless it is withdrawn.
 
-        Errors: `ModelNotFound`, `NotReady`, `NoWorker`, `Overloaded`, `Draining`; `ConfigError`
-        if the policy fails.
+        Errors: `ModelNotFound`, `NotReady`, `NoWorker`, `Overloaded`, `Draining`,
+        `DeadlineExceeded`; `ConfigError` if the policy fails.
         """
         self.numbers.offered += 1
         try:
+            _check_time(question)
             return self._offer(now, asker, question, answer)
         except Exception:
             self.numbers.refused += 1
@@ -299,12 +301,27 @@ class Desk:
             state = self._state(now, question)
             if question.slo_ttft is not None:
                 self._refuse_hopeless(now, question, state)
-            if queue is None and self._may_go(now, model, state):
+            if queue is None and self._may_go(now, model, state) and question.hold:
                 return self._place(now, asker, question, state)
+        if not question.hold:
+            return self._place(now, asker, question, self._only_open(now, question))
         workers = self._candidates(now, question) if state is None else state.workers
         if self.draining:
             raise _leaving()
         return self._hold(now, asker, question, workers, answer)
+
+    def _only_open(self, now: Seconds, question: Route) -> State:
+        """What the policy sees of workers that would begin it soon, for a request that has a place
+        where it is. Raises `Overloaded` if there are none, or others wait for them."""
+        state = self._state(now, question)
+        work = self._config.hold_work if self._holding(state) else inf
+        workers = tuple(worker for worker in state.workers if _open(worker, now, work))
+        if not workers or question.model in self._queues:
+            raise Overloaded(
+                "every other worker has enough to do",
+                retry_after=self._drain_time(now, question.model, state.workers),
+            )
+        return replace(state, workers=workers)
 
     def _refuse_hopeless(self, now: Seconds, question: Route, state: State) -> None:
         """Raises `Overloaded` if the client's own limit cannot be kept by anybody."""
@@ -583,13 +600,15 @@ class Desk:
         if self.bookings.full or not usual:
             return None
         if not self._holding(State(usual, usual[0].node)):
-            return lambda item: True
+            return lambda item: item.deadline is None or now < item.deadline
         open_ = {w.node for w in (*view.sound, *view.doubtful) if _open(w, now, work)}
         if not open_:
             return None
         free = any(worker.node in open_ for worker in usual)
 
         def fits(item: Held) -> bool:
+            if item.deadline is not None and now + item.cost >= item.deadline:
+                return False  # not even its first token would come in time
             if not item.restricted:
                 return free
             return not self._takers(item.question, view, takers).isdisjoint(open_)
@@ -717,6 +736,12 @@ _node = attrgetter("node")
 
 _TINY: Final = 1e-9
 _NOTHING: Final[Mapping[NodeId, int]] = MappingProxyType({})
+
+
+def _check_time(question: Route) -> None:
+    """Raises `DeadlineExceeded` for what has no time left."""
+    if question.deadline is not None and question.deadline <= 0:
+        raise DeadlineExceeded("the request's time had run out when it reached the router")
 
 
 def _leaving() -> PdserveError:

@@ -153,6 +153,67 @@ def test_a_deadline_passes_although_nothing_happens():
     assert world.desk.numbers.expired == 1
 
 
+def test_several_whose_time_has_come_expire_together_and_none_of_them_is_placed():
+    """The worker is free just when their time runs out."""
+    world = World("w1", booking_ttl=1000.0)
+    running = world.ask(prompt_tokens=100_000)
+    names = [world.ask(deadline=5.0) for _ in range(20)]
+    patient = world.ask(deadline=60.0)
+    world.now += 5.0 - WORK / 2  # enough for nobody's first token
+    world.end(running)
+    world.look()
+    assert world.waits(*names)
+    world.placed(patient)
+    world.pass_to(105.1)
+    assert all(isinstance(world.error(name), DeadlineExceeded) for name in names)
+    assert (world.desk.numbers.expired, world.desk.held) == (20, 0)
+
+
+def test_who_comes_without_time_is_placed_nowhere():
+    world = World("w1")
+    for deadline in (0.0, -1.0):
+        assert isinstance(world.error(world.ask(deadline=deadline)), DeadlineExceeded)
+    assert len(world.desk.bookings) == 0
+
+
+def test_who_has_a_place_is_not_held_but_refused_while_nobody_else_is_open():
+    world = World("w1", "w2")
+    here = world.placed(world.ask()).booking.worker.node
+    there = "w2" if here == "w1" else "w1"
+    moved = world.placed(world.ask(hold=False, excluded=(here,)))
+    assert moved.booking.worker.node == there
+    for excluded in ((here,), ()):
+        error = world.error(world.ask(hold=False, excluded=excluded))
+        assert isinstance(error, Overloaded)
+        assert error.retry_after is not None
+    assert isinstance(world.error(world.ask(hold=False, excluded=(here, there))), NoWorker)
+    assert world.desk.held == 0
+
+
+def test_who_has_a_place_goes_to_an_open_worker_even_if_the_policy_likes_another():
+    def first(question, state, random):
+        return state.workers[0]
+
+    world = World("w1", "w2", policy=first)
+    world.placed(world.ask())
+    assert world.placed(world.ask(hold=False)).booking.worker.node == "w2"
+
+
+def test_who_has_a_place_does_not_overtake_those_who_have_none():
+    world = World("w1", "w2", booking_ttl=1000.0)
+    world.ask(prompt_tokens=100_000, allowed=("w1",))
+    waiting = world.ask(allowed=("w1",))
+    assert isinstance(world.error(world.ask(hold=False)), Overloaded)
+    assert world.waits(waiting)
+
+
+def test_where_nobody_is_held_a_full_worker_is_still_no_place_to_move_to():
+    world = World("w1", hold_work=0.0)
+    for _ in range(8):
+        world.ask()
+    assert isinstance(world.error(world.ask(hold=False)), Overloaded)
+
+
 def test_zero_means_that_nobody_waits():
     world = World("w1", hold_work=0.0)
     for _ in range(20):
@@ -458,6 +519,7 @@ def _finish(world: World, epoch: int) -> None:
     for node in ("w1", "w2", "w3"):
         world.worker(node, epoch=epoch)
         desk.load(life(node, epoch), load(), world.now)
+    desk.gone(world.now, R)
     for _ in range(500):
         world.pass_to(world.now + 0.5)
         for told in list(world.outcomes.values()):
@@ -466,7 +528,6 @@ def _finish(world: World, epoch: int) -> None:
                 desk.bookings.release(told[0].booking.id)
         if not desk.held:
             break
-    desk.gone(world.now, R)
     desk.check()
     assert desk.held == 0
     assert len(desk.bookings) == 0
