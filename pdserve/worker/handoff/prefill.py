@@ -18,6 +18,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from pdserve.blocks.hashing import HASH_BYTES
 from pdserve.errors import Draining, LinkLost, PdserveError
 from pdserve.messages.handoff import RENEWAL, HandOverTaken, Renew, Taken
 from pdserve.messages.status import HandoffNumbers
@@ -178,6 +179,16 @@ class Prefill:
     def cached(self, request: GenerateRequest) -> int:
         """Leading tokens of it in the pool here."""
         return cached_tokens(request, self.worker, self._overlap)
+
+    def has_lost(self, claim: Claim, request: GenerateRequest) -> bool:
+        """It was to have this sequence's KV, and has not even its prompt's any more: whoever asked
+        computes it as quickly. Unknown where prompts are named by another secret."""
+        card = self.worker.cards().get(request.model)
+        known = card is not None and request.names_id == self.worker.names_id
+        if not known or card is None or not isinstance(claim, Given):
+            return False
+        full = len(request.block_names) // HASH_BYTES * card.block_size
+        return self.cached(request) < min(full, len(request.prompt) - card.block_size)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
         """Run it while the node lives."""

@@ -18,6 +18,7 @@ from pdserve.errors import (
     NotReady,
     PayloadTooLarge,
     PdserveError,
+    TransferRefused,
 )
 from pdserve.messages.handoff import LEASE, AttemptFailed, Held, Notify, OpenAttempt
 from pdserve.runtime.methods import ATTEMPT_FAILED, NOTIFY, OPEN_ATTEMPT
@@ -220,6 +221,9 @@ class Prefilling:
         assert self._opened is not None
         opened, decode = self._opened, self.decode
         self._owner.hold(self)
+        if self._owner.has_lost(self.claim, opened.request):
+            self.on_error(TransferRefused("its KV is not here any more"))
+            return
         try:
             self._handle = self._owner.worker.prefill(opened.request, opened.ticket, *decode, self)
         except PdserveError as error:

@@ -79,6 +79,7 @@ class Service(WorkerService):
 
 class Worker:
     def __init__(self, node: Node, mode: Any, fabric: FakeFabric, **fields: Any) -> None:
+        fields.setdefault("transfer", TransferSpec(backends=("fake",)))
         config = WorkerConfig(
             engine=ENGINE,
             engine_options={"blocks": "64", "max_len": "200"},
@@ -87,7 +88,6 @@ class Worker:
             max_batch_tokens=64,
             mode=mode,
             disagg_min_tokens=16,
-            transfer=TransferSpec(backends=("fake",)),
             **fields,
         )
         self.node = node
@@ -148,6 +148,7 @@ class Whole:
     def _known(self) -> bool:
         assert self.d.member.decode is not None
         queue = self.d.member.decode.queue
+        assert queue is not None
         state = queue.state("m")
         return len(self.workers) == 1 or (
             state is not None and state.workers == len(self.workers) - 1 and state.credits > 0
