@@ -255,6 +255,11 @@ class _Talk:
 
 
 def _hints(request: TraceRequest) -> Hints:
-    if not request.session and not request.tenant:
+    if not request.session and not request.tenant and request.slo_ttft is None:
         return NO_HINTS
-    return Hints(session_id=request.session, tenant=request.tenant, weight=request.weight)
+    return Hints(
+        session_id=request.session,
+        tenant=request.tenant,
+        weight=request.weight,
+        slo_ttft=request.slo_ttft,
+    )

@@ -52,6 +52,8 @@ class TraceRequest:
     priority: int = 0
     frontend: int | None = None
     """Where it is asked; None: at each in turn."""
+    slo_ttft: Seconds | None = None
+    """By when its client says that it needs the first token; None: it says nothing."""
 
 
 def length_of(pieces: Iterable[Piece]) -> int:
