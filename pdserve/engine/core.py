@@ -6,7 +6,9 @@ events away, and a simulation calls it inline with a clock of its own. It owns t
 pool and the executor; nobody else touches them.
 
 An executor that fails a step costs the requests of that step, since their blocks may be half
-written; committed blocks were complete before and stay. An executor that raises `EngineDied`, or
+written; committed blocks were complete before and stay. They end with `StepFailed`: whose fault it
+was is not known, so each may go on elsewhere. If it says which sequences the fault lies with, it
+costs those alone. An executor that raises `EngineDied`, or
 fails three steps in a row, is broken: the core says `Failed` and is to be closed.
 
 With a `Mover`, prompts may be prefilled elsewhere (`Incoming`) or for others (`Outgoing`). What
@@ -35,6 +37,7 @@ from pdserve.errors import (
     EngineDied,
     EngineError,
     PdserveError,
+    StepFailed,
     TransferRefused,
 )
 from pdserve.ids import NodeId
@@ -439,6 +442,8 @@ class EngineCore:
     def _take(self, plan: StepPlan, result: StepResult, took: Seconds, now: Seconds) -> None:
         """Book a step that has been computed in `took` seconds."""
         decodes = plan.chunks[0].sequence.first_token is not None  # decodes come first
+        if result.faults:
+            plan, result = self._set_aside(plan, result)
         self._count(took, decodes)
         outgoing = self._outgoing
         if outgoing is None or not outgoing.active:
@@ -446,6 +451,15 @@ class EngineCore:
         else:
             outgoing.computed(plan)
             self._add(outgoing.take(self.scheduler.complete(plan, result, now, took)))
+
+    def _set_aside(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
+        """End the submissions of which something went wrong; returns what is left of the step."""
+        faults = {plan.chunks[index].sequence.handle: why for index, why in result.faults.items()}
+        for handle, why in faults.items():
+            _log.error("request %d failed in a step of %d tokens: %s", handle, plan.num_tokens, why)
+            self.scheduler.spoil(handle)
+            self._reject(handle, StepFailed(f"the engine failed at this request: {why}"))
+        return result.less(plan, faults)
 
     def _count(self, took: Seconds, decodes: bool) -> None:
         self._failures = 0
@@ -459,7 +473,7 @@ class EngineCore:
         record = failed(error)
         for handle in self.scheduler.fail(plan):
             message = f"the engine failed while computing a step: {record.message}"
-            self._reject(handle, EngineError(message))
+            self._reject(handle, StepFailed(message))
         self._failures += 1
         if isinstance(error, EngineDied) or self._failures >= _FAILURES_IN_A_ROW:
             self._broken = True

@@ -7,7 +7,7 @@ in the engine core, in one thread, and take turns: nothing here is concurrent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -101,6 +101,24 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     """Index into `plan.chunks` -> logprobs of prompt tokens `start+1 ..` that this chunk's rows
     predict (as many as lie inside the prompt)."""
+    faults: dict[int, str] = field(default_factory=dict)
+    """Index into `plan.chunks` -> why nothing that was computed for its sequence can be used; the
+    others are not concerned. What the lists above say of it is ignored."""
+
+    def less(self, plan: StepPlan, dropped: Container[int]) -> tuple[StepPlan, StepResult]:
+        """Plan and result without the chunks of these handles."""
+        kept = [i for i, c in enumerate(plan.chunks) if c.sequence.handle not in dropped]
+        sampling = [c.sequence.handle in dropped for c in plan.chunks if c.samples]
+        result = StepResult(
+            [token for token, gone in zip(self.tokens, sampling, strict=True) if not gone],
+            [entry for entry, gone in zip(self.logprobs, sampling, strict=True) if not gone],
+            {
+                new: self.prompt_logprobs[i]
+                for new, i in enumerate(kept)
+                if i in self.prompt_logprobs
+            },
+        )
+        return StepPlan([plan.chunks[i] for i in kept], plan.copies), result
 
 
 class Executor(Protocol):

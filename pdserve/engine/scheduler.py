@@ -674,6 +674,13 @@ class Scheduler:
             self._drop(self._submissions[handle])
         return list(handles)
 
+    def spoil(self, handle: int) -> None:
+        """What was computed for a submission is wrong: drop it, and what nobody else uses of it."""
+        submission = self._submissions[handle]
+        for sequence in submission.live:
+            self._pool.disown(sequence.blocks)
+        self._drop(submission)
+
     def take_released(self) -> list[Sequence]:
         """Sequences that ended or were preempted since the last call."""
         released, self._released = self._released, []

@@ -231,6 +231,14 @@ class BlockPool:
         self.releases += 1
         self._events.append(PoolCleared(tier=self.tier))
 
+    def disown(self, blocks: Sequence[int]) -> None:
+        """Take the names of those blocks away that only the caller holds: what is in them is not to
+        be trusted."""
+        names, refs = self._hash, self._refs
+        held = [block for block in blocks if refs[block] == 1 and names[block] is not None]
+        if held:
+            self._note_removed([self._forget(block) for block in held])
+
     def _evict(self, count: int) -> None:
         """Turn the `count` oldest cached leaves into free blocks."""
         removed = []

@@ -50,6 +50,7 @@ _DEFAULTS = {
     "eos": "2",
     "blocks": "64",
     "raise_on": "",
+    "spoil_on": "",
     "break_on": "",
     "die_on": "",
     "hang_on": "",
@@ -58,9 +59,9 @@ _DEFAULTS = {
     "load_error": "",
     "layers": "1",
 }
-"""Options and their defaults. `…_on` name a prompt token: a step that computes it raises, breaks
-the executor for good, kills the process, or sleeps for a minute. `layers`, a divisor of 8, is how
-many runs of bytes a block is said to consist of."""
+"""Options and their defaults. `…_on` name a prompt token: a step that computes it raises, comes to
+nothing for the sequence that has it, breaks the executor for good, kills the process, or sleeps for
+a minute. `layers`, a divisor of 8, is how many runs of bytes a block is said to consist of."""
 
 
 def create() -> ScriptedExecutor:
@@ -130,12 +131,18 @@ class ScriptedExecutor:
         if plan.watch is not None:
             for layers in sorted(plan.watch_at):
                 plan.watch(layers)
+        faults = {
+            index: "the script says: spoilt"
+            for index, chunk in enumerate(plan.chunks)
+            if self._hits("spoil_on", _prompt_tokens(chunk))
+        }
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         tokens = [self._next_token(sequence) for sequence in sampling]
         return StepResult(
             tokens=tokens,
             logprobs=[_logprob(s.sampling, t) for s, t in zip(sampling, tokens, strict=True)],
             prompt_logprobs=_prompt_logprobs(plan),
+            faults=faults,
         )
 
     def release(self, sequences: Seq[Sequence]) -> None:
@@ -174,8 +181,7 @@ class ScriptedExecutor:
         return _choose(sequence.request, sequence.choice, sequence.tokens, entries, self._vocab)
 
     def _misbehave(self, chunk: Chunk) -> None:
-        end = min(chunk.start + chunk.count, chunk.sequence.prompt_len)
-        tokens = chunk.sequence.tokens[chunk.start : end]
+        tokens = _prompt_tokens(chunk)
         if self._hits("raise_on", tokens):
             raise RuntimeError("the script says: this step fails")
         if self._hits("break_on", tokens):
@@ -188,6 +194,12 @@ class ScriptedExecutor:
 
     def _hits(self, option: str, tokens: Iterable[int]) -> bool:
         return bool(self._options[option]) and int(self._options[option]) in tokens
+
+
+def _prompt_tokens(chunk: Chunk) -> list[int]:
+    """Those that the chunk computes."""
+    end = min(chunk.start + chunk.count, chunk.sequence.prompt_len)
+    return chunk.sequence.tokens[chunk.start : end]
 
 
 def reference_tokens(

@@ -10,7 +10,14 @@ import pytest
 from pdserve.blocks.hashing import block_hashes, names_id, prompt_root
 from pdserve.clock import ManualClock
 from pdserve.engine.core import STATS_INTERVAL, EngineCore
-from pdserve.errors import ConfigError, DeadlineExceeded, EngineDied, EngineError, Overloaded
+from pdserve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineDied,
+    EngineError,
+    Overloaded,
+    StepFailed,
+)
 from pdserve.messages.engine import (
     Abort,
     ClearCache,
@@ -123,11 +130,41 @@ def test_a_load_that_fails_still_closes_the_executor(executor: TimedExecutor, cl
 def test_a_step_that_fails_ends_its_requests_and_the_rest_go_on(engine: InlineEngine):
     poisoned = engine.submit(request(90))
     engine.step()
-    assert isinstance(poisoned.error, EngineError)
+    assert isinstance(poisoned.error, StepFailed)
     assert "the script says" in poisoned.error.message
     healthy = engine.submit(request())
     engine.run()
     assert healthy.error is None
+
+
+def test_every_request_of_a_failed_step_may_go_on_elsewhere(engine: InlineEngine):
+    company = [engine.submit(request(n=2)), engine.submit(request(max_tokens=20))]
+    engine.step()
+    engine.submit(request(90))
+    engine.step()
+    assert all(isinstance(ledger.error, StepFailed) for ledger in company)
+    assert all(ledger.tokens[0] for ledger in company)
+
+
+def test_what_goes_wrong_for_one_sequence_costs_no_other(executor: TimedExecutor):
+    spoiling = msgspec.structs.replace(SPEC, options=SPEC.options | {"spoil_on": "93"})
+    with InlineEngine.of(executor, spoiling) as engine:
+        company = [engine.submit(request(n=2, prompt_logprobs=1)), engine.submit(request())]
+        engine.step()
+        spoilt = engine.submit(request(93, 10, 11, 12, 13, n=2, prompt_logprobs=0))
+        late = engine.submit(request(prompt_logprobs=2))
+        engine.step()
+        assert isinstance(spoilt.error, StepFailed)
+        engine.pool.check()
+        engine.run()
+        assert not any(ledger.error for ledger in (*company, late))
+        assert [ledger.tokens[0] for ledger in (*company, late)] == [
+            reference_tokens(ledger.request) for ledger in (*company, late)
+        ]
+        for _ in range(4):  # it does not count as a failure of the executor
+            engine.submit(request(93))
+            engine.step()
+        assert engine.failure is None
 
 
 def test_an_executor_that_says_it_died_is_broken(engine: InlineEngine):

@@ -393,3 +393,23 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(
     max_examples=2000 if is_long() else 60, stateful_step_count=40, deadline=None
 )
+
+
+def test_blocks_that_are_not_to_be_trusted_lose_their_names():
+    pool = BlockPool(8, 4)
+    chain = fill(pool, (1, 2, 3))
+    other = fill(pool, (1, 2, 4))
+    assert other[:2] == chain[:2]
+    pool.drain_events()
+    pool.disown(chain)
+    assert [pool.hash_of(block) is None for block in chain] == [False, False, True]
+    assert pool.drain_events() == [BlockRemoved(hashes=[name((1, 2, 3))])]
+    pool.release(chain)
+    pool.check()
+    assert pool.match([name((1,)), name((1, 2)), name((1, 2, 3))]) == chain[:2]
+    pool.disown(other)
+    pool.release(other)
+    pool.check()
+    assert pool.counts().free == 8
+    pool.disown([])
+    assert pool.match([name((1,))]) == []

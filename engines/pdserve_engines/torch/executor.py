@@ -208,10 +208,10 @@ class TorchExecutor:
         sequences = [plan.chunks[index].sequence for index in wanted.sampling]
         if wanted.only_sampling and all(map(is_plain, sequences)):
             tokens = model.greedy(batch, self._after(plan))
-            return StepResult(tokens, [None] * len(tokens))
+            return _checked(StepResult(tokens, [None] * len(tokens)), wanted)
         with torch.inference_mode():
             hidden = model.forward(batch, self._after(plan))
-            return self._choose(plan.chunks, wanted, sequences, hidden)
+            return _checked(self._choose(plan.chunks, wanted, sequences, hidden), wanted)
 
     def _choose(
         self, chunks: Seq[Chunk], wanted: Wanted, sequences: Seq[Sequence], hidden: torch.Tensor
@@ -243,6 +243,15 @@ class TorchExecutor:
             raw = self._model.logits(hidden[begin : begin + step]).log_softmax(-1)
             found += describe(raw, part, [top] * len(part))
         return found
+
+
+def _checked(result: StepResult, wanted: Wanted) -> StepResult:
+    """With the sequences for which there is no next token named."""
+    if result.tokens and min(result.tokens) < 0:
+        for index, token in zip(wanted.sampling, result.tokens, strict=True):
+            if token < 0:
+                result.faults[index] = "the model computed no numbers for its next token (NaN)"
+    return result
 
 
 def make_model(config: ModelConfig, settings: Settings, progress: ProgressFn) -> Model:

@@ -64,7 +64,8 @@ class Model(Protocol):
         ...
 
     def greedy(self, batch: Batch, after: After | None = None) -> list[int]:
-        """Compute every token of `batch`; the likeliest token of each wanted row."""
+        """Compute every token of `batch`; the likeliest token of each wanted row, -1 where
+        no logit is a number."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

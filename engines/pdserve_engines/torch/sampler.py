@@ -58,24 +58,30 @@ class Sampler:
     ) -> tuple[list[int], list[TokenLogprob | None]]:
         """One token per row of `logits` `[n, vocab]` float32, which may be overwritten.
 
-        Row i continues `sequences[i]`; its logprob is None unless asked for.
+        Row i continues `sequences[i]`; its logprob is None unless asked for. The token is negative
+        where no logit is a number; such a row concerns no other.
         """
         params = [sequence.sampling for sequence in sequences]
         wanted = [row for row, param in enumerate(params) if param.logprobs is not None]
         raw = logits[wanted].log_softmax(-1) if wanted else None
         self._adjust(logits, sequences)
         tokens = argmax(logits)
+        faulty = tokens < 0
+        if broken := bool(faulty.any()):
+            logits[faulty] = 0
         drawing = [row for row, param in enumerate(params) if param.temperature > 0]
         if drawing:
             chosen = [sequences[row] for row in drawing]
             tokens[drawing] = draw(
                 logits if len(drawing) == len(params) else logits[drawing], chosen
             )
+        if broken:
+            tokens[faulty] = -1
         found: list[int] = tokens.tolist()
         logprobs: list[TokenLogprob | None] = [None] * len(found)
         if raw is not None:
             counts = [params[row].logprobs or 0 for row in wanted]
-            records = describe(raw, [found[row] for row in wanted], counts)
+            records = describe(raw, [max(0, found[row]) for row in wanted], counts)
             for row, record in zip(wanted, records, strict=True):
                 logprobs[row] = record
         return found, logprobs
@@ -137,11 +143,15 @@ def is_plain(sequence: Sequence) -> bool:
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The first largest of each row: `[n]` int64."""
+    """The first largest of each row: `[n]` int64; -1 where none is a number. A NaN counts as the
+    largest."""
     if logits.device.type == "cpu":
         # numpy's is vectorised: 10 times faster here, which counts when a step takes milliseconds.
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)
+        found = torch.from_numpy(logits.numpy().argmax(-1))
+    else:
+        found = logits.argmax(-1)
+    most = logits.gather(-1, found.unsqueeze(-1)).squeeze(-1)
+    return found.masked_fill_(~(most > -torch.inf), -1)
 
 
 def draw(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:

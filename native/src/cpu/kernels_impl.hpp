@@ -298,7 +298,7 @@ static int argmax(const float* x, int n) {
       found = i;
     }
   }
-  return found;
+  return most > -__builtin_inff() ? found : -1;
 }
 
 static void norm(const float* x, const float* weight, int n, float epsilon, Type type, void* out) {

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdserve import accel
+from pdserve.engine.executor import Chunk, StepPlan
 from pdserve.messages.request import SamplingParams
 from tests.engines.torch.checkpoints import (
     TINY,
@@ -206,3 +207,25 @@ def test_no_step_is_under_way_when_peers_may_write(monkeypatch: pytest.MonkeyPat
     assert region.view is not None
     region.view.release()
     executor.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_is_not_a_number_is_one_sequences_fault(
+    family: str, executor: TorchExecutor, temperature: float
+) -> None:
+    sampling = SamplingParams(
+        max_tokens=9, temperature=temperature, logprobs=2 if temperature else None
+    )
+    driver = Driver(executor)
+    victim, other = driver.add(prompt_of(20), sampling), driver.add(prompt_of(17, 1), sampling)
+    driver.finish([victim, other], 2)
+    driver.pool.tensor[victim.blocks[1]] = torch.nan
+    for row in (victim, other):
+        assert len(row.blocks) * BLOCK > row.num_computed
+    chunks = [Chunk(s, s.num_computed, 1, samples=True) for s in (victim, other)]
+    result = executor.execute(StepPlan(chunks))
+    assert list(result.faults) == [0]
+    assert "NaN" in result.faults[0]
+    alone = executor.execute(StepPlan(chunks[1:]))
+    assert result.tokens[1] == alone.tokens[0] >= 0
+    assert not alone.faults

@@ -95,7 +95,7 @@ struct Kernels {
   void (*convert)(const float* x, int n, Type type, void* out);
   void (*widen)(Type type, const void* x, int n, float* out);
   void (*attend)(const Attention& job, float* scratch);
-  // Index of the first largest of n > 0 floats; NaNs are passed over.
+  // Index of the first largest of n > 0 floats; NaNs are passed over. -1: nothing is above -inf.
   int (*argmax)(const float* x, int n);
 };
 

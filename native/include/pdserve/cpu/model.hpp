@@ -113,7 +113,7 @@ class Model {
   void forward(const Batch& batch, float* out, const After& after = {});
   // [rows][hidden] floats of `forward` to [rows][vocab].
   void logits(const float* hidden, int rows, float* out);
-  // Both, and the likeliest token of each wanted row.
+  // Both, and the likeliest token of each wanted row; -1 where no logit is a number.
   void greedy(const Batch& batch, std::int32_t* out, const After& after = {});
 
  private:
