@@ -20,17 +20,21 @@ if TYPE_CHECKING:
 _CHUNK = 4096
 _HEARD = 64 * 1024
 """Bytes remembered of what the first dialler said."""
+_BREATH = 0.001
+"""Seconds between pieces of a piece, so that they travel alone."""
 
 
 class Proxy:
     """Use with `with`; hands on to `target` what comes to `address`."""
 
-    def __init__(self, seed: int = 0, *, delay: float = 0.0) -> None:
+    def __init__(self, seed: int = 0, host: str = "127.0.0.1", *, delay: float = 0.0) -> None:
         """`delay`: seconds, on the average, that each piece is held; see `target`."""
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"{host}:{free_port(host)}"
         self.target = f"127.0.0.1:{free_port()}"
         """Where somebody is to listen, if nobody says otherwise."""
         self.delay = delay
+        self.piece = _CHUNK
+        """Bytes that are handed on at a time, each for itself."""
         self.heard = bytearray()
         """What the first dialler said."""
         self.carried = 0
@@ -139,6 +143,9 @@ class Proxy:
                 writer.write(data[: len(data) // 2])
                 await writer.drain()
                 return
-            writer.write(data)
+            for at in range(0, len(data), self.piece):
+                writer.write(data[at : at + self.piece])
+                await writer.drain()
+                if self.piece < len(data):
+                    await asyncio.sleep(_BREATH)
             self.carried += len(data)
-            await writer.drain()

@@ -88,6 +88,8 @@ class SimExecutor:
         return region_in_memory(self._region_layout, self._content.memory)
 
     def execute(self, plan: StepPlan) -> StepResult:
+        if self.options.trouble:
+            _meet_trouble(Path(self.options.trouble))
         content = self._content
         for source, destination in plan.copies:
             content.copy(source, destination)
@@ -159,6 +161,19 @@ class SimExecutor:
                 tokens = sequence.tokens[chunk.start + 1 : end + 1]
                 rows[index] = [made_up(self.vocabulary.words, token, top) for token in tokens]
         return rows
+
+
+def _meet_trouble(file: Path) -> None:
+    """See `Options.trouble`."""
+    try:
+        what, _, seconds = file.read_text().strip().partition(" ")
+        file.unlink()
+    except OSError:
+        return
+    if what == "hang":
+        time.sleep(float(seconds))
+    else:
+        raise RuntimeError(f"{file.name} was there")
 
 
 def _model_info(

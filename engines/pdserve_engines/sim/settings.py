@@ -61,6 +61,9 @@ class Options:
     steps_at_once: int = 1
     """Decode steps of an unchanged batch that may be advanced as one. More than 1 is for virtual
     time: whoever reads the tokens sees them in bursts."""
+    trouble: str = ""
+    """A file that breaks steps, for tests: whenever it is there, it is removed and the step fails
+    (`fail`) or stands still first (`hang SECONDS`)."""
 
 
 def parse_options(options: Mapping[str, str]) -> Options:

@@ -319,3 +319,18 @@ def ends_of(core: EngineCore, clock: ManualClock) -> dict[int, float]:
                 ends |= {d.handle: clock.now() for d in event.deltas if d.finish is not None}
     assert core.close() == 0
     return ends
+
+
+def test_trouble_breaks_one_step(tmp_path):
+    trouble = tmp_path / "trouble"
+    with Driver(spec(trouble=trouble)) as driver:
+        spoilt = driver.submit(request())
+        trouble.write_text("fail")
+        driver.run_until(0.1)
+        assert spoilt in driver.story.rejected
+        assert not trouble.exists()
+        fine = driver.story.ledgers[driver.submit(request())]
+        trouble.write_text("hang 0.01")
+        driver.run_until(0.5)
+        assert len(fine.tokens[0]) == 8
+        assert not trouble.exists()

@@ -1,0 +1,126 @@
+"""So many requests at once, all the time: who asks what, where, and how patiently."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tests.chaos.storm import client
+from tests.chaos.storm.life import Life
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tests.chaos.storm.nodes import Node
+    from tests.chaos.storm.questions import Expected, Pool, Question
+
+PAUSE = 0.2
+"""Seconds after an address that does not answer, or a refusal."""
+
+
+@dataclass(frozen=True)
+class Habits:
+    """Shares of all requests."""
+
+    streamed: float = 0.75
+    hang_up: float = 0.08
+    """At a piece that is drawn; of those that are not streamed, soon."""
+    hurried: float = 0.06
+
+
+@dataclass
+class Crowd:
+    """See above; the storm owns it."""
+
+    pool: Pool
+    frontends: Sequence[Node]
+    hurried: Sequence[Node]
+    seed: int | str
+    patience: float
+    on_end: Callable[[Life, Expected], None]
+    habits: Habits = field(default_factory=Habits)
+    stopping: bool = False
+    not_asked: int = 0
+    """Connections that did not come about."""
+    open: int = 0
+    """Requests at this moment."""
+    most_open: int = 0
+    numbers: int = 0
+
+    async def run(self, size: int) -> None:
+        """Until `stopping`; what is under way then comes to its end."""
+        tasks = [asyncio.create_task(self._client(number)) for number in range(size)]
+        try:
+            for task in tasks:
+                await task
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _client(self, number: int) -> None:
+        rng = random.Random(f"client {self.seed} {number}")
+        await asyncio.sleep(rng.uniform(0.0, 2.0))
+        while not self.stopping:
+            question, expected = self.pool.pick(rng)
+            hurried = rng.random() < self.habits.hurried
+            node = rng.choice(self.hurried if hurried else self.frontends)
+            streamed = rng.random() < self.habits.streamed
+            life = self._life(question, node.name, streamed=streamed, hurried=hurried)
+            try:
+                self.open += 1
+                self.most_open = max(self.most_open, self.open)
+                await client.ask(
+                    life,
+                    node.host,
+                    node.http,
+                    patience=self.patience,
+                    hang_up=self._hang_up(rng, life),
+                )
+            except client.NotAsked:
+                self.not_asked += 1
+                await asyncio.sleep(PAUSE)
+                continue
+            finally:
+                self.open -= 1
+            self.on_end(life, expected)
+            if life.error is not None:
+                await asyncio.sleep(PAUSE)
+
+    def _life(
+        self, question: Question, frontend: str, *, streamed: bool, hurried: bool = False
+    ) -> Life:
+        self.numbers += 1
+        now = time.monotonic()
+        return Life(self.numbers, question, frontend, streamed, now, hurried)
+
+    def _hang_up(self, rng: random.Random, life: Life) -> Callable[[Life], bool]:
+        if rng.random() >= self.habits.hang_up:
+            return lambda life: False
+        after = rng.randint(0, life.question.fields["max_tokens"])
+        return lambda life: life.chunks >= after or not life.streamed
+
+
+async def undisturbed(
+    questions: Sequence[Question], frontends: Sequence[Node], at_once: int, patience: float
+) -> list[Life]:
+    """Each question once, streamed, in peace."""
+    lives: list[Life] = []
+    waiting = list(reversed(questions))
+
+    async def one(number: int) -> None:
+        node = frontends[number % len(frontends)]
+        while waiting:
+            question = waiting.pop()
+            life = Life(question.number, question, node.name, True, time.monotonic())
+            await client.ask(
+                life, node.host, node.http, patience=patience, hang_up=lambda life: False
+            )
+            lives.append(life)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(at_once):
+            group.create_task(one(number))
+    return sorted(lives, key=lambda life: life.number)

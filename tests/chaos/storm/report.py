@@ -1,0 +1,275 @@
+"""What a storm came to: sums, gaps, tables. Pure; `storm` gathers, this only tells."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.chaos.storm import checker, schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tests.chaos.storm.checker import Verdict
+    from tests.chaos.storm.faults import Done
+    from tests.chaos.storm.life import Life
+
+SHOWN = 5
+"""Requests whose stories a failing report tells."""
+EARLY = 0.3
+"""Seconds: the last chunk before a gap may have been on its way when the fault came."""
+MEMORY = 20_000
+"""Gaps kept of each kind of fault, the longest."""
+
+
+@dataclass
+class Outcome:
+    """One request that should not have ended so."""
+
+    life: Life
+    verdict: Verdict
+
+
+@dataclass
+class Storm:
+    """Everything that is known of one."""
+
+    seed: str
+    engine: str
+    streams: int
+    seconds: float
+    zero: float
+    """When it began; the monotonic clock's."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[Outcome] = field(default_factory=list)
+    tokens: int = 0
+    tokens_lost: int = 0
+    tokens_repeated: int = 0
+    migrated: int = 0
+    """Requests that had more than one worker, by their usage."""
+    most_open: int = 0
+    not_asked: int = 0
+    worst_gap: float = 0.0
+    first_tokens: list[float] = field(default_factory=list)
+    """Seconds from asking."""
+    gaps: dict[str, list[float]] = field(default_factory=dict)
+    """By kind of fault; seconds."""
+    _long: list[tuple[float, float, Life]] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """What was not let go of after quiet."""
+    missing: list[str] = field(default_factory=list)
+    """What this machine could not do."""
+    last_words: list[str] = field(default_factory=list)
+    """Of the nodes; only of a failure."""
+
+    # ------------------------------------------------------------------ gathering
+
+    def take(self, life: Life, verdict: Verdict) -> None:
+        """One request has ended."""
+        self.outcomes[verdict.outcome] += 1
+        self.tokens += sum(len(choice.tokens) for choice in life.choices)
+        self.tokens_lost += verdict.tokens_lost
+        self.tokens_repeated += verdict.tokens_repeated
+        self.migrated += life.migrations > 0
+        if life.first:
+            self.first_tokens.append(life.first - life.asked)
+        if life.streamed:
+            self.worst_gap = max(self.worst_gap, life.gap)
+            self._long += [(at, length, life) for at, length in life.gaps]
+        if not verdict.allowed:
+            self.wrong.append(Outcome(life, verdict))
+
+    def settle_gaps(self) -> None:
+        """Say of each long gap which kinds of faults came within it and may have to do with it."""
+        times = [done for done in self.done if not done.skipped]
+        for at, length, life in self._long:
+            kinds = {
+                done.fault.kind
+                for done in times
+                if at - EARLY <= done.began <= at + length and _concerns(done, life)
+            }
+            for kind in kinds or {"none"}:
+                self.gaps.setdefault(kind, []).append(length)
+        self._long.clear()
+        for kind, lengths in self.gaps.items():
+            self.gaps[kind] = sorted(lengths, reverse=True)[:MEMORY]
+
+    # ------------------------------------------------------------------ verdict
+
+    @property
+    def problems(self) -> list[str]:
+        """Why this storm was not weathered; empty: it was."""
+        found = [f"{count} × {word}" for word, count in self.outcomes.items() if word in _BAD]
+        found += [f"{done.line(self.zero)}" for done in self.done if done.problem]
+        return found + self.left
+
+    @property
+    def injected(self) -> Counter[str]:
+        """Faults that happened, by kind."""
+        return Counter(done.fault.kind for done in self.done if not done.skipped)
+
+
+_BAD = set(checker.FORBIDDEN)
+
+
+def _concerns(done: Done, life: Life) -> bool:
+    """A stream has to do with its frontend, with workers that had it and, once it has moved, with
+    any; disk, ways and routers are everybody's."""
+    name = done.fault.target
+    if name == life.frontend or done.fault.peer == life.frontend:
+        return True
+    if "front" in name:
+        return False
+    known = life.workers
+    return not known or life.migrations > 0 or "router" in name or name in known or name == "disk"
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest that so many are not above; NaN of nothing."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
+
+
+# ---------------------------------------------------------------------- as a page
+
+
+def markdown(storm: Storm, machine: Iterable[str]) -> str:
+    """The result file."""
+    faults = sum(storm.injected.values())
+    requests = sum(storm.outcomes.values())
+    lost = sum(storm.outcomes[word] for word in (checker.LOST, checker.FAILED, checker.BROKEN))
+    missing = "".join(f"- left out here: {why}\n" for why in storm.missing)
+    verdict = (
+        "Nothing was lost." if not storm.problems else _bullets("Not weathered:", storm.problems)
+    )
+    return f"""# A storm over a cluster of real processes
+
+{_about(storm)}
+
+{"".join(f"- {fact}" + chr(10) for fact in machine)}{missing}
+| faults | requests | tokens | requests lost | tokens lost | tokens repeated | worst gap |
+|---:|---:|---:|---:|---:|---:|---:|
+| {faults:,} | {requests:,} | {storm.tokens:,} | {lost} | {storm.tokens_lost} | \
+{storm.tokens_repeated} | {storm.worst_gap:.1f} s |
+
+{verdict}
+
+## How requests ended
+
+{_outcomes(storm)}
+
+{storm.migrated:,} of them were continued by another worker. {storm.not_asked:,} connections to
+frontends that were down did not come about, and are no requests. {storm.most_open} requests were
+open at once at most. First tokens came after {quantile(storm.first_tokens, 0.5):.2f} s (median),
+{quantile(storm.first_tokens, 0.99):.2f} s (p99).
+
+## Faults, and the gaps they made
+
+A gap is the time between two chunks of one stream, counted from half a second on: for each fault
+within it that befell the stream's frontend, a worker that had it, or something that is everybody's.
+
+{_gaps(storm)}
+"""
+
+
+def _about(storm: Storm) -> str:
+    return (
+        f"`engine={storm.engine}`, {storm.streams} clients at once for {storm.seconds:.0f} s, seed "
+        f"`{storm.seed}`. Repeat with\n`python -m tests.chaos.storm --seconds {storm.seconds:.0f} "
+        f"--seed {storm.seed} --streams {storm.streams} --engine {storm.engine}`.\n"
+        "Two routers, two frontends (and one whose requests have a near deadline), three workers "
+        "that take\nrequests and one that computes long prompts for two of them. Every answer is "
+        "compared with that of\nan undisturbed run, token by token, with its usage and its ends."
+    )
+
+
+def _outcomes(storm: Storm) -> str:
+    rows = [f"| {word} | {storm.outcomes[word]:,} | |" for word in checker.ALLOWED]
+    rows += [f"| {word} | {storm.outcomes[word]:,} | must be 0 |" for word in checker.FORBIDDEN]
+    return "\n".join(["| outcome | requests | |", "|---|---:|---|", *rows])
+
+
+def _gaps(storm: Storm) -> str:
+    skipped = Counter(done.fault.kind for done in storm.done if done.skipped)
+    rows = [
+        "| fault | injected | left out | gaps | p50 | p99 | worst | well again, median | worst |"
+    ]
+    rows.append("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for kind in [*(kind.name for kind in schedule.KINDS), "none"]:
+        gaps = storm.gaps.get(kind, [])
+        healed = [
+            done.healed - done.ended
+            for done in storm.done
+            if done.fault.kind == kind and done.healed and done.fault.target != "disk"
+        ]
+        cells = [_seconds(quantile(gaps, share)) for share in (0.5, 0.99, 1.0)]
+        cells += [_seconds(quantile(healed, share)) for share in (0.5, 1.0)]
+        counts = f"{storm.injected[kind] or ''} | {skipped[kind] or ''} | {len(gaps) or ''}"
+        rows.append(f"| {kind} | {counts} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _seconds(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.2f}"
+
+
+def _bullets(head: str, lines: Iterable[str]) -> str:
+    return head + "\n\n" + "\n".join(f"- {line.splitlines()[0]}" for line in lines)
+
+
+# ---------------------------------------------------------------------- otherwise
+
+
+def as_json(storm: Storm) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "seed": storm.seed,
+        "engine": storm.engine,
+        "streams": storm.streams,
+        "seconds": storm.seconds,
+        "faults": dict(storm.injected),
+        "left_out": dict(Counter(d.fault.kind for d in storm.done if d.skipped)),
+        "outcomes": dict(storm.outcomes),
+        "tokens": storm.tokens,
+        "tokens_lost": storm.tokens_lost,
+        "tokens_repeated": storm.tokens_repeated,
+        "migrated": storm.migrated,
+        "most_open": storm.most_open,
+        "worst_gap_seconds": storm.worst_gap,
+        "gaps_seconds": {
+            kind: {"count": len(g), "p50": quantile(g, 0.5), "p99": quantile(g, 0.99), "max": g[0]}
+            for kind, g in storm.gaps.items()
+        },
+        "problems": storm.problems,
+        "missing": storm.missing,
+    }
+
+
+def failure(storm: Storm) -> str:
+    """All that helps to find out why: how to repeat it, what was done, whose life went wrong, what
+    the nodes said."""
+    shown: dict[str, int] = Counter()
+    stories: list[str] = []
+    for outcome in storm.wrong:
+        shown[outcome.verdict.outcome] += 1
+        if shown[outcome.verdict.outcome] <= SHOWN:
+            stories.append(f"{outcome.verdict.outcome}: {outcome.verdict.why}")
+            stories.append(outcome.life.story(storm.zero))
+    why = Counter(f"{o.verdict.outcome}: {o.verdict.why[:110]}" for o in storm.wrong)
+    return "\n".join(
+        [
+            f"seed {storm.seed}, engine {storm.engine}, {storm.streams} clients",
+            *(f"  {problem}" for problem in storm.problems),
+            "reasons:",
+            *(f"  {count} × {reason}" for reason, count in why.most_common(30)),
+            "the schedule so far:",
+            *(f"  {done.line(storm.zero)}" for done in storm.done),
+            *stories,
+            *storm.last_words,
+        ]
+    )
