@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from pdserve.errors import EngineError, PdserveError
 from pdserve.frontend.placement import Course, cached_tokens, header_lines, served
@@ -46,13 +47,18 @@ class Choice(Protocol):
 class PromptSink:
     """Receives one prompt's tokens and hands each delta to its choice."""
 
-    __slots__ = ("_answer", "_begun", "_choices", "_finished", "_left", "_stream", "course")
+    __slots__ = (
+        *("_answer", "_begun", "_choices", "_finished", "_left", "_stopped", "_stream"),
+        "course",
+    )
 
     def __init__(self, answer: Answer, choices: list[Choice]) -> None:
         self._answer = answer
         self._choices = choices
         self._left = len(choices)
         self._stream: OpenStream | None = None
+        self._stopped: list[int] = []
+        """Choices that were ended here before it was known by what to say so."""
         self._begun = False
         self._finished = False
         self.course = Course()
@@ -60,13 +66,24 @@ class PromptSink:
 
     def on_placed(self, placement: Placement) -> None:
         """A worker is asked to take it."""
-        self.course.placement = placement
+        course = self.course
+        if self._begun and course.placement is not None:  # what was said of the first token stays
+            placement = replace(
+                placement,
+                policy=course.placement.policy,
+                overlap_tokens=course.placement.overlap_tokens,
+                predicted_ttft=course.placement.predicted_ttft,
+            )
+        course.placement = placement
 
     def opened(self, stream: OpenStream) -> None:
         """The backend has taken the prompt; it may have ended already."""
         self._stream = stream
         if self._left == 0:
             stream.cancel()
+            return
+        for choice in self._stopped:
+            stream.end_choice(choice)
 
     def cancel(self) -> None:
         """Free what the backend still holds. Idempotent."""
@@ -87,7 +104,7 @@ class PromptSink:
                 self._begin(delta, now)
             choice.on_delta(delta, now)
             if choice.done:
-                self._on_choice_done(finish)
+                self._on_choice_done(delta.choice, finish)
         except PdserveError as error:
             answer.fail(error)
         except Exception:
@@ -118,17 +135,26 @@ class PromptSink:
             if course.cached_tokens is None:  # the engine did not say so at the start
                 course.cached_tokens = finish.cached_tokens
                 course.queue, course.prefill = finish.queue_seconds, finish.prefill_seconds
-            self._answer.on_first_finish(finish)
+            self._answer.on_first_finish(course)
         if finish.reason == "error" or finish.reason == "abort":
             raise EngineError(finish.message or "the engine gave the request up")
 
-    def _on_choice_done(self, finish: Finish | None) -> None:
+    def _on_choice_done(self, choice: int, finish: Finish | None) -> None:
+        """Without `finish` it was ended here, by a stop string: the engine would go on."""
         self._left -= 1
         if self._left:
+            if finish is None:
+                self._stop(choice)
             return
-        if finish is None:  # ended here, by a stop string: the engine would go on
+        if finish is None:
             self.cancel()
         self._answer.on_prompt_done()
+
+    def _stop(self, choice: int) -> None:
+        if self._stream is None:
+            self._stopped.append(choice)
+        else:
+            self._stream.end_choice(choice)
 
 
 class Answer(ABC):
@@ -166,10 +192,10 @@ class Answer(ABC):
     def _choice(self, index: int, prompt: Prompt) -> Choice:
         """The choice that answers `prompt` at `index` (prompt index times n, plus choice)."""
 
-    def on_first_finish(self, finish: Finish) -> None:
-        """A prompt's first choice has ended at the engine."""
-        self.metrics.request_queue.observe(finish.queue_seconds)
-        self.metrics.request_prefill.observe(finish.prefill_seconds)
+    def on_first_finish(self, course: Course) -> None:
+        """A prompt's first choice has ended at the engine, perhaps not the one it began at."""
+        self.metrics.request_queue.observe(course.queue or 0.0)
+        self.metrics.request_prefill.observe(course.prefill or 0.0)
 
     def on_prompt_done(self) -> None:
         """All choices of one prompt have ended."""

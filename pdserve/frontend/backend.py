@@ -29,6 +29,11 @@ class OpenStream(Protocol):
         """The client is gone or has enough: free everything. Idempotent; the sink falls silent."""
         ...
 
+    def end_choice(self, choice: int) -> None:
+        """Nothing more is wanted of this choice: wherever the request goes on, it does without. The
+        sink may still hear of it."""
+        ...
+
 
 class Backend(Protocol):
     """Where requests go. All calls happen on the event loop's thread."""

@@ -13,7 +13,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
 from pdserve.engine.rejection import error_of
-from pdserve.errors import LinkLost, Overloaded, PdserveError, ProtocolError, WorkerLost
+from pdserve.errors import (
+    LinkLost,
+    Overloaded,
+    PdserveError,
+    ProtocolError,
+    Unavailable,
+    WorkerLost,
+)
 from pdserve.messages.channel import (
     CHANNEL,
     PIECE_BYTES,
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
 
     from pdserve.engine.api import TokenSink
     from pdserve.ids import Bytes, NodeId, Seconds
+    from pdserve.messages.channel import MoveReason
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.routing import Outcome
     from pdserve.net.base import Link, Stream
@@ -53,7 +61,10 @@ _decode: Callable[[Buffer], Batch | Piece] = decoder(cast("Any", Batch | Piece))
 class RemoteSequence:
     """One request at a worker; see `backend.OpenStream`."""
 
-    __slots__ = ("_channel", "accepted", "choices", "handle", "number", "on_over", "sink", "tick")
+    __slots__ = (
+        *("_channel", "accepted", "choices", "handle", "number", "on_moving", "on_over"),
+        *("sink", "tick"),
+    )
 
     def __init__(
         self,
@@ -62,15 +73,18 @@ class RemoteSequence:
         request: GenerateRequest,
         sink: TokenSink,
         on_over: Callable[[Outcome], None],
+        on_moving: Callable[[MoveReason], None],
         accepted: asyncio.Future[None],
     ) -> None:
         self._channel = channel
         self.number = number
-        self.choices = request.n
+        self.choices = len(request.live)
         """Those that have not ended."""
         self.sink = sink
         self.on_over = on_over
         """Hears once how it ended: finished, cancelled, failed."""
+        self.on_moving = on_moving
+        """Hears that the worker would rather not have it."""
         self.handle: int | None = None
         """None until the worker has accepted it."""
         self.accepted = accepted
@@ -128,6 +142,7 @@ class WorkerChannel:
         on_over: Callable[[Outcome], None],
         *,
         timeout: Seconds,
+        on_moving: Callable[[MoveReason], None] = lambda reason: None,
     ) -> RemoteSequence:
         """Hand a request on; returns when the worker has taken it.
 
@@ -142,7 +157,7 @@ class WorkerChannel:
             raise LinkLost(f"another channel to {self.worker} has taken over", sent=False)
         self._numbers += 1
         accepted: asyncio.Future[None] = self._create_future()
-        sequence = RemoteSequence(self, self._numbers, request, sink, on_over, accepted)
+        sequence = RemoteSequence(self, self._numbers, request, sink, on_over, on_moving, accepted)
         self._post(encode(Open(sequence.number, booking, request)))
         self._by_number[sequence.number] = sequence
         timers = self._timers
@@ -257,6 +272,10 @@ class WorkerChannel:
             rejected = self._by_number.get(record.handle)
             if rejected is not None:
                 self._reject(rejected, error_of(record))
+        for moving in message.moving:
+            unwanted = self._by_number.get(moving.number)
+            if unwanted is not None:
+                unwanted.on_moving(moving.reason)
 
     def _accept(self, number: int, handle: int) -> None:
         """Too late for one that was given up in this turn: its sink may be another worker's."""
@@ -297,8 +316,9 @@ class WorkerChannel:
         """Nothing travels raw here."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """The worker ended the stream, or is gone."""
-        if isinstance(error, PdserveError) and not isinstance(error, LinkLost):
+        """The worker ended the stream, or is gone. Unless it says that it goes away, another may
+        serve what was on it: whatever is wrong is wrong with the channel."""
+        if isinstance(error, Unavailable):
             self._end(error)
         else:
             self._end(WorkerLost(f"worker {self.worker} is gone: {error or 'it closed'}"))

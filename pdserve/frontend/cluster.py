@@ -2,9 +2,10 @@
 from the worker itself.
 
 A request asks one router, takes its place on the channel to the worker that was named, and is out
-of this file's hands until it ends, when the router is told. A worker that cannot be reached or does
-not take the request is excluded and the router asked again (`errand`). Without a router requests
-wait for one, up to `router_wait`; without a worker they are refused at once.
+of this file's hands until it ends, when the router is told. A worker that cannot be reached, does
+not take the request or loses it is excluded and the router asked again (`errand`). Without a router
+requests wait for one, up to `router_wait`; without a worker new ones are refused at once, those
+that a worker has had wait up to `worker_wait`.
 
 A router may hold a question for as long as the request has time. It is left for another when its
 link ends, when it is dead, and, if there is another in good standing, as soon as it is suspected:
@@ -42,11 +43,13 @@ from pdserve.frontend.channel import WorkerChannel
 from pdserve.frontend.errand import Errand, refused
 from pdserve.frontend.hints import NO_HINTS
 from pdserve.frontend.offers import Offers
+from pdserve.frontend.warming import Warming
 from pdserve.messages.engine import EngineStats
-from pdserve.messages.routing import Release
-from pdserve.runtime.methods import EXPLAIN, RELEASE, ROUTE
+from pdserve.messages.routing import Move, Release
+from pdserve.observe.metrics import Metrics
+from pdserve.runtime.methods import EXPLAIN, MOVE, RELEASE, ROUTE
 from pdserve.runtime.registry import Changed, Gone
-from pdserve.wire.codec import encode
+from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -54,7 +57,9 @@ if TYPE_CHECKING:
     from pdserve.engine.api import TokenSink
     from pdserve.frontend.channel import RemoteSequence
     from pdserve.frontend.config import FrontendConfig
+    from pdserve.frontend.errand import Attempt
     from pdserve.frontend.hints import Hints
+    from pdserve.frontend.migration import Life, Standing
     from pdserve.frontend.placement import Placement
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.card import ModelCard
@@ -64,6 +69,7 @@ if TYPE_CHECKING:
     from pdserve.observe.degraded import Degradations
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import Member, MemberEvent
+    from pdserve.wire.parser import Buffer
 
 __all__ = ["ClusterBackend"]
 
@@ -83,14 +89,25 @@ _ACCEPT_TIMEOUT: Final[Seconds] = 5.0
 _LAST_WORDS: Final[Seconds] = 2.0
 """Who leaves in order ends its channels itself, when all is said."""
 _SWEEP: Final[Seconds] = 5.0
+_REMEMBERED: Final = 1024
+"""Lives of members that are over and of which it is known how they ended."""
+
+_decode_move = decoder(Move)
 
 
 class ClusterBackend:
     """See `backend.Backend`. Needs a node that has started."""
 
-    def __init__(self, node: Node, config: FrontendConfig, degradations: Degradations) -> None:
+    def __init__(
+        self,
+        node: Node,
+        config: FrontendConfig,
+        degradations: Degradations,
+        metrics: Metrics | None = None,
+    ) -> None:
         self._node = node
-        self._config = config
+        self.config = config
+        self.metrics = Metrics() if metrics is None else metrics
         self._degradations = degradations
         self._news: asyncio.Future[None] | None = None
         self._offers = Offers(node, config.remember_models, self._note_conflicts, self._tell_news)
@@ -104,13 +121,19 @@ class ClusterBackend:
         """Routers that did not answer, until when they are not asked."""
         self._asking: dict[NodeId, dict[asyncio.Timeout, None]] = {}
         """Questions that have no answer yet, each by what cuts it short."""
-        self._again: dict[Errand, None] = {}
+        self._again: dict[asyncio.Task[None], Errand] = {}
         """Those that are on their way to another worker after one had accepted them."""
+        self._booked: dict[int, Attempt] = {}
+        """Those at workers, by their booking."""
+        self._over: dict[Life, str] = {}
+        """Lives of members that have ended lately, and how."""
+        self._closed: PdserveError | None = None
         self._refreshing = False
         self._conflicts = ""
         self.rerouted = 0
         """Requests that a worker did not take and another was asked for."""
         node.on_member(self._on_member)
+        node.serve_tell(MOVE, self._on_move)
         self._sweep()
 
     # ------------------------------------------------------------------ the port
@@ -171,17 +194,22 @@ class ClusterBackend:
         """Nothing: engines are the workers', who answer for them on their own ports."""
         return _NOTHING
 
-    async def wait_news(self, *, timeout: Seconds = 1.0) -> None:
-        """Until a member or a model has come, changed or gone, or `timeout` has passed."""
+    async def wait_news(self, *, timeout: Seconds = 1.0, at_least: Seconds = 0.0) -> None:
+        """Until a member or a model has come, changed or gone, or `timeout` has passed. `at_least`:
+        lest those who wait for a worker ask at every change of a large cluster."""
+        if at_least:
+            await asyncio.sleep(at_least)
+            timeout -= at_least
         if self._news is None or self._news.done():
             self._news = asyncio.get_running_loop().create_future()
-        await asyncio.wait({self._news}, timeout=timeout)
+        await asyncio.wait({self._news}, timeout=max(0.0, timeout))
 
     def close(self, error: PdserveError) -> None:
         """End every channel; requests on them end with `error`."""
-        for errand in tuple(self._again):
+        self._closed = error
+        errands = [attempt.errand for attempt in self._booked.values()]
+        for errand in (*self._again.values(), *errands):
             errand.fail(error)
-            errand.cancel()
         for channel in (*self._channels.values(), *self._retired):
             channel.close(error)
 
@@ -196,11 +224,33 @@ class ClusterBackend:
         card = self._offers.cards().get(model)
         return 0 if card is None else card.block_size
 
+    def epoch_of(self, worker: NodeId) -> Epoch | None:
+        """See `errand.Ways`."""
+        member = self._node.registry.get(worker)
+        return None if member is None else member.epoch
+
+    def standing(self, life: Life) -> Standing:
+        """See `errand.Ways`."""
+        node, epoch = life
+        member = self._node.registry.get(node)
+        if member is not None and member.epoch == epoch:
+            return "doubtful" if _in_doubt(member) else "here"
+        return "died" if self._over.get(life) == "died" else "gone"
+
+    def shares_kv(self, one: NodeId, other: NodeId) -> bool:
+        """See `errand.Ways`."""
+        members = map(self._node.registry.get, (one, other))
+        ways = [() if m is None or m.card is None else m.card.transfers for m in members]
+        return not set(ways[0]).isdisjoint(ways[1])
+
     def run(self, errand: Errand, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """See `errand.Ways`."""
+        if self._closed is not None:
+            work.close()
+            raise self._closed
         task = self._node.tasks.spawn(work, f"another worker for {errand.request.request_id}")
-        self._again[errand] = None
-        task.add_done_callback(lambda _: self._again.pop(errand, None))
+        self._again[task] = errand
+        task.add_done_callback(lambda done: self._again.pop(done, None))
         return task
 
     async def route(self, errand: Errand) -> tuple[NodeId, Routed]:
@@ -216,7 +266,7 @@ class ClusterBackend:
                 return router, await self._ask(router, errand)
             except (ModelNotFound, NoWorker) as error:
                 takes = self._takes(model, hints)
-                if isinstance(error, NoWorker) and (errand.excluded or not takes):
+                if isinstance(error, NoWorker) and (errand.excluded() or not takes):
                     raise
                 # This node sees a worker, or would not ask: the router has just joined.
                 if now() - start > _CATCH_UP or not takes:
@@ -234,14 +284,16 @@ class ClusterBackend:
         except DeadlineExceeded as error:  # the request has time left
             raise DialTimeout(error.message) from None
         question = errand.question()
-        timeout = question.deadline or self._config.request_timeout
+        timeout = question.deadline or self.config.request_timeout
+        if errand.patience is not None:
+            timeout = min(timeout, errand.patience)
         asking = self._asking.setdefault(router, {})
         try:
             async with asyncio.timeout(None) as patience:
                 asking[patience] = None
                 try:
                     return await link.request(
-                        ROUTE, question, timeout=timeout, late=partial(self._give_back, router)
+                        ROUTE, question, timeout=timeout, late=partial(self.give_back, router)
                     )
                 finally:
                     del asking[patience]
@@ -252,9 +304,9 @@ class ClusterBackend:
         except TimeoutError:
             raise LinkLost(f"router {router} is in doubt, and another is not") from None
 
-    def _give_back(self, router: NodeId, routed: Routed) -> None:
+    def give_back(self, router: NodeId, routed: Routed) -> None:
         """An answer that nobody waits for any more."""
-        _Releaser(self._node, router, routed.booking)("unreached")
+        _Releaser(self, router, routed.booking)("unreached")
 
     def _leave_alone(self, router: NodeId, error: PdserveError) -> None:
         _log.info("router %s did not answer: %s", router, error)
@@ -263,7 +315,7 @@ class ClusterBackend:
     async def _next_router(self, start: Seconds, behind: set[NodeId]) -> NodeId:
         """The router to ask; waits for one. Those in `behind` come last, after a pause, and are
         taken out. Raises `NoRouter`."""
-        until = start + self._config.router_wait
+        until = start + self.config.router_wait
         while True:
             now, stuck = self._node.now(), self._stuck
             for router in self._routers:
@@ -271,7 +323,7 @@ class ClusterBackend:
                     return router
             if now >= until:
                 raise NoRouter(
-                    f"no router answered within {self._config.router_wait:g} s", retry_after=1.0
+                    f"no router answered within {self.config.router_wait:g} s", retry_after=1.0
                 )
             again = min([until, *(at for at in stuck.values() if at > now)]) - now
             await self.wait_news(timeout=min(again, _PAUSE) if behind else again)
@@ -307,11 +359,15 @@ class ClusterBackend:
     # ------------------------------------------------------------------ to the worker
 
     async def place(
-        self, request: GenerateRequest, sink: TokenSink, router: NodeId, routed: Routed
+        self,
+        begin: Callable[[], GenerateRequest],
+        attempt: Attempt,
+        router: NodeId,
+        routed: Routed,
     ) -> RemoteSequence | None:
-        """Hand the request to the worker; however it ends, the router hears of it once. None: the
+        """Hand a request to the worker; however it ends, the router hears of it once. None: the
         router meant a life of the worker that is over."""
-        release = _Releaser(self._node, router, routed.booking)
+        release = _Releaser(self, router, routed.booking)
         try:
             channel = await self._channel(routed.worker, routed.epoch)
         except BaseException:
@@ -320,13 +376,50 @@ class ClusterBackend:
         if channel is None:
             release("unreached")
             return None
+        self._booked[routed.booking] = attempt
         try:
             return await channel.open(
-                request, routed.booking, sink, release, timeout=_ACCEPT_TIMEOUT
+                begin(),
+                routed.booking,
+                attempt,
+                release,
+                timeout=_ACCEPT_TIMEOUT,
+                on_moving=attempt.on_moving,
             )
         except BaseException:
             release("failed")
             raise
+
+    async def warm(self, request: GenerateRequest, routed: Routed, timeout: Seconds) -> None:
+        """See `errand.Ways`. Raises what the worker raises, `DeadlineExceeded`."""
+        channel = await self._channel(routed.worker, routed.epoch)
+        if channel is None:
+            raise LinkLost(f"worker {routed.worker} has begun another life", sent=False)
+        warming = Warming(asyncio.get_running_loop())
+        sequence = await channel.open(
+            request, 0, warming, lambda outcome: None, timeout=min(timeout, _ACCEPT_TIMEOUT)
+        )
+        try:
+            await warming.wait(timeout)
+        finally:
+            sequence.cancel()
+
+    def release(self, router: NodeId, booking: int, outcome: Outcome) -> None:
+        """Tell the router how a booking ended."""
+        self._booked.pop(booking, None)
+        link = self._node.link_nowait(router)
+        if link is None:
+            return  # the router is gone with its bookings, or learns from the worker
+        try:
+            link.tell(RELEASE, encode(Release(booking, outcome)))
+        except PdserveError as error:
+            _log.debug("a release was not sent to %s: %s", router, error)
+
+    def _on_move(self, link: Link, body: Buffer) -> None:
+        """A router: another worker would begin this one sooner."""
+        attempt = self._booked.get(_decode_move(body).booking)
+        if attempt is not None:
+            attempt.on_moving("queue")
 
     async def _channel(self, worker: NodeId, epoch: Epoch) -> WorkerChannel | None:
         """The channel to that life of a worker, opened if need be; None: a later one has begun."""
@@ -368,6 +461,7 @@ class ClusterBackend:
     def _on_member(self, event: MemberEvent) -> None:
         member = event.member
         if isinstance(event, Gone):
+            self._note_over((member.node, member.epoch), event.reason)
             self._stuck.pop(member.node, None)
             self._asking.pop(member.node, None)  # whoever still waits has its own hold of it
             error = WorkerLost(f"worker {member.node} is gone: {event.reason}", retry_after=1.0)
@@ -387,6 +481,11 @@ class ClusterBackend:
             self._refreshing = True
             self._node.timers.call_later(0.0, self._refresh)
         self._tell_news()
+
+    def _note_over(self, life: Life, how: str) -> None:
+        self._over[life] = how
+        if len(self._over) > _REMEMBERED:
+            del self._over[next(iter(self._over))]
 
     def _tell_news(self) -> None:
         if self._news is not None and not self._news.done():
@@ -430,25 +529,18 @@ class ClusterBackend:
 class _Releaser:
     """Tells the router how a booking ended, once."""
 
-    __slots__ = ("_booking", "_node", "_router", "_told")
+    __slots__ = ("_backend", "_booking", "_router", "_told")
 
-    def __init__(self, node: Node, router: NodeId, booking: int) -> None:
-        self._node = node
+    def __init__(self, backend: ClusterBackend, router: NodeId, booking: int) -> None:
+        self._backend = backend
         self._router = router
         self._booking = booking
         self._told = False
 
     def __call__(self, outcome: Outcome) -> None:
-        if self._told:
-            return
-        self._told = True
-        link = self._node.link_nowait(self._router)
-        if link is None:
-            return  # the router is gone with its bookings, or learns from the worker
-        try:
-            link.tell(RELEASE, encode(Release(self._booking, outcome)))
-        except PdserveError as error:
-            _log.debug("a release was not sent to %s: %s", self._router, error)
+        if not self._told:
+            self._told = True
+            self._backend.release(self._router, self._booking, outcome)
 
 
 def _in_doubt(router: Member) -> bool:

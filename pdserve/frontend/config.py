@@ -65,6 +65,15 @@ class FrontendConfig:
     router_wait: Seconds = 5.0
     """A request waits this long for a router when there is none (503): a router that restarts is
     back sooner."""
+    migration: bool = True
+    """A request whose worker dies, drains or stands still goes on at another one. Off: it ends with
+    an error, as its client would rather have it, say, who keeps its own copy of what came."""
+    worker_wait: Seconds = 30.0
+    """A request that a worker has had waits this long for another one when there is none (503): a
+    worker that restarts with a model in the page cache is back sooner."""
+    poison_after: int = 3
+    """A request at which so many workers died, one after another and without a token in between, is
+    given to no other (500); 0: it always is. One may die of anything, two by chance."""
     remember_models: Seconds = 300.0
     """A model whose last worker is gone answers 503, not 404, for this long: a worker that restarts
     has loaded by then, or somebody should look."""
@@ -105,6 +114,8 @@ class FrontendConfig:
         """Errors: `ConfigError` names the field and the remedy."""
         if not 0 <= self.port <= 65535:
             raise ConfigError("port must be between 0 and 65535", param="port")
+        if self.poison_after < 0:
+            raise ConfigError("poison_after must be 0 (never) or more", param="poison_after")
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be greater than 0", param=name)
@@ -121,5 +132,6 @@ _POSITIVE = (
     *("max_header_line", "max_headers", "max_prompts", "max_choices", "header_timeout"),
     *("body_timeout", "keepalive_timeout", "request_timeout", "drain_timeout", "write_buffer"),
     *("write_stall_timeout", "retry_after", "router_wait", "remember_models", "header_wait"),
+    "worker_wait",
     *("max_answer", "max_answers"),
 )

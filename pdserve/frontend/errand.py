@@ -1,21 +1,25 @@
 """One request on its way: from router to worker, and to the next worker if that one does not keep
 it.
 
-It knows what the request has been through: who refused it, how long it was held, when it began. A
-worker that has accepted a request and then finds no room for it is like one that did not accept it,
-as long as no token came. How routers and workers are reached is `cluster`'s business. Owned by
-whoever opened it; ends by `cancel`, an error, or its last token.
+It knows what the request has been through: who refused it, how long it was held, when it began, and
+every token that has come of it. A worker that dies, drains, or stands still is followed by another,
+which goes on after the last token that was received; a worker that would rather not have it goes on
+with it until another takes it (`move`). How routers and workers are reached is `cluster`'s
+business. Owned by whoever opened it; ends by `cancel`, an error, or its last token.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import replace
 
 from pdserve.blocks.hashing import short_names
 from pdserve.errors import (
+    Cancelled,
     DeadlineExceeded,
     EngineDied,
     EngineError,
@@ -23,8 +27,11 @@ from pdserve.errors import (
     NoWorker,
     Overloaded,
     PdserveError,
+    Poisoned,
     Unavailable,
 )
+from pdserve.frontend.migration import Deaths, Exclusions, Received, outweighs, reason_of
+from pdserve.frontend.move import move
 from pdserve.frontend.placement import Placement
 from pdserve.messages.routing import Route
 
@@ -34,21 +41,36 @@ if TYPE_CHECKING:
 
     from pdserve.engine.api import TokenSink
     from pdserve.frontend.channel import RemoteSequence
+    from pdserve.frontend.config import FrontendConfig
     from pdserve.frontend.hints import Hints
-    from pdserve.ids import NodeId, Seconds
+    from pdserve.frontend.migration import Life, Outcome, Reason, Standing
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.channel import MoveReason
     from pdserve.messages.request import GenerateRequest, TokenDelta
     from pdserve.messages.routing import Routed
+    from pdserve.observe.metrics import Metrics
 
-__all__ = ["Errand", "Ways", "refused"]
+__all__ = ["Attempt", "Errand", "Ways", "refused"]
 
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 4
-"""Workers that one request may fail to reach before its client hears of it."""
+"""Workers that a new request may fail to reach before its client hears of it."""
 _PAUSE: Final[Seconds] = 0.05
 """Before a router that is behind is asked again."""
 _NOTICED: Final[Seconds] = 0.1
 """Waiting for a router or a worker that shortens a request's deadline."""
+_APART: Final[Seconds] = 2.0
+"""So long a worker that a request was lost at is left out, if it lives: another one is better, but
+it is better than none."""
+_ASK_AGAIN: Final[Seconds] = 1.0
+"""A router that had nobody is asked so often, besides whenever there is news."""
+_DOUBT: Final[Seconds] = 5.0
+"""A request that may have killed as many workers as it may waits so long until that is known."""
+_MOVES: Final = 3
+"""As often a request moves because its worker would rather not have it; more would be restless."""
+_PATIENCE: Final[Seconds] = 2.0
+"""A router's answer about a request that has a place where it is."""
 _ELSEWHERE: Final = (LinkError, Unavailable, Overloaded, EngineDied)
 """What one worker may answer that another need not."""
 
@@ -57,6 +79,8 @@ class Ways(Protocol):
     """What an errand needs of the cluster."""
 
     rerouted: int
+    config: FrontendConfig
+    metrics: Metrics
 
     def now(self) -> Seconds: ...
 
@@ -64,42 +88,134 @@ class Ways(Protocol):
         """Tokens of the model's blocks; 0 if it is not served."""
         ...
 
+    def epoch_of(self, worker: NodeId) -> Epoch | None:
+        """Its present life; None: it is not in the cluster."""
+        ...
+
+    def standing(self, life: Life) -> Standing: ...
+
+    def shares_kv(self, one: NodeId, other: NodeId) -> bool:
+        """KV can be moved between the two."""
+        ...
+
     async def route(self, errand: Errand) -> tuple[NodeId, Routed]:
         """A router and its answer."""
         ...
 
     async def place(
-        self, request: GenerateRequest, sink: TokenSink, router: NodeId, routed: Routed
+        self,
+        begin: Callable[[], GenerateRequest],
+        attempt: Attempt,
+        router: NodeId,
+        routed: Routed,
     ) -> RemoteSequence | None:
-        """Hand the request to the worker that was named; None: in a life that is over."""
+        """Hand a request to the worker that was named; `begin` makes it, when the worker has been
+        reached. None: in a life that is over."""
         ...
 
-    async def wait_news(self, *, timeout: Seconds = 1.0) -> None: ...
+    async def warm(self, request: GenerateRequest, routed: Routed, timeout: Seconds) -> None:
+        """Have the worker that was named compute a request of which nothing is wanted."""
+        ...
+
+    def give_back(self, router: NodeId, routed: Routed) -> None:
+        """An answer that is not followed."""
+        ...
+
+    async def wait_news(self, *, timeout: Seconds = 1.0, at_least: Seconds = 0.0) -> None: ...
 
     def run(self, errand: Errand, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """In the background; `Errand.fail` if it is cut short."""
         ...
 
 
-class Errand:
-    """See `backend.OpenStream`. It is the worker's sink until the first token."""
+class Attempt:
+    """The request at one worker, as that worker's sink."""
 
     __slots__ = (
-        "_again",
-        "_begun",
+        "_received",
+        "_sink",
+        "_tails",
+        "begun",
+        "booking",
+        "errand",
+        "life",
+        "moving",
+        "plain",
+        "sequence",
+    )
+
+    def __init__(self, errand: Errand, sink: TokenSink, received: Received, routed: Routed) -> None:
+        self.errand = errand
+        self._sink = sink
+        self._received = received
+        self._tails = received.tails
+        self.life: Life = (routed.worker, routed.epoch)
+        self.booking = routed.booking
+        self.sequence: RemoteSequence | None = None
+        """None until it is known that the worker has taken it."""
+        self.begun = False
+        """A token has come from here."""
+        self.plain = False
+        """Deltas have nothing to look at but tokens, and the end."""
+        self.moving: MoveReason | None = None
+        """Why another worker is looked for meanwhile."""
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        if not self.plain or delta.finish is not None:
+            seen = self.errand.heard(self, delta)
+            if seen is None:
+                return
+            delta = seen
+        choice = delta.choice
+        tail = self._tails[choice]
+        tail += delta.tokens
+        if len(tail) > 255:
+            self._received.pack(choice)
+        self._sink.on_delta(delta)
+
+    def on_error(self, error: PdserveError) -> None:
+        self.errand.failed(self, error)
+
+    def on_moving(self, reason: MoveReason) -> None:
+        """The worker would rather not have it."""
+        self.errand.unwanted(self, reason)
+
+
+@dataclass(slots=True)
+class _Migration:
+    """One that has begun and come to no end yet."""
+
+    reason: Reason
+    since: Seconds
+    worker: NodeId
+    words: str
+    """What happened to the worker that had it."""
+
+
+class Errand:
+    """See `backend.OpenStream`."""
+
+    __slots__ = (
+        "_deaths",
+        "_excluded",
         "_held",
+        "_keep_on",
         "_last",
+        "_migrated",
+        "_migration",
+        "_moves",
         "_names",
         "_on_placed",
         "_over",
-        "_sequence",
         "_sink",
         "_start",
+        "_task",
+        "_tries",
         "_ways",
-        "_worker",
+        "attempt",
         "attempts",
-        "excluded",
         "hints",
+        "received",
         "request",
     )
 
@@ -115,40 +231,48 @@ class Errand:
         self.hints = hints
         self.attempts = 0
         """Answers of routers so far."""
-        self.excluded: list[NodeId] = []
-        """Workers that did not take it."""
+        self.received = Received(request)
+        self.attempt: Attempt | None = None
+        """At the worker that has it, or is asked to take it."""
         self._ways = ways
         self._sink = sink
         self._on_placed = on_placed
         self._start = ways.now()
         self._names = short_names(request.block_names)
         self._held: Seconds = 0.0
+        self._tries = 0
+        self._excluded = Exclusions()
         self._last: PdserveError | None = None
-        self._worker: NodeId | None = None
-        self._sequence: RemoteSequence | None = None
-        self._begun = False
-        """A token has come."""
+        self._deaths = Deaths()
+        self._migration: _Migration | None = None
+        self._migrated = 0
+        self._keep_on = False
+        """A worker has had it: it is not given up for want of another one at once."""
+        self._moves = 0
         self._over = False
-        self._again: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ what routers are asked
 
     def question(self) -> Route:
         """What a router is asked, now.
 
         Errors: `DeadlineExceeded`.
         """
-        request, hints = self.request, self.hints
+        request, hints, received = self.request, self.hints, self.received
         remaining = self.remaining
         if remaining is not None and remaining <= 0:
             raise DeadlineExceeded("the request's time ran out while it waited for a worker")
+        attempt = self.attempt
         return Route(
             request_id=request.request_id,
             attempt=self.attempts,
             model=request.model,
-            prompt_tokens=len(request.prompt) + max(map(len, request.output), default=0),
-            max_tokens=request.sampling.max_tokens,
-            n=request.n,
+            prompt_tokens=len(request.prompt) + received.longest,
+            max_tokens=max(0, request.sampling.max_tokens - received.shortest),
+            n=max(1, request.n - len(received.ended)),
             priority=request.priority,
-            excluded=(*hints.denied, *self.excluded),
+            excluded=(*hints.denied, *self.excluded()),
             allowed=hints.allowed,
             names=self._names,
             names_id=request.names_id if self._names else b"",
@@ -158,8 +282,23 @@ class Errand:
             weight=hints.weight,
             waited=hints.waited + self._spent,
             deadline=remaining,
-            slo_ttft=hints.slo_ttft,
+            slo_ttft=None if self._keep_on else hints.slo_ttft,
+            hold=attempt is None or attempt.moving == "drain",
         )
+
+    def excluded(self) -> tuple[NodeId, ...]:
+        """Workers that it has failed at, and the one that it is to leave."""
+        ways = self._ways
+        found = self._excluded.at(ways.now(), ways.epoch_of) if self._excluded else ()
+        if self.attempt is not None and self.attempt.life[0] not in found:
+            found = (*found, self.attempt.life[0])
+        return found
+
+    @property
+    def patience(self) -> Seconds | None:
+        """How long a router may take to answer; None: as long as the request has time."""
+        attempt = self.attempt
+        return None if attempt is None or attempt.moving == "drain" else _PATIENCE
 
     @property
     def remaining(self) -> Seconds | None:
@@ -171,33 +310,59 @@ class Errand:
     def _spent(self) -> Seconds:
         return max(0.0, self._ways.now() - self._start)
 
-    # ------------------------------------------------------------------ the way there
+    # ------------------------------------------------------------------ to the first worker
 
     async def dispatch(self) -> None:
         """Until a worker has taken it. Raises what `backend.Backend.open` raises."""
         ways, model = self._ways, self.request.model
-        while self.attempts < _ATTEMPTS:
+        while self._tries < _ATTEMPTS:
             try:
                 router, routed = await ways.route(self)
             except NoWorker as error:
                 raise (error if self._last is None else refused(model, self._last)) from None
-            self._note(router, routed)
+            self._tries += 1
             try:
-                sequence = await ways.place(self._request_now(), self, router, routed)
+                placed = await self.place(router, routed)
             except _ELSEWHERE as error:
-                self._count_out(routed.worker, error)
+                self.count_out((routed.worker, routed.epoch), error)
                 continue
-            if sequence is not None:
-                self._keep(sequence)
+            if placed:
                 return
             await ways.wait_news(timeout=_PAUSE)  # of the life that the worker has begun
         raise refused(model, self._last)
 
-    def _note(self, router: NodeId, routed: Routed) -> None:
-        """Before the worker is asked: its tokens may come at once."""
+    async def place(self, router: NodeId, routed: Routed, leave: Attempt | None = None) -> bool:
+        """Hand it to the worker that was named; `leave`: where it is until then. False: in a life
+        that is over. Raises what `Ways.place` raises; it is nowhere then, if the worker was
+        reached."""
         self.attempts += 1
         self._held += routed.held
-        self._worker = routed.worker
+        attempt = Attempt(self, self._sink, self.received, routed)
+
+        def begin() -> GenerateRequest:
+            if leave is not None:
+                self._leave(leave)
+            self.attempt = attempt
+            self._note(router, routed)
+            return self._request_now()
+
+        try:
+            sequence = await self._ways.place(begin, attempt, router, routed)
+        except BaseException:
+            if self.attempt is attempt:
+                self.attempt = None
+            raise
+        if sequence is None:
+            return False
+        attempt.sequence = sequence
+        if self._over or self.attempt is not attempt:  # it has ended within this turn
+            sequence.cancel()
+        elif attempt.begun:
+            self._shorten(attempt)
+        return True
+
+    def _note(self, router: NodeId, routed: Routed) -> None:
+        """Before the worker is asked: its tokens may come at once."""
         predicted = routed.predicted_ttft
         overlap = routed.overlap_blocks
         self._on_placed(
@@ -211,78 +376,258 @@ class Errand:
                     None if predicted is None else self.hints.waited + self._spent + predicted
                 ),
                 held=self._held,
+                migrations=self._migrated + (self._migration is not None),
             )
         )
 
     def _request_now(self) -> GenerateRequest:
-        """With the time that is left of its deadline; what is too short to matter is not worth a
-        copy."""
+        """With what has come, and the time that is left of its deadline; what is too short to
+        matter is not worth a copy."""
+        request = self.received.continuation(self.request)
         remaining = self.remaining
         if remaining is None or self._spent < _NOTICED:
-            return self.request
-        return replace(self.request, deadline=max(0.001, remaining))
+            return request
+        return replace(request, deadline=max(0.001, remaining))
 
-    def _count_out(self, worker: NodeId, error: PdserveError) -> None:
-        _log.info("worker %s did not take a request: %s", worker, error)
+    def count_out(self, life: Life, error: PdserveError) -> None:
+        """A worker that was asked to take it did not."""
+        _log.info("worker %s did not take a request: %s", life[0], error)
         self._ways.rerouted += 1
         self._last = error
-        self.excluded.append(worker)
+        self._leave_out(life, error)
 
-    def _keep(self, sequence: RemoteSequence) -> None:
-        self._sequence = sequence
-        if self._begun:
-            sequence.sink = self._sink
+    def _leave_out(self, life: Life, error: PdserveError) -> None:
+        lasts = not self._keep_on or reason_of(error) == "drain"
+        self._excluded.add(life, None if lasts else self._ways.now() + _APART)
 
-    # ------------------------------------------------------------------ until the first token
+    # ------------------------------------------------------------------ what comes back
 
-    def on_delta(self, delta: TokenDelta) -> None:
-        """The first tokens: from now on they take the straight way."""
-        if self._over:
+    def heard(self, attempt: Attempt, delta: TokenDelta) -> TokenDelta | None:
+        """A delta to be looked at, as the sink is to have it; None: nobody wants it."""
+        if self._over or attempt is not self.attempt:
+            return None
+        if not attempt.begun and (delta.tokens or delta.finish is not None):
+            attempt.begun = True
+            attempt.plain = self.request.sampling.prompt_logprobs is None
+            self._note_progress()
+            self._shorten(attempt)
+        if delta.prompt_logprobs is not None:
+            delta = self.received.scored_once(delta)
+        if delta.finish is not None:
+            self.received.ended.add(delta.choice)
+            if len(self.received.ended) == self.request.n:
+                self._finish()
+        return delta
+
+    def _shorten(self, attempt: Attempt) -> None:
+        """What is never to go on elsewhere need not be kept."""
+        if not self._ways.config.migration and attempt.sequence is not None:
+            attempt.sequence.sink = self._sink
+
+    def _note_progress(self) -> None:
+        self._deaths.clear()
+        migration, self._migration = self._migration, None
+        if migration is None:
             return
-        self._begun = True
-        if self._sequence is not None:
-            self._sequence.sink = self._sink
-        self._sink.on_delta(delta)
+        self._migrated += 1
+        metrics = self._ways.metrics
+        metrics.migrations.labels(migration.reason, "completed").inc()
+        if self.received.any:
+            metrics.migration_gap.observe(self._ways.now() - migration.since)
 
-    def on_error(self, error: PdserveError) -> None:
-        """A worker whose queue was full when the request reached it: another may have room."""
-        if self._over:
+    def end_choice(self, choice: int) -> None:
+        """See `backend.OpenStream`."""
+        self.received.ended.add(choice)
+
+    def failed(self, attempt: Attempt, error: PdserveError) -> None:
+        """The worker that had it has not: another may."""
+        if self._over or attempt is not self.attempt:
             return
-        worker = self._worker
-        full = isinstance(error, Overloaded) and not self._begun
-        if worker is None or not full or self.attempts >= _ATTEMPTS:
-            self._sink.on_error(error)
+        self.attempt = None
+        if attempt.moving is not None and self._task is not None:
+            self._task.cancel()
+        reason = reason_of(error)
+        if isinstance(error, Overloaded) and not attempt.begun:
+            self._refused(attempt, error)
+        elif reason is not None and self._ways.config.migration:
+            self._lost(attempt, reason, error)
+        else:
+            self.fail(error)
+
+    def _refused(self, attempt: Attempt, error: Overloaded) -> None:
+        """Its queue was full when the request reached it: another may have room."""
+        if not self._keep_on and self._tries >= _ATTEMPTS:
+            self.fail(error)
             return
-        self._count_out(worker, error)
+        self.count_out(attempt.life, error)
+        self._run(self._carry_on if self._keep_on else self.dispatch)
+
+    def _lost(self, attempt: Attempt, reason: Reason, error: PdserveError) -> None:
+        _log.info("worker %s has lost a request: %s", attempt.life[0], error)
+        self._begin_migration(attempt, reason, error.message)
+        self._leave_out(attempt.life, error)
+        if not attempt.begun:
+            self._deaths.add(attempt.life, reason)
+        self._run(self._carry_on)
+
+    def _begin_migration(self, attempt: Attempt, reason: Reason, words: str) -> None:
+        now = self._ways.now()
+        if not self._keep_on:
+            self._keep_on = True
+            self._excluded.relax(now + _APART)
+        since = now if self._migration is None else self._migration.since
+        self._migration = _Migration(reason, since, attempt.life[0], words)
+
+    # ------------------------------------------------------------------ to the next worker
+
+    def _run(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         try:
-            self._again = self._ways.run(self, self._dispatch_again())
+            self._task = self._ways.run(self, self._guarded(work))
         except PdserveError as closed:  # this process is going away
             self.fail(closed)
 
-    async def _dispatch_again(self) -> None:
+    async def _guarded(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         try:
-            await self.dispatch()
+            await work()
         except PdserveError as error:
             self.fail(error)
         except Exception as error:
             _log.exception("a request could not be sent on")
             self.fail(EngineError(f"{type(error).__name__} in the frontend"))
 
+    async def _carry_on(self) -> None:
+        """Until another worker has taken it, or none has been found for long. Raises `NoWorker`,
+        `Poisoned`, `DeadlineExceeded`, and what no worker can cure."""
+        ways = self._ways
+        until = ways.now() + ways.config.worker_wait
+        while True:
+            await self._weigh_deaths()
+            try:
+                router, routed = await ways.route(self)
+            except (Unavailable, Overloaded) as error:
+                self._last = error
+                await self._wait(until)
+                continue
+            until += routed.held
+            try:
+                if await self.place(router, routed):
+                    return
+            except _ELSEWHERE as error:
+                self.count_out((routed.worker, routed.epoch), error)
+            else:
+                await ways.wait_news(timeout=_PAUSE)
+            self._check_time(until)
+
+    async def _wait(self, until: Seconds) -> None:
+        """For a worker to come, or to be allowed again."""
+        now = self._check_time(until)
+        ends = [until, now + _ASK_AGAIN, self._excluded.next_end(now)]
+        if self.remaining is not None:
+            ends.append(now + self.remaining)
+        timeout = min(end for end in ends if end is not None) - now
+        await self._ways.wait_news(timeout=max(_PAUSE, timeout), at_least=_PAUSE)
+
+    def _check_time(self, until: Seconds) -> Seconds:
+        now = self._ways.now()
+        if now < until:
+            return now
+        lost, wait = self._migration, self._ways.config.worker_wait
+        what = "" if lost is None else f"worker {lost.worker} is lost ({lost.words}); "
+        hide = self._last is None or isinstance(self._last, LinkError)
+        last = "" if hide else f": {self._last}"
+        raise NoWorker(
+            f"{what}no other worker took the request for {self.request.model!r} within "
+            f"{wait:g} s{last}",
+            retry_after=1.0,
+        )
+
+    async def _weigh_deaths(self) -> None:
+        """Raises `Poisoned`. Waits, within bounds, where it is not known whether workers died."""
+        ways = self._ways
+        limit = ways.config.poison_after
+        until = ways.now() + _DOUBT
+        while limit:
+            dead = self._deaths.certain(ways.standing)
+            if len(dead) >= limit:
+                raise Poisoned(
+                    f"{len(dead)} workers died of this request, one after another and before it "
+                    f"brought a token there: {', '.join(dead)}; it is given to no other"
+                )
+            wait = until - ways.now()
+            if len(dead) + self._deaths.doubtful(ways.standing) < limit or wait <= 0:
+                return
+            await ways.wait_news(timeout=wait, at_least=_PAUSE)
+
+    # ------------------------------------------------------------------ elsewhere, if possible
+
+    def unwanted(self, attempt: Attempt, reason: MoveReason) -> None:
+        """Its worker, or a router, would rather have it served elsewhere."""
+        if self._over or attempt is not self.attempt or not self._ways.config.migration:
+            return
+        if attempt.moving is not None:
+            if outweighs(reason, attempt.moving):
+                attempt.moving = reason  # whoever looks for another worker sees it
+            return
+        late = reason == "queue" and attempt.begun
+        if late or (reason != "drain" and self._moves >= _MOVES):
+            return
+        attempt.moving = reason
+        self._run(partial(self._move, attempt))
+
+    async def _move(self, attempt: Attempt) -> None:
+        await move(self, self._ways, attempt)
+        if self.attempt is attempt:
+            assert attempt.moving is not None  # it was set by whoever began this
+            self._ways.metrics.migrations.labels(attempt.moving, "stayed").inc()
+            attempt.moving = None
+        elif self.attempt is None and not self._over:  # it has left, and was not taken
+            await self._carry_on()
+
+    def _leave(self, attempt: Attempt) -> None:
+        """The short stop: what has come until now is all that comes from there."""
+        assert attempt.moving is not None  # else nobody leaves
+        self._moves += attempt.moving != "drain"
+        self.attempt = None
+        self._begin_migration(attempt, attempt.moving, "it was to be relieved")
+        if attempt.sequence is not None:
+            attempt.sequence.cancel()
+
     # ------------------------------------------------------------------ the end
 
     def fail(self, error: PdserveError) -> None:
         """It ends so, unless it is over."""
-        if not self._over:
-            self._over = True
-            self._sink.on_error(error)
+        if self._over:
+            return
+        outcome: Outcome = "failed"
+        if isinstance(error, Poisoned):
+            outcome = "poison"
+            self._ways.metrics.poisoned_requests.inc()
+        elif isinstance(error, NoWorker):
+            outcome = "no_worker"
+        elif isinstance(error, Cancelled):
+            outcome = "cancelled"
+        self._close(outcome)
+        self._sink.on_error(error)
 
     def cancel(self) -> None:
         """See `backend.OpenStream`."""
+        self._close("cancelled")
+
+    def _finish(self) -> None:
+        """The last token is here."""
         self._over = True
-        if self._again is not None:
-            self._again.cancel()
-        if self._sequence is not None:
-            self._sequence.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _close(self, outcome: Outcome) -> None:
+        migration, self._migration = self._migration, None
+        if migration is not None:
+            self._ways.metrics.migrations.labels(migration.reason, outcome).inc()
+        self._over = True
+        if self._task is not None:
+            self._task.cancel()
+        if self.attempt is not None and self.attempt.sequence is not None:
+            self.attempt.sequence.cancel()
 
 
 def refused(model: str, last: PdserveError | None) -> PdserveError:

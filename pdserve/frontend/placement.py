@@ -35,6 +35,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """From the request's arrival at the frontend, as `ttft` is measured."""
     held: Seconds
     """By routers, all attempts together."""
+    migrations: int = 0
+    """How often it has gone on at another worker, this time included."""
 
 
 class Course(msgspec.Struct):
@@ -69,12 +71,13 @@ def served(courses: Sequence[Course], ttft: Seconds | None) -> Served | None:
         queue_ms=_longest([course.queue for course in courses]),
         prefill_ms=_longest([course.prefill for course in courses]),
         prefill=_names([course.where for course in courses]) or None,
+        migrations=max([p.migrations for p in placements]) or None,
     )
 
 
 _HEADERS = (
     *("worker", "router", "policy", "attempts", "overlap_tokens", "cached_tokens"),
-    *("predicted_ttft_ms", "ttft_ms", "held_ms", "prefill"),
+    *("predicted_ttft_ms", "ttft_ms", "held_ms", "prefill", "migrations"),
 )
 NAMES: Final = tuple(f"x-pdserve-{name.replace('_', '-')}".encode() for name in _HEADERS)
 """Of all headers that may come."""

@@ -617,6 +617,26 @@ OPTIONS: tuple[Option, ...] = (
         "cluster",
         "A request waits this long for a router when none answers; then 503.",
     ),
+    _switch(
+        "migration",
+        "frontend.migration",
+        "cluster",
+        "A request whose worker dies, drains or stands still goes on at another one.",
+    ),
+    _duration(
+        "worker-wait",
+        "frontend.worker_wait",
+        "cluster",
+        "A request whose worker is lost waits this long for another one; then 503.",
+    ),
+    Option(
+        "poison-after",
+        "frontend.poison_after",
+        "cluster",
+        "A request at which so many workers die in a row is given to no other; 0: it always is.",
+        "N",
+        units.parse_count,
+    ),
     Option(
         "cluster-key-file",
         "cluster.cluster_key_file",

@@ -285,6 +285,28 @@ class Metrics:
             "request_generation_tokens", "Output tokens per finished request.", "frontend", TOKENS
         )
 
+        self.migrations = self._counters(
+            "migrations_total",
+            "Requests that had to go on at another worker, by the reason (worker_lost, "
+            "engine_died, engine_stalled, step_failed, not_ready, drain, queue, itl, kv) and what "
+            "became of it: completed (the next worker gave a token), stayed (nobody had room), "
+            "no_worker, poison, failed, cancelled.",
+            "frontend",
+            ("reason", "outcome"),
+        )
+        self.migration_gap = self._histogram(
+            "migration_gap_seconds",
+            "From the end of a stream at one worker, as the frontend heard of it, to its next "
+            "token from another.",
+            "frontend",
+            LATENCY,
+        )
+        self.poisoned_requests = self._counter(
+            "poisoned_requests_total",
+            "Requests at which workers died, one after another, and which were given to no other.",
+            "frontend",
+        )
+
         # The frontend's, per connection and field.
         self.http_requests_in_flight = self._gauge(
             "http_requests_in_flight", "Generation requests being answered.", "frontend"
@@ -311,6 +333,16 @@ class Metrics:
             "frontend",
             ("field",),
             bound=64,
+        )
+
+        # The worker's and the router's, of requests that had better be served elsewhere.
+        self.moves_asked = self._counters(
+            "moves_asked_total",
+            "Requests that their frontend was asked to have served elsewhere, by reason: drain, "
+            "kv (the worker runs out of blocks), itl (its streams are too slow), queue (another "
+            "worker would begin it sooner).",
+            "node",
+            ("reason",),
         )
 
         # The worker's, of prompts that are prefilled elsewhere or for others.

@@ -47,6 +47,8 @@ class Served(msgspec.Struct, kw_only=True):
     prefill: str | None = None
     """Where the prompt was computed and why there: `remote; node=…; reason=…`. Null: where it was
     decoded, for want of a choice."""
+    migrations: int | None = None
+    """How often it went on at another worker than the one that had it. Null: never."""
 
 
 class Usage(msgspec.Struct, kw_only=True):

@@ -68,6 +68,8 @@ class FakeStream:
     def __init__(self, request: GenerateRequest, sink: TokenSink, script: Script) -> None:
         self.request = request
         self.cancelled = False
+        self.ended: list[int] = []
+        """Choices of which nothing more was wanted."""
         self._sink = sink
         self._script = script
         self._loop = asyncio.get_running_loop()
@@ -83,6 +85,9 @@ class FakeStream:
     def cancel(self) -> None:
         self.cancelled = self.cancelled or bool(self._open)
         self._end()
+
+    def end_choice(self, choice: int) -> None:
+        self.ended.append(choice)
 
     def start(self) -> None:
         """Begin to answer."""

@@ -53,11 +53,16 @@ class Sink:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.by_choice: dict[int, list[int]] = {}
+        self.deltas: list[TokenDelta] = []
         self.ends = 0
         self.errors: list[PdserveError] = []
 
     def on_delta(self, delta: TokenDelta) -> None:
+        assert not self.errors
+        self.deltas.append(delta)
         self.tokens += delta.tokens
+        self.by_choice.setdefault(delta.choice, []).extend(delta.tokens)
         self.ends += delta.finish is not None
 
     def on_error(self, error: PdserveError) -> None:
@@ -72,6 +77,7 @@ class Worker:
         self.refusal: Exception | None = None
         self.running: dict[int, TokenSink] = {}
         self.names: list[str] = []
+        self.requests: list[GenerateRequest] = []
         self.deadlines: list[float | None] = []
         """Of all requests that were submitted."""
         self.aborted: list[int] = []
@@ -89,6 +95,7 @@ class Worker:
         if self.refusal is not None:
             raise self.refusal
         self.names.append(request.request_id)
+        self.requests.append(request)
         self.deadlines.append(request.deadline)
         handle = len(self.names)
         self.running[handle] = sink
@@ -98,12 +105,12 @@ class Worker:
         self.aborted.append(handle)
         self.running.pop(handle, None)
 
-    def say(self, *tokens: int, end: bool = False) -> None:
-        """To all that run."""
+    def say(self, *tokens: int, end: bool = False, choice: int = 0, **fields: Any) -> None:
+        """To all that run; one that has said its `end` is over unless it has more choices."""
         for handle, sink in tuple(self.running.items()):
             finish = Finish(reason="stop") if end else None
-            sink.on_delta(TokenDelta(handle, 0, list(tokens), finish))
-            if end:
+            sink.on_delta(TokenDelta(handle, choice, list(tokens), finish, **fields))
+            if end and self.requests[handle - 1].n == 1:
                 del self.running[handle]
 
     def refuse(self, error: PdserveError) -> None:

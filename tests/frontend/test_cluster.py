@@ -433,8 +433,8 @@ async def test_a_worker_that_cannot_be_reached_is_the_operators_concern() -> Non
 
 
 @virtually
-async def test_a_worker_that_dies_takes_its_requests_with_it_at_once() -> None:
-    async with world() as w:
+async def test_without_migration_a_worker_that_dies_takes_its_requests_with_it_at_once() -> None:
+    async with world(migration=False) as w:
         router = await w.router("r")
         await w.worker("a")
         await w.worker("b")
@@ -453,7 +453,7 @@ async def test_a_worker_that_dies_takes_its_requests_with_it_at_once() -> None:
 
 @virtually
 async def test_news_of_a_workers_leave_may_overtake_its_last_tokens() -> None:
-    async with world() as w:
+    async with world(migration=False) as w:
         await w.router("r")
         worker = await w.worker("a")
         await w.ready()
@@ -538,8 +538,8 @@ async def test_a_link_to_an_earlier_life_is_given_up() -> None:
 
 
 @virtually
-async def test_a_frontend_held_for_dead_ends_its_requests_and_serves_again() -> None:
-    async with world() as w:
+async def test_a_frontend_held_for_dead_loses_its_requests_and_serves_again() -> None:
+    async with world(migration=False) as w:
         await w.router("r")
         worker = await w.worker("a")
         await w.worker("b", serves=False)
@@ -559,7 +559,7 @@ async def test_a_frontend_held_for_dead_ends_its_requests_and_serves_again() -> 
 
 @virtually
 async def test_a_worker_held_for_dead_serves_again_in_its_next_life() -> None:
-    async with world() as w:
+    async with world(migration=False) as w:
         router, worker = await w.router("r"), await w.worker("a")
         await w.worker("b", serves=False)
         w.workers.pop("b")

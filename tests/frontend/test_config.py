@@ -32,6 +32,7 @@ def test_an_impossible_value_is_named(field, value):
 def test_every_number_is_checked():
     for field in dataclasses.fields(FrontendConfig):
         if field.type in ("int", "Seconds", "Bytes") and field.name != "port":
-            change: dict[str, Any] = {field.name: 0}
+            least = -1 if field.name == "poison_after" else 0
+            change: dict[str, Any] = {field.name: least}
             with pytest.raises(ConfigError):
                 FrontendConfig(**change).validate()

@@ -50,7 +50,7 @@ class FrontendPart:
         """`on_failed` hears that the processes which share the port die too often."""
         config = context.config.frontend
         self.node = node
-        self.backend = ClusterBackend(node, config, context.degradations)
+        self.backend = ClusterBackend(node, config, context.degradations, context.metrics)
         self.pages: Pages = context.metrics
         """What a scrape of this process is answered with."""
         if config.group:

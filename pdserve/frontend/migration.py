@@ -1,0 +1,245 @@
+"""What it takes to go on with a request at another worker: what has come of it, who is left out,
+whether workers die of it.
+
+Plain records and decisions; `errand` acts on them. Tokens are kept as they came from workers, those
+included that a stop string or half a character still holds back from the client.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Final, Literal
+
+from msgspec.structs import replace
+
+from pdserve.errors import (
+    Draining,
+    EngineDied,
+    EngineStalled,
+    LinkError,
+    NotReady,
+    StepFailed,
+    WorkerLost,
+)
+from pdserve.messages.request import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.errors import PdserveError
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.channel import MoveReason
+    from pdserve.messages.request import GenerateRequest, TokenDelta
+
+__all__ = [
+    "Deaths",
+    "Exclusions",
+    "Life",
+    "Outcome",
+    "Reason",
+    "Received",
+    "Standing",
+    "reason_of",
+    "warm_up",
+]
+
+Reason = Literal[
+    "worker_lost",
+    "engine_died",
+    "engine_stalled",
+    "step_failed",
+    "not_ready",
+    "drain",
+    "queue",
+    "itl",
+    "kv",
+]
+"""Why a request had to go on elsewhere. The first five: what it had there is lost."""
+Outcome = Literal["completed", "stayed", "poison", "no_worker", "failed", "cancelled"]
+"""Of one migration. `completed`: the next worker gave a token; `stayed`: nobody had room, and it
+went on where it was."""
+
+Life = tuple["NodeId", "Epoch"]
+Standing = Literal["here", "doubtful", "died", "gone"]
+"""Of a worker's life, as this node knows it. `gone`: over, and not by dying."""
+
+_KINDS: Final[tuple[tuple[type[PdserveError], Reason], ...]] = (
+    (EngineStalled, "engine_stalled"),
+    (EngineDied, "engine_died"),
+    (StepFailed, "step_failed"),
+    (Draining, "drain"),
+    (NotReady, "not_ready"),
+    (WorkerLost, "worker_lost"),
+    (LinkError, "worker_lost"),
+)
+_DEADLY: Final = ("engine_died", "engine_stalled", "step_failed")
+_TAIL: Final = 256
+"""Tokens that are kept as Python's integers, which take nine times the room."""
+
+
+def reason_of(error: PdserveError) -> Reason | None:
+    """Why what ended with `error` can go on elsewhere; None: it would end there as well."""
+    return next((reason for kind, reason in _KINDS if isinstance(error, kind)), None)
+
+
+class Received:
+    """All that has come of one request, by choice."""
+
+    __slots__ = ("_packed", "ended", "scored", "tails")
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.tails: list[list[int]] = [[] for _ in range(request.n)]
+        """The latest tokens; whoever adds to one calls `pack` when it is `full`."""
+        self._packed = [array("I") for _ in range(request.n)]
+        self.ended: set[int] = set(request.ended)
+        self.scored: set[int] = set()
+        """Choices whose logprobs of the prompt have come."""
+        for choice, tokens in enumerate(request.output):
+            self._packed[choice].extend(tokens)
+
+    def take(self, choice: int, tokens: list[int]) -> None:
+        """The same as callers in a hurry do by `tails`."""
+        tail = self.tails[choice]
+        tail += tokens
+        if len(tail) >= _TAIL:
+            self.pack(choice)
+
+    def pack(self, choice: int) -> None:
+        """Keep the tail in little room."""
+        tail = self.tails[choice]
+        self._packed[choice].extend(tail)
+        tail.clear()
+
+    def scored_once(self, delta: TokenDelta) -> TokenDelta:
+        """Without logprobs of the prompt that an earlier worker has told."""
+        if delta.choice in self.scored:
+            return replace(delta, prompt_logprobs=None)
+        self.scored.add(delta.choice)
+        return delta
+
+    def tokens(self, choice: int) -> list[int]:
+        return self._packed[choice].tolist() + self.tails[choice]
+
+    def count(self, choice: int) -> int:
+        return len(self._packed[choice]) + len(self.tails[choice])
+
+    @property
+    def any(self) -> bool:
+        """A token has come."""
+        return any(self.tails) or any(self._packed)
+
+    @property
+    def live(self) -> list[int]:
+        """Choices that have not ended."""
+        return [choice for choice in range(len(self.tails)) if choice not in self.ended]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest choice that goes on."""
+        return max(map(self.count, self.live), default=0)
+
+    @property
+    def shortest(self) -> int:
+        return min(map(self.count, self.live), default=0)
+
+    def continuation(self, request: GenerateRequest) -> GenerateRequest:
+        """`request` as another worker is to go on with it."""
+        if not (self.any or self.ended):
+            return request
+        sampling = request.sampling
+        if sampling.prompt_logprobs is not None and self.scored.issuperset(self.live):
+            sampling = replace(sampling, prompt_logprobs=None)
+        return replace(
+            request,
+            sampling=sampling,
+            output=[self.tokens(choice) for choice in range(request.n)],
+            ended=tuple(sorted(self.ended)),
+        )
+
+
+def warm_up(
+    request: GenerateRequest, output: list[int], source: Life | None, deadline: Seconds
+) -> GenerateRequest:
+    """What makes a worker have the KV of a choice that has come to `output`: a request for one
+    token, which nobody wants. `source`: who has the KV."""
+    node, epoch = ("", 0) if source is None else source
+    return replace(
+        request,
+        sampling=SamplingParams(max_tokens=len(output) + 1, temperature=0.0, ignore_eos=True),
+        n=1,
+        output=[output] if output else [],
+        ended=(),
+        deadline=deadline,
+        source=node,
+        source_epoch=epoch,
+    )
+
+
+class Exclusions:
+    """Workers that a request is not to be given to, by their lives."""
+
+    __slots__ = ("_until",)
+
+    def __init__(self) -> None:
+        self._until: dict[Life, Seconds | None] = {}
+
+    def add(self, life: Life, until: Seconds | None) -> None:
+        """`until` None: for as long as it lives."""
+        self._until[life] = until
+
+    def at(self, now: Seconds, epoch_of: Callable[[NodeId], Epoch | None]) -> tuple[NodeId, ...]:
+        """By name, in order. One that has begun another life is no longer meant; one that is not
+        in the cluster still is: a router may not have heard."""
+        return tuple(
+            node
+            for (node, epoch), until in self._until.items()
+            if epoch_of(node) in (None, epoch) and (until is None or until > now)
+        )
+
+    def next_end(self, now: Seconds) -> Seconds | None:
+        """When the next one is over."""
+        ends = [until for until in self._until.values() if until is not None and until > now]
+        return min(ends, default=None)
+
+    def relax(self, until: Seconds) -> None:
+        """Those without an end get one."""
+        for life, end in self._until.items():
+            if end is None:
+                self._until[life] = until
+
+    def __bool__(self) -> bool:
+        return bool(self._until)
+
+
+class Deaths:
+    """Workers that ended while they had the request, since its last token."""
+
+    __slots__ = ("_lives",)
+
+    def __init__(self) -> None:
+        self._lives: list[tuple[Life, Reason]] = []
+
+    def add(self, life: Life, reason: Reason) -> None:
+        """Those that were only out of reach, or left, are told apart by and by."""
+        if reason in _DEADLY or reason == "worker_lost":
+            self._lives.append((life, reason))
+
+    def clear(self) -> None:
+        """A token: whatever it is that they died of, it was not simply this request."""
+        self._lives.clear()
+
+    def certain(self, standing: Callable[[Life], Standing]) -> list[NodeId]:
+        """Those that died, or whose engine did."""
+        return [
+            life[0] for life, reason in self._lives if reason in _DEADLY or standing(life) == "died"
+        ]
+
+    def doubtful(self, standing: Callable[[Life], Standing]) -> int:
+        """How many more may have died: nobody knows yet."""
+        lost = [life for life, reason in self._lives if reason not in _DEADLY]
+        return sum(standing(life) == "doubtful" for life in lost)
+
+
+def outweighs(reason: MoveReason, other: MoveReason) -> bool:
+    """Whether a worker that said `other` and now says `reason` has said something new."""
+    return reason == "drain" != other
