@@ -40,7 +40,7 @@ serve: $(VENV)/.deps-serve $(BUILT)
 
 test: $(VENV)/.deps-dev $(BUILT) lint check
 	@$(SAY) "pytest, seed $(PDSERVE_TEST_SEED)"
-	@$(BIN)/python -m pytest -q --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
+	@$(BIN)/python .ci/pytest.py -q --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
 
 test-long: $(VENV)/.deps-dev $(BUILT)
 	@$(SAY) "pytest, every long suite, seed $(PDSERVE_TEST_SEED)"

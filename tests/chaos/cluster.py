@@ -21,14 +21,16 @@ import psutil
 
 from pdserve.launch import exit_codes
 from tests.e2e.server import PATIENCE, Server
+from tests.support.parts import worker_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
 _POLL = 0.05
-_PORTS = range(20_000, 30_000)
-"""Below those that systems give to whoever asks for any: nobody gets ours between two starts."""
+_PORTS = range(20_000, 30_000)[worker_number() % 4 :: 4]
+"""Below those that systems give to whoever asks for any: nobody gets ours between two starts. Tests
+that run at the same time have different ones."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:

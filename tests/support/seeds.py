@@ -12,6 +12,8 @@ from hashlib import blake2b
 
 import pytest
 
+from tests.support import parts
+
 SLICES = 4
 """`make test` runs one in SLICES of the tests marked `long`."""
 
@@ -55,7 +57,9 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long tests that are not this run's, unless one was asked for by name."""
+    """Leave out the long tests that are not this run's, unless one was asked for by name, and what
+    is not of this run's part."""
+    parts.leave_out(config, items)
     if is_long() or any("::" in argument for argument in config.args):
         return
     left_out = [

@@ -1,0 +1,36 @@
+"""The two parts in which `make test` runs the suite: together on several cores, then alone.
+
+`.ci/pytest.py` runs one after the other, naming each by `PDSERVE_TEST_PART`; without that pytest
+runs everything. A test marked `alone` measures time, or fills the machine by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+PART = os.environ.get("PDSERVE_TEST_PART", "")
+"""`together`, `alone`, or empty: both."""
+
+
+def belongs(part: str, alone: bool) -> bool:
+    """Whether this part takes a test that must be alone, or need not."""
+    return not part or alone == (part == "alone")
+
+
+def worker_number() -> int:
+    """Of this process among those that run tests together."""
+    name = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    return int(name.removeprefix("gw"))
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the other part's tests."""
+    others = [i for i in items if not belongs(PART, i.get_closest_marker("alone") is not None)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        gone = set(others)
+        items[:] = [item for item in items if item not in gone]

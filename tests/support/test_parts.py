@@ -1,0 +1,54 @@
+"""Each test is in one of the two parts that `make test` runs, and its status tells of both."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.support.parts import belongs, worker_number
+
+SCRIPT = Path(__file__).parents[2] / ".ci" / "pytest.py"
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("ci_pytest", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_test_is_in_one_part_and_in_a_run_without_parts(alone):
+    assert belongs("", alone)
+    assert belongs("alone", alone) != belongs("together", alone)
+
+
+def test_processes_that_run_tests_together_are_numbered(monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    assert worker_number() == 0
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
+    assert worker_number() == 3
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "status"),
+    [(0, 0, 0), (1, 0, 1), (0, 1, 1), (2, 1, 2), (5, 0, 0), (0, 5, 0), (5, 5, 5), (5, 1, 1)],
+)
+def test_any_failure_is_the_status_and_a_part_without_tests_is_none(
+    monkeypatch, first, second, status
+):
+    module = script()
+    statuses = iter((first, second))
+    monkeypatch.setattr(module, "part", lambda *arguments: next(statuses))
+    assert module.main(["-q"]) == status
+
+
+def test_the_first_failure_is_the_end_if_that_is_wanted(monkeypatch):
+    module, ran = script(), []
+    monkeypatch.setattr(module, "part", lambda name, *arguments: ran.append(name) or 1)
+    assert module.main(["-x"]) == 1
+    assert ran == ["together"]
