@@ -10,12 +10,14 @@ import json
 import pkgutil
 import re
 import typing
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import pdserve
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 PLACES = ("messages", "gossip.messages", "net", "runtime", "wire", "transfer")
 
