@@ -27,7 +27,8 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
 @pytest.fixture
 def cluster(tmp_path: Path, release: Release) -> Iterator[Mixed]:
     """No node yet. At the end all are ended, and must have ended well."""
-    with Mixed(tmp_path, release) as cluster:
+    cluster = Mixed(tmp_path, release)
+    with cluster:
         yield cluster
 
 

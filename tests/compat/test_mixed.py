@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -71,7 +71,7 @@ class Texts:
         assert stream.text == self._texts[prompt], prompt[:4]
 
 
-def fields(prompt: str) -> dict[str, object]:
+def fields(prompt: str) -> dict[str, Any]:
     return {
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": TOKENS,
