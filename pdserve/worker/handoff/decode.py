@@ -228,7 +228,7 @@ class Decode:
         if request.sampling.prompt_logprobs is not None:  # those of the prompt are not in KV
             return "not_possible"
         if tokens_of(request) - cached <= card.block_size:
-            return "source_cached"
+            return "source_short"
         if not self.lives(source):
             return "source_gone"
         if source.node in self.cut_off():

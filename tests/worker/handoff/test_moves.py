@@ -384,7 +384,7 @@ def test_what_is_cached_is_not_fetched():
         output = await pair.tokens(pair.at_s(wanted), 2)
         await pair.warm(wanted, output)
         again = await pair.warm(wanted, output)
-        assert again.where == ["local; node=t; reason=source_cached"]
+        assert again.where == ["local; node=t; reason=source_short"]
 
     play(test)
 
