@@ -282,6 +282,15 @@ def test_a_connection_may_break_only_with_its_frontend():
     assert outcome(one, Circumstances({"front-1": [101.0]})) == checker.CUT
 
 
+def test_a_frontend_that_finds_its_cluster_again_may_know_no_worker():
+    one = failed("no_worker", retry_after="1")
+    assert outcome(one, Circumstances(away={"front-2": [(99.0, 101.0)]})) == checker.NO_WORKER
+    assert outcome(one, Circumstances(away={"front-1": [(99.0, 99.5)]})) == checker.NO_WORKER
+    assert outcome(one, Circumstances(away={"front-1": [(99.0, 100.2)]})) == checker.REJECTED
+    one = failed("no_worker", begun=True)
+    assert outcome(one, Circumstances(away={"front-1": [(99.0, 101.0)]})) == checker.NO_WORKER
+
+
 def test_what_came_before_the_end_must_be_right_as_well():
     for one in (lived(event([5, 7], "ac")), lived(event([5, 7], "ac"), DONE)):
         one.hung_up = True

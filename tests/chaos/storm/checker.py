@@ -57,6 +57,8 @@ class Circumstances:
 
     deaths: dict[str, list[float]] = field(default_factory=dict)
     """When each frontend was killed; the monotonic clock's."""
+    away: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """From when to when each frontend was not itself, or was finding its cluster again."""
     patience: float = 90.0
     """Nothing lasts longer than this."""
 
@@ -65,6 +67,13 @@ class Circumstances:
         return any(
             life.asked - 1.0 <= death <= life.ended + 1.0
             for death in self.deaths.get(life.frontend, ())
+        )
+
+    def was_away(self, life: Life) -> bool:
+        """Its frontend did not know its cluster when it was asked."""
+        return any(
+            life.asked <= until and life.ended >= since
+            for since, until in self.away.get(life.frontend, ())
         )
 
 
@@ -77,7 +86,7 @@ def judge(life: Life, expected: Expected, circumstances: Circumstances) -> Verdi
     if life.done:
         return _completed(life, expected)
     if life.error is not None:
-        return _error(life)
+        return _error(life, circumstances)
     if life.hung_up:
         return Verdict(CANCELLED)
     if circumstances.died_under(life):
@@ -137,7 +146,7 @@ def _completed(life: Life, expected: Expected) -> Verdict:
     return Verdict(COMPLETED)
 
 
-def _error(life: Life) -> Verdict:
+def _error(life: Life, circumstances: Circumstances) -> Verdict:
     message = (life.error or {}).get("message")
     why = f"{life.status} {life.code}: {message}"
     begun = bool(life.chunks) or life.status == 200
@@ -145,9 +154,10 @@ def _error(life: Life) -> Verdict:
         return Verdict(POISONED, why)
     if life.code == "deadline_exceeded":
         return Verdict(DEADLINE) if message else Verdict(FAILED, f"no reason: {why}")
-    if life.code in ("no_worker", "model_not_found"):
+    no_worker = life.code in ("no_worker", "model_not_found")
+    if no_worker and (begun or not circumstances.was_away(life)):
         return Verdict(NO_WORKER, why)
-    if life.code in REJECTIONS and not begun:
+    if (no_worker or life.code in REJECTIONS) and not begun:
         if "retry-after" not in life.headers:
             return Verdict(FAILED, f"no Retry-After: {why}")
         return Verdict(REJECTED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class Faults:
         fault = done.fault
         concerned = [name for name in (fault.target, fault.peer) if name in self.site.nodes]
         self.standing.up.difference_update(concerned)
+        for name in concerned:
+            self.circumstances.away.setdefault(name, []).append((done.began, math.inf))
         try:
             await self._act(done)
             done.ended = done.ended or time.monotonic()
@@ -100,6 +103,7 @@ class Faults:
             for name in concerned:
                 await self.site.nodes[name].wait_ready()
                 self.standing.up.add(name)
+                self.circumstances.away[name][-1] = (done.began, time.monotonic() + SETTLE)
             done.healed = time.monotonic()
         except (RuntimeError, TimeoutError, OSError) as error:
             done.problem = f"{type(error).__name__}: {error}"

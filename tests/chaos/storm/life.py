@@ -5,6 +5,7 @@ Sans-I/O but for the clock, which comes in as an argument. It judges nothing: se
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from tests.chaos.storm.questions import Question
 
 LONG_GAP = 0.5
-"""Seconds between two chunks that are remembered one by one."""
+"""Seconds between two chunks that are told one by one."""
 
 
 @dataclass
@@ -65,16 +66,12 @@ class Life:
     last: float = 0.0
     """When anything came."""
     ended: float = 0.0
-    gap: float = 0.0
-    """The longest time between two chunks with tokens."""
-    gaps: list[tuple[float, float]] = field(default_factory=list)
-    """(beginning, length) of all long ones."""
-    chunks: int = 0
+    times: list[float] = field(default_factory=list)
+    """When each chunk with tokens came."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice() for _ in range(self.question.choices)]
         self._sse = SseDecoder()
-        self._before = 0.0
 
     # ------------------------------------------------------------------ what comes
 
@@ -113,15 +110,8 @@ class Life:
         self._take(content, "delta")
 
     def _token(self, now: float) -> None:
-        if self.chunks:
-            gap = now - self._before
-            self.gap = max(self.gap, gap)
-            if gap >= LONG_GAP:
-                self.gaps.append((self._before, gap))
-        else:
-            self.first = now
-        self._before = now
-        self.chunks += 1
+        self.first = self.first or now
+        self.times.append(now)
 
     def _take(self, content: dict[str, Any], part: str) -> None:
         self.usage = content.get("usage") or self.usage
@@ -138,6 +128,16 @@ class Life:
                 choice.ends += 1
 
     # ------------------------------------------------------------------ telling
+
+    @property
+    def chunks(self) -> int:
+        """With tokens."""
+        return len(self.times)
+
+    @property
+    def gaps(self) -> list[tuple[float, float]]:
+        """(beginning, length) of the times between two chunks."""
+        return [(before, now - before) for before, now in itertools.pairwise(self.times)]
 
     @property
     def code(self) -> str:
@@ -160,7 +160,8 @@ class Life:
         """All there is to know, in a few lines; times from `zero` on."""
         own = {k: v for k, v in self.headers.items() if k.startswith("x-")}
         counts = [(len(choice.tokens), choice.finish) for choice in self.choices]
-        gaps = [f"{length:.2f} s from {at - zero:.2f}" for at, length in self.gaps]
+        long = [(at - zero, length) for at, length in self.gaps if length >= LONG_GAP]
+        gaps = [f"{length:.2f} s from {at:.2f}" for at, length in long]
         return (
             f"request {self.number}, question {self.question.number} ({self.question.path}, "
             f"n={self.question.choices}), {'streamed' if self.streamed else 'whole'} from "

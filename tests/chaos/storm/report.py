@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.chaos.storm import checker, schedule
+from tests.chaos.storm.life import LONG_GAP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,6 +31,30 @@ class Outcome:
 
     life: Life
     verdict: Verdict
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """A long time between two chunks of one stream."""
+
+    at: float
+    length: float
+    frontend: str
+    workers: set[str]
+    moved: bool
+
+    def holds(self, done: Done) -> bool:
+        """A fault came within it and may be its cause: that of its frontend, of a worker that
+        had it or, once it has moved, of any; disk, ways and routers are everybody's."""
+        if not self.at - EARLY <= done.began <= self.at + self.length:
+            return False
+        name = done.fault.target
+        if self.frontend in (name, done.fault.peer):
+            return True
+        if "front" in name:
+            return False
+        anybody = self.moved or not self.workers or "router" in name or name == "disk"
+        return anybody or name in self.workers
 
 
 @dataclass
@@ -56,7 +81,7 @@ class Storm:
     """Seconds from asking."""
     gaps: dict[str, list[float]] = field(default_factory=dict)
     """By kind of fault; seconds."""
-    _long: list[tuple[float, float, Life]] = field(default_factory=list)
+    _long: list[_Gap] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     """What was not let go of after quiet."""
@@ -77,22 +102,21 @@ class Storm:
         if life.first:
             self.first_tokens.append(life.first - life.asked)
         if life.streamed:
-            self.worst_gap = max(self.worst_gap, life.gap)
-            self._long += [(at, length, life) for at, length in life.gaps]
+            for at, length in life.gaps:
+                self.worst_gap = max(self.worst_gap, length)
+                if length >= LONG_GAP:
+                    moved = life.migrations > 0
+                    self._long.append(_Gap(at, length, life.frontend, life.workers, moved))
         if not verdict.allowed:
             self.wrong.append(Outcome(life, verdict))
 
     def settle_gaps(self) -> None:
         """Say of each long gap which kinds of faults came within it and may have to do with it."""
         times = [done for done in self.done if not done.skipped]
-        for at, length, life in self._long:
-            kinds = {
-                done.fault.kind
-                for done in times
-                if at - EARLY <= done.began <= at + length and _concerns(done, life)
-            }
+        for gap in self._long:
+            kinds = {done.fault.kind for done in times if gap.holds(done)}
             for kind in kinds or {"none"}:
-                self.gaps.setdefault(kind, []).append(length)
+                self.gaps.setdefault(kind, []).append(gap.length)
         self._long.clear()
         for kind, lengths in self.gaps.items():
             self.gaps[kind] = sorted(lengths, reverse=True)[:MEMORY]
@@ -113,18 +137,6 @@ class Storm:
 
 
 _BAD = set(checker.FORBIDDEN)
-
-
-def _concerns(done: Done, life: Life) -> bool:
-    """A stream has to do with its frontend, with workers that had it and, once it has moved, with
-    any; disk, ways and routers are everybody's."""
-    name = done.fault.target
-    if name == life.frontend or done.fault.peer == life.frontend:
-        return True
-    if "front" in name:
-        return False
-    known = life.workers
-    return not known or life.migrations > 0 or "router" in name or name in known or name == "disk"
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -87,8 +87,10 @@ def engine_flags(engine: Engine, trouble: Path) -> tuple[str, ...]:
 class Site:
     """Use with `with`."""
 
-    def __init__(self, engine: Engine, seed: int | str) -> None:
+    def __init__(self, engine: Engine, seed: int | str, *, plain: bool = False) -> None:
+        """`plain`: without hosts and disk, for measurements."""
         self.engine: Engine = engine
+        self._plain = plain
         self.seed = seed
         self.nodes: dict[str, Node] = {}
         self.hosts: dict[str, Host] = {}
@@ -164,6 +166,8 @@ class Site:
     def _disk(self) -> Path:
         disk = self.home / "disk"
         disk.mkdir()
+        if self._plain:
+            return disk
         try:
             mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "storm", str(disk)]
             done = subprocess.run(mount, capture_output=True, text=True, check=False)
@@ -178,6 +182,8 @@ class Site:
         return disk
 
     def _network(self) -> Network | None:
+        if self._plain:
+            return None
         try:
             net = self._stack.enter_context(network())
         except pytest.skip.Exception as why:
@@ -197,7 +203,7 @@ class Site:
             ours = address.rpartition(".")[0] + ".1"
         self._ports[place.name] = ports
         self._addresses[place.name] = own = f"{address}:{ports[0]}"
-        if place.proxied:
+        if place.proxied and not self._plain:
             way = Proxy(random.Random(f"{self.seed} {place.name}").getrandbits(32), ours)
             way.target = own
             self.ways[place.name] = self._stack.enter_context(way)
@@ -210,7 +216,7 @@ class Site:
         join = ",".join(self._addresses[name] for name in ("router-1", "router-2"))
         flags = [*place.flags, "--listen", f"{address}:{cluster}", "--join", join]
         flags += ["--cluster-key-file", str(self._keys)]
-        if place.proxied:
+        if place.name in self.ways:
             flags += ["--advertise", self._addresses[place.name]]
         if place.part in ("worker", "prefill"):
             flags += engine_flags(self.engine, self.trouble(place.name))
