@@ -591,6 +591,12 @@ OPTIONS: tuple[Option, ...] = (
         units.parse_duration,
         units.format_duration,
     ),
+    _switch(
+        "rebalance",
+        "router.rebalance",
+        "cluster",
+        "Have requests that wait at a worker begun by another one that would be sooner.",
+    ),
     Option(
         "queue-order",
         "router.queue_order",

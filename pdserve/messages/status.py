@@ -75,6 +75,8 @@ class RouterNumbers(msgspec.Struct, frozen=True, array_like=True):
     """The prefill queues that it owns, by model."""
     prefill_events: dict[str, int] = {}
     """What happened to items of those queues, ever: see `router.prefill.queue`."""
+    moves_asked: Count = 0
+    """Requests that another worker would have begun sooner than the one they waited at."""
 
 
 class FrontendNumbers(msgspec.Struct, frozen=True, array_like=True):

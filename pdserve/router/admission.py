@@ -1,8 +1,12 @@
-"""Whether a question may wait at all, and what it is told if not.
+"""Whether a question may wait at all, or be begun after it has, and what it is told if not.
 
 Two refusals, both with the time after which asking again makes sense: a bound of the hold queue is
 reached; or the client has said by when it needs its first token, and nobody can have it ready by
 then. Clients that say nothing are never refused for the second reason.
+
+A question that waits too long is refused as soon as that shows, not when it is too late: work for
+an answer that comes too late is taken from those that could still come in time, and under overload
+everything would be late.
 
 Pure functions; the desk acts on what they say.
 """
@@ -14,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from pdserve.errors import Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.routing import Route
@@ -22,22 +26,26 @@ if TYPE_CHECKING:
     from pdserve.router.policies.base import State, WorkerView
     from pdserve.router.predict.predictor import Predictor
 
-__all__ = ["best_chance", "drain_time", "hopeless", "over_bound"]
+__all__ = ["best_chance", "drain_time", "over_bound", "too_late", "worth"]
 
 _LONGEST: Final[Seconds] = 60.0
 """Nobody is sent away for longer: predictions do not reach far."""
 HOPELESS: Final = 0.05
 """Less likely than this is as good as impossible."""
+WORTH: Final = 0.7
+"""Waiting may take so much of the chance that a question would have if nobody were before it. Many
+wait under overload: with a small share most of them would be late."""
 
 
 def drain_time(
     now: Seconds, workers: Sequence[WorkerView], held: Seconds, least: Seconds
 ) -> Seconds:
-    """Predicted time until what waits here and at the workers is done, within reason."""
+    """Predicted time until what waits here, for `held` at most, and at the workers is done, within
+    reason."""
     if not workers:
         return least
     there = sum(worker.wait(now) for worker in workers)
-    return min(max((there + held) / len(workers), least), _LONGEST)
+    return min(max(there / len(workers) + held, least), _LONGEST)
 
 
 def over_bound(config: RouterConfig, held: int, size: Bytes, drain: Seconds) -> Overloaded | None:
@@ -53,14 +61,16 @@ def best_chance(
     predictor: Predictor, model: str, question: Route, state: State, ahead: Seconds, age: Seconds
 ) -> float:
     """Probability that the first token comes in time where that is likeliest. `ahead`: what it
-    would wait in this router."""
+    waits in this router."""
     assert question.slo_ttft is not None
-    limit = question.slo_ttft - question.waited
+    limit = question.slo_ttft - question.waited - ahead
+    if limit <= 0.0:
+        return 0.0
     best = 0.0
     for worker in state.workers:
         chance = predictor.in_time(
             model,
-            ahead + state.ttft(question, worker),
+            state.ttft(question, worker),
             limit,
             uncached=question.prompt_tokens - state.cached_tokens(question, worker),
             sequences=worker.sequences,
@@ -70,10 +80,14 @@ def best_chance(
     return best
 
 
-def hopeless(question: Route, chances: Iterable[float], drain: Seconds) -> Overloaded | None:
-    """The refusal, if no chance is worth it."""
-    if max(chances, default=1.0) >= HOPELESS:
-        return None
+def worth(chance: float, alone: float) -> bool:
+    """Whether work should be spent on it. `alone`: its chance if it had not to wait here. What is
+    too long for its limit, but not hopeless, is not refused for that."""
+    return chance >= HOPELESS and chance >= WORTH * alone
+
+
+def too_late(question: Route, drain: Seconds) -> Overloaded:
+    """The refusal."""
     return Overloaded(
         f"a first token within {question.slo_ttft:g} s cannot be had now", retry_after=drain
     )

@@ -119,6 +119,10 @@ class Dispatch(NamedTuple):
     load_age: Seconds = 0.0
     elsewhere_wait: Seconds | None = None
     """Its prompt was predicted to be computed by a prefill worker, after so long in the queue."""
+    attempt: int = 0
+    """Of the request: how often it had been placed before."""
+    fixed: bool = False
+    """Not every worker of its model may have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +449,19 @@ class Bookings:
             account.ttft,
             account.window.sum / _MICRO,
         )
+
+    def unstarted(self, worker: NodeId) -> tuple[Seconds, tuple[Booking, ...]]:
+        """What is charged there and has no first token, in the order in which it came, and since
+        when the first of it is the first."""
+        account = self._accounts.get(worker)
+        if account is None:
+            return 0.0, ()
+        return account.head_since, tuple(account.prefill.values())
+
+    def own_there(self, id: int) -> Booking | None:
+        """An own booking that its worker is known to hold; None: there is none such."""
+        booking = self._own.get(id)
+        return None if booking is None or id in self._unseen else booking
 
     def _blended(self, account: _Account) -> tuple[int, int, int]:
         """The sums, with each silent peer's part moved towards the own one."""

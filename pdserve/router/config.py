@@ -32,6 +32,9 @@ class RouterConfig:
     queue_order: str = "sjf"
     """Among the waiting requests of a tenant: `sjf`, least predicted work first, corrected by the
     time waited; `fifo`, by arrival."""
+    rebalance: bool = True
+    """Ask frontends to have requests begun elsewhere that wait at a worker for longer than they
+    would at another."""
     hold_limit: int = 4096
     """Requests of one model that may wait here; one more is refused with 429, or displaces one of
     lower priority. Several seconds' worth for a large cluster."""

@@ -32,14 +32,16 @@ from typing import TYPE_CHECKING, Final
 from pdserve.blocks.hashing import SHORT_BYTES
 from pdserve.errors import ConfigError, DeadlineExceeded, Draining, Overloaded, PdserveError
 from pdserve.messages.routing import Candidate, Explained, Routed
-from pdserve.router.admission import best_chance, drain_time, hopeless, over_bound
+from pdserve.router.admission import best_chance, drain_time, over_bound, too_late, worth
 from pdserve.router.bookings import Bookings, Dispatch, Life
 from pdserve.router.decide import Refusal, candidates, standing
 from pdserve.router.hold import Held, HoldQueue, Placement
 from pdserve.router.index.view import PrefixIndex
+from pdserve.router.pace import Pace
 from pdserve.router.policies.base import Explains, State
 from pdserve.router.pool import Pool
 from pdserve.router.predict.predictor import Observation, Predictor
+from pdserve.router.rebalance import MOST_ATTEMPTS, Group, Place, Rebalancer, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from pdserve.router.pool import Facts, ModelView
     from pdserve.router.predict.calibrate import Summary
     from pdserve.router.predict.moves import Elsewhere
+    from pdserve.router.rebalance import Waiting
 
 __all__ = ["Desk", "Numbers"]
 
@@ -97,6 +100,8 @@ class Numbers:
     """From the decision to the first token, of those for which it was predicted,"""
     predicted_seconds: float = 0.0
     """and what was predicted."""
+    moves_asked: int = 0
+    """Bookings whose frontends were to have them begun elsewhere."""
 
 
 _Takers = dict[tuple[tuple["NodeId", ...], tuple["NodeId", ...], str], frozenset["NodeId"]]
@@ -140,8 +145,11 @@ class Desk:
         """Something has happened that may let a held question go."""
         self.draining = False
         """Nothing is held any more."""
+        self._rebalancer = Rebalancer()
         self._queues: dict[str, HoldQueue] = {}
         """By model as asked for; only those in which somebody waits."""
+        self._paces: dict[str, Pace] = {}
+        """Of those queues."""
         self._asked = 0
         self._looking = False
 
@@ -326,15 +334,23 @@ class Desk:
     def _refuse_hopeless(self, now: Seconds, question: Route, state: State) -> None:
         """Raises `Overloaded` if the client's own limit cannot be kept by anybody."""
         queue = self._queues.get(question.model)
-        ahead = queue.work / len(state.workers) if queue else 0.0
+        ahead = 0.0
+        if queue is not None:
+            cost = self._least_cost(now, question, state.workers)
+            ahead = queue.ahead(question, cost, now) / self._pace(
+                now, question.model, state.workers
+            )
+        self._refuse_late(now, question, state, ahead)
+
+    def _refuse_late(self, now: Seconds, question: Route, state: State, ahead: Seconds) -> None:
+        """Raises `Overloaded` if that wait, to come or passed, leaves it no fair chance."""
         age = max(self.pool.load_age(now, worker.node) for worker in state.workers)
         name = self.pool.model_of(state.workers[0].node)
-        chance = best_chance(self.predictor, name, question, state, ahead, age)
-        refusal = hopeless(
-            question, (chance,), self._drain_time(now, question.model, state.workers)
-        )
-        if refusal is not None:
-            raise refusal
+        alone = chance = best_chance(self.predictor, name, question, state, 0.0, age)
+        if ahead:
+            chance = best_chance(self.predictor, name, question, state, ahead, age)
+        if not worth(chance, alone):
+            raise too_late(question, self._drain_time(now, question.model, state.workers))
 
     def _hold(
         self,
@@ -346,12 +362,13 @@ class Desk:
     ) -> Held:
         self._make_room(now, question, workers)
         self._asked += 1
-        deadline = None if question.deadline is None else now + question.deadline
+        deadline = _deadline(now, question)
         cost = self._least_cost(now, question, workers)
         item = Held(question, asker, answer, now, cost, deadline, self._asked)
         queue = self._queues.get(question.model)
         if queue is None:
             queue = self._queues[question.model] = HoldQueue(self._config.queue_order)
+            self._paces[question.model] = Pace(now)
         elif queue.restricted:  # who waits there need not be why this one would
             self.stirred = True
         queue.push(item)
@@ -385,8 +402,13 @@ class Desk:
 
     def _drain_time(self, now: Seconds, model: str, workers: tuple[WorkerView, ...]) -> Seconds:
         queue = self._queues.get(model)
-        held = queue.work if queue else 0.0
+        held = queue.work / self._pace(now, model, workers) if queue else 0.0
         return drain_time(now, workers, held, self._config.retry_after)
+
+    def _pace(self, now: Seconds, model: str, workers: tuple[WorkerView, ...]) -> float:
+        """Held work that is begun per second."""
+        pace = self._paces.get(model)
+        return len(workers) if pace is None else pace.rate(now, len(workers))
 
     # ------------------------------------------------------------------ one decision
 
@@ -452,6 +474,8 @@ class Desk:
             chosen.kv_tokens,
             self.pool.load_age(now, chosen.node),
             None if goes is None else goes.wait,
+            question.attempt,
+            bool(question.allowed or question.lora),
         )
         self.index.placed(now, worker, question.names, question.names_id)  # may raise: charge last
         booking = self.bookings.place(
@@ -514,11 +538,16 @@ class Desk:
     def _expire(self, now: Seconds, model: str) -> None:
         queue = self._queues.get(model)
         for item in queue.expired(now) if queue is not None else ():
-            held = now - item.arrived
-            error = DeadlineExceeded(
-                f"the deadline passed while it waited {held:.1f} s in the router for a worker"
-            )
-            self._drop(item, error)
+            self._drop(item, self._overdue(now, item))
+
+    def _overdue(self, now: Seconds, item: Held) -> PdserveError:
+        held, question = now - item.arrived, item.question
+        if question.deadline is None or held < question.deadline:  # what its client can bear passed
+            workers = self.pool.view(now, question.model).sound
+            return too_late(question, self._drain_time(now, question.model, workers))
+        return DeadlineExceeded(
+            f"the deadline passed while it waited {held:.1f} s in the router for a worker"
+        )
 
     def _drop(self, item: Held, error: PdserveError) -> None:
         """Answer it with an error, unless an answer to another has made it go away."""
@@ -534,7 +563,7 @@ class Desk:
 
     def _forget_empty(self, model: str) -> None:
         if not self._queues[model]:
-            del self._queues[model]
+            del self._queues[model], self._paces[model]
 
     def _let_go(self, now: Seconds, model: str) -> None:
         """Place the first in order, as long as somebody is open."""
@@ -545,6 +574,7 @@ class Desk:
             item = queue.take(fits) if fits else None
             if item is None:
                 return
+            self._paces[model].began(now, item.cost)
             self._forget_empty(model)
             self._answer(now, item)
 
@@ -566,6 +596,8 @@ class Desk:
         held = now - item.arrived
         try:
             state = self._state(now, item.question)
+            if item.question.slo_ttft is not None:
+                self._refuse_late(now, item.question, state, held)
             outcome: Placement | PdserveError = self._place(
                 now, item.asker, item.question, state, held
             )
@@ -646,6 +678,52 @@ class Desk:
         None: too little is known."""
         known = [each.all for each in self.predictor.calibration() if each.all.count]
         return max(known, key=lambda summary: abs(log(max(summary.p50, _TINY))), default=None)
+
+    # ------------------------------------------------------------------ who had better move
+
+    def rebalance(self, now: Seconds) -> list[Booking]:
+        """Own bookings whose requests another worker would begin sooner; to be called a few times
+        a second, and their frontends to be told."""
+        groups = [group for model in self.pool.served() if (group := self._group(now, model))]
+        moves = self._rebalancer.look(now, groups)
+        found = [self.bookings.own_there(id) for id in moves]
+        self.numbers.moves_asked += len(moves)
+        return [booking for booking in found if booking is not None]
+
+    def _group(self, now: Seconds, model: str) -> Group | None:
+        """Who waits and who has room, of one model; None: nobody could move."""
+        workers = self.pool.view(now, model).sound
+        if len(workers) < 2 or not any(worker.prefills for worker in workers):
+            return None
+        movable = [one for worker in workers for one in self._waiting(now, worker)]
+        if not movable:
+            return None
+        learnt, speeds = self.predictor.model(model), {w.node: w.speed for w in workers}
+        places = [
+            Place(w.node, w.wait(now), w.max_sequences - w.sequences, w.prefills == 0)
+            for w in workers
+            if w.sequences < w.max_sequences and w.blocks_used <= _FULL * w.blocks_total
+        ]
+        return Group(
+            movable,
+            places,
+            lambda node, tokens: learnt.prefill(tokens, 0) * speeds[node],
+            trusted=not self.predictor.poor(model),
+        )
+
+    def _waiting(self, now: Seconds, worker: WorkerView) -> Iterator[Waiting]:
+        """Own bookings there that may move: the worker has them, and has not begun them."""
+        report = self.pool.report_of(worker.node)
+        if report is None or not report.waiting:
+            return
+        since, unstarted = self.bookings.unstarted(worker.node)
+        for one in waiting(now, unstarted, since, report.waiting):
+            booking = self.bookings.own_there(one.booking)
+            dispatch = None if booking is None else booking.dispatch
+            if dispatch is None or dispatch.fixed or dispatch.attempt > MOST_ATTEMPTS:
+                continue
+            if dispatch.elsewhere_wait is None:  # else it waits for a prefill worker
+                yield one
 
     # ------------------------------------------------------------------ explaining
 
@@ -735,6 +813,8 @@ def _opening(worker: WorkerView, work: Seconds) -> Seconds | None:
 _node = attrgetter("node")
 
 _TINY: Final = 1e-9
+_FULL: Final = 0.9
+"""A pool that is used beyond this is no place to move to."""
 _NOTHING: Final[Mapping[NodeId, int]] = MappingProxyType({})
 
 
@@ -742,6 +822,14 @@ def _check_time(question: Route) -> None:
     """Raises `DeadlineExceeded` for what has no time left."""
     if question.deadline is not None and question.deadline <= 0:
         raise DeadlineExceeded("the request's time had run out when it reached the router")
+
+
+def _deadline(now: Seconds, question: Route) -> Seconds | None:
+    """When nobody waits for it any longer, or for a first token that late."""
+    ends = [] if question.deadline is None else [question.deadline]
+    if question.slo_ttft is not None:
+        ends.append(max(0.0, question.slo_ttft - question.waited))
+    return now + min(ends) if ends else None
 
 
 def _leaving() -> PdserveError:

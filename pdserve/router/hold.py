@@ -62,6 +62,7 @@ class Held:
     cost: Seconds
     """Predicted time to compute it where most of it is cached."""
     deadline: Seconds | None = None
+    """Nobody waits for it any longer, or what its client said it can bear has passed."""
     number: int = 0
     """In the order of arrival at this router."""
     waiting: bool = False
@@ -86,7 +87,20 @@ class _Tenant:
     name: str
     virtual: float
     """Seconds per weight that it was served, on the band's scale: its next start tag."""
+    weight: float = 1.0
+    """Of its newest question."""
+    micros: int = 0
+    """Predicted work of its questions."""
     items: SortedDict[tuple[float, int], Held] = field(default_factory=SortedDict)
+
+    def add(self, key: float, item: Held) -> None:
+        self.items[key, item.number] = item
+        self.micros += _micros(item)
+        self.weight = item.question.weight
+
+    def discard(self, key: float, item: Held) -> None:
+        del self.items[key, item.number]
+        self.micros -= _micros(item)
 
     @property
     def rank(self) -> tuple[float, str]:
@@ -112,18 +126,18 @@ class _Band:
             start = max(self.virtual, self._idle.pop(name, 0.0))
             tenant = self.tenants[name] = _Tenant(name, start)
             self.active[tenant.rank] = tenant
-        tenant.items[key, item.number] = item
+        tenant.add(key, item)
 
     def remove(self, key: float, item: Held) -> None:
         tenant = self.tenants[item.question.tenant]
-        del tenant.items[key, item.number]
+        tenant.discard(key, item)
         if not tenant.items:
             self._retire(tenant)
 
     def serve(self, key: float, item: Held) -> None:
         """Remove it and charge its tenant."""
         tenant = self.tenants[item.question.tenant]
-        del tenant.items[key, item.number]
+        tenant.discard(key, item)
         self.virtual = max(self.virtual, tenant.virtual)
         del self.active[tenant.rank]
         tenant.virtual += item.cost / item.question.weight
@@ -143,6 +157,26 @@ class _Band:
         """In order."""
         for tenant in self.active.values():
             yield from tenant.items.values()
+
+    @property
+    def micros(self) -> int:
+        """Predicted work of all."""
+        return sum(tenant.micros for tenant in self.tenants.values())
+
+    def ahead(self, key: float, question: Route) -> float:
+        """Of its work, what would be begun before that question, about: of its own tenant what is
+        sooner in order, and of each other one as much, by weight, as that takes."""
+        own = self.tenants.get(question.tenant)
+        before = 0.0
+        if own is not None:
+            before = own.micros * own.items.bisect_left((key, 0)) / len(own.items)
+        others = (tenant for tenant in self.tenants.values() if tenant is not own)
+        share = before / question.weight
+        return before + sum(min(tenant.micros, share * tenant.weight) for tenant in others)
+
+
+def _micros(item: Held) -> int:
+    return round(item.cost * _MICRO)
 
 
 class HoldQueue:
@@ -171,6 +205,16 @@ class HoldQueue:
     def work(self) -> Seconds:
         """Predicted, of all."""
         return self._micros / _MICRO
+
+    def ahead(self, question: Route, cost: Seconds, now: Seconds) -> Seconds:
+        """Predicted work that would be begun before a question that comes now, about."""
+        micros = 0.0
+        for priority, band in self._bands.items():
+            if -priority > question.priority:
+                micros += band.micros
+            elif -priority == question.priority:
+                micros += band.ahead(self._order(question, cost, now), question)
+        return micros / _MICRO
 
     def push(self, item: Held) -> None:
         band = self._bands.get(-item.question.priority)
@@ -227,12 +271,15 @@ class HoldQueue:
     def _key(self, item: Held) -> float:
         """`cost - AGEING * waited`, but for what is the same for all at any moment; it never
         changes, so nothing has to be sorted anew as time passes."""
-        reached = item.arrived - item.question.waited
-        return reached if self._by_arrival else item.cost + AGEING * reached
+        return self._order(item.question, item.cost, item.arrived)
+
+    def _order(self, question: Route, cost: Seconds, arrived: Seconds) -> float:
+        reached = arrived - question.waited
+        return reached if self._by_arrival else cost + AGEING * reached
 
     def _count(self, item: Held, sign: int) -> None:
         self._length += sign
-        self._micros += sign * round(item.cost * _MICRO)
+        self._micros += sign * _micros(item)
         self.bytes += sign * item.bytes
         self.restricted += sign * item.restricted
 
@@ -250,7 +297,8 @@ class HoldQueue:
         items = list(self)
         assert len(items) == self._length == len(set(map(id, items)))
         assert all(item.waiting for item in items)
-        assert self._micros == sum(round(item.cost * _MICRO) for item in items)
+        assert self._micros == sum(map(_micros, items))
+        assert self._micros == sum(band.micros for band in self._bands.values())
         assert self.restricted == sum(item.restricted for item in items)
         assert self.bytes == sum(item.bytes for item in items)
         timed = {id(item) for item in items if item.deadline is not None}

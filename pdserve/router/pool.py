@@ -252,6 +252,11 @@ class Pool:
         """Who has the adapter."""
         return {node for node, found in self._workers.items() if lora in found.facts.loras}
 
+    def report_of(self, node: NodeId) -> WorkerLoad | None:
+        """The worker's newest report."""
+        found = self._workers.get(node)
+        return found.load if found else None
+
     def load_age(self, now: Seconds, node: NodeId) -> Seconds:
         """How old the worker's report is; 0 without one."""
         found = self._workers.get(node)
@@ -261,6 +266,12 @@ class Pool:
         """The first name of what a worker serves; empty: nothing."""
         found = self._workers.get(node)
         return found.facts.models[0] if found and found.facts.models else ""
+
+    def served(self) -> list[str]:
+        """Models that have workers, each by one of its names."""
+        return sorted(
+            {found.facts.models[0] for found in self._workers.values() if found.facts.models}
+        )
 
     def models(self) -> dict[str, dict[Standing, int]]:
         """Per served model, its workers by standing: for status and metrics."""

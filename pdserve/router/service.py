@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from msgspec.structs import replace
 
 from pdserve.blocks.hashing import SHORT_BYTES
-from pdserve.errors import Overloaded
+from pdserve.errors import Overloaded, PdserveError
 from pdserve.messages.handoff import PREFILL, QueueReport
 from pdserve.messages.kv import KV
 from pdserve.messages.request import Started
@@ -29,6 +29,7 @@ from pdserve.messages.routing import (
     SEQUENCES,
     Booked,
     Explained,
+    Move,
     Release,
     Route,
     Routed,
@@ -42,16 +43,15 @@ from pdserve.router.desk import Desk
 from pdserve.router.hold import Placement
 from pdserve.router.pool import Facts
 from pdserve.router.prefill.service import PrefillQueues
-from pdserve.runtime.methods import EXPLAIN, RELEASE, ROUTE
+from pdserve.runtime.methods import EXPLAIN, MOVE, RELEASE, ROUTE
 from pdserve.runtime.models import catalogue
 from pdserve.runtime.registry import Changed, Gone
 from pdserve.runtime.topics.sets import SetView
 from pdserve.wire.codec import decoder, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
-    from pdserve.errors import PdserveError
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.handoff import PrefillItem, QueueState
     from pdserve.messages.node import NodeCard
@@ -82,6 +82,8 @@ _BEAT: Final[Seconds] = 0.1
 _BEAT_KEY: Final = booking_key(0)
 """No booking has this id."""
 _IDLE: Final = b""
+_REBALANCE: Final[Seconds] = 0.25
+"""Between two looks at who had better move."""
 _BUSY_FOR: Final[Seconds] = 1.0
 """After its last decision a router still counts as busy."""
 
@@ -107,14 +109,17 @@ class RouterService:
         topics: Topics,
         card: NodeCard,
         degradations: Degradations,
+        on_move: Callable[[], None] = lambda: None,
     ) -> None:
-        """`card` is what every node says of itself."""
+        """`card` is what every node says of itself. `on_move` hears of each request that another
+        worker would begin sooner, once its frontend has been told."""
         self._queues: dict[NodeId, QueueReport] = {}
         """Prefill queues of other routers."""
         self.desk = Desk(
             config, policy, node.random, self._booking_ended, node.now, queue_of=self._queue_of
         )
         self._config = config
+        self._on_move = on_move
         self._node = node
         self._degradations = degradations
         self._bookings = topics.publish_set(BOOKINGS)
@@ -148,6 +153,8 @@ class RouterService:
         topics.subscribe_log(KV, self.desk.index.target)
         self._sweep()
         self._beat()
+        if config.rebalance:
+            self._rebalance()
 
     def open(self) -> None:
         """The node has joined: be there for frontends, once the view has settled."""
@@ -264,7 +271,27 @@ class RouterService:
             index_blocks=desk.index.counters["blocks"],
             prefill=self.prefill.states(),
             prefill_events=dict(self.prefill.counters),
+            moves_asked=numbers.moves_asked,
         )
+
+    # ------------------------------------------------------------------ who had better move
+
+    def _rebalance(self) -> None:
+        """Tell frontends which of their requests another worker would begin sooner."""
+        self._node.timers.call_later(_REBALANCE, self._rebalance)
+        if self._draining:
+            return
+        for booking in self.desk.rebalance(self._node.now()):
+            asker = booking.asker
+            link = None if asker is None else self._node.link_nowait(asker.node)
+            if asker is None or link is None or link.peer.epoch != asker.epoch:
+                continue  # it is gone, and with it what it asked for
+            try:
+                link.tell(MOVE, encode(Move(booking.id)))
+            except PdserveError as error:
+                _log.debug("%s did not hear that it should move: %s", asker.node, error)
+            else:
+                self._on_move()
 
     # ------------------------------------------------------------------ prefill queues
 

@@ -602,3 +602,41 @@ async def test_only_a_busy_router_can_fall_silent() -> None:
         w.nodes.world.resume("r1")
         await asyncio.sleep(0.5)
         assert seen.silent_peers == []
+
+
+@virtually
+async def test_who_waits_in_a_long_queue_goes_to_a_worker_that_has_joined() -> None:
+    async with world() as w:
+        router = await w.router("r", hold_work=0.0)
+        first = await w.worker("a")
+        backend = await w.frontend("f")
+        await w.settled()
+        opened = [await backend.open(request(f"q{n}", prompt=[7] * 4000), Sink()) for n in range(6)]
+        first.service.stats = EngineStats(running=2)
+        second = await w.worker("b")
+        await w.nodes.until(lambda: len(second.service.sinks) == 2)
+        await asyncio.sleep(2.0)  # nobody goes to and fro
+        desk = router.service.desk
+        assert desk.numbers.moves_asked == len(second.service.sinks) == len(first.service.aborted)
+        assert set(first.service.aborted) <= {3, 4, 5, 6}, "of those that had not begun"
+        assert router.service.numbers().moves_asked == desk.numbers.moves_asked
+        for one in opened:
+            one.cancel()
+        await asyncio.sleep(0.5)
+        desk.check()
+
+
+@virtually
+async def test_a_router_that_is_to_leave_requests_alone_does() -> None:
+    async with world() as w:
+        await w.router("r", hold_work=0.0, rebalance=False)
+        await w.worker("a")
+        backend = await w.frontend("f")
+        await w.settled()
+        opened = [await backend.open(request(f"q{n}", prompt=[7] * 4000), Sink()) for n in range(6)]
+        second = await w.worker("b")
+        await asyncio.sleep(5.0)
+        assert not second.service.sinks
+        for one in opened:
+            one.cancel()
+        await asyncio.sleep(0.1)

@@ -39,6 +39,7 @@ class RouterPart:
             self.topics,
             card(context, "router"),
             context.degradations,
+            on_move=context.metrics.moves_asked.labels("queue").inc,
         )
         self.secrets = context.membership.secrets(node, context.degradations)
         self._context = context
