@@ -21,6 +21,7 @@ from pdserve.blocks.hashing import short_names
 from pdserve.errors import (
     Cancelled,
     DeadlineExceeded,
+    Draining,
     EngineDied,
     EngineError,
     LinkError,
@@ -394,10 +395,10 @@ class Errand:
         _log.info("worker %s did not take a request: %s", life[0], error)
         self._ways.rerouted += 1
         self._last = error
-        self._leave_out(life, error)
+        self._leave_out(life, going=isinstance(error, Draining))
 
-    def _leave_out(self, life: Life, error: PdserveError) -> None:
-        lasts = not self._keep_on or reason_of(error) == "drain"
+    def _leave_out(self, life: Life, *, going: bool) -> None:
+        lasts = going or not self._keep_on
         self._excluded.add(life, None if lasts else self._ways.now() + _APART)
 
     # ------------------------------------------------------------------ what comes back
@@ -465,7 +466,7 @@ class Errand:
     def _lost(self, attempt: Attempt, reason: Reason, error: PdserveError) -> None:
         _log.info("worker %s has lost a request: %s", attempt.life[0], error)
         self._begin_migration(attempt, reason, error.message)
-        self._leave_out(attempt.life, error)
+        self._leave_out(attempt.life, going=reason == "drain")
         if not attempt.begun:
             self._deaths.add(attempt.life, reason)
         self._run(self._carry_on)
@@ -589,6 +590,7 @@ class Errand:
         self._moves += attempt.moving != "drain"
         self.attempt = None
         self._begin_migration(attempt, attempt.moving, "it was to be relieved")
+        self._leave_out(attempt.life, going=attempt.moving == "drain")
         if attempt.sequence is not None:
             attempt.sequence.cancel()
 
