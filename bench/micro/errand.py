@@ -1,0 +1,101 @@
+"""What it costs to be able to go on elsewhere: the errand between a worker's channel and the answer.
+
+    python bench/micro/errand.py
+
+Each token passes through it and is kept until the request ends. Measured: nanoseconds per delta of
+one token, against handing the delta to its sink at once, in the same rounds; bytes per token kept.
+Writes bench/results/errand.md.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from bench.machine import facts
+from pdserve.frontend.errand import Attempt, Errand
+from pdserve.frontend.hints import NO_HINTS
+from pdserve.ids import NodeId
+from pdserve.messages.request import GenerateRequest, SamplingParams, TokenDelta
+from pdserve.messages.routing import Routed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOKENS = 20_000
+ROUNDS = 9
+RESULT = Path(__file__).parent.parent / "results" / "errand.md"
+
+
+class Sink:
+    """The cheapest there is."""
+
+    def on_delta(self, delta: TokenDelta) -> None: ...
+
+    def on_error(self, error: BaseException) -> None: ...
+
+
+class Ways:
+    """As much of `errand.Ways` as a request needs that nothing happens to."""
+
+    def now(self) -> float:
+        return 0.0
+
+
+def attempt() -> Attempt:
+    """At its worker, behind its first token."""
+    request = GenerateRequest(
+        request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=2 * TOKENS)
+    )
+    errand = Errand(cast("Any", Ways()), request, Sink(), NO_HINTS, lambda placement: None)
+    made = Attempt(errand, Sink(), errand.received, Routed(NodeId("w"), 1, 1))
+    made.begun = made.plain = True
+    errand.attempt = made
+    return made
+
+
+def timed(take: Callable[[TokenDelta], None], deltas: list[TokenDelta]) -> float:
+    """Nanoseconds for each."""
+    start = time.perf_counter()
+    for delta in deltas:
+        take(delta)
+    return (time.perf_counter() - start) / len(deltas) * 1e9
+
+
+def main() -> None:
+    deltas = [TokenDelta(7, 0, [1000 + n]) for n in range(TOKENS)]
+    straight, through = [], []
+    for _ in range(ROUNDS):
+        straight.append(timed(Sink().on_delta, deltas))
+        through.append(timed(attempt().on_delta, deltas))
+    tracemalloc.start()
+    kept = attempt()
+    before = tracemalloc.get_traced_memory()[0]
+    for n in range(TOKENS):
+        kept.on_delta(TokenDelta(7, 0, [1000 + n]))
+    size = (tracemalloc.get_traced_memory()[0] - before) / TOKENS
+    tracemalloc.stop()
+    lines = [
+        "# An errand in the path of tokens",
+        "",
+        "`bench/micro/errand.py`: nanoseconds per delta of one token, the best of "
+        f"{ROUNDS} rounds of {TOKENS}.",
+        "",
+        *(f"- {fact}" for fact in facts()),
+        "",
+        "| | ns per delta |",
+        "|---|---|",
+        f"| straight to the sink | {min(straight):.0f} |",
+        f"| kept on the way | {min(through):.0f} |",
+        f"| cost | {min(through) - min(straight):.0f} |",
+        "",
+        f"Bytes kept per token: {size:.1f}.",
+    ]
+    RESULT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
