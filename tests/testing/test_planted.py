@@ -14,6 +14,8 @@ from pdserve.testing.planted import BUGS, HANDOFF_BUGS, planted
 from tests.sim.worlds import one_after_another, plan
 
 if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
+
     from pdserve.messages.handoff import Mode
 
 SEEDS = 20
@@ -97,7 +99,17 @@ def worlds_until_caught(name: str) -> int:
     raise AssertionError(f"{SEEDS} worlds did not notice: {name}")
 
 
-@pytest.mark.parametrize("name", [name for name in BUGS if name not in HANDOFF_BUGS])
+SLOWEST = {"refutation not spoken", "booking never expires"}
+"""Half a minute each, ten times what others take: their turn comes with some commits only."""
+
+
+def parameters() -> list[ParameterSet]:
+    """Every bug that shows without handoffs."""
+    names = [name for name in BUGS if name not in HANDOFF_BUGS]
+    return [pytest.param(n, marks=[pytest.mark.long] if n in SLOWEST else []) for n in names]
+
+
+@pytest.mark.parametrize("name", parameters())
 def test_a_planted_bug_is_caught(name: str) -> None:
     assert worlds_until_caught(name) <= SEEDS
 
