@@ -34,6 +34,7 @@ from pdserve.errors import (
     LinkLost,
     ModelNotFound,
     NoRouter,
+    NotReady,
     NoWorker,
     PdserveError,
     ProtocolError,
@@ -153,6 +154,10 @@ class ClusterBackend:
         if self._offers.workers(card.name):
             return None
         why = self._why_no_worker()
+        if not self._node.joined:
+            return NotReady(
+                why, retry_after=1.0
+            )  # of a cluster that it does not know it cannot say
         return NoWorker(f"no worker serves {card.name!r} at the moment: {why}", retry_after=1.0)
 
     @property

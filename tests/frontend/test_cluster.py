@@ -24,6 +24,7 @@ from pdserve.frontend.hints import Hints
 from pdserve.ids import NodeId
 from pdserve.messages.node import NodeCard, offer
 from pdserve.messages.routing import Explained
+from pdserve.runtime.node import Node
 from pdserve.runtime.registry import Gone
 from tests.frontend.clusters import Sink, request, world
 from tests.frontend.test_offers import model
@@ -87,6 +88,20 @@ async def test_a_model_without_workers_is_refused_at_once() -> None:
         await w.nodes.until(lambda: w.backend.refusal(card) is not None)
         error = w.backend.refusal(card)
         assert isinstance(error, NoWorker)
+        assert error.retry_after is not None
+
+
+@virtually
+async def test_who_is_not_in_the_cluster_does_not_say_that_nobody_serves(monkeypatch) -> None:
+    async with world() as w:
+        await w.worker("a")
+        await w.nodes.until(lambda: bool(w.backend.cards()))
+        card = w.backend.cards()["tiny"]
+        await w.nodes.crash("a")
+        await w.nodes.until(lambda: w.backend.refusal(card) is not None)
+        monkeypatch.setattr(Node, "joined", property(lambda node: False))
+        error = w.backend.refusal(card)
+        assert isinstance(error, NotReady)
         assert error.retry_after is not None
 
 
