@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 FILL = 1 << 20
 SETTLE = 1.0
 """Seconds after a fault before its node is asked whether it is well: it may not know yet."""
+FINDING = 5.0
+"""Seconds after that in which a frontend may hear that it was held for dead, and begin anew."""
 
 
 @dataclass
@@ -103,7 +105,7 @@ class Faults:
             for name in concerned:
                 await self.site.nodes[name].wait_ready()
                 self.standing.up.add(name)
-                self.circumstances.away[name][-1] = (done.began, time.monotonic() + SETTLE)
+                self.circumstances.away[name][-1] = (done.began, time.monotonic() + FINDING)
             done.healed = time.monotonic()
         except (RuntimeError, TimeoutError, OSError) as error:
             done.problem = f"{type(error).__name__}: {error}"

@@ -142,9 +142,7 @@ def _victims(kind: Kind, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _fault(rng: random.Random, number: int, at: float, kind: Kind, nodes: Sequence[Node]) -> Fault:
-    victims = _victims(kind, nodes)
-    part = rng.choice(sorted({node.part for node in victims}))
-    target = rng.choice([node.name for node in victims if node.part == part])
+    target = rng.choice([node.name for node in _victims(kind, nodes)])
     peer = ""
     if kind.name == "partition":
         peer = rng.choice([node.name for node in nodes if node.name != target])
