@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from pdserve.clock import SystemClock
 from pdserve.engine.host import CoreHost
 from pdserve.engine.link import LinkEnd
+from pdserve.engine.progress import ProgressPage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +42,11 @@ _ROUTINE = re.compile(
 
 class Carrier(Protocol):
     """One life of a core."""
+
+    @property
+    def page(self) -> ProgressPage | None:
+        """Where the core shows that it gets on; None before `launch`. It stays readable."""
+        ...
 
     async def launch(self) -> socket.socket:
         """Start it; returns our end of its socket, which the caller owns. Called once.
@@ -75,6 +81,7 @@ class ProcessCarrier:
         self._log = ("--log-format", log_format, "--log-level", log_level)
         self._on_line = on_line
         self._process: HostProcess | None = None
+        self.page: ProgressPage | None = None
 
     @property
     def pid(self) -> int | None:
@@ -85,10 +92,8 @@ class ProcessCarrier:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                fd = theirs.fileno()
-                self._process = await HostProcess.start(
-                    ("--fd", str(fd), *self._log), (fd,), self._on_line
-                )
+                self._process = await HostProcess.start(self._log, [theirs], self._on_line)
+            (self.page,) = self._process.pages
         except BaseException:
             ours.close()
             raise
@@ -105,36 +110,78 @@ class ProcessCarrier:
 class HostProcess:
     """One run of `python -m pdserve.engine.host`: its stderr, its exit, its end by force."""
 
-    def __init__(self, transport: asyncio.SubprocessTransport, child: _ChildProtocol) -> None:
+    def __init__(
+        self,
+        transport: asyncio.SubprocessTransport,
+        child: _ChildProtocol,
+        pages: Sequence[ProgressPage],
+    ) -> None:
         """Use `start`."""
+        self.pages = pages
+        """Of its cores, in order; with its exit their memory is given back."""
         self._transport = transport
         self._child = child
+        child.exited.add_done_callback(self._close_pages)
 
     @classmethod
     async def start(
         cls,
         arguments: Sequence[str],
-        fds: Sequence[int],
+        socks: Sequence[socket.socket],
         on_line: Callable[[str], None] | None = None,
+        *,
+        inherits: Sequence[int] = (),
     ) -> HostProcess:
-        """Start it with its own `arguments`; it inherits `fds`. Raises `OSError`.
+        """Start it with `arguments` and a core behind each of `socks`, which stay the caller's; it
+        `inherits` further descriptors. Raises `OSError`.
 
         Cancellation: what was started is killed.
         """
+        pages: list[ProgressPage] = []
+        try:
+            for _ in socks:
+                pages.append(ProgressPage.create())  # noqa: PERF401  those made are closed below
+            return await cls._start(arguments, socks, pages, on_line, inherits)
+        except BaseException:
+            for page in pages:
+                page.close()
+            raise
+        finally:
+            for page in pages:
+                page.close_fd()
+
+    @classmethod
+    async def _start(
+        cls,
+        arguments: Sequence[str],
+        socks: Sequence[socket.socket],
+        pages: Sequence[ProgressPage],
+        on_line: Callable[[str], None] | None,
+        inherits: Sequence[int],
+    ) -> HostProcess:
         loop = asyncio.get_running_loop()
+        fds = [sock.fileno() for sock in socks]
+        shared = [page.fd for page in pages if page.fd is not None]
+        named = [part for fd in fds for part in ("--fd", str(fd))]
+        named += [part for fd in shared for part in ("--page", str(fd))]
         # -P: the child's search path is ours, not whatever directory we happen to stand in.
         program = (sys.executable, "-P", "-m", "pdserve.engine.host", "--parent", str(os.getpid()))
         transport, child = await loop.subprocess_exec(
             lambda: _ChildProtocol(loop, on_line or _to_stderr),
             *program,
+            *named,
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            pass_fds=tuple(fds),
+            pass_fds=(*fds, *shared, *inherits),
             env=os.environ | {"PYTHONPATH": _search_path()},
         )
-        return cls(transport, child)
+        return cls(transport, child, pages)
+
+    def _close_pages(self, exited: asyncio.Future[None]) -> None:
+        for page in self.pages:
+            page.close()
 
     @property
     def pid(self) -> int:
@@ -207,6 +254,7 @@ class ThreadCarrier:
         self._family = family
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Event | None = None
+        self.page: ProgressPage | None = None
         self._status = 0
         self._ours: socket.socket | None = None
 
@@ -214,13 +262,14 @@ class ThreadCarrier:
         loop = asyncio.get_running_loop()
         ended = self._ended = asyncio.Event()
         ours, theirs = socket.socketpair()
+        page = self.page = ProgressPage.in_memory()
 
         def run() -> None:
             link, family = LinkEnd(theirs), self._family
             if family is None:
-                host = CoreHost(link, SystemClock())
+                host = CoreHost(link, SystemClock(), page=page)
             else:
-                host = CoreHost(link, SystemClock(), family.make_core, turn=family.turn)
+                host = CoreHost(link, SystemClock(), family.make_core, turn=family.turn, page=page)
             self._status = host.run()
             with contextlib.suppress(RuntimeError):  # the loop was closed without waiting for us
                 loop.call_soon_threadsafe(ended.set)

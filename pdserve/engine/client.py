@@ -7,8 +7,8 @@ core from launch to exit; everything else is synchronous and runs on the event l
 What happens when the core dies: every submission in flight ends with one `EngineDied` that names
 the exit and the last line of its stderr, so does every prompt computed for a peer; its KV is
 reported as cleared; until the successor is ready `submit` raises `NotReady`; after too many deaths
-in a row `EngineDied` for good. A core that says nothing for `hang_timeout` although it has work is
-killed, and has died.
+in a row `EngineDied` for good. A core that makes no progress for `stall_timeout` although it could
+is killed, and has died of that: those who waited for it hear `EngineStalled` at once.
 
 It knows neither HTTP nor text, nor what a token means. A worker owns one client per engine.
 """
@@ -36,6 +36,7 @@ from pdserve.errors import (
     Draining,
     EngineDied,
     EngineError,
+    EngineStalled,
     NotReady,
     Overloaded,
     PayloadTooLarge,
@@ -171,6 +172,8 @@ class CoreClient:
         """What it began with."""
         self._capabilities: EngineCapabilities | None = None
         self._stats = EngineStats()
+        self.stalls = 0
+        """How often a core was ended because it stood still."""
         self.leaked_blocks = 0
         """Blocks that the last core which ended in order could not account for."""
 
@@ -185,6 +188,11 @@ class CoreClient:
     def restarts(self) -> int:
         """How often the core has been started again."""
         return self._restarts.total
+
+    @property
+    def stalled_for(self) -> Seconds:
+        """How long the core has made no progress although it could; 0 while it does."""
+        return 0.0 if self._life is None else self._life.stalled_for
 
     async def start(self, on_progress: Callable[[Progress], None] | None = None) -> None:
         """Launch and load; returns when ready. `on_progress` also sees later restarts.
@@ -562,22 +570,25 @@ class CoreClient:
             self._clock,
             on_event=self._on_event,
             on_lost=self._lost,
-            busy=lambda: self._owes,
         )
         self._secret = self._spec.hash_secret
         try:
             return await life.run(self._spec)
         finally:
             self._life = None
-            self._lost()
+            self._lost(None)
 
-    def _lost(self) -> None:
-        """No event will come from this life any more; why is not known yet."""
+    def _lost(self, stalled: EngineStalled | None) -> None:
+        """No event will come from this life any more; why is not known yet, unless it stalled."""
         self._capabilities = None
         self._stats = EngineStats()
         self._desk.end(EngineDied("the engine process ended", retry_after=1.0))
         if self.state is EngineState.READY:
-            self._set_state(EngineState.RESTARTING, "the engine process ended")
+            reason = "the engine process ended" if stalled is None else stalled.message
+            self._set_state(EngineState.RESTARTING, reason)
+        if stalled is not None:
+            self.stalls += 1
+            self._bury(stalled)
 
     def _after_death(self, died: PdserveError) -> Seconds | None:
         """Seconds to wait before the next life; None: this was the last one."""

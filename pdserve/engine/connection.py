@@ -33,8 +33,8 @@ class CoreConnection(asyncio.Protocol):
         self.lost: asyncio.Future[ProtocolError | None] = loop.create_future()
         self.congested = False
         """The core reads more slowly than we write; the bound is `_WRITE_HIGH_WATER`."""
-        self.received = 0
-        """Chunks of bytes so far: whether it grows tells a hung core from a busy one."""
+        self.posted = 0
+        """Commands so far."""
         self._loop = loop
         self._on_event = on_event
         self._frames = FrameDecoder()
@@ -49,9 +49,11 @@ class CoreConnection(asyncio.Protocol):
     def post(self, command: Command) -> None:
         """Send with everything else of this loop tick; silently dropped once the other end is
         gone, since its end is reported by `lost`."""
+        body = encode_frame(self._encode(command))
+        self.posted += 1
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._unsent.append(encode_frame(self._encode(command)))
+        self._unsent.append(body)
 
     def _flush(self) -> None:
         data = b"".join(self._unsent)
@@ -71,7 +73,6 @@ class CoreConnection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER)
 
     def data_received(self, data: bytes) -> None:
-        self.received += 1
         try:
             for body in self._frames.feed(data):
                 self._on_event(self._decode(body))

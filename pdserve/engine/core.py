@@ -145,6 +145,8 @@ class EngineCore:
         """`mover` None: it neither sends KV nor receives any."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when `has_work` has become true without a command."""
+        self.tick: Callable[[int], None] | None = None
+        """Given to every plan."""
         self._executor = executor
         self._clock = clock
         self._mover = mover
@@ -431,6 +433,7 @@ class EngineCore:
     def _execute(self, plan: StepPlan) -> StepResult | None:
         """None if the step failed; its requests have been told so then."""
         self._changed = True
+        plan.tick = self.tick
         try:
             result = self._executor.execute(plan)
             _check_result(plan, result)

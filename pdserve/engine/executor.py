@@ -86,6 +86,9 @@ class StepPlan:
     computes: so many layers of all chunks are in memory."""
     watch_at: frozenset[int] = frozenset()
     """After how many layers `watch` is worth a call."""
+    tick: Callable[[int], None] | None = None
+    """Set if somebody watches that the step gets on: an executor whose steps may take seconds calls
+    it from its thread, now and then, with the number of layers that are done."""
 
     @property
     def num_tokens(self) -> int:

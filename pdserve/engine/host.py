@@ -32,10 +32,12 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from pdserve.clock import SystemClock
+from pdserve.engine.core import EngineCore
 from pdserve.engine.family import Family
 from pdserve.engine.link import LinkClosed, LinkEnd
 from pdserve.engine.load import load_core
 from pdserve.engine.movers.thread import thread_mover
+from pdserve.engine.progress import ProgressPage
 from pdserve.engine.rejection import failed
 from pdserve.errors import ConfigError, PdserveError, ProtocolError
 from pdserve.messages.engine import Failed, Ready, Start, Stop, Stopped
@@ -80,13 +82,16 @@ class CoreHost:
         *,
         turn: Callable[[Callable[[Progress], None]], AbstractContextManager[None]] = _no_turns,
         on_ready: Callable[[], None] = lambda: None,
+        page: ProgressPage | None = None,
     ) -> None:
-        """The core is made and loaded within `turn`, which may have to wait and then says so."""
+        """The core is made and loaded within `turn`, which may have to wait and then says so.
+        `page` is where the node looks whether it gets on."""
         self._link = link
         self._clock = clock
         self._make_core = make_core
         self._turn = turn
         self._on_ready = on_ready
+        self._page = page or ProgressPage.in_memory()
         self._core: Core | None = None
 
     def run(self) -> int:
@@ -106,10 +111,13 @@ class CoreHost:
 
     def _run(self) -> int:
         first, *commands = self._first_commands()
-        core = self._load(first)
+        core, page = self._load(first), self._page
         self._on_ready()
+        page.heard(1 + len(commands))
         while True:
-            commands += self._link.receive()
+            fresh = self._link.receive()
+            page.heard(len(fresh))
+            commands += fresh
             for command in commands:
                 if isinstance(command, Stop):
                     self._core = None
@@ -119,16 +127,19 @@ class CoreHost:
             commands.clear()
             self._link.flush()
             if self._link.congested:
+                page.rest(None)
                 self._link.wait(None)
                 continue
             patience = self._patience(core)
             if patience is not None and patience <= 0:
+                page.compute()
                 events = core.step()
                 self._link.send(events)
                 if events and isinstance(events[-1], Failed):
                     self._say_last()
                     return 1
             else:
+                page.rest(patience)
                 self._link.wait(patience)
 
     def _patience(self, core: Core) -> Seconds | None:
@@ -151,6 +162,9 @@ class CoreHost:
                 raise
             except ImportError as error:
                 raise ConfigError(f"engine {command.spec.engine!r}: {error}") from error
+        if isinstance(core, EngineCore):
+            core.tick = self._page.tick
+        self._page.tick()
         self._link.send([Ready(capabilities=capabilities)])
         return core
 
@@ -192,6 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--fd", type=int, action="append", required=True, help="an inherited socket, one per core"
     )
     parser.add_argument(
+        "--page", type=int, action="append", required=True, help="memory, one per core"
+    )
+    parser.add_argument(
         "--ends", type=int, help="inherited pipe: gets the number of cores that end"
     )
     parser.add_argument("--parent", type=int, required=True, help="process to live and die with")
@@ -201,9 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _become_child(arguments.parent)
     logs.configure(arguments.log_format, arguments.log_level)
     links = [LinkEnd(socket.socket(fileno=fd)) for fd in arguments.fd]
+    pages = [ProgressPage.attach(fd) for fd in arguments.page]
     if arguments.ends is None:
-        return CoreHost(links[0], SystemClock(), on_ready=_settle_memory).run()
-    status = _run_together(links, arguments.ends)
+        return CoreHost(links[0], SystemClock(), on_ready=_settle_memory, page=pages[0]).run()
+    status = _run_together(links, pages, arguments.ends)
     if status:
         # The other cores compute in threads that nobody can stop: no clean end is possible.
         logging.shutdown()
@@ -212,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _run_together(links: Sequence[LinkEnd], ends: int) -> int:
+def _run_together(links: Sequence[LinkEnd], pages: Sequence[ProgressPage], ends: int) -> int:
     """A thread per core. Returns 0 when all have ended in order, or the first other status at
     once. Who ends in order is told by a byte, its number, in the pipe `ends`."""
     family = Family()
@@ -222,7 +240,12 @@ def _run_together(links: Sequence[LinkEnd], ends: int) -> int:
         status = 1
         try:
             host = CoreHost(
-                link, SystemClock(), family.make_core, turn=family.turn, on_ready=_settle_memory
+                link,
+                SystemClock(),
+                family.make_core,
+                turn=family.turn,
+                on_ready=_settle_memory,
+                page=pages[number],
             )
             status = host.run()
         finally:

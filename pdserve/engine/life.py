@@ -1,7 +1,7 @@
 """One life of a core: launch, `Start`, watch, exit.
 
 Runs inside the client's supervisor task. It knows what a live core owes (to become ready in time,
-to answer now and then while it has work) and what is known of a dead one; submissions, sinks and
+to get on while it has work) and what is known of a dead one; submissions, sinks and
 restarts are the client's business.
 """
 
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from pdserve.engine.connection import CoreConnection
 from pdserve.engine.rejection import error_of
-from pdserve.errors import EngineDied, PdserveError
-from pdserve.messages.engine import Failed, QueryStats, Ready, Start, Stop
+from pdserve.engine.stall import StallWatch
+from pdserve.errors import EngineDied, EngineStalled, PdserveError
+from pdserve.messages.engine import Failed, Ready, Start, Stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,9 +37,9 @@ class LifeOptions:
 
     load_timeout: Seconds = 1800.0
     """From launch to `Ready`; large checkpoints on slow disks take many minutes."""
-    hang_timeout: Seconds = 300.0
-    """Silence of a core that has work and is asked for statistics, after which it is killed: well
-    above the longest step, which on a CPU may prefill thousands of tokens."""
+    stall_timeout: Seconds = 10.0
+    """Without any progress of a core that could get on, after which it is killed; 0: never. Steps
+    may take longer, since executors show their progress within them (`StepPlan.tick`)."""
     stop_timeout: Seconds = 5.0
     """For an orderly end, before the core is ended by force."""
     kill_timeout: Seconds = 2.0
@@ -55,31 +56,23 @@ class CoreLife:
         clock: Clock,
         *,
         on_event: Callable[[Event], None],
-        on_lost: Callable[[], None],
-        busy: Callable[[], bool],
+        on_lost: Callable[[EngineStalled | None], None],
     ) -> None:
-        """`on_lost` is called when no event can come any more, before the exit is known; `busy`
-        says whether the core owes anybody anything."""
+        """`on_lost` is called when no event can come any more, before the exit is known, with what
+        is known already."""
         self._carrier = carrier
         self._options = options
         self._clock = clock
         self._on_event = on_event
         self._on_lost = on_lost
-        self._busy = busy
         self._connection: CoreConnection | None = None
         self._ready = False
         self._doomed = False
         self._failure: PdserveError | None = None
         self._reaper: asyncio.TimerHandle | None = None
         """Kills a core that said `Failed` but does not end."""
-        self._heard = 0
-        self._asked = False
-        """It owes an answer, even if those who waited for its work have given up since."""
         self._launched: Seconds = clock.now()
-        self._looked: Seconds = self._launched
-        """When it was last looked at."""
-        self._silent: Seconds = 0.0
-        """How long, while we were looking, nothing came although something was owed."""
+        self._stall = StallWatch(options.stall_timeout, self._launched)
 
     async def run(self, spec: EngineSpec) -> PdserveError:
         """From launch to exit; returns what the core died of.
@@ -111,9 +104,13 @@ class CoreLife:
             connection.close()
             if self._reaper is not None:
                 self._reaper.cancel()
-        self._on_lost()
+        stalled = complaint if isinstance(complaint, EngineStalled) else None
+        self._on_lost(stalled)
         exit_text = await self._exit()
-        return self._verdict(complaint or f"the engine process {exit_text}")
+        if stalled is not None:
+            return stalled
+        observed = f"the engine process {exit_text}" if complaint is None else complaint.message
+        return self._verdict(observed)
 
     def _verdict(self, observed: str) -> PdserveError:
         """What a core says itself counts more than what was seen of its end. Once it was ready it
@@ -135,35 +132,35 @@ class CoreLife:
 
     # ------------------------------------------------------------------ watching
 
-    async def _watch(self, connection: CoreConnection) -> str | None:
+    async def _watch(self, connection: CoreConnection) -> PdserveError | None:
         """Wait until the connection is lost; returns the reason if it was us who lost patience."""
-        interval = min(self._options.load_timeout, self._options.hang_timeout) / 4
+        interval = min(self._options.load_timeout / 4, self._stall.interval)
         while not connection.lost.done():
             await asyncio.wait({connection.lost}, timeout=interval)
-            if not connection.lost.done() and (complaint := self._complaint(connection, interval)):
+            if not connection.lost.done() and (complaint := self._complaint(connection)):
                 _log.error("%s", complaint)
                 self._carrier.kill()
                 return complaint
-        error = connection.lost.result()
-        return None if error is None else error.message
+        return connection.lost.result()
 
-    def _complaint(self, connection: CoreConnection, interval: Seconds) -> str | None:
-        """What the core fails to do, if anything. Asks a silent one to say something."""
-        now, options = self._clock.now(), self._options
-        passed, self._looked = now - self._looked, now
+    def _complaint(self, connection: CoreConnection) -> PdserveError | None:
+        """What the core fails to do, if anything."""
+        now, options, page = self._clock.now(), self._options, self._carrier.page
         if not self._ready:
-            late = now - self._launched > options.load_timeout
-            return f"the engine was not ready within {options.load_timeout:g} s" if late else None
-        if connection.received != self._heard or not (self._busy() or self._asked):
-            self._heard, self._silent, self._asked = connection.received, 0.0, False
+            if now - self._launched <= options.load_timeout:
+                return None
+            return EngineDied(f"the engine was not ready within {options.load_timeout:g} s")
+        if page is None:
             return None
-        # A look that comes late was delayed by us: what the core has said since is still unread.
-        self._silent += min(passed, interval)
-        if self._silent >= options.hang_timeout:
-            return f"the engine hangs: it has not answered for {options.hang_timeout:g} s"
-        connection.post(QueryStats())
-        self._asked = True
-        return None
+        seen = page.look()
+        if not self._stall.look(seen, connection.posted, now):
+            return None
+        return EngineStalled(f"the engine stood still for {self._stall.age:.3g} s in {seen.what}")
+
+    @property
+    def stalled_for(self) -> Seconds:
+        """How long it has made no progress although it could; 0 while it does."""
+        return self._stall.age
 
     async def _exit(self) -> str:
         """Wait for the exit that should follow the lost connection, then enforce it."""

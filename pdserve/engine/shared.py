@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.engine.carrier import Carrier
+    from pdserve.engine.progress import ProgressPage
     from pdserve.ids import Seconds
 
 __all__ = ["SharedProcess"]
@@ -82,6 +83,11 @@ class _Place:
         self._member = member
         self._generation: _Generation | None = None
 
+    @property
+    def page(self) -> ProgressPage | None:
+        generation = self._generation
+        return None if generation is None else generation.process.pages[self._member]
+
     async def launch(self) -> socket.socket:
         self._generation, ours = await self._shared.join(self._member)
         return ours
@@ -122,10 +128,8 @@ class _Generation:
         ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         reader, writer = os.pipe()
         try:
-            fds = [sock.fileno() for sock in theirs]
-            arguments = [part for fd in fds for part in ("--fd", str(fd))]
-            arguments += ["--ends", str(writer), *log]
-            process = await HostProcess.start(arguments, [*fds, writer], on_line)
+            arguments = ["--ends", str(writer), *log]
+            process = await HostProcess.start(arguments, theirs, on_line, inherits=[writer])
         except BaseException:
             os.close(reader)
             _close(ours)

@@ -122,7 +122,7 @@ class ScriptedExecutor:
         if self._on_plan is not None:
             self._on_plan(plan)
         if (pause := int(self._options["step_ms"])) > 0:
-            time.sleep(pause / 1000)
+            _nap(pause / 1000, plan.tick)
         for source, destination in plan.copies:
             self._kv.copy(source, destination)
         for chunk in plan.chunks:
@@ -194,6 +194,15 @@ class ScriptedExecutor:
 
     def _hits(self, option: str, tokens: Iterable[int]) -> bool:
         return bool(self._options[option]) and int(self._options[option]) in tokens
+
+
+def _nap(seconds: float, tick: Callable[[int], None] | None) -> None:
+    """In slices, as a real step has layers."""
+    slices = 1 + int(seconds / 0.05)
+    for layer in range(slices):
+        time.sleep(seconds / slices)
+        if tick is not None:
+            tick(layer + 1)
 
 
 def _prompt_tokens(chunk: Chunk) -> list[int]:

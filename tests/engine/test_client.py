@@ -27,9 +27,11 @@ from pdserve.errors import (
     Draining,
     EngineDied,
     EngineError,
+    EngineStalled,
     NotReady,
     Overloaded,
     PayloadTooLarge,
+    StepFailed,
 )
 from pdserve.messages.engine import EngineSpec, Ready
 from pdserve.messages.kv import BlockStored, KvEvent, PoolCleared
@@ -96,7 +98,7 @@ class Watched:
     def be_patient(self) -> None:
         """From now on a core may be as slow as this machine makes it."""
         client = self.client
-        client._options = dataclasses.replace(client._options, hang_timeout=600.0)
+        client._options = dataclasses.replace(client._options, stall_timeout=600.0)
         if client._life is not None:
             client._life._options = client._options
 
@@ -233,12 +235,12 @@ async def test_a_failed_step_costs_its_requests_only():
         bystander = LedgerSink(watched.client, request(max_tokens=200))
         await bystander.some()
         ledger = await LedgerSink(watched.client, request(RAISE)).wait()
-        assert type(ledger.error) is EngineError
+        assert type(ledger.error) is StepFailed
         assert "RuntimeError: the script says" in ledger.error.message
         await watched.serves()
         assert watched.client.restarts == 0
         # It was in the same step, whose results are lost.
-        assert type((await bystander.wait()).error) is EngineError
+        assert type((await bystander.wait()).error) is StepFailed
 
 
 async def test_a_broken_executor_restarts_the_core():
@@ -251,17 +253,19 @@ async def test_a_broken_executor_restarts_the_core():
 
 
 async def test_a_core_that_hangs_is_killed_and_replaced():
-    async with running(hang_timeout=0.4) as watched:
+    async with running(stall_timeout=0.4) as watched:
         ledger = await LedgerSink(watched.client, request(HANG)).wait()
-        assert isinstance(ledger.error, EngineDied)
-        assert "has not answered for 0.4 s" in ledger.error.message
+        assert isinstance(ledger.error, EngineStalled)
+        assert "stood still" in ledger.error.message
+        assert "in step" in ledger.error.message
+        assert watched.client.stalls == 1
         watched.be_patient()
         await watched.ready_again()
         await watched.serves()
 
 
 async def test_long_silence_without_work_is_no_hang():
-    async with running(hang_timeout=0.05) as watched:
+    async with running(stall_timeout=0.05) as watched:
         await asyncio.sleep(0.3)
         watched.be_patient()
         await watched.serves()
@@ -269,7 +273,7 @@ async def test_long_silence_without_work_is_no_hang():
 
 
 async def test_a_long_step_is_no_hang_as_long_as_it_ends():
-    async with running(spec(step_ms="400"), hang_timeout=3.0) as watched:  # ten steps
+    async with running(spec(step_ms="400"), stall_timeout=3.0) as watched:  # ten steps
         sinks = [LedgerSink(watched.client, request(n, max_tokens=8)) for n in range(3)]
         for sink in sinks:
             assert (await sink.wait()).error is None

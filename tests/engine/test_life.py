@@ -11,7 +11,8 @@ import pytest
 
 from pdserve.clock import ManualClock, SystemClock
 from pdserve.engine.life import CoreLife, LifeOptions
-from pdserve.errors import ConfigError, EngineDied, PdserveError
+from pdserve.engine.progress import ProgressPage
+from pdserve.errors import ConfigError, EngineDied, EngineStalled, PdserveError
 from pdserve.messages.engine import (
     Command,
     EngineSpec,
@@ -21,9 +22,7 @@ from pdserve.messages.engine import (
     QueryStats,
     Ready,
     Start,
-    Stats,
 )
-from pdserve.messages.engine import EngineStats as Snapshot
 from pdserve.testing.sinks import until
 from pdserve.wire.frames import FrameDecoder, encode_frame
 from tests.engine.test_host import CAPABILITIES
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from pdserve.clock import Clock
 
 SPEC = EngineSpec(engine="played", model="")
-QUICK = LifeOptions(load_timeout=600.0, hang_timeout=600.0, stop_timeout=0.05, kill_timeout=0.05)
+QUICK = LifeOptions(load_timeout=600.0, stall_timeout=600.0, stop_timeout=0.05, kill_timeout=0.05)
 
 
 class PlayedCarrier:
@@ -42,6 +41,7 @@ class PlayedCarrier:
 
     def __init__(self) -> None:
         self.core: socket.socket | None = None
+        self.page = ProgressPage.in_memory()
         self.kills = 0
         self.immortal = False
         self.refuse: OSError | None = None
@@ -88,20 +88,15 @@ class Stage:
     def __init__(self, options: LifeOptions, clock: Clock | None = None) -> None:
         self.carrier = PlayedCarrier()
         self.events: list[Event] = []
-        self.lost = 0
-        self.busy = True
+        self.lost: list[EngineStalled | None] = []
         self.life = CoreLife(
             self.carrier,
             options,
             clock or SystemClock(),
             on_event=self.events.append,
-            on_lost=self.note_lost,
-            busy=lambda: self.busy,
+            on_lost=self.lost.append,
         )
         self.run = asyncio.ensure_future(self.life.run(SPEC))
-
-    def note_lost(self) -> None:
-        self.lost += 1
 
     async def died(self) -> PdserveError:
         async with asyncio.timeout(10):
@@ -127,7 +122,7 @@ async def test_start_is_the_first_command_and_events_are_passed_on(stage: Stage)
     assert stage.events == [Progress(stage="one"), Ready(capabilities=CAPABILITIES)]
     assert type(error) is EngineDied
     assert error.message == "the engine process was played to the end"
-    assert stage.lost == 1
+    assert stage.lost == [None]
 
 
 async def test_before_it_was_ready_its_own_words_are_the_error(stage: Stage):
@@ -203,55 +198,102 @@ async def test_cancelling_kills_the_core(stage: Stage):
     assert stage.carrier.kills == 1
 
 
-async def test_a_silent_core_is_asked_first_and_killed_later():
-    options = LifeOptions(load_timeout=5.0, hang_timeout=0.3, stop_timeout=0.05, kill_timeout=0.05)
-    stage = Stage(options)
-    await asyncio.sleep(0)
-    await stage.carrier.hear()
-    stage.carrier.say(Ready(capabilities=CAPABILITIES))
-    for _ in range(8):  # it answers: longer than the timeout in total
-        assert await stage.carrier.hear() == QueryStats()
-        stage.carrier.say(Stats(stats=Snapshot()))
-    assert stage.carrier.kills == 0
-    assert "has not answered" in (await stage.died()).message
+IMPATIENT = LifeOptions(load_timeout=600.0, stall_timeout=0.4, stop_timeout=0.05, kill_timeout=0.05)
 
 
-async def test_a_silent_core_owes_an_answer_even_when_its_requests_have_given_up():
-    options = LifeOptions(load_timeout=5.0, hang_timeout=0.2, stop_timeout=0.05, kill_timeout=0.05)
-    stage = Stage(options)
-    await asyncio.sleep(0)
-    await stage.carrier.hear()
-    stage.carrier.say(Ready(capabilities=CAPABILITIES))
-    assert await stage.carrier.hear() == QueryStats()
-    stage.busy = False
-    assert "has not answered" in (await stage.died()).message
-
-
-async def test_time_in_which_nobody_looked_is_not_the_cores_silence():
-    """Whoever was stopped and goes on again has not read yet what the core has said meanwhile."""
-    clock = ManualClock()
-    options = LifeOptions(load_timeout=5.0, hang_timeout=0.4, stop_timeout=0.05, kill_timeout=0.05)
+async def ready(options: LifeOptions, clock: Clock | None = None) -> Stage:
+    """A core that has loaded and rests."""
     stage = Stage(options, clock)
     await asyncio.sleep(0)
     await stage.carrier.hear()
+    stage.carrier.page.heard(1)
+    stage.carrier.page.rest(None)
     stage.carrier.say(Ready(capabilities=CAPABILITIES))
-    assert await stage.carrier.hear() == QueryStats()
+    await until(lambda: bool(stage.events))
+    return stage
+
+
+async def test_a_core_that_stands_still_at_work_is_killed():
+    stage = await ready(IMPATIENT)
+    stage.carrier.page.compute()
+    stage.carrier.page.tick(3)
+    error = await stage.died()
+    assert type(error) is EngineStalled
+    assert "stood still" in error.message
+    assert error.message.endswith("s in step 1, after layer 3")
+    assert stage.lost == [error]
+    assert stage.carrier.kills >= 1
+
+
+async def test_it_is_known_to_have_stalled_before_it_has_ended():
+    stage = await ready(IMPATIENT)
+    stage.carrier.immortal = True
+    stage.carrier.page.compute()
+    await until(lambda: bool(stage.lost))
+    assert not stage.run.done()
+    stage.carrier.end()
+    assert await stage.died() is stage.lost[0]
+
+
+async def test_a_core_that_does_not_hear_its_commands_has_stalled():
+    stage = await ready(IMPATIENT)
+    stage.life.post(QueryStats())
+    error = await stage.died()
+    assert type(error) is EngineStalled
+    assert error.message.endswith("in its sleep")
+
+
+async def test_a_core_that_oversleeps_has_stalled():
+    stage = await ready(IMPATIENT)
+    stage.carrier.page.rest(0.0)
+    assert type(await stage.died()) is EngineStalled
+
+
+async def test_a_core_that_rests_or_ticks_is_left_in_peace():
+    stage = await ready(IMPATIENT)
+    await asyncio.wait({stage.run}, timeout=0.8)
+    stage.carrier.page.compute()
+    for layer in range(20):
+        stage.carrier.page.tick(layer)
+        await asyncio.wait({stage.run}, timeout=0.05)
+    stage.carrier.page.rest(600.0)
+    await asyncio.wait({stage.run}, timeout=0.8)
+    assert not stage.run.done()
+    stage.carrier.end()
+    assert type(await stage.died()) is EngineDied
+
+
+async def test_time_in_which_nobody_looked_is_not_held_against_the_core():
+    """Whoever was stopped and goes on again has not seen yet what the core has done meanwhile."""
+    clock = ManualClock()
+    stage = await ready(IMPATIENT, clock)
+    stage.carrier.page.compute()
+    before = -1.0
     for _ in range(3):
+        await until(lambda before=before: stage.life._stall._looked > before)  # type: ignore[misc]
+        before = clock.now()
         clock.advance(1000.0)
-        await until(lambda: stage.life._looked == clock.now())
-        assert stage.carrier.kills == 0
+    assert stage.carrier.kills == 0
+    assert 0.0 < stage.life.stalled_for < 0.4
+    stage.carrier.page.tick()
     clock.advance(1000.0)
-    assert "has not answered" in (await stage.died()).message
+    await until(lambda: stage.life.stalled_for == 0.0)
+    stage.carrier.kill()
+    await stage.died()
 
 
-async def test_a_silent_core_that_owes_nothing_is_left_in_peace():
-    options = LifeOptions(load_timeout=5.0, hang_timeout=0.05, stop_timeout=0.05, kill_timeout=0.05)
-    stage = Stage(options)
-    stage.busy = False
-    await asyncio.sleep(0)
-    await stage.carrier.hear()
-    stage.carrier.say(Ready(capabilities=CAPABILITIES))
-    await asyncio.wait({stage.run}, timeout=0.3)
+async def test_patience_without_end():
+    options = LifeOptions(stall_timeout=0.0, stop_timeout=0.05, kill_timeout=0.05)
+    stage = await ready(options)
+    stage.carrier.page.compute()
+    await until(lambda: stage.life.stalled_for > 0.6)
     assert not stage.run.done()
     stage.carrier.end()
     await stage.died()
+
+
+async def test_a_core_that_loads_may_take_its_time():
+    stage = Stage(LifeOptions(load_timeout=0.5, stall_timeout=0.1, kill_timeout=0.05))
+    error = await stage.died()
+    assert type(error) is EngineDied
+    assert "not ready within 0.5 s" in error.message

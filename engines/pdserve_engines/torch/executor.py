@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_QUICK = 16
+"""Tokens of a step that takes little longer than reading the weights once."""
+
 _LOGITS_AT_ONCE = 32 << 20
 """Elements of logits held at one time while prompt logprobs are computed."""
 
@@ -187,12 +190,16 @@ class TorchExecutor:
             torch.cuda.current_stream(self._settings.device).synchronize()
 
     def _after(self, plan: StepPlan) -> After | None:
-        """Tells who watches the plan."""
-        watch = plan.watch
-        if watch is None or not plan.watch_at:
-            return None
+        """Tells who watches the plan: its KV, or that it gets on, if it is so large that each layer
+        may take its time."""
+        watch = plan.watch if plan.watch_at else None
+        tick = plan.tick if plan.num_tokens > _QUICK else None
+        if watch is None:
+            return tick
 
         def after(layers: int) -> None:
+            if tick is not None:
+                tick(layers)
             if layers in plan.watch_at:
                 self._settle()
                 watch(layers)
