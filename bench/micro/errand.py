@@ -1,4 +1,4 @@
-"""What it costs to be able to go on elsewhere: the errand between a worker's channel and the answer.
+"""What it costs that a request can go on elsewhere: the errand between channel and answer.
 
     python bench/micro/errand.py
 
