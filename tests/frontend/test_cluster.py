@@ -92,15 +92,16 @@ async def test_a_model_without_workers_is_refused_at_once() -> None:
 
 
 @virtually
-async def test_who_is_not_in_the_cluster_does_not_say_that_nobody_serves(monkeypatch) -> None:
+async def test_who_is_not_in_the_cluster_does_not_say_that_nobody_serves() -> None:
     async with world() as w:
         await w.worker("a")
         await w.nodes.until(lambda: bool(w.backend.cards()))
         card = w.backend.cards()["tiny"]
         await w.nodes.crash("a")
         await w.nodes.until(lambda: w.backend.refusal(card) is not None)
-        monkeypatch.setattr(Node, "joined", property(lambda node: False))
-        error = w.backend.refusal(card)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Node, "joined", property(lambda node: False))
+            error = w.backend.refusal(card)
         assert isinstance(error, NotReady)
         assert error.retry_after is not None
 
