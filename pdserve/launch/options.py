@@ -349,6 +349,16 @@ OPTIONS: tuple[Option, ...] = (
         functools.partial(units.parse_count, least=0),
     ),
     Option(
+        "itl-target",
+        "worker.itl_target",
+        "engine",
+        "A worker whose streams are slower than this between two tokens has some moved to others.",
+        "TIME",
+        lambda text: 0.0 if text.strip().lower() == "off" else units.parse_duration(text),
+        units.format_duration,
+        "off",
+    ),
+    Option(
         "transfer",
         "worker.transfer_backend",
         "engine",
@@ -389,6 +399,25 @@ OPTIONS: tuple[Option, ...] = (
         "worker.start_timeout",
         "engine",
         "Give up when the engine is not ready after this long (downloads apart).",
+    ),
+    Option(
+        "stall-timeout",
+        "worker.stall_timeout",
+        "engine",
+        "Restart an engine that has work and makes no progress for this long; 0: never.",
+        "TIME",
+        units.parse_duration,
+        units.format_duration,
+    ),
+    Option(
+        "canary-interval",
+        "worker.canary_interval",
+        "engine",
+        "Let an engine that has been idle for this long compute a token, to see that it can; "
+        "0: never.",
+        "TIME",
+        units.parse_duration,
+        units.format_duration,
     ),
     _count(
         "max-waiting",

@@ -120,6 +120,17 @@ class Channels:
                     asked += 1
         return asked
 
+    def victims(self) -> list[Handle]:
+        """Requests whose first token has come, whom the engine's scheduler would preempt first
+        first: the least important, of those the latest."""
+        begun = [
+            (request.priority, -request.handle)
+            for channel in self._open
+            for request in channel.requests.values()
+            if request.started is not None and request.handle is not None
+        ]
+        return [-handle for _, handle in sorted(begun)]
+
     @property
     def idle(self) -> bool:
         """No request is in progress, and all that was to be said of them has been sent."""
@@ -184,7 +195,10 @@ class Channels:
 class _Request:
     """One request of a frontend; the engine's sink for it."""
 
-    __slots__ = ("begun", "booking", "channel", "choices", "handle", "number", "started")
+    __slots__ = (
+        *("begun", "booking", "channel", "choices", "handle", "number"),
+        *("priority", "started"),
+    )
 
     def __init__(self, channel: _Channel, opening: Open) -> None:
         self.channel = channel
@@ -192,6 +206,7 @@ class _Request:
         self.booking = opening.booking
         self.choices = len(opening.request.live)
         """Those that have not ended."""
+        self.priority = opening.request.priority
         self.handle: Handle | None = None
         """None until it is submitted."""
         self.begun = False

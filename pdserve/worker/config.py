@@ -62,6 +62,10 @@ class WorkerConfig:
     """Reuse the KV of equal prompt beginnings."""
     start_timeout: Seconds = 600.0
     """From starting the engine until it is ready, downloads apart."""
+    stall_timeout: Seconds = 10.0
+    """Without any progress of an engine that could get on, after which it is restarted; 0: never."""
+    canary_interval: Seconds = 0.0
+    """An engine that has been idle for so long computes a token for itself; 0: never."""
     mode: Mode = "aggregated"
     """`prefill` workers compute prompts for `decode` workers, which take requests and decide for
     each where its prompt is prefilled; an `aggregated` one does everything by itself."""
@@ -73,6 +77,9 @@ class WorkerConfig:
     """`rule`: while no more requests than this wait for a prefill worker."""
     transfer_backend: str = "auto"
     """One of `TRANSFERS`: by what KV is moved; `auto` takes the best that a pair of workers has."""
+    itl_target: Seconds = 0.0
+    """Streams that are slower than this between two tokens, for a while, have some of them moved to
+    another worker; 0: they may be as slow as they are."""
     verify_kv: Verify = "sample"
     """How much of the KV that came is compared with what was sent."""
     transfer: TransferSpec | None = None
@@ -89,8 +96,12 @@ class WorkerConfig:
         ):
             if value not in known:
                 raise ConfigError(f"{key} {value!r} is unknown: use one of {', '.join(known)}")
+        if self.stall_timeout < 0 or self.canary_interval < 0:
+            raise ConfigError("stall-timeout and canary-interval must not be negative")
         if self.disagg_min_tokens < 0 or self.disagg_max_queue < 0:
             raise ConfigError("disagg-min-tokens and disagg-max-queue must not be negative")
+        if not self.itl_target >= 0:
+            raise ConfigError("itl-target must be 0 seconds or more")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
         if self.block_size & (self.block_size - 1) or not 1 <= self.block_size <= 1024:

@@ -33,12 +33,16 @@ from pdserve.worker.kv_log import KvLog
 from pdserve.worker.paths import TransferPaths
 from pdserve.worker.prefill_queue.decode import PrefillQueue
 from pdserve.worker.prefill_queue.prefill import Claims
+from pdserve.worker.rebalance import Rebalance
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from pdserve.engine.api import Handle, TokenSink
     from pdserve.errors import PdserveError
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
+    from pdserve.messages.channel import MoveReason
     from pdserve.messages.node import ModelOffer
     from pdserve.messages.request import GenerateRequest, Started
     from pdserve.messages.status import HandoffNumbers
@@ -84,6 +88,8 @@ class WorkerMember:
         self._channels = Channels(
             self, on_begin=self._begin, on_start=self._start, on_end=self._end
         )
+        config = service.config
+        self._rebalance = Rebalance(config.block_size, config.itl_target)
         self._started: set[int] = set()
         """Bookings whose first token has come and was not yet told."""
         self._flushes = False
@@ -125,7 +131,7 @@ class WorkerMember:
         until = self._node.now() + timeout
         self._service.drain()
         self.tell()
-        self._channels.ask_to_move(None, "drain")
+        self._ask_to_move(None, "drain")
         drained = await self._channels.wait_idle(timeout)
         if self.prefill is not None:  # what has moved on may still fetch its KV from here
             drained &= await self.prefill.drain(max(0.0, until - self._node.now()))
@@ -142,6 +148,33 @@ class WorkerMember:
     def left(self) -> int:
         """What a drain waits for: requests, and prompts that are computed for others."""
         return self._channels.requests + (0 if self.prefill is None else len(self.prefill))
+
+    def _ask_to_move(self, handles: Collection[Handle] | None, reason: MoveReason) -> None:
+        asked = self._channels.ask_to_move(handles, reason)
+        if asked:
+            self._service.metrics.moves_asked.labels(reason).inc(asked)
+
+    def _relieve(self) -> None:
+        """Have some of what runs served elsewhere, if it is too much."""
+        service = self._service
+        if service.draining:
+            return
+        now, stats = self._node.now(), service.statistics()
+        relief = self._rebalance.look(now, stats, self._movable)
+        if relief is not None:
+            _log.info(
+                "%s: %d of %d requests had better be served elsewhere",
+                *(relief.reason, len(relief.handles), stats.running),
+            )
+            self._ask_to_move(relief.handles, relief.reason)
+
+    def _movable(self) -> list[Handle]:
+        """Requests that have begun, if another worker serves their model."""
+        names = self._service.cards().keys()
+        others = (member.card for member in self._node.registry.by_role("worker"))
+        usable = (card for card in others if card is not None and not card.draining)
+        offers = (one for card in usable if card.mode != "prefill" for one in card.models)
+        return self._channels.victims() if any(one.name in names for one in offers) else []
 
     def close(self) -> None:
         """Every request ends; frontends hear that this worker is going away."""
@@ -216,6 +249,7 @@ class WorkerMember:
     def _watch(self) -> None:
         """The engine's numbers have no events of their own."""
         self._node.timers.call_later(_LOAD_INTERVAL, self._watch)
+        self._relieve()
         self.tell()
 
     def _on_member(self, event: MemberEvent) -> None:

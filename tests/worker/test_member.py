@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.errors import Draining, WorkerLost
 from pdserve.ids import NodeId
@@ -21,6 +22,7 @@ from pdserve.messages.kv import (
 from pdserve.messages.node import NodeCard, model_card, offer
 from pdserve.messages.request import Finish, Started, TokenDelta
 from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key, booking_of
+from pdserve.observe.metrics import Metrics
 from pdserve.runtime.topics.service import Topics
 from pdserve.runtime.topics.sets import SetView
 from pdserve.testing.net_support import RecordingSink
@@ -63,6 +65,7 @@ class FakeService:
 
     def __init__(self) -> None:
         self.config = WorkerConfig()
+        self.metrics = Metrics()
         self.models: dict[str, ModelCard] = {}
         self.capabilities: EngineCapabilities | None = None
         self.reason: str | None = "starting: loading weights"
@@ -155,6 +158,10 @@ class World:
         return [decoder(Batch)(item) for item in self.sink.items]
 
     @property
+    def moving(self) -> list[Moving]:
+        return [one for batch in self.batches for one in batch.moving]
+
+    @property
     def bookings(self) -> list[int]:
         return [booking_of(key) for key in self.held[-1].items]
 
@@ -167,12 +174,14 @@ class World:
         assert self.card is not None
         return self.card
 
-    async def open(self, number: int, booking: int) -> None:
+    async def open(self, number: int, booking: int, priority: int = 0) -> None:
         link = await self.front.link(NodeId("w"), timeout=1.0)
         if number == 1:
             self.stream = link.open_stream(CHANNEL, b"", self.sink, window=1 << 20)
             await asyncio.sleep(0.01)
-        await self.stream.send(encode(Open(number, booking, request())), timeout=1.0)
+        await self.stream.send(
+            encode(Open(number, booking, replace(request(), priority=priority))), timeout=1.0
+        )
         await asyncio.sleep(0.01)
 
 
@@ -429,3 +438,45 @@ async def test_closing_tells_frontends_why() -> None:
         assert error.retry_after is not None
         await w.nodes.until(lambda: w.bookings == [])
         assert [Batch] == [type(decoder(Batch)(item)) for item in w.sink.items]
+
+
+async def _start(w: World, *handles: int) -> None:
+    for handle in handles:
+        delta = TokenDelta(handle=handle, choice=0, tokens=[1], started=Started(0, 0.0, 0.0, 0.0))
+        w.service.sinks[handle].on_delta(delta)
+    await asyncio.sleep(0.01)
+
+
+@virtually
+async def test_a_worker_whose_pool_runs_out_asks_for_relief_where_there_is_another() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        for number in (1, 2, 3):
+            await w.open(number, booking=number)
+        await _start(w, 1, 2)
+        w.service.stats = EngineStats(running=3, blocks_total=8, blocks_free=0)
+        await asyncio.sleep(1.0)
+        assert w.moving == []
+        other = await w.nodes.add("x")
+        small, parts = offer(model())
+        other.publish_card(NodeCard(role="worker", models=(small,), draining=True), parts)
+        await asyncio.sleep(1.0)
+        assert w.moving == []
+        other.publish_card(NodeCard(role="worker", models=(small,)), parts)
+        await w.nodes.until(lambda: bool(w.moving))
+        assert w.moving == [Moving(2, "kv")], "the latest of those that have begun"
+        await asyncio.sleep(5.0)
+        assert w.moving == [Moving(2, "kv")]
+        assert 'moves_asked_total{reason="kv"} 1.0' in w.service.metrics.render()[0].decode()
+
+
+@virtually
+async def test_the_least_important_is_preempted_first_and_of_those_the_latest() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        for number in (1, 2, 3, 4):
+            await w.open(number, booking=number, priority=1 if number == 4 else 0)
+        await _start(w, 1, 2, 4)
+        assert w.member._channels.victims() == [2, 1, 4]
