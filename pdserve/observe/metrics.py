@@ -89,6 +89,8 @@ class EngineSample:
     steps: int = 0
     step_seconds: float = 0.0
     restarts: int = 0
+    stalls: int = 0
+    stalled_for: float = 0.0
 
     @property
     def kv_usage(self) -> float:
@@ -102,6 +104,7 @@ def together(samples: Sequence[EngineSample]) -> EngineSample:
         return samples[0]
     names = [field.name for field in fields(EngineSample) if field.name != "ready"]
     sums = {name: sum(getattr(sample, name) for sample in samples) for name in names}
+    sums["stalled_for"] = max(sample.stalled_for for sample in samples)
     return EngineSample(ready=all(sample.ready for sample in samples), **sums)
 
 
@@ -119,9 +122,13 @@ class Definition:
 
 
 def _engine(
-    name: str, kind: Kind, text: str, read: Callable[[EngineSample], float]
+    name: str,
+    kind: Kind,
+    text: str,
+    read: Callable[[EngineSample], float],
+    combine: Combine = "sum",
 ) -> tuple[Definition, Callable[[EngineSample], float]]:
-    return Definition(f"pdserve_{name}", kind, text, "worker"), read
+    return Definition(f"pdserve_{name}", kind, text, "worker", combine=combine), read
 
 
 _ENGINE = (
@@ -193,6 +200,19 @@ _ENGINE = (
         "counter",
         "Times the engine died and was started again.",
         lambda s: s.restarts,
+    ),
+    _engine(
+        "engine_stalls_total",
+        "counter",
+        "Times the engine was ended because it stood still although it had work.",
+        lambda s: s.stalls,
+    ),
+    _engine(
+        "engine_stalled_seconds",
+        "gauge",
+        "How long the engine has made no progress although it has work.",
+        lambda s: s.stalled_for,
+        "max",
     ),
     _engine("engine_steps_total", "counter", "Steps of the engine.", lambda s: s.steps),
     _engine(
@@ -382,6 +402,16 @@ class Metrics:
             "Prompts on their way between two workers, by state.",
             "worker",
             ("state",),
+        )
+
+        self.cancel_seconds = self._histograms(
+            "cancel_seconds",
+            "From the moment a worker hears that a request is cancelled until its blocks are free, "
+            "by what it was doing: queued, remote (its prompt was coming from another worker), "
+            "prefilling, decoding, preempted, sending (its prompt was computed for another).",
+            "worker",
+            PACE,
+            ("stage",),
         )
 
         # The worker's, of moving KV.

@@ -106,6 +106,8 @@ class InlineEngine:
         self.state = EngineState.NEW
         self.state_reason = "not started"
         self.restarts = 0
+        self.stalls = 0
+        self.stalled_for: Seconds = 0.0
         self.capabilities: EngineCapabilities | None = None
         self.leaked = 0
         """Blocks that closed cores could not account for."""

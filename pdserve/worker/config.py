@@ -63,7 +63,7 @@ class WorkerConfig:
     start_timeout: Seconds = 600.0
     """From starting the engine until it is ready, downloads apart."""
     stall_timeout: Seconds = 10.0
-    """Without any progress of an engine that could get on, after which it is restarted; 0: never."""
+    """Without progress of an engine that could get on, after which it is restarted; 0: never."""
     canary_interval: Seconds = 0.0
     """An engine that has been idle for so long computes a token for itself; 0: never."""
     mode: Mode = "aggregated"

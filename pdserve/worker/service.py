@@ -61,6 +61,16 @@ class SupervisedEngine(Engine, Protocol):
         """How often it has been started again."""
         ...
 
+    @property
+    def stalls(self) -> int:
+        """How often it was ended because it stood still."""
+        ...
+
+    @property
+    def stalled_for(self) -> Seconds:
+        """How long it has made no progress although it could."""
+        ...
+
 
 class WorkerService:
     """One worker."""
@@ -345,6 +355,8 @@ class WorkerService:
             steps=stats.steps,
             step_seconds=stats.step_seconds,
             restarts=0 if engine is None else engine.restarts,
+            stalls=0 if engine is None else engine.stalls,
+            stalled_for=0.0 if engine is None else engine.stalled_for,
         )
 
 

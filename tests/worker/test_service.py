@@ -22,6 +22,8 @@ class FakeEngine:
         self.state_reason = "not started"
         self.secrets = []
         self.restarts = 0
+        self.stalls = 0
+        self.stalled_for = 0.0
         self.capabilities = None
         self.stats = EngineStats()
         self.aborted = []
@@ -233,6 +235,9 @@ async def test_a_restart_shows_in_health_and_metrics_and_keeps_the_card(model):
     sample = world.service.sample()
     assert (sample.ready, sample.restarts, sample.output_tokens) == (True, 1, 10)
     assert b"pdserve_engine_restarts_total 1.0" in world.metrics.render()[0]
+    world.engine.stalls, world.engine.stalled_for = 2, 3.5
+    assert b"pdserve_engine_stalls_total 2.0" in world.metrics.render()[0]
+    assert b"pdserve_engine_stalled_seconds 3.5" in world.metrics.render()[0]
     assert world.service.unready_reason() is None
     await world.service.stop()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from pdserve.engine.api import EngineState
 from pdserve.engine.carrier import ProcessCarrier
 from pdserve.engine.client import ClientOptions, CoreClient
 from pdserve.launch.announce import loaded_line
@@ -24,7 +25,6 @@ from pdserve.worker.service import WorkerService
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.engine.api import EngineState
     from pdserve.engine.carrier import Carrier
     from pdserve.ids import Seconds
     from pdserve.launch.parts.base import Context
@@ -78,11 +78,20 @@ class WorkerPart:
         )
 
     def _make_engine(self, spec: EngineSpec) -> CoreClient:
-        options = ClientOptions(load_timeout=self._config.start_timeout)
+        config = self._config
+        options = ClientOptions(
+            load_timeout=config.start_timeout, stall_timeout=config.stall_timeout
+        )
         return CoreClient(spec, options, on_state=self._note_state, make_carrier=self._carrier)
 
     def _note_state(self, state: EngineState, reason: str) -> None:
         self.node.call_soon(self.member.tell)  # the engine has the state when this turn ends
+        mode = self._config.mode
+        name = "engine_down" if mode == "aggregated" else f"{mode}_engine_down"
+        if state in (EngineState.RESTARTING, EngineState.FAILED):
+            self._context.degradations.add(name, f"the engine is {state.value}: {reason}")
+        else:
+            self._context.degradations.clear(name)
         self._on_state(state, reason)
 
     async def begin(self) -> None:
