@@ -362,7 +362,7 @@ class Desk:
     ) -> Held:
         self._make_room(now, question, workers)
         self._asked += 1
-        deadline = _deadline(now, question)
+        deadline = None if question.deadline is None else now + question.deadline
         cost = self._least_cost(now, question, workers)
         item = Held(question, asker, answer, now, cost, deadline, self._asked)
         queue = self._queues.get(question.model)
@@ -542,7 +542,7 @@ class Desk:
 
     def _overdue(self, now: Seconds, item: Held) -> PdserveError:
         held, question = now - item.arrived, item.question
-        if question.deadline is None or held < question.deadline:  # what its client can bear passed
+        if item.deadline is None or now < item.deadline:
             workers = self.pool.view(now, question.model).sound
             return too_late(question, self._drain_time(now, question.model, workers))
         return DeadlineExceeded(
@@ -822,14 +822,6 @@ def _check_time(question: Route) -> None:
     """Raises `DeadlineExceeded` for what has no time left."""
     if question.deadline is not None and question.deadline <= 0:
         raise DeadlineExceeded("the request's time had run out when it reached the router")
-
-
-def _deadline(now: Seconds, question: Route) -> Seconds | None:
-    """When nobody waits for it any longer, or for a first token that late."""
-    ends = [] if question.deadline is None else [question.deadline]
-    if question.slo_ttft is not None:
-        ends.append(max(0.0, question.slo_ttft - question.waited))
-    return now + min(ends) if ends else None
 
 
 def _leaving() -> PdserveError:

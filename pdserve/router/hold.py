@@ -36,6 +36,8 @@ AGEING: Final = 0.3
 """A second of waiting outweighs so many seconds of predicted work."""
 ORDERS: Final = ("sjf", "fifo")
 _MICRO: Final = 1_000_000
+_NEWEST: Final = 1 << 62
+"""A number after those of all that have arrived."""
 _ENTRY_BYTES: Final[Bytes] = 1024
 """Of a held question beyond its texts."""
 _IDLE_TENANTS: Final = 4096
@@ -62,11 +64,24 @@ class Held:
     cost: Seconds
     """Predicted time to compute it where most of it is cached."""
     deadline: Seconds | None = None
-    """Nobody waits for it any longer, or what its client said it can bear has passed."""
+    """Nobody waits for it any longer."""
     number: int = 0
     """In the order of arrival at this router."""
     waiting: bool = False
     """It is in a queue."""
+
+    @property
+    def late(self) -> Seconds | None:
+        """When it has to be begun for its first token to come as soon as its client said."""
+        question = self.question
+        if question.slo_ttft is None:
+            return None
+        return self.arrived + question.slo_ttft - question.waited - self.cost
+
+    @property
+    def leaves(self) -> Seconds | None:
+        """When it waits no longer, whatever happens."""
+        return min((at for at in (self.deadline, self.late) if at is not None), default=None)
 
     @property
     def bytes(self) -> Bytes:
@@ -169,7 +184,7 @@ class _Band:
         own = self.tenants.get(question.tenant)
         before = 0.0
         if own is not None:
-            before = own.micros * own.items.bisect_left((key, 0)) / len(own.items)
+            before = own.micros * own.items.bisect_left((key, _NEWEST)) / len(own.items)
         others = (tenant for tenant in self.tenants.values() if tenant is not own)
         share = before / question.weight
         return before + sum(min(tenant.micros, share * tenant.weight) for tenant in others)
@@ -221,8 +236,8 @@ class HoldQueue:
         if band is None:
             band = self._bands[-item.question.priority] = _Band()
         band.push(self._key(item), item)
-        if item.deadline is not None:
-            self._deadlines[item.deadline, item.number] = item
+        if item.leaves is not None:
+            self._deadlines[item.leaves, item.number] = item
         item.waiting = True
         self._count(item, 1)
 
@@ -254,16 +269,17 @@ class HoldQueue:
         return item
 
     def expired(self, now: Seconds) -> list[Held]:
-        """Those whose deadline has passed; they are still in the queue."""
+        """Those whose time has passed; they are still in the queue."""
         passed = []
-        for (deadline, _), item in self._deadlines.items():
-            if deadline > now:
+        for (leaves, _), item in self._deadlines.items():
+            if leaves > now:
                 break
             passed.append(item)
         return passed
 
     @property
     def next_deadline(self) -> Seconds | None:
+        """When the next one's time has passed."""
         return self._deadlines.peekitem(0)[0][0] if self._deadlines else None
 
     # ------------------------------------------------------------------ inside
@@ -286,8 +302,8 @@ class HoldQueue:
     def _removed(self, item: Held) -> None:
         """A band without questions is forgotten, and with it who was served: its time is over."""
         item.waiting = False
-        if item.deadline is not None:
-            del self._deadlines[item.deadline, item.number]
+        if item.leaves is not None:
+            del self._deadlines[item.leaves, item.number]
         if not self._bands[-item.question.priority].tenants:
             del self._bands[-item.question.priority]
         self._count(item, -1)
@@ -301,7 +317,7 @@ class HoldQueue:
         assert self._micros == sum(band.micros for band in self._bands.values())
         assert self.restricted == sum(item.restricted for item in items)
         assert self.bytes == sum(item.bytes for item in items)
-        timed = {id(item) for item in items if item.deadline is not None}
+        timed = {id(item) for item in items if item.leaves is not None}
         assert timed == {id(item) for item in self._deadlines.values()}
         for band in self._bands.values():
             assert set(band.active) == {tenant.rank for tenant in band.tenants.values()}

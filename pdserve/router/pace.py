@@ -18,6 +18,8 @@ __all__ = ["Pace"]
 
 _MEMORY: Final[Seconds] = 3.0
 """What was seen so long ago counts for a third."""
+_LEAST: Final = 0.01
+"""Share of what is assumed below which nothing is believed."""
 _DOUBT: Final[Seconds] = 0.5
 """What is assumed counts as if it had been seen for so long."""
 
@@ -25,10 +27,11 @@ _DOUBT: Final[Seconds] = 0.5
 class Pace:
     """Of one queue, from the first that waits on."""
 
-    __slots__ = ("_since", "_time", "_work")
+    __slots__ = ("_doubt", "_since", "_time", "_work")
 
     def __init__(self, now: Seconds) -> None:
         self._since = now
+        self._doubt = _DOUBT
         self._time: Seconds = 0.0
         self._work: Seconds = 0.0
 
@@ -38,10 +41,13 @@ class Pace:
         kept = exp(-passed / _MEMORY)
         self._time = self._time * kept + passed
         self._work = self._work * kept + work
+        self._doubt *= kept
         self._since = now
 
     def rate(self, now: Seconds, assumed: float) -> float:
-        """`assumed`: the rate if nothing has been seen; more than 0."""
+        """`assumed`: the rate if nothing has been seen; more than 0. Nor is the result ever 0."""
         passed = max(0.0, now - self._since)
         kept = exp(-passed / _MEMORY)
-        return (self._work * kept + assumed * _DOUBT) / (self._time * kept + passed + _DOUBT)
+        doubt = self._doubt * kept
+        rate = (self._work * kept + assumed * doubt) / (self._time * kept + passed + doubt)
+        return max(rate, assumed * _LEAST)

@@ -76,6 +76,9 @@ class World:
         assert isinstance(outcome, Placement), outcome
         return outcome
 
+    def placed_at_once(self, name: str) -> bool:
+        return isinstance(self.outcomes[name][0], Placement)
+
     def waits(self, *names: str) -> bool:
         return all(not self.outcomes[name] for name in names)
 
@@ -620,3 +623,56 @@ def test_equal_wishes_are_looked_up_once(monkeypatch):
     world.look()
     assert world.waits(*names[2:])
     assert len(asked) <= 3  # the second of `names` was held for a moment, and decided once more
+
+
+def test_who_has_waited_too_long_is_refused_when_its_turn_comes():
+    world = World("w1")
+    learnt(world)
+    first = world.ask()
+    late, patient = world.ask(slo_ttft=0.5), world.ask()
+    world.now += 0.45  # what is left is less than its prompt takes
+    world.start(first)
+    world.look()
+    assert "cannot be had" in world.error(late).message
+    assert isinstance(world.error(late), Overloaded)
+    world.placed(patient)
+
+
+def test_what_a_client_cannot_bear_ends_its_waiting_with_a_time_to_come_back():
+    world = World("w1")
+    learnt(world)
+    world.ask(prompt_tokens=100_000)
+    short, long = world.ask(slo_ttft=1.0, deadline=9.0), world.ask(slo_ttft=60.0, deadline=2.0)
+    world.pass_to(world.now + 1.5)
+    error = world.error(short)
+    assert isinstance(error, Overloaded)
+    assert error.retry_after is not None
+    assert world.waits(long)
+    world.pass_to(world.now + 1.0)
+    assert isinstance(world.error(long), DeadlineExceeded)
+
+
+def test_so_many_are_held_that_they_come_in_time():
+    """However many ask: those that are let in do not wait until all of them are late."""
+    world = World("w1")
+    learnt(world)
+    names = [world.ask(slo_ttft=1.0, prompt_tokens=1000 + n) for n in range(50)]
+    let_in = [name for name in names if not world.outcomes[name] or world.placed_at_once(name)]
+    assert 3 <= len(let_in) <= 1.0 / WORK
+    for name in let_in:
+        if world.waits(name):
+            world.look()
+        assert not isinstance(world.outcomes[name][0], Overloaded)
+        world.now += WORK
+        world.end(name)
+        world.look()
+
+
+def test_another_tenants_waiting_keeps_nobody_out():
+    world = World("w1")
+    learnt(world)
+    for _ in range(40):
+        world.ask(tenant="heavy")
+    assert isinstance(world.error(world.ask(tenant="heavy", slo_ttft=2.0)), Overloaded)
+    assert world.waits(world.ask(tenant="light", slo_ttft=2.0))
+    assert world.waits(world.ask(tenant="heavy", slo_ttft=2.0, priority=1))

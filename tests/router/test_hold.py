@@ -157,3 +157,24 @@ def test_every_question_leaves_once_whatever_happens(seed):
     assert len({item.number for item in gone}) == len(gone)
     assert (len(queue), queue.bytes, queue.work, queue.restricted) == (0, 0, 0.0, 0)
     assert queue.next_deadline is None
+
+
+def test_what_is_ahead_is_what_would_be_begun_before():
+    queue = filled(
+        held(1, 1.0, tenant="a"),
+        held(2, 3.0, tenant="a"),
+        held(3, 2.0, tenant="b", weight=2.0),
+        held(4, 9.0, tenant="b", weight=2.0),
+        held(5, 5.0, tenant="a", priority=1),
+        held(6, 7.0, tenant="c", priority=-1),
+    )
+
+    def ahead(cost: float, **wants: Any) -> float:
+        return queue.ahead(replace(route(), **wants), cost, 0.0)
+
+    assert ahead(2.0, tenant="new") == 5.0, "its turn is next in its band"
+    assert ahead(2.0, tenant="a") == 5.0 + 2.0 + 4.0, "half of its own, twice as much of b"
+    assert ahead(9.0, tenant="a") == 5.0 + 4.0 + 8.0
+    assert ahead(0.1, tenant="a") == 5.0
+    assert ahead(0.1, tenant="a", priority=2) == 0.0
+    assert ahead(0.1, tenant="a", priority=-2) == 27.0
