@@ -70,6 +70,8 @@ class Settings:
     """From an engine's death until it can serve again."""
     tokenizer_bytes: int = 1000
     """A large part of the card; much of it takes the bulk connection."""
+    tokenizer: bytes = b""
+    """A real one, for frontends that make text; empty: of zeros, so many."""
     router_wait: Seconds = 5.0
     router: RouterConfig | None = None
     """None: the defaults, with `policy`."""
@@ -229,7 +231,7 @@ class _Service(WorkerService):
             vocab_size=capabilities.vocab_size,
             block_size=capabilities.block_size,
             eos_token_ids=capabilities.eos_token_ids,
-            tokenizer_json=bytes(self._settings.tokenizer_bytes),
+            tokenizer_json=self._settings.tokenizer or bytes(self._settings.tokenizer_bytes),
             compat_hash=capabilities.compat_hash,
         )
         self._cards = {card.name: card}

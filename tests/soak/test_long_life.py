@@ -1,0 +1,84 @@
+"""Long lives of a frontend, a router and a worker: what they hold comes back, and memory is level.
+
+A slice is run by `make test`: too short for a slope to be told from caches that fill, long enough
+for what holds on to whole requests or members. `make soak` runs a million requests and ten thousand
+changes (bench/results/soak.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.chaos.cluster import Cluster
+from tests.soak import scenes
+from tests.soak.memory import leaks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+MIB = 1 << 20
+NOISE = 4 * MIB
+"""What an allocator may take for itself meanwhile: Python's asks for a MiB at a time."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much work, and how many bytes each piece of it may seem to leave behind."""
+
+    count: int
+    portions: int
+    bytes: float
+
+
+SHORT = {
+    "requests": Scale(1_600, 4, 4096),
+    "members": Scale(24, 2, 64 * 1024),
+    "streams": Scale(150, 2, 8192),
+    "handoffs": Scale(120, 4, 64 * 1024),
+}
+LONG = {
+    "requests": Scale(100_000, 40, 64),
+    "members": Scale(2_000, 20, 1024),
+    "streams": Scale(2_000, 4, 1024),
+    "handoffs": Scale(4_000, 20, 1024),
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path) as cluster:
+        yield cluster
+
+
+def live(name: str, cluster: Cluster, folder: Path, seed: int, *, long: bool) -> None:
+    """Run a scene; raises if something has not come back, or memory grows."""
+    scale = (LONG if long else SHORT)[name]
+    scene = getattr(scenes, name)
+    watch = scene(cluster, folder, count=scale.count, portions=scale.portions, seed=seed, say=print)
+    found = leaks(watch.lines, per_piece=scale.bytes, noise=NOISE)
+    assert not found, "\n".join([*found, watch.table(scenes.UNITS[name])])
+
+
+def test_short_requests_leave_nothing_behind(cluster, tmp_path, seed, long):
+    live("requests", cluster, tmp_path, seed, long=long)
+
+
+def test_members_that_come_and_go_leave_nothing_behind(cluster, tmp_path, seed, long):
+    live("members", cluster, tmp_path, seed, long=long)
+
+
+def test_streams_that_stay_open_leave_nothing_behind(cluster, tmp_path, seed, long, monkeypatch):
+    if not long:
+        monkeypatch.setattr(scenes, "HELD", 2.0)
+    live("streams", cluster, tmp_path, seed, long=long)
+
+
+@pytest.mark.long
+def test_prompts_that_are_handed_over_leave_nothing_behind(cluster, tmp_path, seed, long):
+    live("handoffs", cluster, tmp_path, seed, long=long)
