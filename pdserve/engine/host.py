@@ -113,7 +113,7 @@ class CoreHost:
         first, *commands = self._first_commands()
         core, page = self._load(first), self._page
         self._on_ready()
-        page.heard(1 + len(commands))
+        page.heard(len(commands))
         while True:
             fresh = self._link.receive()
             page.heard(len(fresh))
@@ -164,7 +164,7 @@ class CoreHost:
                 raise ConfigError(f"engine {command.spec.engine!r}: {error}") from error
         if isinstance(core, EngineCore):
             core.tick = self._page.tick
-        self._page.tick()
+        self._page.heard(1)
         self._link.send([Ready(capabilities=capabilities)])
         return core
 
