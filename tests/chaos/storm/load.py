@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.chaos.storm.nodes import Node
     from tests.chaos.storm.questions import Expected, Pool, Question
 
+AVOIDED = 1.0
+"""Seconds for which a frontend that is down or leaves is asked nothing."""
 PAUSE = 0.2
 """Seconds after an address that does not answer, or a refusal."""
 
@@ -49,6 +51,8 @@ class Crowd:
     """Requests at this moment."""
     most_open: int = 0
     numbers: int = 0
+    _avoided: dict[str, float] = field(default_factory=dict)
+    """Frontends that took nothing, and until when nobody asks them."""
 
     async def run(self, size: int) -> None:
         """Until `stopping`; what is under way then comes to its end."""
@@ -66,7 +70,7 @@ class Crowd:
         while not self.stopping:
             question, expected = self.pool.pick(rng)
             hurried = rng.random() < self.habits.hurried
-            node = rng.choice(self.hurried if hurried else self.frontends)
+            node = self._frontend(rng, hurried=hurried)
             streamed = rng.random() < self.habits.streamed
             life = self._life(question, node.name, streamed=streamed, hurried=hurried)
             try:
@@ -81,13 +85,26 @@ class Crowd:
                 )
             except client.NotAsked:
                 self.not_asked += 1
+                self._avoid(node)
                 await asyncio.sleep(PAUSE)
                 continue
             finally:
                 self.open -= 1
             self.on_end(life, expected)
-            if life.error is not None:
+            if life.status in (0, 503):
+                self._avoid(node)
                 await asyncio.sleep(PAUSE)
+
+    def _frontend(self, rng: random.Random, *, hurried: bool) -> Node:
+        """Not one that has lately taken nothing, if there is another: as a balancer before them."""
+        if hurried:
+            return rng.choice(self.hurried)
+        now = time.monotonic()
+        good = [node for node in self.frontends if self._avoided.get(node.name, 0.0) <= now]
+        return rng.choice(good or self.frontends)
+
+    def _avoid(self, node: Node) -> None:
+        self._avoided[node.name] = time.monotonic() + AVOIDED
 
     def _life(
         self, question: Question, frontend: str, *, streamed: bool, hurried: bool = False

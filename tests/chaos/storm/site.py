@@ -8,6 +8,7 @@ says what is left out. Some nodes are known to others by a proxy's address only.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import secrets
@@ -73,15 +74,20 @@ def plan(engine: Engine) -> list[Place]:
     ]
 
 
-def engine_flags(engine: Engine, trouble: Path) -> tuple[str, ...]:
+PACE = {"base": 0.08, "sequence": 0.0, "weights": 0.0, "token": 2e-5, "pair": 0.0, "kv": 0.0}
+"""The sim engine's: a dozen tokens a second for each stream, whoever else there is, and 17,000 of
+prompts, so that what a worker leaves is soon computed anew by the others."""
+
+
+def engine_flags(engine: Engine, trouble: Path, timing: Path) -> tuple[str, ...]:
     """Of every worker."""
     stall = ("--stall-timeout", "3s") if "stall-timeout" in BY_NAME else ()
     if engine == "torch":
         own = ("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB")
         return ("--engine", "torch", *own, "--max-sequences", "32", *stall)
-    options = {"content": "on", "blocks": "3000", "slowdown": "15", "trouble": str(trouble)}
+    options = {"content": "on", "blocks": "4000", "timing": timing, "trouble": trouble}
     many = [f for name, value in options.items() for f in ("--engine-option", f"{name}={value}")]
-    return ("--engine", "sim", *many, "--verify-kv", "all", "--max-sequences", "256", *stall)
+    return ("--engine", "sim", *many, "--verify-kv", "all", "--max-sequences", "512", *stall)
 
 
 class Site:
@@ -153,6 +159,8 @@ class Site:
         self._keys = self.home / "key"
         self._keys.write_text(secrets.token_hex(32) + "\n")
         self._keys.chmod(0o600)
+        self._timing = self.home / "timing.json"
+        self._timing.write_text(json.dumps({"roofline": PACE}))
         self.disk = self._disk()
         net = self._network()
         self._ports: dict[str, tuple[int, int, int]] = {}
@@ -219,7 +227,7 @@ class Site:
         if place.name in self.ways:
             flags += ["--advertise", self._addresses[place.name]]
         if place.part in ("worker", "prefill"):
-            flags += engine_flags(self.engine, self.trouble(place.name))
+            flags += engine_flags(self.engine, self.trouble(place.name), self._timing)
         return Node(
             place.name,
             place.part,

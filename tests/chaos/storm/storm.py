@@ -113,7 +113,7 @@ class _Run:
     async def _answers(
         self, asked: list[questions.Question]
     ) -> list[tuple[questions.Question, Expected]]:
-        at_once = max(8, self.wishes.streams // 3)
+        at_once = max(8, self.wishes.streams // 2)
         lives = await load.undisturbed(asked, self._patient, at_once, self.circumstances.patience)
         return [(life.question, questions.expected_of(life)) for life in lives]
 
