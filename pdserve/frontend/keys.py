@@ -10,12 +10,12 @@ import difflib
 import hashlib
 import hmac
 import re
-import tomllib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import ConfigError, Forbidden, Unauthorized
 from pdserve.messages.routing import WEIGHTS
+from pdserve.toml import read_toml, readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -123,15 +123,13 @@ _LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute"
 _HEADER = re.compile(r"^\s*\[\[\s*key\s*\]\]", re.M)
 
 
-def parse_keys(text: str, source: str) -> KeyRing:
-    """Read the file's text; `source` names it in errors.
+def parse_keys(data: bytes, source: str) -> KeyRing:
+    """Read the file's content; `source` names it in errors.
 
     Errors: `ConfigError` with the line, the field and the nearest name.
     """
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source}: not valid TOML: {error}") from None
+    document = read_toml(data, source)
+    text = data.decode("utf-8-sig")
     where = _Where(text, source)
     where.check_names(document, ("key",), None)
     entries = document.get("key", [])
@@ -159,7 +157,8 @@ class _Where:
     def error(self, number: int | None, name: str, reason: str) -> ConfigError:
         line = self._line(number, name)
         entry = "" if number is None else f" (key {number + 1})"
-        return ConfigError(f"{self._source}, line {line}{entry}: '{name}': {reason}", param=name)
+        words = f"{self._source}, line {line}{entry}: '{readable(name)}': {reason}"
+        return ConfigError(words, param=name)
 
     def check_names(
         self, table: Mapping[str, Any], known: tuple[str, ...], number: int | None

@@ -33,6 +33,7 @@ from pdserve.text.pool import TextPool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from pdserve.frontend.backend import Backend
     from pdserve.frontend.config import FrontendConfig
@@ -260,14 +261,21 @@ class FrontendService:
         path = self.config.api_keys_file
         if path is None:
             return None
-        try:
-            text = path.read_text("utf-8")
-            mode = path.stat().st_mode
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}", param="api_keys_file") from None
-        if mode & (stat.S_IRGRP | stat.S_IROTH):
-            logger.warning("%s can be read by other users; chmod 600 it", path)
-        return parse_keys(text, str(path))
+        return read_api_keys(path)
+
+
+def read_api_keys(path: Path) -> KeyRing:
+    """Errors: `ConfigError` names the file, the line and the remedy."""
+    try:
+        data = path.read_bytes()
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}", param="api_keys_file"
+        ) from None
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning("%s can be read by other users; chmod 600 it", path)
+    return parse_keys(data, str(path))
 
 
 def _cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from pdserve.frontend.config import FrontendConfig
 from pdserve.launch.addresses import ClusterConfig
 from pdserve.launch.options import BY_NAME, OPTIONS, Option
 from pdserve.router.config import RouterConfig
+from pdserve.toml import read_toml, readable
 from pdserve.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _parse(option: Option, given: _Given) -> Any:
     try:
         return option.parse(given.text)
     except ValueError as error:
-        raise ConfigError(f"{given.source}: {error}") from None
+        raise ConfigError(f"{given.source}: {readable(str(error))}") from None
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
@@ -210,14 +210,13 @@ def _config_path(given: _Given | None, environ: Mapping[str, str], cwd: Path) ->
 
 def _from_file(path: Path) -> dict[str, _Given]:
     try:
-        table = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    table = read_toml(data, str(path))
     found = {}
-    for key, value in table.items():
-        name = key.replace("_", "-")
+    for written, value in table.items():
+        key, name = readable(written), written.replace("_", "-")
         if name not in BY_NAME or name == "config":
             raise _unknown_key(path, key, name, value)
         if name in found:

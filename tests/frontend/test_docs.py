@@ -56,7 +56,7 @@ def test_the_example_of_a_key_file_is_one():
     block = re.search(r"\n\n((?:    .*\n|\n)+)", KEYS)
     assert block is not None
     text = block[1].replace("\n    ", "\n")
-    ring = parse_keys(text.lstrip(), "example")
+    ring = parse_keys(text.lstrip().encode(), "example")
     assert ring.authenticate("Bearer sk-research-4f1d2c").tenant == "research"
     assert len(ring) == 2
 

@@ -270,7 +270,7 @@ async def test_key_limits_hold_over_http(tmp_path):
         "[key.limits]\nrequests_per_minute = 3\ntokens_per_minute = 60\n"
     )
     file.chmod(0o600)
-    parse_keys(file.read_text(), "x")
+    parse_keys(file.read_bytes(), "x")
     models = {"tiny": card(), "big": card(name="big")}
     auth = {"Authorization": "Bearer sk-12345678"}
     async with frontend(models=models, api_keys_file=file) as client:

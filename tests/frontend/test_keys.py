@@ -28,7 +28,7 @@ tenant = "other"
 
 def wrong(text):
     with pytest.raises(ConfigError) as caught:
-        parse_keys(text, "keys.toml")
+        parse_keys(text.encode(), "keys.toml")
     return caught.value.message
 
 
@@ -37,7 +37,7 @@ def entry(*lines):
 
 
 def test_a_key_is_found_by_its_bearer_token():
-    ring = parse_keys(GOOD, "keys.toml")
+    ring = parse_keys(GOOD.encode(), "keys.toml")
     key = ring.authenticate("Bearer sk-research-1")
     assert (key.tenant, key.weight, key.cache_isolation) == ("research", 2.0, True)
     assert key.limits == KeyLimits(
@@ -52,22 +52,22 @@ def test_a_key_is_found_by_its_bearer_token():
 )
 def test_anything_else_is_unauthorized(header):
     with pytest.raises(Unauthorized):
-        parse_keys(GOOD, "keys.toml").authenticate(header)
+        parse_keys(GOOD.encode(), "keys.toml").authenticate(header)
 
 
 def test_no_key_is_kept_in_the_clear():
-    assert "sk-research-1" not in repr(vars(parse_keys(GOOD, "keys.toml")))
+    assert "sk-research-1" not in repr(vars(parse_keys(GOOD.encode(), "keys.toml")))
 
 
 def test_a_key_may_be_bound_to_models():
-    key = parse_keys(GOOD, "keys.toml").authenticate("Bearer sk-research-1")
+    key = parse_keys(GOOD.encode(), "keys.toml").authenticate("Bearer sk-research-1")
     assert key.may_use(card())
     assert not key.may_use(card(name="secret"))
     assert key.may_use(card(name="large", aliases=("tiny",)))
 
 
 def test_isolation_keeps_tenants_apart_whatever_they_ask_for():
-    ring = parse_keys(GOOD, "keys.toml")
+    ring = parse_keys(GOOD.encode(), "keys.toml")
     isolated = ring.authenticate("Bearer sk-research-1")
     shared = ring.authenticate("Bearer sk-other")
     assert shared.cache_salt(None) == ""
@@ -77,7 +77,7 @@ def test_isolation_keeps_tenants_apart_whatever_they_ask_for():
 
 
 def test_nobody_else_can_ask_for_an_isolated_tenants_salt():
-    ring = parse_keys(GOOD, "keys.toml")
+    ring = parse_keys(GOOD.encode(), "keys.toml")
     isolated = ring.authenticate("Bearer sk-research-1")
     shared = ring.authenticate("Bearer sk-other")
     theirs = isolated.cache_salt(None)
@@ -90,7 +90,7 @@ def test_nobody_else_can_ask_for_an_isolated_tenants_salt():
 
 def test_nobody_overtakes_others_who_was_not_allowed_to():
     text = GOOD.replace("weight = 2\n", "weight = 2\nmax_priority = 7\n")
-    ring = parse_keys(text, "keys.toml")
+    ring = parse_keys(text.encode(), "keys.toml")
     seven, usual = (ring.authenticate(f"Bearer {key}") for key in ("sk-research-1", "sk-other"))
     check_priority(7, seven, None)
     check_priority(0, usual, None)

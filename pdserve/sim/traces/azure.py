@@ -36,7 +36,7 @@ class AzureTrace:
         for count, (number, text) in enumerate(lines):
             try:
                 moment, prompt, output = _parse(text)
-            except ValueError as error:
+            except (ValueError, csv.Error) as error:
                 what = f"{error}; expected a moment and two positive lengths"
                 raise bad_line(self._path, number, what) from None
             begin = begin or moment

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
+from pdserve.toml import readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,4 +34,4 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def bad_line(path: Path, number: int, what: str) -> ConfigError:
     """An error that says where it is."""
-    return ConfigError(f"{path}, line {number}: {what}")
+    return ConfigError(f"{path}, line {number}: {readable(what, 500)}")
