@@ -21,7 +21,7 @@ class World:
     def __init__(self, itl_target: float = 0.0) -> None:
         self.rebalance = Rebalance(16, itl_target)
         self.now = 100.0
-        self.victims = LAST_FIRST
+        self.victims: tuple[int, ...] = LAST_FIRST
         self.looked = 0
 
     def look(self, seen: EngineStats, after: float = 0.1) -> Relief | None:
