@@ -63,6 +63,10 @@ class Remote:
     admitted: bool = False
     attempt: Attempt | None = None
 
+    def phase(self) -> str:
+        """In a word for metrics."""
+        return "remote_filling" if self.attempt and self.attempt.fresh else "remote_queued"
+
     def stage(self) -> str:
         """To follow "while"."""
         if not self.admitted:

@@ -51,6 +51,7 @@ from pdserve.messages.engine import (
     AttemptLost,
     EngineStats,
     Failed,
+    Freed,
     GiveUp,
     KvEvents,
     Open,
@@ -104,6 +105,9 @@ __all__ = ["ClientOptions", "CoreClient"]
 
 _log = logging.getLogger(__name__)
 
+_CANCELLED = 1 << 16
+"""Aborts that are measured at one time."""
+
 _Escalation = list[tuple["Callable[[CoreLife], None]", "Seconds"]]
 """What to do to a core, and how long to wait for its end before the next."""
 
@@ -140,15 +144,18 @@ class CoreClient:
         options: ClientOptions | None = None,
         *,
         on_state: Callable[[EngineState, str], None] | None = None,
+        on_cancelled: Callable[[str, Seconds], None] | None = None,
         make_carrier: Callable[[], Carrier] | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`on_state` is called at every change of state with the reason in words."""
+        """`on_state` is called at every change of state with the reason in words, `on_cancelled`
+        when an aborted submission's blocks are free: what it was doing, and how long that took."""
         # Configuration
         self._spec = spec
         self._options = options or ClientOptions()
         self._on_state = on_state
+        self._on_cancelled = on_cancelled
         self._make_carrier = make_carrier or self._default_carrier
         self._clock = clock or SystemClock()
         # The client's life
@@ -164,6 +171,8 @@ class CoreClient:
         self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
         self._in_flight: dict[Handle, _InFlight] = {}
         self._prefills: dict[Handle, PrefillSink] = {}
+        self._cancelled: dict[Handle, Seconds] = {}
+        """When submissions were aborted of which the core has not let go yet."""
         self._desk = TransferDesk(self._post)
         self._last_handle = 0
         # One life of the core
@@ -294,6 +303,8 @@ class CoreClient:
         if submission is None and self._prefills.pop(handle, None) is None:
             return
         self._note_idle()
+        if len(self._cancelled) < _CANCELLED:
+            self._cancelled[handle] = self._clock.now()
         self._post(Abort(handle=handle))
 
     def statistics(self) -> EngineStats:
@@ -421,6 +432,8 @@ class CoreClient:
                 self._sent(event)
             case TransferQuestion() | TransferReply() | Paths():
                 self._desk.take(event)
+            case Freed():
+                self._note_freed(event)
             case Failed():  # what the life was lost to; it says so when it has ended
                 pass
 
@@ -484,6 +497,13 @@ class CoreClient:
             except Exception:
                 _log.exception("a sink raised")
         self._note_idle()
+
+    def _note_freed(self, event: Freed) -> None:
+        now = self._clock.now()
+        for handle, phase in event.handles:
+            since = self._cancelled.pop(handle, None)
+            if since is not None and phase and self._on_cancelled is not None:
+                self._on_cancelled(phase, now - since)
 
     def _tell_listeners(self, events: Sequence[KvEvent]) -> None:
         for listener in self._kv_listeners:
@@ -582,6 +602,7 @@ class CoreClient:
         """No event will come from this life any more; why is not known yet, unless it stalled."""
         self._capabilities = None
         self._stats = EngineStats()
+        self._cancelled.clear()
         self._desk.end(EngineDied("the engine process ended", retry_after=1.0))
         if self.state is EngineState.READY:
             reason = "the engine process ended" if stalled is None else stalled.message

@@ -27,6 +27,7 @@ from pdserve.blocks.hashing import names_id
 from pdserve.engine.incoming import Incoming
 from pdserve.engine.mover import Delivered, Say
 from pdserve.engine.outgoing import Outgoing
+from pdserve.engine.pace import StepPace
 from pdserve.engine.prefix import BlockNames
 from pdserve.engine.rejection import failed, rejected
 from pdserve.engine.scheduler import Scheduler, SchedulerLimits
@@ -147,6 +148,11 @@ class EngineCore:
         """Called from any thread when `has_work` has become true without a command."""
         self.tick: Callable[[int], None] | None = None
         """Given to every plan."""
+        self.on_freed: Callable[[int, str], None] = lambda handle, phase: None
+        """Called when nothing is held any more of a submission that was aborted, with what it was
+        doing then; for every abort, once."""
+        self._aborted: dict[int, str] = {}
+        """Those of which something is held."""
         self._executor = executor
         self._clock = clock
         self._mover = mover
@@ -190,6 +196,8 @@ class EngineCore:
         self.pool = BlockPool(sizing.num_blocks, info.layout.block_size)
         self._names = _names(spec, info)
         self.scheduler = Scheduler(self.pool, limits, self._names)
+        self._pace = StepPace(limits.max_batch_tokens, slow=info.device.startswith("cpu"))
+        self.scheduler.prefill_tokens = self._pace.tokens
         transfers = self._start_moving(spec)
         return _capabilities(spec, info, limits, sizing.num_blocks, transfers)
 
@@ -287,11 +295,25 @@ class EngineCore:
             self._events.append(TransferReply(command.number, None, kind, error.message))
 
     def _abort(self, handle: int) -> None:
+        phase = self.scheduler.phase(handle)
+        if not phase and self._outgoing is not None and self._outgoing.holds(handle):
+            phase = "sending"
         self._end_transfers(handle)
         self._changed |= self.scheduler.abort(handle)
         self._unsay(handle)
         if self._outgoing is not None:
             self._outgoing.abort(handle)
+        self._aborted[handle] = phase
+        self._note_freed()
+
+    def _note_freed(self) -> None:
+        """Tell of aborted submissions whose last blocks have come back."""
+        incoming, outgoing = self._incoming, self._outgoing
+        for handle, phase in list(self._aborted.items()):
+            held = incoming is not None and incoming.holds(handle)
+            if not held and not (outgoing is not None and outgoing.holds(handle)):
+                del self._aborted[handle]
+                self.on_freed(handle, phase)
 
     def _end_transfers(self, handle: int) -> None:
         """Of a submission that ends: its attempt, or what it sends."""
@@ -410,6 +432,8 @@ class EngineCore:
                 self._outgoing.delivered(event)
             else:
                 self._add(self._incoming.moved(event, now))
+        if self._aborted:
+            self._note_freed()
 
     def _expire(self, now: Seconds) -> None:
         deadline = self.scheduler.next_deadline()
@@ -445,6 +469,8 @@ class EngineCore:
     def _take(self, plan: StepPlan, result: StepResult, took: Seconds, now: Seconds) -> None:
         """Book a step that has been computed in `took` seconds."""
         decodes = plan.chunks[0].sequence.first_token is not None  # decodes come first
+        self._pace.note(plan.num_tokens, took)
+        self.scheduler.prefill_tokens = self._pace.tokens
         if result.faults:
             plan, result = self._set_aside(plan, result)
         self._count(took, decodes)

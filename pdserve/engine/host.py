@@ -40,7 +40,7 @@ from pdserve.engine.movers.thread import thread_mover
 from pdserve.engine.progress import ProgressPage
 from pdserve.engine.rejection import failed
 from pdserve.errors import ConfigError, PdserveError, ProtocolError
-from pdserve.messages.engine import Failed, Ready, Start, Stop, Stopped
+from pdserve.messages.engine import Failed, Freed, Ready, Start, Stop, Stopped
 from pdserve.observe import logs
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class CoreHost:
         self._turn = turn
         self._on_ready = on_ready
         self._page = page or ProgressPage.in_memory()
+        self._freed: list[tuple[int, str]] = []
         self._core: Core | None = None
 
     def run(self) -> int:
@@ -125,6 +126,7 @@ class CoreHost:
                     return 0
                 core.handle(command)
             commands.clear()
+            self._say_freed()
             self._link.flush()
             if self._link.congested:
                 page.rest(None)
@@ -135,6 +137,7 @@ class CoreHost:
                 page.compute()
                 events = core.step()
                 self._link.send(events)
+                self._say_freed()
                 if events and isinstance(events[-1], Failed):
                     self._say_last()
                     return 1
@@ -164,9 +167,20 @@ class CoreHost:
                 raise ConfigError(f"engine {command.spec.engine!r}: {error}") from error
         if isinstance(core, EngineCore):
             core.tick = self._page.tick
+        if hasattr(core, "on_freed"):
+            core.on_freed = self._note_freed
         self._page.heard(1)
         self._link.send([Ready(capabilities=capabilities)])
         return core
+
+    def _note_freed(self, handle: int, phase: str) -> None:
+        self._freed.append((handle, phase))
+
+    def _say_freed(self) -> None:
+        """At once, not with what the next step brings."""
+        if self._freed:
+            self._link.send([Freed(handles=self._freed)])
+            self._freed = []
 
     def _say(self, progress: Progress) -> None:
         self._link.send([progress])

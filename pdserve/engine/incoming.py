@@ -115,6 +115,10 @@ class Incoming:
         if attempt is not None and number in (None, attempt.key.attempt):
             self._end(attempt)
 
+    def holds(self, handle: int) -> bool:
+        """Blocks that peers could write to for this submission are not fenced yet."""
+        return any(key.handle == handle for key in self._closing)
+
     def prefill_here(self, handle: int) -> None:
         """Compute it after all."""
         if self._scheduler.remote(handle) is not None:

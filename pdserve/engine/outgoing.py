@@ -108,6 +108,10 @@ class Outgoing:
         """How many are computed, or given up, and still under way."""
         return sum(prefill.said or prefill.ended for prefill in self._prefills.values())
 
+    def holds(self, handle: int) -> bool:
+        """Blocks of this prompt are still being read."""
+        return handle in self._prefills
+
     # ------------------------------------------------------------------ submissions
 
     def submit(self, command: Prefill, now: Seconds) -> None:

@@ -120,6 +120,8 @@ class Scheduler:
     ) -> None:
         """`names` None: no prefix cache, blocks get no hashes."""
         self.limits = limits
+        self.prefill_tokens = limits.max_batch_tokens
+        """Tokens of a step that are not decoded; its owner may change it between steps."""
         self.counters = Counters()
         self.running: list[Sequence] = []
         """In order of precedence: the last one is preempted first."""
@@ -285,6 +287,19 @@ class Scheduler:
             self.counters.aborted += 1
         return expired
 
+    def phase(self, handle: int) -> str:
+        """What a submission is doing, in a word for metrics; empty: it is unknown."""
+        submission = self._submissions.get(handle)
+        if submission is None:
+            return ""
+        if submission.remote is not None:
+            return submission.remote.phase()
+        if not any(sequence.blocks for sequence in submission.live):
+            preempted = any(sequence.preemptions for sequence in submission.live)
+            return "preempted" if preempted else "queued"
+        begun = any(sequence.first_token is not None for sequence in submission.live)
+        return "decoding" if begun else "prefilling"
+
     def _stage(self, submission: Submission) -> str:
         produced = sum(sequence.num_output for sequence in submission.live)
         if submission.remote is not None:
@@ -324,7 +339,7 @@ class Scheduler:
             self._resume()
         preemptions = self.counters.preemptions
         prefills = self._plan_decodes(plan)
-        budget = self.limits.max_batch_tokens - len(plan.chunks)
+        budget = min(self.limits.max_batch_tokens - len(plan.chunks), self.prefill_tokens)
         for sequence in prefills:
             if budget <= 0:
                 break

@@ -432,6 +432,13 @@ class Paths(msgspec.Struct, frozen=True, array_like=True, tag=16):
     paths: list[PathState]
 
 
+class Freed(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """Of submissions that were aborted nothing is held any more. Every `Abort` is answered so."""
+
+    handles: list[tuple[int, str]]
+    """And what each was doing when the abort came; empty: it had ended by itself."""
+
+
 Event = (
     Progress
     | Ready
@@ -449,4 +456,5 @@ Event = (
     | TransferQuestion
     | TransferReply
     | Paths
+    | Freed
 )

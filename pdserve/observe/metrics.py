@@ -407,8 +407,9 @@ class Metrics:
         self.cancel_seconds = self._histograms(
             "cancel_seconds",
             "From the moment a worker hears that a request is cancelled until its blocks are free, "
-            "by what it was doing: queued, remote (its prompt was coming from another worker), "
-            "prefilling, decoding, preempted, sending (its prompt was computed for another).",
+            "by what it was doing: queued, remote_queued and remote_filling (its prompt was to "
+            "come, or was coming, from another worker), prefilling, decoding, preempted, sending "
+            "(its prompt was computed for another).",
             "worker",
             PACE,
             ("stage",),

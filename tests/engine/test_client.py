@@ -524,3 +524,26 @@ def test_it_works_on_the_standard_event_loop_too():
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         runner.run(main())
     gc.collect()  # an unclosed transport would warn here
+
+
+async def test_how_long_cancelling_took_is_told_by_what_the_request_was_doing():
+    told: list[tuple[str, float]] = []
+    client = CoreClient(
+        spec(step_ms="20"),
+        ClientOptions(restart=FAST),
+        on_cancelled=lambda phase, seconds: told.append((phase, seconds)),
+    )
+    await client.start()
+    try:
+        sinks = [LedgerSink(client, request(n, max_tokens=200)) for n in range(20, 32)]
+        await sinks[0].some()  # of twelve, eight have a place
+        for sink in reversed(sinks):
+            sink.abort()
+        await until(lambda: len(told) == 12)
+        assert {phase for phase, _ in told} <= {"queued", "prefilling", "decoding"}
+        assert sum(phase == "decoding" for phase, _ in told) >= 7
+        assert all(0.0 < seconds < 10.0 for _, seconds in told)
+        client.abort(sinks[0].handle)
+        assert client._cancelled == {}
+    finally:
+        await client.stop()

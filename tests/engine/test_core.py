@@ -456,3 +456,61 @@ def test_statistics_say_what_is_still_to_be_computed(engine: InlineEngine):
     engine.step()
     stats = engine.core.statistics()
     assert (stats.uncomputed_tokens, stats.kv_tokens, stats.itl) == (0, 49, 1.0)
+
+
+def test_every_abort_is_answered_with_what_the_request_was_doing(engine: InlineEngine):
+    freed: list[tuple[int, str]] = []
+    core = engine.core
+    assert isinstance(core, EngineCore)
+    core.on_freed = lambda handle, phase: freed.append((handle, phase))
+    held = engine.pool.reserve(60)
+    assert held is not None
+    engine.submit(request(*[7] * 40))
+    engine.submit(request(max_tokens=20))
+    decoding = engine.submit(request(*[9] * 9, max_tokens=100, priority=1))
+    engine.step()
+    engine.pool.release(held)
+    for handle in (1, 2, 3, 3, 77):
+        core.handle(Abort(handle=handle))
+    assert freed == [(1, "queued"), (2, "queued"), (3, "decoding"), (3, ""), (77, "")]
+    assert decoding.tokens[0]
+    engine.pool.check()
+    freed.clear()
+    prompt = engine.submit(request(*[5] * 40))
+    engine.step()
+    assert not prompt.tokens[0]
+    core.handle(Abort(handle=4))
+    assert freed == [(4, "prefilling")]
+    assert engine.pool.counts().used == 0
+
+
+def test_a_preempted_request_is_aborted_as_such(executor: TimedExecutor):
+    small = msgspec.structs.replace(SPEC, options=SPEC.options | {"blocks": "12"})
+    with InlineEngine.of(executor, small) as engine:
+        core = engine.core
+        assert isinstance(core, EngineCore)
+        freed: list[str] = []
+        core.on_freed = lambda handle, phase: freed.append(phase)
+        engine.submit(request(*[7] * 14, max_tokens=30))
+        engine.submit(request(*[8] * 14, max_tokens=30))
+        while not core.scheduler.counters.preemptions:
+            engine.step()
+        core.handle(Abort(handle=2))
+        assert freed == ["preempted"]
+        engine.ledgers[2].aborted = True
+        engine.run()
+
+
+def test_prompts_are_cut_where_steps_take_long(clock: ManualClock, executor: TimedExecutor):
+    """Of a second each, here; the next one is to take what the target allows."""
+    wide = msgspec.structs.replace(SPEC, max_batch_tokens=200, options={"blocks": "200"})
+    with InlineEngine.of(executor, wide, clock) as engine:
+        seen: list[int] = []
+        executor._on_plan = lambda plan: seen.append(plan.num_tokens)
+        engine.submit(request(*range(3, 93), *range(3, 93), *range(3, 53)))
+        engine.run()
+        assert seen[:2] == [200, 30]
+        engine.submit(request(*range(4, 94), *range(4, 94), *range(4, 54)))
+        engine.run()
+        first = seen[seen.index(1) + 7 :]
+        assert max(first) == 120

@@ -104,6 +104,8 @@ class InstantCore:
     """A `Core` that computes nothing."""
 
     def __init__(self, clock: Clock) -> None:
+        self.on_freed: Callable[[int, str], None] = lambda handle, phase: None
+        """See `engine.core.EngineCore`."""
         self._clock = clock
         self._events: list[Event] = []
         self._deltas: list[TokenDelta] = []
@@ -152,7 +154,7 @@ class InstantCore:
                 except PdserveError as error:
                     self._events.append(rejected(command.handle, error))
             case Abort():
-                self._drop(command.handle)
+                self._abort(command.handle)
             case QueryStats():
                 self._events.append(Stats(stats=self.statistics()))
             case ClearCache() | Rekey():
@@ -199,6 +201,13 @@ class InstantCore:
         self._number += 1
         stagger = (self._number * _GOLDEN) % 1.0 * self._period
         heappush(self._due, (now + options.ttft + stagger, self._number, stream))
+
+    def _abort(self, handle: int) -> None:
+        submission = self._submissions.get(handle)
+        begun = submission is not None and any(s.started is not None for s in submission.streams)
+        phase = "decoding" if begun else "queued"
+        self._drop(handle)
+        self.on_freed(handle, "" if submission is None else phase)
 
     def _drop(self, handle: int) -> None:
         submission = self._submissions.get(handle)

@@ -82,7 +82,14 @@ class WorkerPart:
         options = ClientOptions(
             load_timeout=config.start_timeout, stall_timeout=config.stall_timeout
         )
-        return CoreClient(spec, options, on_state=self._note_state, make_carrier=self._carrier)
+        cancelled = self._context.metrics.cancel_seconds
+        return CoreClient(
+            spec,
+            options,
+            on_state=self._note_state,
+            on_cancelled=lambda phase, seconds: cancelled.labels(phase).observe(seconds),
+            make_carrier=self._carrier,
+        )
 
     def _note_state(self, state: EngineState, reason: str) -> None:
         self.node.call_soon(self.member.tell)  # the engine has the state when this turn ends
