@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["Overlay"]
 
 
-@lru_cache(maxsize=1 << 15)
+@lru_cache(maxsize=1 << 10)
 def _places(node: NodeId) -> tuple[tuple[bytes, NodeId], ...]:
-    """A member's place on each of up to eight rings; the name breaks ties."""
+    """A member's place on each of up to eight rings; the name breaks ties.
+
+    Remembered are about as many as a large cluster has at a time, a KiB each: names come and go
+    with every process that has none of its own."""
     digest = blake2b(node.encode(), digest_size=64, person=b"pdserve-rings").digest()
     return tuple((digest[i : i + 8], node) for i in range(0, 64, 8))
 
