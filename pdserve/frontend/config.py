@@ -78,7 +78,8 @@ class FrontendConfig:
     """A model whose last worker is gone answers 503, not 404, for this long: a worker that restarts
     has loaded by then, or somebody should look."""
     drain_timeout: Seconds = 30.0
-    """At shutdown, running requests may finish for this long; the rest get an error. Kubernetes
+    """Who is told to go has this long to finish or hand over its requests; a frontend ends the rest
+    with an error, a worker so that frontends send them on. Kubernetes
     kills after 30 s by default."""
 
     write_buffer: Bytes = 1 << 20

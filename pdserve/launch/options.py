@@ -754,7 +754,7 @@ OPTIONS: tuple[Option, ...] = (
         "drain-timeout",
         "frontend.drain_timeout",
         "process",
-        "At shutdown running requests may finish for this long.",
+        "Who is told to go has this long to finish or hand over its requests.",
     ),
 )
 
