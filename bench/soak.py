@@ -3,7 +3,7 @@
     python bench/soak.py requests  [--count 1000000]   short requests, none like another
     python bench/soak.py members   [--count 10000]     nodes that join and leave or crash
     python bench/soak.py streams   [--count 2000]      streams that stay open for minutes
-    python bench/soak.py handoffs  [--count 4000]      prompts computed on one worker for another
+    python bench/soak.py handoffs  [--count 20000]     prompts computed on one worker for another
 
 Real processes on this machine. The scenes, and what must hold in each, are tests/soak; this runs
 them in full. `--json FILE` keeps every sample. Nothing in this is a pass or fail.
@@ -25,8 +25,8 @@ from bench.machine import facts
 from tests.chaos.cluster import Cluster
 from tests.soak import scenes
 
-COUNTS = {"requests": 1_000_000, "members": 10_000, "streams": 2_000, "handoffs": 4_000}
-PORTIONS = {"requests": 80, "members": 50, "streams": 6, "handoffs": 40}
+COUNTS = {"requests": 1_000_000, "members": 10_000, "streams": 2_000, "handoffs": 20_000}
+PORTIONS = {"requests": 80, "members": 50, "streams": 4, "handoffs": 40}
 """Samples are taken after each."""
 
 

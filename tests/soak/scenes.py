@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STREAM_RATE = 1.0
 """Tokens per second of each stream that is held open."""
-HELD = 240.0
+HELD = 180.0
 """Seconds that a stream stays open if its client waits for its end."""
 
 MANY = ("--max-sequences", "4096", "--max-batch-tokens", "4096")
@@ -148,6 +148,7 @@ def handoffs(
     and a model of a megabyte."""
     model = write_model(folder / "tiny")
     join = ("--join", cluster.address, "--engine", "torch", "--model", str(model))
+    join += ("--kv-memory", "8MiB")  # soon full: what caches hold is no slope
     router = cluster.router()
     prefill = cluster.start("worker", "prefill", *join, "--mode", "prefill")
     decode = cluster.start("worker", "decode", *join, "--mode", "decode", "--disagg", "always")
