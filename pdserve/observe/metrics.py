@@ -368,7 +368,7 @@ class Metrics:
         # The worker's, of prompts that are prefilled elsewhere or for others.
         self.prefill_decisions = self._counters(
             "prefill_decisions_total",
-            "Prompts by where they were prefilled, here (local) or on a prefill worker (remote), "
+            "Prompts by where they were prefilled, here (local) or on another worker (remote), "
             "and by the reason.",
             "worker",
             ("where", "reason"),
@@ -383,8 +383,8 @@ class Metrics:
         )
         self.handoff_claims = self._counters(
             "handoff_claims_total",
-            "Prompts taken from the queue by a prefill worker: done, refused (by the decode "
-            "worker), failed, cancelled.",
+            "Prompts taken from the queue by a prefill worker, and sequences that left for another "
+            "worker: done, refused (by that one), failed, cancelled.",
             "worker",
             ("outcome",),
         )
