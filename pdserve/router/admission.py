@@ -32,7 +32,7 @@ _LONGEST: Final[Seconds] = 60.0
 """Nobody is sent away for longer: predictions do not reach far."""
 HOPELESS: Final = 0.05
 """Less likely than this is as good as impossible."""
-WORTH: Final = 0.7
+WORTH: Final = 0.85
 """Waiting may take so much of the chance that a question would have if nobody were before it. Many
 wait under overload: with a small share most of them would be late."""
 
