@@ -571,7 +571,7 @@ class PeerLink:
             self.down = Down("eof", "the connection was closed")
         for timer in (self._last_call, self._next_look):
             if timer is not None:
-                timer.cancel()
+                self._timers.remove(timer)
         self.shell.rules = DEAF
         self._fail_requests(self.down)
         for serving in tuple(self._serving.values()):

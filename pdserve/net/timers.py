@@ -35,6 +35,10 @@ class Expiring(Protocol):
         ...
 
 
+_EMPTIED: Final[dict[Expiring, None]] = {}
+"""In place of a tick whose entries were all taken back; nobody writes to it."""
+
+
 class Wheel:
     """The bookkeeping, without a clock."""
 
@@ -53,18 +57,22 @@ class Wheel:
         tick = int(when * _TICKS_PER_SECOND) + 1
         entry.tick = tick
         slot = self._slots.get(tick)
-        if slot is not None:
+        if slot:
             slot[entry] = None
             return False
         self._slots[tick] = {entry: None}
+        if slot is not None:
+            return False
         heappush(self._filled, tick)
         return True
 
     def remove(self, entry: Expiring) -> None:
         """Take the deadline back; nothing happens if it has expired."""
         slot = self._slots.get(entry.tick)
-        if slot is not None:
+        if slot:
             slot.pop(entry, None)
+            if not slot:  # far ticks are many, and an emptied dict keeps its size
+                self._slots[entry.tick] = _EMPTIED
 
     def next(self) -> Seconds | None:
         """When `due` may have something, None if never."""

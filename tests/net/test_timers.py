@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -132,3 +133,21 @@ def test_one_that_raises_stops_neither_the_others_nor_the_clock() -> None:
     finally:
         loop.close()
     assert [type(problem) for problem in problems] == [ZeroDivisionError]
+
+
+def test_a_deadline_taken_back_leaves_next_to_nothing():
+    """Most are: of every request, for minutes ahead, each at a tick of its own."""
+    wheel = Wheel()
+    count = 5_000
+    tracemalloc.start()
+    for number in range(count):
+        entry = Entry()
+        wheel.add(entry, 600 + number * TICK)
+        wheel.remove(entry)
+    left, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert left / count < 200
+    again = Entry()
+    wheel.add(again, 600.0)
+    assert len(wheel) == 1
+    assert wheel.due(601.0) == [again]
