@@ -94,6 +94,8 @@ def members(
     keys = folder / "config" / "pdserve" / "cluster.key"
     with Churn(cluster.address, keys, seed) as churn, Asking(nodes[2], churn.MODEL) as asking:
         churn.come_and_go(12)
+        # The logs that routers and workers keep for readers who fall behind: full before it begins.
+        _answered(Load(build(folder), nodes[2], "tiny", random.Random(seed)).send(4 * count))
         rest, watch = Rest(nodes), Watch(nodes)
         for number in range(portions + 1):
             asking.pause()
