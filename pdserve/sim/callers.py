@@ -2,7 +2,8 @@
 
 A caller is what the frontend's HTTP side is to the backend: it opens a request with a sink, may
 turn away before or after, and must hear of exactly one end. What it hears is checked as it comes:
-the tokens are those of the engine, in order, none twice, none missing.
+the tokens are those of the engine, in order, none twice, none missing, whoever it was that computed
+them. What its end may be is `outcomes`' business.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from pdserve.errors import PdserveError
+from pdserve.errors import DeadlineExceeded, PdserveError
+from pdserve.frontend.hints import NO_HINTS
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.sim.hazards import POISONS
 from pdserve.testing.ledger import Ledger
 from pdserve.testing.scripted import reference_tokens
 
@@ -24,12 +27,15 @@ if TYPE_CHECKING:
 
     from pdserve.frontend.backend import OpenStream
     from pdserve.frontend.cluster import ClusterBackend
-    from pdserve.ids import Seconds
+    from pdserve.frontend.placement import Placement
+    from pdserve.ids import NodeId, Seconds
     from pdserve.messages.request import TokenDelta
 
 __all__ = ["LONG_PROMPTS", "USUAL", "Account", "Callers", "Habits", "draw_request"]
 
 _MAX_LEN = 200
+_GRACE: Final[Seconds] = 1.0
+"""After a deadline the frontend ends the request itself, if nobody else has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,12 @@ class Habits:
     fickle: float = 0.15
     """Share of clients that turn away, each at some time before one of these."""
     patience: tuple[Seconds, ...] = (0.0, 0.01, 0.2, 1.0)
+    scored: float = 0.05
+    """Share of requests that want logprobs; as many want those of their prompt."""
+    enough: float = 0.1
+    """Share of requests that the frontend ends itself, where text says so: a stop string."""
+    poison: float = 0.0
+    """Share of requests that break every engine that computes them."""
 
 
 USUAL: Final = Habits()
@@ -79,6 +91,8 @@ def draw_request(random: Random, name: str, model: str, habits: Habits = USUAL) 
         ignore_eos=random.random() < 0.7,
         eos_token_ids=(2,),
         seed=random.getrandbits(63),
+        logprobs=random.choice((0, 2)) if random.random() < habits.scored else None,
+        prompt_logprobs=1 if random.random() < habits.scored else None,
     )
     deadline = random.uniform(*habits.deadlines) if random.random() < habits.hurried else None
     return GenerateRequest(
@@ -91,22 +105,56 @@ def draw_request(random: Random, name: str, model: str, habits: Habits = USUAL) 
     )
 
 
+def poisoned(request: GenerateRequest, random: Random) -> GenerateRequest:
+    """The same, with a token somewhere in its prompt that no engine survives."""
+    prompt = list(request.prompt)
+    prompt[random.randrange(len(prompt))] = random.choice(POISONS)
+    return replace(request, prompt=prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A worker is asked to take a request."""
+
+    worker: NodeId
+    tokens: int
+    """Received before."""
+    at: Seconds
+
+
 class Account:
     """One request, from the call to its one end; the backend's sink."""
 
     def __init__(
-        self, name: str, request: GenerateRequest, began: Seconds, complain: Callable[[str], None]
+        self,
+        name: str,
+        request: GenerateRequest,
+        began: Seconds,
+        complain: Callable[[str], None],
+        *,
+        enough: int | None = None,
     ) -> None:
+        """`enough`: after so many tokens of a choice the frontend wants no more of it."""
         self.name = name
         self.request = request
         self.began = began
+        self.enough = enough
+        self.poison = not set(POISONS).isdisjoint(request.prompt)
         self.outcome = ""
         """How it ended, in a word or two; empty while it has not."""
+        self.error: PdserveError | None = None
+        """With which it ended."""
+        self.placed: list[Placed] = []
+        """In order."""
+        self.left_at = ""
+        """Where it was when its client turned away."""
         self.stage = "opening"
         self.stream: OpenStream | None = None
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         """The end of its patience."""
+        self.alarm: asyncio.TimerHandle | None = None
+        """When the frontend ends it."""
         self.on_end: Callable[[Account], None] = lambda account: None
         self._ledger = Ledger(request)
         self._complain = complain
@@ -122,27 +170,61 @@ class Account:
             self._complain(f"{self.name} ended twice: {self.outcome}, then {outcome}")
             return
         self.outcome = outcome
-        if self.timer is not None:
-            self.timer.cancel()
-        self._check(complete=outcome == "completed")
+        for timer in (self.timer, self.alarm):
+            if timer is not None:
+                timer.cancel()
+        self._check(complete=outcome == "completed" and self.enough is None)
         self.on_end(self)
+
+    @property
+    def accepted(self) -> bool:
+        """A worker has taken it, as far as the frontend knows."""
+        return self.stage in ("opened", "streaming")
 
     def on_delta(self, delta: TokenDelta) -> None:
         """See `engine.api.TokenSink`."""
+        if self._has_enough and self.stream is None:
+            return  # it was over before it was known to be open
         if self.outcome:
             self._complain(f"{self.name} hears of tokens after its end: {self.outcome}")
             return
         self.stage = "streaming"
         try:
-            self._ledger.take(delta)
+            self._ledger.take(self._continued(delta))
         except AssertionError as error:
             self._complain(f"{self.name}: {error}")
-        if self._ledger.done:
+        if self._ledger.done or self._has_enough:
             self.end("completed")
+            if self.stream is not None and not self._ledger.done:
+                self.stream.cancel()
+        elif self.stream is not None and delta.finish is None and self._enough_of(delta.choice):
+            self.stream.end_choice(delta.choice)
+
+    def _continued(self, delta: TokenDelta) -> TokenDelta:
+        """Another worker goes on with it, and says how that came about, as the first one did."""
+        if delta.started is None or not delta.tokens or not self._ledger.starts[delta.choice]:
+            return delta
+        if len(self.placed) < 2:
+            self._complain(f"{self.name} began twice at {self.placed}")
+        self._ledger.starts[delta.choice] = delta.started
+        return replace(delta, started=None)
 
     def on_error(self, error: PdserveError) -> None:
         """See `engine.api.TokenSink`."""
+        self.error = error
         self.end(f"failed {type(error).__name__}")
+
+    @property
+    def _has_enough(self) -> bool:
+        """Of every choice, as far as each goes."""
+        choices = range(self.request.n)
+        return self.enough is not None and all(map(self._enough_of, choices))
+
+    def _enough_of(self, choice: int) -> bool:
+        ledger, enough = self._ledger, self.enough
+        if enough is None:
+            return False
+        return ledger.finishes[choice] is not None or len(ledger.tokens[choice]) >= enough
 
     def _check(self, *, complete: bool) -> None:
         for choice, tokens in enumerate(self._ledger.tokens):
@@ -167,11 +249,14 @@ class Callers:
         rate: float,
         habits: Habits = USUAL,
         begin: Callable[[Account], None],
+        leaves: Callable[[Account], None] = lambda account: None,
         complain: Callable[[str], None],
     ) -> None:
-        """`rate`: requests per second; `begin` hears of each account."""
+        """`rate`: requests per second; `begin` hears of each account, `leaves` of each client that
+        is about to turn away."""
         self.rate = rate
-        self._habits = habits
+        self.habits = habits
+        self._leaves = leaves
         self._backend = backend
         self._models = models
         self._name = name
@@ -200,10 +285,13 @@ class Callers:
     def ask(self) -> Account:
         """One request, as clients are."""
         random, name = self._random, self._next_name()
-        habits = self._habits
+        habits = self.habits
         request = draw_request(random, name, random.choice(self._models), habits)
         patience = random.choice(habits.patience) * random.random()
-        account = self._start(request)
+        enough = random.randint(1, 30) if random.random() < habits.enough else None
+        if random.random() < habits.poison:
+            request = poisoned(request, random)
+        account = self._start(request, enough)
         if random.random() < habits.fickle:
             account.timer = self._loop.call_later(patience, self.turn_away, account)
         return account
@@ -222,10 +310,12 @@ class Callers:
         self._number += 1
         return f"{self._name}.{self._number}"
 
-    def _start(self, request: GenerateRequest) -> Account:
-        name = request.request_id
-        account = Account(name, request, self._loop.time(), self._complain)
+    def _start(self, request: GenerateRequest, enough: int | None = None) -> Account:
+        name, now = request.request_id, self._loop.time()
+        account = Account(name, request, now, self._complain, enough=enough)
         self._begin(account)
+        if request.deadline is not None:
+            account.alarm = self._loop.call_later(request.deadline + _GRACE, self._expire, account)
         account.task = task = self._loop.create_task(self._open(account), name=name)
         self._tasks[task] = None
         task.add_done_callback(self._forget)
@@ -240,11 +330,16 @@ class Callers:
             await asyncio.wait(tuple(self._tasks))
 
     async def _open(self, account: Account) -> None:
+        def on_placed(placement: Placement) -> None:
+            now = self._loop.time()
+            account.placed.append(Placed(placement.worker, account.tokens, now))
+
         try:
-            stream = await self._backend.open(account.request, account)
+            stream = await self._backend.open(account.request, account, NO_HINTS, on_placed)
         except PdserveError as error:
             if account.tokens:
                 self._complain(f"{account.name} was refused after it had got tokens: {error}")
+            account.error = error
             account.end(f"refused {type(error).__name__}")
         except asyncio.CancelledError:
             if not account.outcome:  # else its last token came in the same turn
@@ -252,16 +347,29 @@ class Callers:
             raise
         else:
             account.stream = stream
-            if not account.outcome:
+            if account.outcome:
+                stream.cancel()  # it ended while it was opened: see `frontend.answer.PromptSink`
+            elif account.stage == "opening":
                 account.stage = "opened"
 
     def turn_away(self, account: Account) -> None:
         """Its client is gone."""
         if account.outcome:
             return
+        self._leaves(account)
         if account.stream is None:
             assert account.task is not None
             account.task.cancel()
         else:
             account.end("cancelled")
             account.stream.cancel()
+
+    def _expire(self, account: Account) -> None:
+        """See `frontend.generation`: nothing goes on past its deadline, whoever forgets it."""
+        if account.outcome:
+            return
+        account.on_error(DeadlineExceeded("the frontend's own limit"))
+        if account.stream is not None:
+            account.stream.cancel()
+        elif account.task is not None:
+            account.task.cancel()

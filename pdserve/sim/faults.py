@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.runtime.topics.sets import SetView
+    from pdserve.sim.hazards import HazardousEngine
     from pdserve.sim.world import Host, World
 
 __all__ = ["GENTLE", "KINDS", "Fault", "draw_fault", "draw_faults", "perform"]
@@ -39,6 +40,11 @@ class Fault:
     b: str = ""
     """The other one, where it is between two."""
     amount: float = 0.0
+
+    @property
+    def disturbs(self) -> bool:
+        """What one node says may be late at another, or not come, while this lasts."""
+        return self.kind not in HARMLESS
 
     def __str__(self) -> str:
         between = f"{self.a} {self.b}".strip()
@@ -140,9 +146,19 @@ async def _leave(world: World, fault: Fault) -> bool:
     return True
 
 
-async def _pause(world: World, fault: Fault) -> bool:
+async def _kill(world: World, fault: Fault) -> bool:
+    """kill -9 of a process that has been asked to end and has not ended."""
     host = world.hosts[fault.a]
-    process = world.pause(host) if host.up else None
+    if not host.busy or host.process is None:
+        return False
+    world.kill(host)
+    return True
+
+
+async def _pause(world: World, fault: Fault) -> bool:
+    """SIGSTOP and SIGCONT; also of one that has been asked to end."""
+    host = world.hosts[fault.a]
+    process = world.pause(host)
     if process is None:
         return False
     await asyncio.sleep(fault.lasts)
@@ -166,11 +182,85 @@ async def _reset_inside(world: World, fault: Fault) -> bool:
 
 async def _engine(world: World, fault: Fault) -> bool:
     """A worker's engine core dies; its node lives on."""
+    return world.hosts[fault.a].up and _break_engine(world, fault)
+
+
+async def _engine_going(world: World, fault: Fault) -> bool:
+    """The same, of a worker that has been asked to end."""
+    return world.hosts[fault.a].busy and _break_engine(world, fault)
+
+
+def _break_engine(world: World, fault: Fault) -> bool:
     host = world.hosts[fault.a]
     part, process = host.part, host.process
-    if not host.up or not host.ready or process is None or not isinstance(part, Worker):
+    if not host.ready or process is None or not isinstance(part, Worker):
         return False
     return process.context.copy().run(part.service.break_engine)
+
+
+async def _stall(world: World, fault: Fault) -> bool:
+    """An engine core stands still, unless somebody ends it before."""
+    engine = _engine_of(world, fault)
+    if engine is None:
+        return False
+    engine.stuck = True
+    core = engine.core
+    await asyncio.sleep(fault.lasts)
+    engine.go_on()
+    return engine.core is not core or engine.statistics().running > 0
+
+
+async def _step(world: World, fault: Fault) -> bool:
+    """Some steps of an engine fail, one after the other."""
+    engine = _engine_of(world, fault)
+    if engine is None:
+        return False
+    engine.failing = int(fault.amount)
+    await asyncio.sleep(fault.lasts)
+    done, engine.failing = engine.failing < int(fault.amount), 0
+    return done
+
+
+async def _slow_worker(world: World, fault: Fault) -> bool:
+    """An engine takes many times as long for each step."""
+    engine = _engine_of(world, fault)
+    if engine is None:
+        return False
+    before = engine.statistics().steps
+    engine.slow_down(fault.amount)
+    await asyncio.sleep(fault.lasts)
+    engine.slow_down(1.0)
+    return engine.statistics().steps != before
+
+
+async def _crowd(world: World, fault: Fault) -> bool:
+    """Many ask at once, and want much."""
+    host = world.hosts[fault.a]
+    if not host.up or host.callers is None or host.process is None or not host.callers.rate:
+        return False
+    for _ in range(int(fault.amount)):
+        host.process.context.copy().run(host.callers.ask)
+    return True
+
+
+async def _drain(world: World, fault: Fault) -> bool:
+    """Asked to end within some time; comes back after `lasts`."""
+    host = world.hosts[fault.a]
+    if not host.up or not host.ready or _paused(host):
+        return False
+    await world.stop(host, leave=True, within=fault.amount)
+    await asyncio.sleep(fault.lasts)
+    _revive(world, host)
+    return True
+
+
+def _engine_of(world: World, fault: Fault) -> HazardousEngine | None:
+    host = world.hosts[fault.a]
+    part = host.part
+    if not host.up or not host.ready or not isinstance(part, Worker):
+        return None
+    engine = part.service.engine
+    return None if engine is None or engine.core is None else engine
 
 
 async def _amnesia(world: World, fault: Fault) -> bool:
@@ -248,7 +338,7 @@ class Kind:
     """One of these times a number around 1."""
     amounts: tuple[float, ...] = (0.0,)
     roles: tuple[str, ...] = ("router", "worker", "frontend")
-    """Whom it happens to."""
+    """Whom it happens to; nobody: only where it is made on purpose, it needs another fault."""
 
 
 KINDS: Final = {
@@ -265,6 +355,13 @@ KINDS: Final = {
     "reset": Kind(_reset, (0.0,)),
     "reset-inside": Kind(_reset_inside, (5.0,), (1.0, 30.0, 500.0)),
     "engine": Kind(_engine, (0.0,), roles=("worker",)),
+    "drain": Kind(_drain, (0.01, 1.0, 5.0), (0.3, 5.0, 20.0), roles=("worker",)),
+    "step": Kind(_step, (1.0,), (1.0, 3.5), roles=("worker",)),
+    "slow-worker": Kind(_slow_worker, (3.0, 10.0), (5.0, 20.0), roles=("worker",)),
+    "crowd": Kind(_crowd, (0.0,), (20.0,), roles=("frontend",)),
+    "stall": Kind(_stall, (3.0, 15.0, 40.0), roles=("worker",)),
+    "kill": Kind(_kill, (0.0,), roles=()),
+    "engine-going": Kind(_engine_going, (0.0,), roles=()),
     "amnesia": Kind(_amnesia, (0.0,), roles=("router",)),
     "kv-late": Kind(_late, (2.0, 8.0), (0.05, 0.3)),
     "kv-lost": Kind(_dropped, (2.0, 8.0), (0.05, 0.3)),
@@ -276,10 +373,21 @@ KINDS: Final = {
 GENTLE: Final = frozenset(
     (
         *("delay", "reset", "reset-inside", "engine", "amnesia"),
+        *("step", "slow-worker", "crowd"),
         *("kv-late", "kv-lost", "kv-slow", "kv-wrong"),
     )
 )
 """Under these alone nobody is silent for long, so nobody may be held for dead."""
+
+
+HARMLESS: Final = frozenset(
+    (
+        *("crash", "leave", "drain", "reset", "reset-inside", "amnesia"),
+        *("engine", "engine-going", "kill", "stall", "step", "slow-worker", "crowd"),
+        *("kv-late", "kv-lost", "kv-slow", "kv-wrong"),
+    )
+)
+"""Under these, what is said arrives at once, or the link ends, which says as much."""
 
 
 async def perform(world: World, fault: Fault) -> None:
@@ -287,12 +395,16 @@ async def perform(world: World, fault: Fault) -> None:
     await asyncio.sleep(max(0.0, fault.at - world.loop.time()))
     world.faults[fault.kind] += 1
     world.active[fault] = None
+    if fault.disturbs:
+        world.judge.disturbed()
     world.happened("-", "FAULT", str(fault))
     if await KINDS[fault.kind].do(world, fault):
         world.effects[fault.kind] += 1
         world.happened("-", "felt", fault.kind)
     world.trace.note("-", "over", str(fault))
     world.active.pop(fault)
+    if fault.disturbs:
+        world.judge.disturbed()
 
 
 def draw_faults(
@@ -300,7 +412,8 @@ def draw_faults(
 ) -> list[Fault]:
     """A plan: some kinds, each as often as drawn. `hosts`: roles by name; `rate`: faults per
     second, all kinds together."""
-    kinds = random.sample(sorted(KINDS), random.choice((1, 2, 3, 5, len(KINDS))))
+    alone = sorted(name for name, kind in KINDS.items() if kind.roles)
+    kinds = random.sample(alone, random.choice((1, 2, 3, 5, len(alone))))
     weights = [random.expovariate(1.0) + 0.1 for _ in kinds]
     plan: list[Fault] = []
     now = begin

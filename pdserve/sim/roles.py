@@ -28,7 +28,7 @@ from pdserve.router.policies.load import load_policy
 from pdserve.router.service import RouterService
 from pdserve.runtime.secret import HashSecrets
 from pdserve.runtime.topics.service import Topics
-from pdserve.sim.engine import InlineEngine
+from pdserve.sim.hazards import HazardousEngine
 from pdserve.testing.scripted import ENGINE
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.member import WorkerMember
@@ -79,6 +79,8 @@ class Settings:
     """Of a worker."""
     disagg: Disagg = "always"
     """Of a decode worker."""
+    moves_kv: bool = True
+    """An aggregated worker hands over and fetches the KV of requests that move."""
 
 
 class Part(Protocol):
@@ -88,8 +90,9 @@ class Part(Protocol):
 
     async def start(self) -> None: ...
 
-    async def stop(self, *, leave: bool) -> None:
-        """End everything; `leave`: say goodbye first, as a process that is asked to end does."""
+    async def stop(self, *, leave: bool, within: Seconds = 2.0) -> None:
+        """End everything; `leave`: say goodbye first, as a process that is asked to end does, and
+        hand over what runs here in so much time."""
         ...
 
 
@@ -110,7 +113,7 @@ class Router:
         await self.node.start()
         self.service.open()
 
-    async def stop(self, *, leave: bool) -> None:
+    async def stop(self, *, leave: bool, within: Seconds = 2.0) -> None:
         self.service.drain()
         if leave:
             await self.node.leave()
@@ -121,10 +124,16 @@ class Router:
 class Worker:
     """See `launch.parts.WorkerPart`."""
 
-    def __init__(self, node: Node, settings: Settings, fabric: FakeFabric) -> None:
+    def __init__(
+        self,
+        node: Node,
+        settings: Settings,
+        fabric: FakeFabric,
+        on_death: Callable[[str], None] = lambda why: None,
+    ) -> None:
         self.node = node
         self.topics = Topics(node, node.timers)
-        self.service = _Service(settings, fabric)
+        self.service = _Service(settings, fabric, on_death)
         self.secrets = _secrets(node, HASH_SECRET_TEST)
         self.secrets.listen(self.service.rekey)
         self.service.rekey(self.secrets.need())
@@ -134,9 +143,9 @@ class Worker:
         await self.node.start()
         await self.service.start(lambda stage, fraction: None)
 
-    async def stop(self, *, leave: bool) -> None:
+    async def stop(self, *, leave: bool, within: Seconds = 2.0) -> None:
         if leave:
-            await self.member.drain(2.0)
+            await self.member.drain(within)
         self.member.close()
         if leave:
             await self.node.leave()
@@ -159,7 +168,7 @@ class Frontend:
         await self.node.start()
         self.node.publish_card(_card(self.node), {})
 
-    async def stop(self, *, leave: bool) -> None:
+    async def stop(self, *, leave: bool, within: Seconds = 2.0) -> None:
         self.backend.close(Draining("the frontend is going away"))
         if leave:
             await self.node.leave()
@@ -189,7 +198,9 @@ class _Backend(ClusterBackend):
 class _Service(WorkerService):
     """A worker's service whose engine runs inline, and whose model is no directory."""
 
-    def __init__(self, settings: Settings, fabric: FakeFabric) -> None:
+    def __init__(
+        self, settings: Settings, fabric: FakeFabric, on_death: Callable[[str], None]
+    ) -> None:
         options = {"blocks": str(_BLOCKS), "max_len": "200"}
         config = WorkerConfig(
             engine=ENGINE,
@@ -201,17 +212,24 @@ class _Service(WorkerService):
             mode=settings.mode,
             disagg=settings.disagg,
             disagg_min_tokens=_BLOCK_SIZE,
-            transfer=None if settings.mode == "aggregated" else TransferSpec(verify="all"),
+            transfer=_transfer(settings),
         )
         super().__init__(config, self._inline, Metrics())
         self._settings = settings
         self._fabric = fabric
-        self.engine: InlineEngine | None = None
+        self._on_death = on_death
+        self.engine: HazardousEngine | None = None
 
-    def _inline(self, spec: EngineSpec) -> InlineEngine:
+    def _inline(self, spec: EngineSpec) -> HazardousEngine:
         settings = self._settings
-        self.engine = InlineEngine(
-            spec, pace=settings.pace, load_time=settings.load_time, fabric=self._fabric
+        self.engine = HazardousEngine(
+            spec,
+            pace=settings.pace,
+            load_time=settings.load_time,
+            restart_time=settings.restart_time,
+            stall_timeout=self.config.stall_timeout,
+            fabric=self._fabric,
+            on_death=self._on_death,
         )
         return self.engine
 
@@ -235,6 +253,12 @@ class _Service(WorkerService):
             compat_hash=capabilities.compat_hash,
         )
         self._cards = {card.name: card}
+
+
+def _transfer(settings: Settings) -> TransferSpec | None:
+    if settings.mode == "aggregated":
+        return TransferSpec(verify="all", optional=True) if settings.moves_kv else None
+    return TransferSpec(verify="all")
 
 
 def _secrets(node: Node, given: bytes | None = None) -> HashSecrets:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import PdserveError
@@ -20,6 +21,7 @@ from pdserve.runtime.registry import Appeared, Changed, Gone
 from pdserve.sim.callers import USUAL, Callers
 from pdserve.sim.dice import Dice
 from pdserve.sim.loop import Process, WorldLoop
+from pdserve.sim.outcomes import Judge
 from pdserve.sim.roles import Frontend, Part, Router, Settings, Worker
 from pdserve.sim.trace import Trace
 from pdserve.transfer.fake import FakeFabric
@@ -113,6 +115,9 @@ class World:
         self.accounts: list[Account] = []
         """Requests that have not ended."""
         self.outcomes: Counter[str] = Counter()
+        self.cancelled: Counter[str] = Counter()
+        """Clients that turned away, by where their requests were."""
+        self.judge = Judge(self)
         self.lost_with_frontend = 0
         self._cuts: dict[tuple[str, str], Counter[int]] = {}
         self._cut_number = 0
@@ -169,7 +174,7 @@ class World:
         if host.role == "router":
             return Router(node, settings)
         if host.role == "worker":
-            return Worker(node, settings, self.fabric)
+            return Worker(node, settings, self.fabric, partial(self._engine_died, host))
         return Frontend(node, settings)
 
     def _call(self, host: Host, part: Frontend) -> None:
@@ -182,6 +187,7 @@ class World:
             rate=self.rate,
             habits=self.habits,
             begin=lambda account: self._begin(host, account),
+            leaves=self.judge.leaves,
             complain=self.complain,
         )
         host.callers.start()
@@ -250,12 +256,15 @@ class World:
         host.members.clear()
         for account in [a for a in self.accounts if a.name.startswith(f"{host.name}.")]:
             self.accounts.remove(account)
+            self.judge.forgotten(account)
             self.lost_with_frontend += 1
             self.outcomes["connection lost with its frontend"] += 1
+        self.judge.died(host.name)
         self.happened(host.name, "down")
 
-    async def stop(self, host: Host, *, leave: bool) -> None:
-        """Ask the process to end, wait until it has, and look what it left behind."""
+    async def stop(self, host: Host, *, leave: bool, within: Seconds = 2.0) -> None:
+        """Ask the process to end, wait until it has, and look what it left behind. `within`: for
+        what a worker has to hand over."""
         process, part = host.process, host.part
         if process is None or part is None:
             self.kill(host)
@@ -264,10 +273,13 @@ class World:
         self.happened(host.name, "stop", "with a goodbye" if leave else "")
         if host.callers is not None:
             host.callers.rate = 0.0
-        ending = self.loop.start(process, self._stop(host, part, leave=leave), f"stop {host.name}")
-        done, _ = await asyncio.wait({ending}, timeout=60.0)
+        work = self._stop(host, part, leave=leave, within=within)
+        ending = self.loop.start(process, work, f"stop {host.name}")
+        until = self.loop.time() + 60.0
+        while host.process is process and not ending.done() and self.loop.time() < until:
+            _ = await asyncio.wait({ending}, timeout=1.0)  # it may be killed meanwhile
         if host.process is process:
-            if not done:
+            if not ending.done():
                 self.complain(f"{host.name} does not end: {self._remains(process)}")
             elif ending.exception() is not None:
                 self.complain(f"{host.name} cannot end: {ending.exception()!r}")
@@ -276,8 +288,8 @@ class World:
             self._crash(host, process)
         host.busy = False
 
-    async def _stop(self, host: Host, part: Part, *, leave: bool) -> None:
-        await part.stop(leave=leave)
+    async def _stop(self, host: Host, part: Part, *, leave: bool, within: Seconds) -> None:
+        await part.stop(leave=leave, within=within)
         if host.callers is not None:
             await host.callers.close()
         if isinstance(part, Worker) and part.service.engine is not None:
@@ -314,6 +326,10 @@ class World:
                 del self._cuts[pair]
                 self.net.set_conditions(*pair, silent=False)
 
+    def is_cut(self, a: str, b: str) -> bool:
+        """Something does not get through between them."""
+        return (a, b) in self._cuts or (b, a) in self._cuts
+
     def around(self, host: str) -> list[tuple[str, str]]:
         """Both directions between a host and every other."""
         others = [other for other in self.hosts if other != host]
@@ -338,10 +354,16 @@ class World:
 
     # ------------------------------------------------------------------ what is heard
 
+    def _engine_died(self, host: Host, why: str) -> None:
+        self.judge.died(host.name)
+        self.happened(host.name, "engine", why)
+
     def _member(self, host: Host, event: MemberEvent) -> None:
         member = event.member
         who = f"{member.node}@{member.epoch % 10_000_000}"
         self._keeps_order(host, event, who)
+        if isinstance(event, Gone) and event.reason != "left":
+            self.judge.died(member.node)
         if isinstance(event, Appeared):
             self.happened(host.name, "appeared", who)
         elif isinstance(event, Gone):
@@ -378,6 +400,7 @@ class World:
             if account in self.accounts:
                 self.accounts.remove(account)
             self.outcomes[account.outcome] += 1
+            self.judge.ended(host, account)
             words = f"{account.name} {account.outcome}, {account.tokens} tokens"
             self.happened(host.name, account.outcome.split()[0], words)
 

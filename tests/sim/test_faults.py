@@ -20,6 +20,6 @@ def test_a_plan_is_in_time_and_about_hosts_that_exist(seed: int) -> None:
 
 
 def test_every_kind_can_be_drawn(seed: int) -> None:
-    for name in KINDS:
+    for name in (name for name, kind in KINDS.items() if kind.roles):
         assert draw_fault(random.Random(seed), name, ROLES, 1.0).kind == name
     assert KINDS.keys() > GENTLE

@@ -110,6 +110,11 @@ def everything(seed: int) -> Report:
         Fault("partition", 0.0, 4.0, "r0", "w0", 0.5),
         Fault("pause", 0.0, 4.0, "w1"),
         Fault("leave", 0.0, 2.0, "w1"),
+        Fault("drain", 0.0, 1.0, "w0", "", 5.0),
+        Fault("step", 0.0, 4.0, "w0", "", 1.0),
+        Fault("slow-worker", 0.0, 4.0, "w0", "", 5.0),
+        Fault("crowd", 0.0, 0.0, "f0", "", 20.0),
+        Fault("stall", 0.0, 2.0, "w0"),
         Fault("crash", 0.0, 4.0, "r1"),
         Fault("crash", 0.0, 0.01, "f1"),
         Fault("lose", 0.0, 20.0, "w1"),
@@ -122,5 +127,13 @@ def everything(seed: int) -> Report:
         begin=8.0,
         gap=4.0,
     )
+    end = faults[-1].at + 6.0
+    # Those that need another one: a process that has been asked to end, and has much to hand over.
+    for kind, at in (("engine-going", end), ("kill", end + 8.0)):
+        faults += [
+            Fault("crowd", at, 0.0, "f0", "", 20.0),
+            Fault("drain", at + 0.1, 1.0, "w0", "", 5.0),
+            Fault(kind, at + 0.11, 0.0, "w0"),
+        ]
     modes: dict[str, Mode] = {"w0": "decode", "w1": "decode", "w2": "prefill"}
-    return run_plan(plan(seed, faults, until=faults[-1].at + 1.0, modes=modes))
+    return run_plan(plan(seed, faults, until=end + 16.0, modes=modes))
