@@ -79,8 +79,7 @@ class FrontendConfig:
     has loaded by then, or somebody should look."""
     drain_timeout: Seconds = 30.0
     """Who is told to go has this long to finish or hand over its requests; a frontend ends the rest
-    with an error, a worker so that frontends send them on. Kubernetes
-    kills after 30 s by default."""
+    with an error, a worker so that frontends send them on. Kubernetes kills after 30 s."""
 
     write_buffer: Bytes = 1 << 20
     """Bytes held for one connection that reads too slowly, beyond what the kernel holds; then the

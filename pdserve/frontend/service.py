@@ -47,6 +47,8 @@ SWEEP: Seconds = 1.0
 """Between two looks at deadlines of connections and at new models."""
 _LAST_WORDS: Seconds = 2.0
 """For error answers to reach their clients before connections are dropped."""
+_FIRST_WORDS: Seconds = 0.5
+"""For a request to arrive on a connection that came just before the end."""
 
 
 class FrontendService:
@@ -188,6 +190,8 @@ class FrontendService:
             return
         timeout = self.config.drain_timeout if drain_timeout is None else drain_timeout
         self._generations.draining = True
+        if self.config.reuse_port:  # others take what comes now; here it would only be refused
+            self._listener.close()
         try:
             await self._wait_idle(timeout)
             left = tuple(self._generations.active)
@@ -247,7 +251,11 @@ class FrontendService:
     async def _close(self) -> None:
         listener, self._listener = self._listener, None
         assert listener is not None  # the caller has looked
+        await asyncio.sleep(
+            0
+        )  # the loop accepts who waits in the backlog, whom `close` would reset
         listener.close()
+        await self._hear_out()
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
@@ -256,6 +264,12 @@ class FrontendService:
         self._server.abort_all()
         await self._models.close()
         await self._pool.close()
+
+    async def _hear_out(self) -> None:
+        """Whose first request is still on its way gets an answer, if it comes soon."""
+        until = self._loop.time() + _FIRST_WORDS
+        while self._server.unheard and self._loop.time() < until:  # noqa: ASYNC110  at its end
+            await asyncio.sleep(_FIRST_WORDS / 20)
 
     def _read_keys(self) -> KeyRing | None:
         path = self.config.api_keys_file

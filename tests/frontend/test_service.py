@@ -96,6 +96,20 @@ async def test_while_draining_new_requests_are_refused_and_health_says_so():
             await client.get("/live")
 
 
+async def test_who_shares_its_port_leaves_new_connections_to_the_others_at_once():
+    script = Script(tokens=tokens("ab"), interval=0.02)
+    async with frontend(script, reuse_port=True) as client:
+        running = asyncio.ensure_future(client.chat(max_tokens=20))
+        await until(lambda: client.backend.streams)
+        stopping = asyncio.ensure_future(client.service.stop(drain_timeout=10))
+        await asyncio.sleep(0)
+        with pytest.raises(aiohttp.ClientConnectorError):  # there are no others here
+            await client.post(CHAT, HELLO)
+        assert not stopping.done()
+        assert (await running)["usage"]["completion_tokens"] == 20
+        await stopping
+
+
 async def test_what_does_not_finish_in_time_is_answered_with_an_error():
     async with frontend(Script(tokens=tokens("la "), interval=0.001)) as client:
         whole = asyncio.ensure_future(client.post(CHAT, HELLO | {"max_tokens": 4000}))
@@ -116,6 +130,17 @@ async def test_requests_that_have_not_arrived_are_answered_too():
         await client.service.stop(drain_timeout=0.05)
         status, _, body = await read_answer(reader)
     assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
+
+
+async def test_a_connection_that_came_just_before_the_end_is_answered():
+    async with frontend() as client, raw_connection(client) as (reader, writer):
+        stopping = asyncio.ensure_future(client.service.stop())
+        await asyncio.sleep(0.05)  # the end has begun, and nothing was said
+        body = json.dumps(HELLO).encode()
+        writer.write(http("POST", CHAT, headers=f"Content-Length: {len(body)}\r\n") + body)
+        status, _, answer = await read_answer(reader)
+        await stopping
+    assert (status, json.loads(answer)["error"]["code"]) == (503, "draining")
 
 
 async def test_idle_connections_do_not_delay_the_end():
