@@ -118,6 +118,11 @@ class Connection(web.RequestHandler):
     def _body_is_here(self) -> bool:
         return self._body is None or self._body.is_eof()
 
+    @property
+    def heard(self) -> bool:
+        """A request has come, or none will."""
+        return self._body is not None or self.closing_since is not None
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self.paused_since = self._loop.time()
@@ -266,6 +271,11 @@ class ConnectionServer(web.Server):
     @property
     def open_connections(self) -> int:
         return len(self._open)
+
+    @property
+    def unheard(self) -> int:
+        """Open connections whose first request has not come."""
+        return sum(not connection.heard for connection in self._open)
 
     def sweep(self, now: Seconds) -> None:
         """Enforce every connection's deadlines."""

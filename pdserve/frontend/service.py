@@ -251,9 +251,7 @@ class FrontendService:
     async def _close(self) -> None:
         listener, self._listener = self._listener, None
         assert listener is not None  # the caller has looked
-        await asyncio.sleep(
-            0
-        )  # the loop accepts who waits in the backlog, whom `close` would reset
+        await asyncio.sleep(0)  # accepts who waits in the backlog: `close` would reset them
         listener.close()
         await self._hear_out()
         if self._sweeper is not None:
