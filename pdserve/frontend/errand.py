@@ -21,7 +21,6 @@ from pdserve.blocks.hashing import short_names
 from pdserve.errors import (
     Cancelled,
     DeadlineExceeded,
-    Draining,
     EngineDied,
     EngineError,
     LinkError,
@@ -395,11 +394,10 @@ class Errand:
         _log.info("worker %s did not take a request: %s", life[0], error)
         self._ways.rerouted += 1
         self._last = error
-        self._leave_out(life, going=isinstance(error, Draining))
+        self._leave_out(life)
 
-    def _leave_out(self, life: Life, *, going: bool) -> None:
-        lasts = going or not self._keep_on
-        self._excluded.add(life, None if lasts else self._ways.now() + _APART)
+    def _leave_out(self, life: Life) -> None:
+        self._excluded.add(life, self._ways.now() + _APART if self._keep_on else None)
 
     # ------------------------------------------------------------------ what comes back
 
@@ -466,7 +464,7 @@ class Errand:
     def _lost(self, attempt: Attempt, reason: Reason, error: PdserveError) -> None:
         _log.info("worker %s has lost a request: %s", attempt.life[0], error)
         self._begin_migration(attempt, reason, error.message)
-        self._leave_out(attempt.life, going=reason == "drain")
+        self._leave_out(attempt.life)
         if not attempt.begun:
             self._deaths.add(attempt.life, reason)
         self._run(self._carry_on)
@@ -590,7 +588,7 @@ class Errand:
         self._moves += attempt.moving != "drain"
         self.attempt = None
         self._begin_migration(attempt, attempt.moving, "it was to be relieved")
-        self._leave_out(attempt.life, going=attempt.moving == "drain")
+        self._leave_out(attempt.life)
         if attempt.sequence is not None:
             attempt.sequence.cancel()
 

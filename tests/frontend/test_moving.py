@@ -219,6 +219,7 @@ async def test_who_has_to_go_may_go_before_anybody_has_room() -> None:
         scene.router.workers.pop()
         await scene.ask("drain")
         await asyncio.sleep(3.0)
+        scene.first.refusal = Draining("it is going away")
         scene.first.refuse(Draining("the time is over"))
         await asyncio.sleep(3.0)
         scene.router.workers.append(("b", scene.second.node.epoch))
