@@ -75,6 +75,7 @@ from pdserve.messages.engine import (
     TransferReply,
 )
 from pdserve.messages.kv import PoolCleared
+from pdserve.messages.request import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,12 +99,18 @@ if TYPE_CHECKING:
     )
     from pdserve.messages.handoff import Handoff, TransferAsk
     from pdserve.messages.kv import KvEvent
-    from pdserve.messages.request import GenerateRequest
     from pdserve.messages.transfer import Ticket
 
 __all__ = ["ClientOptions", "CoreClient"]
 
 _log = logging.getLogger(__name__)
+
+_CANARY = GenerateRequest(
+    request_id="canary",
+    model="",
+    prompt=[0],
+    sampling=SamplingParams(max_tokens=1, temperature=0.0),
+)
 
 _CANCELLED = 1 << 16
 """Aborts that are measured at one time."""
@@ -122,6 +129,9 @@ class ClientOptions(LifeOptions):
     log_level: str = "info"
     """Of the child process, whose lines come out on our stderr."""
     restart: RestartPolicy = field(default_factory=RestartPolicy)
+    canary_interval: Seconds = 0.0
+    """A core that has been idle for so long gets a token to compute, so that one which cannot is
+    found out before a request meets it; 0: never."""
 
 
 @dataclass(slots=True, eq=False)
@@ -175,6 +185,8 @@ class CoreClient:
         """When submissions were aborted of which the core has not let go yet."""
         self._desk = TransferDesk(self._post)
         self._last_handle = 0
+        self._worked_at: Seconds = self._clock.now()
+        """When the core was last known to have work."""
         # One life of the core
         self._life: CoreLife | None = None
         self._secret = spec.hash_secret
@@ -590,6 +602,7 @@ class CoreClient:
             self._clock,
             on_event=self._on_event,
             on_lost=self._lost,
+            on_look=self._send_canary,
         )
         self._secret = self._spec.hash_secret
         try:
@@ -597,6 +610,17 @@ class CoreClient:
         finally:
             self._life = None
             self._lost(None)
+
+    def _send_canary(self) -> None:
+        """If its time has come. Nobody waits for what becomes of it: the core has work then."""
+        now, interval = self._clock.now(), self._options.canary_interval
+        if self._owes or self._life is None:
+            self._worked_at = now
+        if not interval or now - self._worked_at < interval or self._life is None:
+            return
+        self._worked_at = now
+        self._last_handle += 1
+        self._life.post(Submit(handle=self._last_handle, request=_CANARY, counted=False))
 
     def _lost(self, stalled: EngineStalled | None) -> None:
         """No event will come from this life any more; why is not known yet, unless it stalled."""

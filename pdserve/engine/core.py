@@ -322,7 +322,8 @@ class EngineCore:
 
     def _submit(self, command: Submit) -> None:
         try:
-            ended = self.scheduler.submit(command.handle, command.request, self._clock.now())
+            now, counted = self._clock.now(), command.counted
+            ended = self.scheduler.submit(command.handle, command.request, now, counted=counted)
         except PdserveError as error:
             self._reject(command.handle, error)
         else:

@@ -57,14 +57,16 @@ class CoreLife:
         *,
         on_event: Callable[[Event], None],
         on_lost: Callable[[EngineStalled | None], None],
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_lost` is called when no event can come any more, before the exit is known, with what
-        is known already."""
+        is known already; `on_look` whenever the core, ready, was looked at and found well."""
         self._carrier = carrier
         self._options = options
         self._clock = clock
         self._on_event = on_event
         self._on_lost = on_lost
+        self._on_look = on_look
         self._connection: CoreConnection | None = None
         self._ready = False
         self._doomed = False
@@ -154,6 +156,7 @@ class CoreLife:
             return None
         seen = page.look()
         if not self._stall.look(seen, connection.posted, now):
+            self._on_look()
             return None
         return EngineStalled(f"the engine stood still for {self._stall.age:.3g} s in {seen.what}")
 

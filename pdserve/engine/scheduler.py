@@ -135,6 +135,8 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._arrivals = 0
         self._unstarted = 0
+        self._uncounted = 0
+        """Submissions that no counter is to show."""
         self._forked: list[Sequence] = []
         self._copying: list[tuple[int, int]] = []
         """Blocks that are copied in this step, and the handles of those who wait for it."""
@@ -152,7 +154,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------ submissions
 
-    def submit(self, handle: int, request: GenerateRequest, now: Seconds) -> list[TokenDelta]:
+    def submit(
+        self, handle: int, request: GenerateRequest, now: Seconds, *, counted: bool = True
+    ) -> list[TokenDelta]:
         """Take a request in; returns the ends of choices whose given output was complete already.
 
         Raises `InvalidRequest`, `ContextLengthExceeded` or `Overloaded`; then nothing has changed.
@@ -168,7 +172,9 @@ class Scheduler:
                 finish = finish_record(choice, *end, now)
                 deltas.append(TokenDelta(handle, choice.choice, [], finish))
         if live:
-            self.waiting.push(self._enter(Submission(handle, request, None, live), now))
+            self._uncounted += not counted
+            submission = Submission(handle, request, None, live, counted=counted)
+            self.waiting.push(self._enter(submission, now))
         else:
             self.counters.finished += 1
         return deltas
@@ -235,7 +241,7 @@ class Scheduler:
         if submission is None:
             return False
         self._drop(submission)
-        self.counters.aborted += 1
+        self.counters.aborted += submission.counted
         return True
 
     def handles(self) -> list[int]:
@@ -270,6 +276,7 @@ class Scheduler:
             self._deadlines.discard(submission.deadline, submission.handle)
         if not submission.started:
             self._unstarted -= 1
+        self._uncounted -= not submission.counted
 
     # ------------------------------------------------------------------ time
 
@@ -481,12 +488,14 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, now: Seconds) -> None:
         self._run(sequence)
-        self._begin(self._submissions[sequence.handle])
+        submission = self._submissions[sequence.handle]
+        self._begin(submission)
         if sequence.first_step is None:
             sequence.first_step = now
             sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_len)
-            self.counters.prompt_tokens += sequence.prompt_len
-            self.counters.cached_tokens += sequence.cached_tokens
+            if submission.counted:
+                self.counters.prompt_tokens += sequence.prompt_len
+                self.counters.cached_tokens += sequence.cached_tokens
 
     def _begin(self, submission: Submission) -> None:
         if not submission.started:
@@ -660,6 +669,7 @@ class Scheduler:
         sampled = zip(result.tokens, result.logprobs, strict=True)
         deltas: list[TokenDelta] = []
         computed = 0
+        uncounted = self._uncounted_in(plan) if self._uncounted else 0
         per_token = -1.0
         for chunk in plan.chunks:
             sequence = chunk.sequence
@@ -676,8 +686,13 @@ class Scheduler:
             if chunk.samples:
                 deltas.append(self._append(sequence, sampled, now))
         self.counters.computed_tokens += computed
-        self.counters.output_tokens += len(deltas)
+        self.counters.output_tokens += len(deltas) - uncounted
         return deltas
+
+    def _uncounted_in(self, plan: StepPlan) -> int:
+        """Tokens of the plan that no counter is to show."""
+        sampling = [chunk.sequence.handle for chunk in plan.chunks if chunk.samples]
+        return sum(not self._submissions[handle].counted for handle in sampling)
 
     def fail(self, plan: StepPlan) -> list[int]:
         """The step could not be computed: drop every submission in it; returns their handles."""
@@ -739,7 +754,7 @@ class Scheduler:
         submission.live.remove(sequence)
         if not submission.live:
             self._forget(submission)
-            self.counters.finished += 1
+            self.counters.finished += submission.counted
         return finish_record(sequence, *end, now)
 
     def _commit(self, sequence: Sequence) -> None:

@@ -51,6 +51,8 @@ class Submission:
     """A step has computed something for it."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Entry i belongs to prompt token i + 1; complete before the first delta."""
+    counted: bool = True
+    """By the counters of tokens and ends."""
     remote: Remote | None = None
     """As long as its prompt is to come from elsewhere."""
 

@@ -155,6 +155,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
     handle: int
     request: GenerateRequest
+    counted: bool = True
+    """Its tokens and its end are in the statistics."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -53,12 +53,14 @@ def request(*prompt: int, **sampling: Any) -> GenerateRequest:
 class Watched:
     """A client and the processes of its cores."""
 
-    def __init__(self, given: EngineSpec, stall_timeout: float = TIMEOUT) -> None:
+    def __init__(self, given: EngineSpec, stall_timeout: float, canary_interval: float) -> None:
         self.carriers: list[ProcessCarrier] = []
         self.reasons: list[str] = []
         self.client = CoreClient(
             given,
-            ClientOptions(restart=OFTEN, stall_timeout=stall_timeout),
+            ClientOptions(
+                restart=OFTEN, stall_timeout=stall_timeout, canary_interval=canary_interval
+            ),
             make_carrier=self.carrier,
             on_state=lambda state, reason: self.reasons.append(f"{state.value}: {reason}"),
         )
@@ -85,8 +87,10 @@ class Watched:
 
 
 @asynccontextmanager
-async def running(stall_timeout: float = TIMEOUT) -> AsyncIterator[Watched]:
-    watched = Watched(spec(), stall_timeout)
+async def running(
+    stall_timeout: float = TIMEOUT, canary_interval: float = 0.0
+) -> AsyncIterator[Watched]:
+    watched = Watched(spec(), stall_timeout, canary_interval)
     await watched.client.start()
     try:
         yield watched
@@ -124,6 +128,24 @@ async def test_an_idle_core_that_was_stopped_is_found_out_by_the_next_request():
         assert type((await LedgerSink(watched.client, request()).wait()).error) is EngineStalled
         await watched.ready_again()
         await watched.serves()
+
+
+async def test_a_canary_finds_out_an_idle_core_that_was_stopped():
+    async with running(stall_timeout=1.0, canary_interval=0.3) as watched:
+        await watched.serves()
+        before = watched.client.statistics()
+        await asyncio.sleep(1.5)
+        watched.client.query_statistics()
+        await until(lambda: watched.client.statistics().steps > before.steps)  # it was at work
+        stats = watched.client.statistics()
+        counters = ("prompt_tokens", "output_tokens", "finished", "aborted")
+        assert [getattr(stats, name) for name in counters] == [
+            getattr(before, name) for name in counters
+        ]
+        assert await watched.client.drain(0.0)  # nobody waits for a canary
+        watched.send(signal.SIGSTOP)
+        await until(lambda: watched.client.stalls == 1)
+        await watched.ready_again()
 
 
 async def test_a_core_that_is_stopped_for_less_goes_on_as_if_nothing_had_happened():

@@ -80,7 +80,9 @@ class WorkerPart:
     def _make_engine(self, spec: EngineSpec) -> CoreClient:
         config = self._config
         options = ClientOptions(
-            load_timeout=config.start_timeout, stall_timeout=config.stall_timeout
+            load_timeout=config.start_timeout,
+            stall_timeout=config.stall_timeout,
+            canary_interval=config.canary_interval,
         )
         cancelled = self._context.metrics.cancel_seconds
         return CoreClient(
