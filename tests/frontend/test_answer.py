@@ -3,14 +3,18 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.errors import EngineDied, EngineError
 from pdserve.frontend.gathered import Gathered
 from pdserve.frontend.models import ServedModel
+from pdserve.frontend.placement import Placement
 from pdserve.frontend.plan import Plan, Prompt
 from pdserve.frontend.unary import UnaryAnswer
-from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, TokenDelta
+from pdserve.ids import NodeId
+from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, Started, TokenDelta
 from pdserve.observe.metrics import Metrics
+from pdserve.openai.responses import Served
 from tests.frontend.support import card, tokens
 
 MODEL = ServedModel.from_card(card())
@@ -20,8 +24,13 @@ class Stream:
     def __init__(self):
         self.cancels = 0
 
+        self.ended = []
+
     def cancel(self):
         self.cancels += 1
+
+    def end_choice(self, choice):
+        self.ended.append(choice)
 
 
 def answer(prompts=1, n=1, **fields: Any):
@@ -75,6 +84,57 @@ async def test_cached_tokens_are_summed_over_prompts_once_known():
     assert details is not None
     assert details.cached_tokens == 3
     assert got.usage().prompt_tokens == 4
+
+
+@pytest.mark.parametrize("early", [False, True])
+async def test_a_choice_that_a_stop_string_ended_is_not_wanted_any_more(early):
+    """Early: its tokens came before it was known by what to say so."""
+    got = answer(n=3, stops=("a",))
+    stream = Stream()
+    if not early:
+        got.sinks[0].opened(stream)
+    got.sinks[0].on_delta(delta(choice=1, text="a"))
+    got.sinks[0].on_delta(delta(choice=2, text="b", reason="stop"))
+    if early:
+        got.sinks[0].opened(stream)
+    assert (stream.ended, stream.cancels) == ([1], 0)
+    got.sinks[0].on_delta(delta(choice=0, text="a"))
+    assert (stream.ended, stream.cancels) == ([1], 1)
+
+
+async def test_what_was_said_of_the_first_token_stays_when_another_worker_goes_on():
+    got = answer()
+    first = Placement(
+        worker=NodeId("a"),
+        router=NodeId("r"),
+        policy="ttft",
+        attempts=1,
+        overlap_tokens=32,
+        predicted_ttft=0.5,
+        held=0.0,
+    )
+    later = replace(
+        first,
+        worker=NodeId("b"),
+        policy="other",
+        attempts=2,
+        overlap_tokens=0,
+        predicted_ttft=9.0,
+        migrations=1,
+    )
+    (sink,) = got.sinks
+    sink.on_placed(first)
+    sink.on_delta(TokenDelta(0, 0, tokens("a"), started=Started(2, 0.1, 0.2, 0.2)))
+    sink.on_placed(later)
+    sink.on_delta(TokenDelta(0, 0, tokens("b"), started=Started(7, 0.7, 0.7, 0.7)))
+    sink.on_delta(delta(reason="stop", cached_tokens=9, queue_seconds=9.0, prefill_seconds=9.0))
+    told = got.usage(last=True).pdserve
+    assert isinstance(told, Served)
+    assert (told.worker, told.attempts, told.migrations) == ("b", 2, 1)
+    assert (told.policy, told.overlap_tokens, told.predicted_ttft_ms) == ("ttft", 32, 500.0)
+    assert (told.cached_tokens, told.queue_ms, told.prefill_ms) == (2, 100.0, 200.0)
+    assert got.metrics.request_queue.sum == 0.1
+    assert got.metrics.time_to_first_token.count == 1
 
 
 async def test_a_choice_that_has_ended_hears_nothing_more():

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.engine.rejection import rejected
 from pdserve.errors import (
@@ -14,11 +15,21 @@ from pdserve.errors import (
     Overloaded,
     PayloadTooLarge,
     PdserveError,
+    ProtocolError,
     WorkerLost,
 )
 from pdserve.frontend import channel as module
 from pdserve.frontend.channel import WorkerChannel
-from pdserve.messages.channel import CHANNEL, Abort, Assembler, Batch, Open, Piece, split
+from pdserve.messages.channel import (
+    CHANNEL,
+    Abort,
+    Assembler,
+    Batch,
+    Moving,
+    Open,
+    Piece,
+    split,
+)
 from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, TokenDelta
 from pdserve.testing.net_support import RecordingSink
 from pdserve.wire.codec import decoder, encode
@@ -285,6 +296,50 @@ async def test_a_worker_that_goes_away_says_why() -> None:
         w.stream.abort(Draining("it goes", retry_after=2.0))
         await asyncio.sleep(0.01)
         assert [(type(e), e.retry_after) for e in running.errors] == [(Draining, 2.0)]
+
+
+@virtually
+async def test_a_channel_that_the_worker_cuts_is_a_worker_lost() -> None:
+    """Another one may serve what was on it, whatever was wrong with the channel."""
+    for error in (Overloaded("you do not read"), ProtocolError("what is that?")):
+        async with world() as w:
+            sink = Sink()
+            await w.open(sink, 1)
+            w.stream.abort(error)
+            await asyncio.sleep(0.01)
+            assert [type(e) for e in sink.errors] == [WorkerLost]
+            assert error.message in sink.errors[0].message
+
+
+@virtually
+async def test_a_worker_may_ask_that_a_request_be_served_elsewhere() -> None:
+    async with world() as w:
+        heard: list[str] = []
+        opening = w.channel.open(
+            request(), 9, Sink(), lambda outcome: None, timeout=5.0, on_moving=heard.append
+        )
+        task = asyncio.ensure_future(opening)
+        await asyncio.sleep(0.01)
+        await w.say(accepted=[(1, 7)])
+        await w.say(moving=[Moving(1, "kv"), Moving(2, "drain")])
+        assert heard == ["kv"]
+        (await task).cancel()
+        await w.say(moving=[Moving(1, "kv")])
+        assert heard == ["kv"]
+
+
+@virtually
+async def test_choices_that_ended_before_are_not_waited_for() -> None:
+    async with world() as w:
+        sink = Sink()
+        opening = w.channel.open(
+            replace(request(n=3), ended=(0, 2)), 9, sink, sink.outcomes.append, timeout=5.0
+        )
+        task = asyncio.ensure_future(opening)
+        await asyncio.sleep(0.01)
+        await w.say(delta(7, 5, end=True, choice=1), accepted=[(1, 7)])
+        await task
+        assert (sink.outcomes, w.channel.requests) == (["finished"], 0)
 
 
 @virtually

@@ -45,6 +45,13 @@ def test_where_the_prompt_was_computed_is_told() -> None:
     assert both.prefill == "remote; node=p; reason=rule"
 
 
+def test_how_often_it_went_on_elsewhere_is_told_if_it_did() -> None:
+    assert lines(course(migrations=2))["x-pdserve-migrations"] == "2"
+    both = served([course(migrations=1), course(migrations=3)], 0.5)
+    assert both is not None
+    assert both.migrations == 3
+
+
 def test_what_is_not_known_has_no_header() -> None:
     found = lines(course(cached=None, predicted_ttft=None, policy=""), ttft=None)
     assert set(found) == {
