@@ -3,7 +3,10 @@ is sent and computed."""
 
 from __future__ import annotations
 
+import json
 import random
+import signal
+import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +14,14 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.openai.sse import SseDecoder
 from tests.chaos.cluster import Cluster, Node, eventually
 from tests.e2e.direct import Call, Direct
+from tests.e2e.server import PATIENCE
 from tests.e2e.test_disaggregation import BLOCK, BLOCK_BYTES, CHUNK, blocks_of, tokens, total
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROADS = ("shm", "tcp")
 LENGTH = 120
@@ -29,6 +34,7 @@ pytestmark = pytest.mark.timeout(180)
 @dataclass
 class Workers:
     direct: Direct
+    frontend: Node
     nodes: dict[str, Node]
     """`source`, one for each road, and `alone`, which does everything by itself."""
     asked: int = 0
@@ -43,11 +49,12 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         engine += ("--max-sequences", "16", "--verify-kv", "all", "--join", cluster.address)
         flags = {"source": (), "alone": (), **{road: ("--transfer", road) for road in ROADS}}
         nodes = {name: cluster.start("worker", name, *engine, *flags[name]) for name in flags}
+        frontend = cluster.frontend()
         cluster.wait_ready()
-        with Direct(tmp_path_factory.getbasetemp() / cluster.home.name, cluster.address) as direct:
+        with Direct(cluster.home, cluster.address) as direct:
             for name in nodes:
                 direct.epoch(name)
-            yield Workers(direct, nodes)
+            yield Workers(direct, frontend, nodes)
 
 
 def asked(workers: Workers, prompt: int, **sampling: Any) -> GenerateRequest:
@@ -168,6 +175,56 @@ def test_a_source_that_is_gone_costs_nothing_but_work(workers):
     assert output + after.tokens == unbroken(workers, wanted).tokens
     counted = 'pdserve_prefill_decisions_total{reason="source_gone",where="local"}'
     eventually(lambda: total(workers.nodes["shm"], counted) == 1, "it is counted")
+
+
+def test_a_worker_that_goes_gives_its_streams_away_with_their_kv(workers):
+    """Whichever has it. To ask for one by name would be to stay there."""
+    fields = {"prompt": tokens(300, "drained"), "max_tokens": 600, "temperature": 0}
+    fields |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+
+    def ask(wanted: str, then: Callable[[str], object]) -> tuple[str, Any]:
+        """Its text and usage; `then` hears soon which worker it has begun at."""
+        headers = {"Connection": "close"} | ({"x-pdserve-worker": wanted} if wanted else {})
+        request = urllib.request.Request(
+            f"{workers.frontend.url}/v1/completions", json.dumps(fields).encode(), headers
+        )
+        decoder, text, usage, seen = SseDecoder(), "", None, 0
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            while data := answer.read1():
+                for event in decoder.feed(data):
+                    seen += 1
+                    if seen == 30:
+                        then(answer.headers["x-pdserve-worker"])
+                    if event.data != "[DONE]":
+                        chunk = json.loads(event.data)
+                        assert "error" not in chunk, chunk
+                        text += "".join(choice["text"] for choice in chunk["choices"])
+                        usage = chunk["usage"] or usage
+        return text, usage
+
+    gone: list[Node] = []
+
+    def end(worker: str) -> None:
+        gone.append(workers.nodes.pop(worker))
+        gone[0].process.send_signal(signal.SIGTERM)
+
+    decisions = 'pdserve_prefill_decisions_total{reason="source",where="remote"}'
+
+    def moves() -> dict[str, float]:
+        return {name: total(node, decisions) for name, node in workers.nodes.items()}
+
+    before = moves()
+    text, usage = ask("", end)
+    assert usage["completion_tokens"] == 600
+    assert usage["pdserve"]["migrations"] >= 1  # a busy machine may have it move once more
+    assert gone[0].process.wait(PATIENCE) == 0
+
+    def targets() -> list[str]:
+        return [name for name, count in moves().items() if count > before[name]]
+
+    eventually(targets, moves)
+    other = min(workers.nodes, key=lambda name: name in targets())
+    assert text == ask(other, lambda worker: None)[0]
 
 
 def test_nothing_is_left(workers):
