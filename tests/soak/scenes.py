@@ -8,6 +8,7 @@ requests hold has come back.
 from __future__ import annotations
 
 import random
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 STREAM_RATE = 1.0
 """Tokens per second of each stream that is held open."""
-HELD = 180.0
+HELD = 120.0
 """Seconds that a stream stays open if its client waits for its end."""
 
 MANY = ("--max-sequences", "4096", "--max-batch-tokens", "4096")
@@ -130,11 +131,23 @@ def streams(
         if number < portions:
             vanish = number % 2 == 0
             with load.streams(count, tokens=int(HELD * STREAM_RATE), vanish=vanish):
-                nodes[2].wait_count("pdserve_http_requests_in_flight", count)
+                wait_open(nodes[2], count)
                 say(f"round {number + 1}: {count:,} streams are open")
                 if vanish:
                     time.sleep(HELD / 2)
     return watch
+
+
+def wait_open(frontend: Node, count: int) -> None:
+    """Until so many requests are being answered."""
+
+    def answers() -> list[str]:
+        _, page = frontend.get("/metrics", frontend.probes)
+        counted = "pdserve_http_(responses_total|requests_in_flight|connections)"
+        return [line for line in page.splitlines() if re.match(counted, line)]
+
+    in_flight = "pdserve_http_requests_in_flight"
+    eventually(lambda: frontend.count(in_flight) == count, answers, 120.0)
 
 
 def handoffs(
@@ -149,7 +162,7 @@ def handoffs(
     """`count` prompts computed by a prefill worker for a decode worker, both with the torch engine
     and a model of a megabyte."""
     model = write_model(folder / "tiny")
-    join = ("--join", cluster.address, "--engine", "torch", "--model", str(model))
+    join: tuple[str, ...] = ("--join", cluster.address, "--engine", "torch", "--model", str(model))
     join += ("--kv-memory", "8MiB")  # soon full: what caches hold is no slope
     router = cluster.router()
     prefill = cluster.start("worker", "prefill", *join, "--mode", "prefill")
