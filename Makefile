@@ -1,12 +1,14 @@
-# The verbs of this repository, the same here and in CI: serve, test, test-long, lint, check, bench,
-# docs, clean. `make serve` and `make test` install what they need into .venv first; stamp files
-# there make that instant while pyproject.toml, constraints.txt, native/ and the names of the Python
-# files stay as they are.
+# The verbs of this repository, the same here and in CI: serve, test, test-long, chaos, soak, lint,
+# check, bench, docs, clean. `make serve` and `make test` install what they need into .venv first;
+# stamp files there make that instant while pyproject.toml, constraints.txt, native/ and the names of
+# the Python files stay as they are.
 #
 #   make serve PORT=8000 HOST=127.0.0.1 MODEL=/path/to/model ARGS="--log-level=debug"
 #   make serve PYTHON=python3.12      the interpreter .venv is created from
 #   make serve PDSERVE_PURE=1         no compiler: the pure-Python twins
 #   make test PYTEST="-k hashing -x"  arguments for pytest
+#   make chaos SECONDS=600 ARGS="--engine torch"  faults under load, an hour unless told otherwise
+#   make soak                         memory over a million requests: an hour and more
 #   make lint check PATHS=pdserve/kv  some files only
 
 SHELL  := /bin/bash
@@ -14,6 +16,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 PATHS  ?=
 PYTEST ?=
+SECONDS ?= 3600
+REPORT ?= bench/results/chaos_hour.md
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
@@ -27,7 +31,7 @@ SERVE_FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(
 # all of them and a failure can be repeated from its commit alone.
 export PDSERVE_TEST_SEED ?= $(or $(shell git rev-parse --short=8 HEAD 2>/dev/null),0)
 
-.PHONY: help serve test test-long lint check format bench docs clean
+.PHONY: help serve test test-long chaos soak lint check format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +49,15 @@ test: $(VENV)/.deps-dev $(BUILT) lint check
 test-long: $(VENV)/.deps-dev $(BUILT)
 	@$(SAY) "pytest, every long suite, seed $(PDSERVE_TEST_SEED)"
 	@PDSERVE_TEST_LONG=1 $(BIN)/python -m pytest -q --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
+
+chaos: $(VENV)/.deps-dev $(BUILT)
+	@$(SAY) "a storm of $(SECONDS) s, seed $(PDSERVE_TEST_SEED)"
+	@$(BIN)/python -m tests.chaos.storm --seconds $(SECONDS) --seed $(PDSERVE_TEST_SEED) \
+	  --report $(REPORT) $(ARGS)
+
+soak: $(VENV)/.deps-dev $(BUILT)
+	@for scene in requests members streams handoffs; do $(SAY) "$$scene"; \
+	  $(BIN)/python bench/soak.py $$scene $(ARGS) || exit 1; done
 
 lint: $(VENV)/.deps-dev
 	@$(SAY) "ruff"
