@@ -29,6 +29,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ASYNCIO = {
     "pdserve/cli/chat.py": "one HTTP conversation, on a loop of its own",
     "pdserve/cli/disagg.py": "a question and some answers, on a loop of its own",
+    "pdserve/cli/drain.py": "asks again until nodes have gone",
     "pdserve/cli/status.py": "one question to the cluster, on a loop of its own",
     "pdserve/cli/top.py": "the same once a second, and keys in between",
     "pdserve/engine/carrier.py": "starts and watches the core's process",
@@ -53,7 +54,6 @@ ASYNCIO = {
     "pdserve/frontend/service.py": "owns the frontend's tasks and sockets",
     "pdserve/frontend/warming.py": "waits until a worker has computed something",
     "pdserve/gossip/service.py": "the timer, dials and messages of membership",
-    "pdserve/cli/drain.py": "asks again until nodes have gone",
     "pdserve/launch/drain.py": "drains the parts of a process in turn",
     "pdserve/launch/parts/frontend.py": "waits until a model is in the frontend's hands",
     "pdserve/launch/process.py": "runs the roles of one process and ends them in order",

@@ -3,8 +3,13 @@ import pytest
 from pdserve.cli.drain import Progress, named
 from pdserve.cli.tables import render
 from pdserve.errors import ConfigError
+from pdserve.ids import NodeId
 from pdserve.messages.status import DrainState, Report
 from tests.cli.test_tables import member, status
+
+
+def progress_of(name, epoch, *, stay):
+    return Progress({NodeId(name): epoch}, stay)
 
 
 def draining(name, **state):
@@ -16,12 +21,12 @@ def test_nodes_are_found_by_name_each_once():
     assert [m.node for m in named(there, ["w2", "w1", "w2"])] == ["w2", "w1"]
     with pytest.raises(ConfigError, match="no node 'w3' in the cluster; there are w1, w2"):
         named(there, ["w1", "w3"])
-    with pytest.raises(ConfigError, match="no node 'worker-b' .*; did you mean worker-a"):
+    with pytest.raises(ConfigError, match=r"no node 'worker-b' .*; did you mean worker-a"):
         named(status(member("worker-a", "worker")), ["worker-b"])
 
 
 def test_what_is_left_is_told_when_it_changes_and_the_end_is_that_it_is_gone():
-    progress = Progress({"w1": member("w1", "worker").epoch}, stay=False)
+    progress = progress_of("w1", member("w1", "worker").epoch, stay=False)
     assert progress.look(status(draining("w1", left=2))) == [("w1", "2 requests left")]
     assert progress.look(status(draining("w1", left=2, remaining=3.0))) == []
     assert progress.look(status(draining("w1", left=1))) == [("w1", "1 request left")]
@@ -32,22 +37,22 @@ def test_what_is_left_is_told_when_it_changes_and_the_end_is_that_it_is_gone():
 
 
 def test_another_life_of_its_name_is_not_the_one_that_drains():
-    progress = Progress({"w1": 7}, stay=False)
+    progress = progress_of("w1", 7, stay=False)
     assert progress.look(status(member("w1", "worker"))) == [("w1", "gone")]
 
 
 def test_who_stays_is_done_when_it_is_drained():
-    progress = Progress({"w1": member("w1", "worker").epoch}, stay=True)
+    progress = progress_of("w1", member("w1", "worker").epoch, stay=True)
     progress.look(status(draining("w1", left=1, stays=True)))
     news = progress.look(status(draining("w1", drained=True, stays=True)))
     assert (news, progress.waiting) == ([("w1", "drained")], {})
 
 
 def test_the_node_that_is_asked_may_be_the_one_that_goes():
-    progress = Progress({"r1": 7}, stay=False)
+    progress = progress_of("r1", 7, stay=False)
     assert not progress.asked_is_going  # nothing was seen yet
     router = member("r1", "router")
-    progress = Progress({"r1": router.epoch}, stay=False)
+    progress = progress_of("r1", router.epoch, stay=False)
     progress.look(status(router))
     assert progress.asked_is_going
     assert progress.look(None) == [("r1", "gone, as far as can be seen")]
