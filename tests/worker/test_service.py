@@ -1,4 +1,5 @@
 import asyncio
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -273,10 +274,11 @@ async def test_a_draining_worker_refuses_requests_and_prefills_for_those_that_mo
     await world.start()
     world.service.drain()
     assert world.service.unready_reason() == "draining: no new requests are taken"
-    for submit in (world.service.submit, world.service.submit_remote):
+    service: Any = world.service
+    for submit in (service.submit, service.submit_remote):
         with pytest.raises(Draining):
             submit(REQUEST, Sink())
-    assert world.service.prefill(REQUEST, None, "d", 1, Sink()) == 1
+    assert service.prefill(REQUEST, None, "d", 1, Sink()) == 1
     await world.service.stop()
 
 
