@@ -11,9 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.blocks.hashing import HASH_SECRET_TEST
+from pdserve.errors import PdserveError
 from pdserve.frontend.naming import Naming
 from pdserve.messages.engine import TransferSpec
+from pdserve.messages.handoff import SetDisagg
 from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve.runtime.methods import DISAGG
 from pdserve.sim.engine import InlineEngine
 from pdserve.testing.scripted import reference_tokens
 from pdserve.transfer.fake import FakeFabric
@@ -287,6 +290,19 @@ async def test_who_names_no_source_notices_nothing(pair: Pair) -> None:
     assert decode is not None
     assert (decode.tally.local, decode.tally.remote) == ({}, {})
     assert pair.t.member.handoffs() is None
+
+
+@paired()
+async def test_an_aggregated_worker_is_no_part_of_queues(pair: Pair) -> None:
+    """It moves what runs there; how decode workers decide is nothing to it."""
+    card = pair.t.node.card
+    assert card is not None
+    assert (card.mode, card.transfers) == ("aggregated", ("fake",))
+    assert pair.t.member.decode is not None
+    assert pair.t.member.decode.queue is None
+    link = await pair.s.node.link(pair.t.node.id, timeout=1.0)
+    with pytest.raises(PdserveError, match="method"):
+        await link.request(DISAGG, SetDisagg("never"), timeout=1.0)
 
 
 # ---------------------------------------------------------------------- or computed here
