@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.errors import ConfigError
 from pdserve.launch import units
+from pdserve.messages.request import MOST_CHOICES
 from pdserve.net import address
 from pdserve.observe.logs import LEVELS
 from pdserve.worker.config import DISAGG, MODES, TRANSFERS, VERIFY
@@ -463,7 +464,11 @@ OPTIONS: tuple[Option, ...] = (
         "Prompts in one completion at most.",
     ),
     _count(
-        "max-choices", "frontend.max_choices", "limits", "Prompts times n of one request at most."
+        "max-choices",
+        "frontend.max_choices",
+        "limits",
+        "Prompts times n of one request at most.",
+        most=MOST_CHOICES,
     ),
     _size(
         "max-header-line", "frontend.max_header_line", "limits", "Longest header line of a request."

@@ -6,7 +6,7 @@ token ids until they are back in it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,8 @@ from msgspec import Meta
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MOST_CHOICES: Final = 1 << 16
+"""Of one request: more than anybody wants, and few enough to be counted one by one."""
 Deadline = Annotated[float, Meta(ge=-1e9, le=1e9)]
 """What waits is sorted by it, so it has to be a number that can be compared."""
 
@@ -70,7 +72,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     prompt: list[int]
     """Token ids; never empty."""
     sampling: SamplingParams
-    n: int = 1
+    n: Annotated[int, Meta(le=MOST_CHOICES)] = 1
     """Choices; they share the prompt's blocks."""
     prompt_index: int = 0
     """Which prompt of a batched completion this is; part of the noise key."""
