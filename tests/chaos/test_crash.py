@@ -19,7 +19,7 @@ def same_text(running):
     return text
 
 
-def test_a_killed_worker_takes_only_its_own_requests_along(cluster):
+def test_a_killed_worker_takes_no_request_along(cluster):
     router, workers, frontend = cluster.serving(workers=2)
     warm_up(frontend, workers)
     with streams([frontend], STREAMS, tokens=TOKENS) as running:
@@ -28,10 +28,8 @@ def test_a_killed_worker_takes_only_its_own_requests_along(cluster):
         assert others
         killed = workers[0].kill()
         assert ask(frontend).status == 200  # by the other one, at the second attempt at the latest
-    lost = [stream for stream in running if not stream.done]
-    assert {stream.code for stream in lost} == {"worker_lost"}, running
-    assert len(lost) == theirs
-    assert all(same_text(running).startswith(stream.text) for stream in lost)
+    assert all(stream.done for stream in running), running
+    assert same_text(running)
     for peer in (router, workers[1], frontend):
         assert peer.wait_said("worker-1 died") >= killed - 0.1
         assert not peer.said("worker-2 died")
@@ -87,9 +85,9 @@ def test_a_killed_engine_is_its_workers_own_affair(cluster):
         theirs, _ = running_on(workers, STREAMS)
         workers[0].core().kill()
         assert ask(frontend).status == 200
-    lost = [stream for stream in running if not stream.done]
-    assert {stream.code for stream in lost} == {"engine_died"}, running
-    assert len(lost) == theirs
+    assert theirs
+    assert all(stream.done for stream in running), running
+    assert same_text(running)
     workers[0].expected_errors = True
     workers[0].wait_ready()
     warm_up(frontend, workers)

@@ -33,6 +33,8 @@ STEP = 32
 SIM = ("--engine", "sim", "--engine-option", "content=on", "--engine-option", "blocks=1024")
 SLOW = ("--engine-option", "slowdown=15", "--max-batch-tokens", str(STEP), "--max-sequences", "4")
 """A tenth of a second for each block."""
+_ALONE = ("--no-migration",)
+"""The frontend's: here a decode worker that dies takes its requests along, and the rest lets go."""
 
 
 class Roles:
@@ -43,7 +45,7 @@ class Roles:
         self.transfer = transfer
         self.routers = [cluster.router()]
         self.alone = self.worker("alone", "--engine-option", "slowdown=0")
-        self.frontend = cluster.frontend()
+        self.frontend = cluster.frontend(*_ALONE)
         self._prompts = 0
 
     @property
@@ -283,7 +285,7 @@ class OnHosts(Roles):
         self.transfer = "tcp"
         self.routers = [hosts.start("router")]
         self.alone = self.worker("", "--engine-option", "slowdown=0")
-        self.frontend = hosts.start("frontend")
+        self.frontend = hosts.start("frontend", *_ALONE)
         self._prompts = 0
 
     def worker(self, name: str, *flags: str) -> Node:

@@ -73,7 +73,7 @@ def test_a_short_stall_is_nothing(cluster, ways):
 
 @pytest.mark.long
 def test_connections_cut_in_the_middle_of_a_frame_come_back(cluster, ways, long):
-    """The nodes live: nobody is declared dead, and requests end clearly or finish whole."""
+    """The nodes live: nobody is declared dead, and requests finish whole."""
     _, workers, frontend = start(cluster, ways)
     whole = ask(frontend, max_tokens=100, ignore_eos=True).body["choices"][0]["message"]["content"]
     for _ in range(10 if long else 2):
@@ -81,11 +81,8 @@ def test_connections_cut_in_the_middle_of_a_frame_come_back(cluster, ways, long)
             for way in ways:
                 way.cut()
         for stream in running:
-            if stream.done:
-                assert stream.text == whole
-            else:
-                assert stream.code == "worker_lost", stream
-                assert whole.startswith(stream.text)
+            assert stream.done, stream
+            assert stream.text == whole
         wait_served(frontend)
         running_on(workers, 0)
     assert sum(way.cuts for way in ways) > 0
