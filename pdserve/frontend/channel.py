@@ -63,7 +63,7 @@ class RemoteSequence:
 
     __slots__ = (
         *("_channel", "accepted", "choices", "handle", "number", "on_moving", "on_over"),
-        *("sink", "tick"),
+        *("past", "sink", "tick"),
     )
 
     def __init__(
@@ -80,6 +80,8 @@ class RemoteSequence:
         self.number = number
         self.choices = len(request.live)
         """Those that have not ended."""
+        self.past = request.ended
+        """Those that had; an older worker goes on with them nevertheless."""
         self.sink = sink
         self.on_over = on_over
         """Hears once how it ended: finished, cancelled, failed."""
@@ -286,10 +288,12 @@ class WorkerChannel:
             sequence.accepted.set_result(None)
 
     def _deliver(self, sequence: RemoteSequence, delta: TokenDelta) -> None:
+        if sequence.past and delta.choice in sequence.past:
+            return
         if delta.finish is not None:
             sequence.choices -= 1
             if sequence.choices == 0:
-                self._forget(sequence)
+                (self._withdraw if sequence.past else self._forget)(sequence)
                 sequence.on_over("finished")
         try:
             sequence.sink.on_delta(delta)

@@ -343,6 +343,25 @@ async def test_choices_that_ended_before_are_not_waited_for() -> None:
 
 
 @virtually
+async def test_an_older_worker_that_goes_on_with_ended_choices_is_not_listened_to() -> None:
+    async with world() as w:
+        sink = Sink()
+        past = replace(request(n=2), output=[[5], [6]], ended=(1,))
+        opening = w.channel.open(past, 9, sink, sink.outcomes.append, timeout=5.0)
+        task = asyncio.ensure_future(opening)
+        await asyncio.sleep(0.01)
+        (opened,) = w.heard
+        await w.say(accepted=[(opened.number, 4)])
+        await task
+        await w.say(delta(4, 7, choice=1), delta(4, choice=1, end=True), delta(4, 8))
+        assert (sink.tokens, sink.outcomes) == ([8], [])
+        await w.say(delta(4, 9, end=True))
+        assert (sink.tokens, sink.outcomes) == ([8, 9], ["finished"])
+        await asyncio.sleep(0.01)
+        assert w.aborts == [opened.number]  # it may still be at the other choice
+
+
+@virtually
 async def test_a_sink_that_raises_ends_its_own_request_alone() -> None:
     async with world() as w:
         bad, good = Sink(), Sink()
