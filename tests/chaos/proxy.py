@@ -143,9 +143,10 @@ class Proxy:
                 writer.write(data[: len(data) // 2])
                 await writer.drain()
                 return
-            for at in range(0, len(data), self.piece):
-                writer.write(data[at : at + self.piece])
+            size = self.piece  # once: it may change meanwhile
+            for at in range(0, len(data), size):
+                writer.write(data[at : at + size])
                 await writer.drain()
-                if self.piece < len(data):
+                if size < len(data):
                     await asyncio.sleep(_BREATH)
             self.carried += len(data)

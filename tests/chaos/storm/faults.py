@@ -85,18 +85,23 @@ class Faults:
             done = Done(fault, now, schedule.refusal(fault, self.standing, now))
             self.done.append(done)
             if not done.skipped:
-                task = asyncio.create_task(self._guarded(done))
+                task = asyncio.create_task(self._guarded(done, self._take_away(done)))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         while self._tasks:
             await asyncio.wait(tuple(self._tasks))
 
-    async def _guarded(self, done: Done) -> None:
+    def _take_away(self, done: Done) -> list[str]:
+        """Before the next fault is looked at: whom this one concerns."""
         fault = done.fault
         concerned = [name for name in (fault.target, fault.peer) if name in self.site.nodes]
         self.standing.up.difference_update(concerned)
+        self.standing.disk_full |= fault.target == "disk"
         for name in concerned:
             self.circumstances.away.setdefault(name, []).append((done.began, math.inf))
+        return concerned
+
+    async def _guarded(self, done: Done, concerned: list[str]) -> None:
         try:
             await self._act(done)
             done.ended = done.ended or time.monotonic()
@@ -227,7 +232,6 @@ class Faults:
 
     async def _fill_disk(self, fault: Fault) -> None:
         """Until nothing more fits; logs are what is written there."""
-        self.standing.disk_full = True
         filler = self.site.disk / "filler"
         try:
             _fill(filler)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 AVOIDED = 1.0
 """Seconds for which a frontend that is down or leaves is asked nothing."""
+REFUSED = (429, 503)
+MOST_REFUSED = 500
+"""Before the storm, all questions together."""
 PAUSE = 0.2
 """Seconds after an address that does not answer, or a refusal."""
 
@@ -125,6 +128,7 @@ async def undisturbed(
 ) -> list[Life]:
     """Each question once, streamed, in peace."""
     lives: list[Life] = []
+    refusals = [True] * MOST_REFUSED
     waiting = list(reversed(questions))
 
     async def one(number: int) -> None:
@@ -135,7 +139,11 @@ async def undisturbed(
             await client.ask(
                 life, node.host, node.http, patience=patience, hang_up=lambda life: False
             )
-            lives.append(life)
+            if life.status in REFUSED and refusals and refusals.pop():
+                waiting.append(question)  # a machine with other work can disturb by itself
+                await asyncio.sleep(1.0)
+            else:
+                lives.append(life)
 
     async with asyncio.TaskGroup() as group:
         for number in range(at_once):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 POLL = 0.1
 PROBE = 2.0
 """Seconds for an answer to a probe; a machine may be busy."""
-READY = 90.0
+READY = 180.0
 """Seconds for a node to become ready."""
 LEAVE = 100.0
 """Seconds for a node to leave after SIGTERM: more than its own `--drain-timeout`."""
