@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from pdserve.router.policies.base import State, WorkerView
     from pdserve.router.predict.predictor import Predictor
 
-__all__ = ["best_chance", "drain_time", "over_bound", "too_late", "worth"]
+__all__ = [
+    *("LONGEST_WAIT", "best_chance", "drain_time", "over_bound", "too_late", "waits_too_long"),
+    "worth",
+]
 
 _LONGEST: Final[Seconds] = 60.0
 """Nobody is sent away for longer: predictions do not reach far."""
@@ -35,6 +38,11 @@ HOPELESS: Final = 0.05
 WORTH: Final = 0.85
 """Waiting may take so much of the chance that a question would have if nobody were before it. Many
 wait under overload: with a small share most of them would be late."""
+
+
+LONGEST_WAIT: Final = 0.5
+"""Share of the time left to a request that it may be expected to wait here. The rest is for its
+answer: one that is begun when its time is nearly over is work for nothing."""
 
 
 def drain_time(
@@ -90,4 +98,12 @@ def too_late(question: Route, drain: Seconds) -> Overloaded:
     """The refusal."""
     return Overloaded(
         f"a first token within {question.slo_ttft:g} s cannot be had now", retry_after=drain
+    )
+
+
+def waits_too_long(wait: Seconds, deadline: Seconds, drain: Seconds) -> Overloaded:
+    """The refusal of one that would be begun when its time is nearly over."""
+    return Overloaded(
+        f"it would wait about {wait:.0f} s for a worker, of the {deadline:.0f} s that it has",
+        retry_after=drain,
     )

@@ -32,7 +32,15 @@ from typing import TYPE_CHECKING, Final
 from pdserve.blocks.hashing import SHORT_BYTES
 from pdserve.errors import ConfigError, DeadlineExceeded, Draining, Overloaded, PdserveError
 from pdserve.messages.routing import Candidate, Explained, Routed
-from pdserve.router.admission import best_chance, drain_time, over_bound, too_late, worth
+from pdserve.router.admission import (
+    LONGEST_WAIT,
+    best_chance,
+    drain_time,
+    over_bound,
+    too_late,
+    waits_too_long,
+    worth,
+)
 from pdserve.router.bookings import Bookings, Dispatch, Life
 from pdserve.router.decide import Refusal, candidates, standing
 from pdserve.router.hold import Held, HoldQueue, Placement
@@ -352,6 +360,18 @@ class Desk:
         if not worth(chance, alone):
             raise too_late(question, self._drain_time(now, question.model, state.workers))
 
+    def _refuse_endless(
+        self, now: Seconds, question: Route, workers: tuple[WorkerView, ...], cost: Seconds
+    ) -> None:
+        """Raises `Overloaded` if it would wait for most of its time."""
+        queue = self._queues.get(question.model)
+        if queue is None or question.deadline is None or question.attempt:
+            return  # who was let in before is not sent away
+        wait = queue.ahead(question, cost, now) / self._pace(now, question.model, workers)
+        if wait > LONGEST_WAIT * question.deadline:
+            drain = self._drain_time(now, question.model, workers)
+            raise waits_too_long(wait, question.deadline, drain)
+
     def _hold(
         self,
         now: Seconds,
@@ -361,9 +381,10 @@ class Desk:
         answer: Callable[[Placement | PdserveError], None],
     ) -> Held:
         self._make_room(now, question, workers)
-        self._asked += 1
         deadline = None if question.deadline is None else now + question.deadline
         cost = self._least_cost(now, question, workers)
+        self._refuse_endless(now, question, workers, cost)
+        self._asked += 1
         item = Held(question, asker, answer, now, cost, deadline, self._asked)
         queue = self._queues.get(question.model)
         if queue is None:

@@ -676,3 +676,14 @@ def test_another_tenants_waiting_keeps_nobody_out():
     assert isinstance(world.error(world.ask(tenant="heavy", slo_ttft=2.0)), Overloaded)
     assert world.waits(world.ask(tenant="light", slo_ttft=2.0))
     assert world.waits(world.ask(tenant="heavy", slo_ttft=2.0, priority=1))
+
+
+def test_who_would_wait_for_most_of_its_time_is_refused_at_once():
+    world = World("w1")
+    learnt(world)
+    for _ in range(40):
+        world.ask(deadline=600.0)
+    assert isinstance(world.error(world.ask(deadline=4.0)), Overloaded)
+    assert world.waits(world.ask(deadline=60.0))
+    assert world.waits(world.ask(deadline=4.0, tenant="another"))
+    assert world.waits(world.ask(deadline=4.0, attempt=1)), "it was let in before"
