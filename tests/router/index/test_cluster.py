@@ -98,7 +98,7 @@ class World:
 
     def ask(self, worker: Worker) -> None:
         """A prompt that shares a part with others; its worker may be down or full."""
-        prompt = [self.random.randrange(3)] * 8 * self.random.randrange(1, 8)
+        prompt = [self.random.randrange(60, 63)] * 8 * self.random.randrange(1, 8)
         prompt += [self.random.randrange(3, 60) for _ in range(self.random.randrange(1, 90))]
         sampling = SamplingParams(max_tokens=self.random.randrange(1, 20))
         request = GenerateRequest(request_id="r", model="model", prompt=prompt, sampling=sampling)
