@@ -1,4 +1,4 @@
-"""The storm's parts by themselves.
+"""The storm's parts by themselves, and one short storm over real processes.
 
 What a checker lets pass it would let pass for an hour: most of these tests show that it does not.
 """
@@ -21,6 +21,8 @@ from tests.chaos.storm.questions import Question, Sizes, expected_of
 from tests.chaos.storm.report import Storm
 from tests.chaos.storm.schedule import KINDS, Standing
 from tests.chaos.storm.site import plan
+from tests.chaos.storm.storm import Wishes, run
+from tests.support.seeds import run_seed
 
 NODES = [
     schedule.Node(place.name, place.part, place.proxied)
@@ -28,6 +30,8 @@ NODES = [
     if not place.hurried
 ]
 ALL = {kind.needs for kind in KINDS}
+SECONDS = 85.0
+"""Of the short storm's faults; with start, answers and quiet it takes two minutes."""
 
 # ---------------------------------------------------------------------- schedule
 
@@ -371,3 +375,17 @@ def test_quantiles_are_samples():
     values = [float(value) for value in range(1, 101)]
     random.Random(1).shuffle(values)
     assert [report.quantile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
+
+
+# ---------------------------------------------------------------------- the storm
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nothing_is_lost_in_a_short_storm():
+    storm = run(Wishes(run_seed(), SECONDS, every=2.0))
+    assert not storm.problems, report.failure(storm)
+    assert sum(storm.injected.values()) >= 15
+    assert storm.outcomes[checker.COMPLETED] >= 500
+    assert storm.most_open >= 200
