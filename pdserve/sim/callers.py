@@ -146,6 +146,8 @@ class Account:
         """With which it ended."""
         self.placed: list[Placed] = []
         """In order."""
+        self.overdue = False
+        """Nobody but the frontend has ended it when its time was over."""
         self.left_at = ""
         """Where it was when its client turned away."""
         self.stage = "opening"
@@ -368,6 +370,7 @@ class Callers:
         """See `frontend.generation`: nothing goes on past its deadline, whoever forgets it."""
         if account.outcome:
             return
+        account.overdue = True
         account.on_error(DeadlineExceeded("the frontend's own limit"))
         if account.stream is not None:
             account.stream.cancel()

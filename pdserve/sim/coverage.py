@@ -1,4 +1,5 @@
-"""Which cells of the state machines a run visits: (state, event) of members and of bookings.
+"""Which cells of the state machines a run visits: (state, event) of members, of bookings, of
+handoffs, and of requests on their way (`errands`).
 
 `watch` looks over the shoulder of the two tables while it lasts, in every node of the process, and
 counts. What must be visited is listed here, so that a rule nobody exercises is named.
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pdserve.gossip.core import Gossip, Phase
 from pdserve.gossip.member import Members
 from pdserve.router.bookings import Bookings, End
+from pdserve.sim.errands import ERRAND_CELLS, LOOKS
 from pdserve.worker.handoff.table import DECODE, PREFILL, Machine
 
 if TYPE_CHECKING:
@@ -131,7 +133,8 @@ processes are not that orderly; tests/worker/handoff visits them."""
 
 def missing(visited: Cells) -> list[str]:
     """Cells that must be visited and were not."""
-    wanted = MEMBER_CELLS | LIFE_CELLS | BOOKING_CELLS | (HANDOFF_CELLS - OUT_OF_REACH)
+    wanted = MEMBER_CELLS | LIFE_CELLS | BOOKING_CELLS | ERRAND_CELLS
+    wanted |= HANDOFF_CELLS - OUT_OF_REACH
     return sorted(f"{state}: {event}" for state, event in wanted - visited.keys())
 
 
@@ -162,6 +165,8 @@ def watch(cells: Cells) -> Iterator[Cells]:
         look(Bookings, "_end", _ended)
         look(Bookings, "peer_ended", _peer_ended)
         look(Bookings, "peer_gone", _peer_gone)
+        for owner, name, looker in LOOKS:
+            look(owner, name, looker)
         yield cells
 
 

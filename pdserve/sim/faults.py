@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["GENTLE", "KINDS", "Fault", "draw_fault", "draw_faults", "perform"]
 
 
+_TIME_ENOUGH: Final[Seconds] = 8.0
+"""For a worker to hand all it has over, if there is another."""
+_NOTICED: Final[Seconds] = 14.0
+"""So long a core may stand still although it has work; most of that is `--stall-timeout`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault: `kind` at `at` for `lasts` seconds."""
@@ -200,12 +206,19 @@ def _break_engine(world: World, fault: Fault) -> bool:
 
 async def _stall(world: World, fault: Fault) -> bool:
     """An engine core stands still, unless somebody ends it before."""
+    host = world.hosts[fault.a]
     engine = _engine_of(world, fault)
     if engine is None:
         return False
     engine.stuck = True
-    core = engine.core
-    await asyncio.sleep(fault.lasts)
+    core, idle = engine.core, world.loop.time()
+    until = idle + fault.lasts
+    while engine.core is core and world.loop.time() < until:
+        await asyncio.sleep(0.5)
+        if core is not None and not core.has_work:
+            idle = world.loop.time()
+        if world.loop.time() - idle > _NOTICED and engine.core is core and not _paused(host):
+            world.complain(f"{host.name} has stood still for {_NOTICED:g} s, and nobody noticed")
     engine.go_on()
     return engine.core is not core or engine.statistics().running > 0
 
@@ -248,7 +261,12 @@ async def _drain(world: World, fault: Fault) -> bool:
     host = world.hosts[fault.a]
     if not host.up or not host.ready or _paused(host):
         return False
+    alone = len(world.active) == 1 and world.judge.others_fit(host)
+    began = world.loop.time()
     await world.stop(host, leave=True, within=fault.amount)
+    took, asked = world.loop.time() - began, set(world.active) - {fault}
+    if fault.amount >= _TIME_ENOUGH and alone and not asked and took >= fault.amount:
+        world.complain(f"{host.name} was to hand its requests over, and could not in {took:.1f} s")
     await asyncio.sleep(fault.lasts)
     _revive(world, host)
     return True
@@ -395,16 +413,14 @@ async def perform(world: World, fault: Fault) -> None:
     await asyncio.sleep(max(0.0, fault.at - world.loop.time()))
     world.faults[fault.kind] += 1
     world.active[fault] = None
-    if fault.disturbs:
-        world.judge.disturbed()
+    world.judge.disturbed(fault)
     world.happened("-", "FAULT", str(fault))
     if await KINDS[fault.kind].do(world, fault):
         world.effects[fault.kind] += 1
         world.happened("-", "felt", fault.kind)
     world.trace.note("-", "over", str(fault))
     world.active.pop(fault)
-    if fault.disturbs:
-        world.judge.disturbed()
+    world.judge.disturbed(fault)
 
 
 def draw_faults(

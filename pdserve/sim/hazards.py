@@ -38,10 +38,6 @@ BREAKS: Final = 1
 POISONS: Final = (KILLS, BREAKS)
 
 
-class _Killed(BaseException):
-    """The process is gone in the middle of a step: nothing catches that."""
-
-
 class HazardousEngine(InlineEngine):
     """See above."""
 
@@ -72,6 +68,8 @@ class HazardousEngine(InlineEngine):
         self._stalled = False
         self._watcher: asyncio.TimerHandle | None = None
         self._stall_timeout = stall_timeout
+        self._doomed = False
+        """It does not survive the present step."""
         self._usual_pace = pace
         self._restart_time = restart_time
         self._on_death = on_death
@@ -93,7 +91,7 @@ class HazardousEngine(InlineEngine):
         if died:
             self.stuck = False
             self._on_death("stalled" if self._stalled else "died")
-        self._stalled = False
+        self._stalled = self._doomed = False
         return died
 
     # ------------------------------------------------------------------ whether it gets on
@@ -145,19 +143,21 @@ class HazardousEngine(InlineEngine):
                 if token in POISONS:
                     self.poisoned += 1
                     self._on_death("poison")
-                    raise _Killed if token == KILLS else RuntimeError("the prompt is poison")
+                    self._doomed |= token == KILLS
+                    raise RuntimeError("the prompt is poison")
 
     def _step(self) -> None:
         if self.stuck:
             self._timer = None
             return
         self._ticks += 1
-        try:
-            super()._step()
-        except _Killed:
+        super()._step()
+        if self._doomed:
             self.die(self._restart_time)
 
     def _tell(self, event: Event) -> None:
+        if self._doomed:
+            return  # it died in the middle of the step, and says nothing of it
         if isinstance(event, Failed):  # its host would end it now
             self.die(self._restart_time)
         else:

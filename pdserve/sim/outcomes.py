@@ -13,6 +13,7 @@ What has ended is gone everywhere within a second, unless something is the matte
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import (
@@ -32,6 +33,7 @@ from pdserve.sim.whereabouts import holders, stage_of
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.sim.callers import Account
+    from pdserve.sim.faults import Fault
     from pdserve.sim.world import Host, World
 
 __all__ = ["Judge"]
@@ -57,7 +59,8 @@ class Judge:
         self._deaths: dict[str, list[Seconds]] = {}
         """Of workers and of their engines, and steps that failed."""
         self._disturbed: Seconds = 0.0
-        """When it last was so."""
+        self._troubled: Seconds = 0.0
+        """When a fault last began or ended: one that keeps words from arriving; any."""
 
     def watch(self) -> None:
         """Look at who is fit, from now on."""
@@ -70,9 +73,11 @@ class Judge:
         """It, its engine, or a step of it; or somebody takes it for dead."""
         self._deaths.setdefault(worker, []).append(self._world.loop.time())
 
-    def disturbed(self) -> None:
-        """Something is the matter with the network, or with a process."""
-        self._disturbed = self._world.loop.time()
+    def disturbed(self, fault: Fault) -> None:
+        """It begins, or ends."""
+        self._troubled = self._world.loop.time()
+        if fault.disturbs:
+            self._disturbed = self._troubled
 
     def leaves(self, account: Account) -> None:
         """Its client is about to turn away."""
@@ -82,6 +87,8 @@ class Judge:
 
     def ended(self, host: Host, account: Account) -> None:
         """See above. Complains."""
+        if isinstance(account.error, Poisoned) and not account.poison:
+            self._world.outcomes["taken for poison"] += 1
         wrong = self._wrong(host, account)
         if wrong:
             self._world.complain(f"{account.name} {account.outcome}: {wrong} ({account.error})")
@@ -102,8 +109,24 @@ class Judge:
                 f"has ended: {account.outcome}{stage}"
             )
 
-    def _unquiet(self, since: Seconds) -> bool:
-        return self._disturbed >= since or any(f.disturbs for f in self._world.active)
+    def _unquiet(self, since: Seconds, *, harmless: bool = True) -> bool:
+        """Something was the matter; `harmless`: leaving out what only concerns one process."""
+        active = self._world.active
+        if not harmless:
+            return bool(active) or max(self._disturbed, self._troubled) >= since
+        return self._disturbed >= since or any(fault.disturbs for fault in active)
+
+    def others_fit(self, host: Host) -> bool:
+        """Whatever a worker has could be served by another, in everybody's eyes."""
+        frontends = [f.name for f in self._world.of_role("frontend") if _runs(f)]
+        model = host.settings.model
+        others = [w for w in self._world.of_role("worker") if w.settings.model == model]
+        since = self._world.loop.time() - _FIT
+        return any(
+            all(self._fit.get((frontend, other.name), inf) <= since for frontend in frontends)
+            for other in others
+            if other is not host
+        )
 
     # ------------------------------------------------------------------ what is legal
 
@@ -119,8 +142,10 @@ class Judge:
                 return ""
             case DeadlineExceeded():
                 deadline = account.request.deadline
-                late = deadline is not None and now - account.began >= deadline - 0.01
-                return "" if late else "it has time left"
+                if deadline is None or now - account.began < deadline - 0.01:
+                    return "it has time left"
+                late = account.overdue and not self._unquiet(now - _SETTLES, harmless=False)
+                return "nobody has ended it in time" if late else ""
             case Poisoned():
                 return self._wrongly_poison(account, error)
             case Draining() if host.busy:
@@ -134,12 +159,15 @@ class Judge:
         return "that is no reason"
 
     def _wrongly_poison(self, account: Account, error: Poisoned) -> str:
-        """By whom it was computed when they died, as far as a world can tell."""
-        deaths, now = 0, self._world.loop.time()
-        ends = [placed.at for placed in account.placed[1:]] + [now]
-        for placed, end in zip(account.placed, ends, strict=True):
+        """By whom it was computed when they died, as far as a world can tell: one after another,
+        and no token came."""
+        deaths = 0
+        ends = [(placed.at, placed.tokens) for placed in account.placed[1:]]
+        ends.append((self._world.loop.time(), account.tokens))
+        for placed, (end, tokens) in zip(account.placed, ends, strict=True):
             times = self._deaths.get(placed.worker, ())
-            deaths += any(placed.at <= at <= end for at in times)
+            died = any(placed.at <= at <= end for at in times)
+            deaths = deaths + died if tokens == placed.tokens else 0
         wanted = FrontendConfig().poison_after
         if deaths < wanted:
             return f"{deaths} workers have died of it, not {wanted}"
@@ -150,7 +178,10 @@ class Judge:
         """There has to be none."""
         self._look()
         since = self._world.loop.time() - _FIT
+        refused = () if account.accepted else {placed.worker for placed in account.placed}
         for (frontend, worker), begun in self._fit.items():
+            if worker in refused:
+                continue  # a new request is not brought back to who did not take it
             settings = self._world.hosts[worker].settings
             if frontend == host.name and settings.model == account.request.model and begun <= since:
                 return f"{worker} could have served it for {_FIT:g} s or longer"

@@ -94,6 +94,7 @@ class World:
         self.trace = Trace(self.loop.time)
         self.fabric = FakeFabric(self.dice.fork("fabric"), pace=_write_time)
         """What KV moves over."""
+        self.fabric.context = self.net.context
         self.hosts: dict[str, Host] = {}
         self.seeds: tuple[str, ...] = ()
         self.models: tuple[str, ...] = ("model",)

@@ -11,13 +11,15 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec.structs import replace
+
 from pdserve.engine.mover import Closed
-from pdserve.errors import DialFailed
+from pdserve.errors import DialFailed, StepFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["BUGS", "HANDOFF_BUGS", "Bug", "planted"]
+__all__ = ["BUGS", "HANDOFF_BUGS", "MIGRATION_BUGS", "Bug", "planted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,71 @@ def _filled_by_notice(original: property) -> property:
     return property(lambda attempt: attempt.handoff is not None)
 
 
+# ---------------------------------------------------------------------- going on elsewhere
+
+
+def _continues(**wrong: Any) -> Callable[..., Any]:
+    """`Received.continuation`, with some fields as they were not to be."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def continuation(self: Any, request: Any) -> Any:
+            return replace(original(self, request), **wrong)
+
+        return continuation
+
+    return make
+
+
+def _redraws_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Received.continuation`, with a seed of its own."""
+
+    def continuation(self: Any, request: Any) -> Any:
+        goes_on = original(self, request)
+        if not self.any:
+            return goes_on
+        sampling = replace(goes_on.sampling, seed=goes_on.sampling.seed ^ 1)
+        return replace(goes_on, sampling=sampling)
+
+    return continuation
+
+
+def _forgets_last(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Received.tokens`, but for the last one, which the client may not have seen."""
+    return lambda self, choice: original(self, choice)[:-1]
+
+
+def _stays_behind(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Errand._leave`, but the worker that is left goes on."""
+
+    def leave(self: Any, attempt: Any) -> None:
+        sequence, attempt.sequence = attempt.sequence, None
+        original(self, attempt)
+        attempt.sequence = sequence
+
+    return leave
+
+
+def _prepares_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Errand._finish`, but the next worker goes on preparing."""
+
+    def finish(self: Any) -> None:
+        task, self._task = self._task, None
+        original(self)
+        self._task = task
+
+    return finish
+
+
+def _steps_cost_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`reason_of`, but a failed step is the request's end."""
+    return lambda error: None if isinstance(error, StepFailed) else original(error)
+
+
+def _begins_anew(original: property) -> property:
+    """`Errand.remaining`, of the whole deadline."""
+    return property(lambda errand: errand.request.deadline)
+
+
 BUGS: Final[dict[str, Bug]] = {
     "release not sent": Bug(
         "pdserve.frontend.cluster", "_Releaser.__call__", _never, "answers are not given back"
@@ -425,4 +492,54 @@ HANDOFF_BUGS: Final[dict[str, Bug]] = {
 }
 """Of handing prompts over; among `BUGS`."""
 
+MIGRATION_BUGS: Final[dict[str, Bug]] = {
+    "output is not carried": Bug(
+        "pdserve.frontend.migration",
+        "Received.continuation",
+        _continues(output=[], ended=()),
+        "clients get tokens again",
+    ),
+    "ended choices are not told": Bug(
+        "pdserve.frontend.migration",
+        "Received.continuation",
+        _continues(ended=()),
+        "choices end twice",
+    ),
+    "the seed is drawn again": Bug(
+        "pdserve.frontend.migration",
+        "Received.continuation",
+        _redraws_seed,
+        "other tokens than without a migration",
+    ),
+    "tokens that are held back are not carried": Bug(
+        "pdserve.frontend.migration", "Received.tokens", _forgets_last, "clients get tokens again"
+    ),
+    "a worker that is left goes on": Bug(
+        "pdserve.frontend.errand", "Errand._leave", _stays_behind, "engines work for nobody"
+    ),
+    "a warm-up outlives its request": Bug(
+        "pdserve.frontend.errand", "Errand._finish", _prepares_on, "engines work for nobody"
+    ),
+    "wishes to be rid of a request are not heard": Bug(
+        "pdserve.frontend.errand", "Errand.unwanted", _never, "drains take all their time"
+    ),
+    "a draining worker asks nobody": Bug(
+        "pdserve.worker.channel", "Channels.ask_to_move", _never, "drains take all their time"
+    ),
+    "poison is not counted": Bug(
+        "pdserve.frontend.migration", "Deaths.add", _never, "one request kills all workers"
+    ),
+    "a failed step is a request's end": Bug(
+        "pdserve.frontend.errand", "reason_of", _steps_cost_requests, "requests are lost"
+    ),
+    "a deadline begins anew": Bug(
+        "pdserve.frontend.errand", "Errand.remaining", _begins_anew, "nothing ends in time"
+    ),
+    "a core that stands still is not noticed": Bug(
+        "pdserve.engine.stall", "StallWatch.look", _never, "requests hang"
+    ),
+}
+"""Of going on with a request at another worker; among `BUGS`."""
+
 BUGS.update(HANDOFF_BUGS)
+BUGS.update(MIGRATION_BUGS)

@@ -25,6 +25,7 @@ from pdserve.transfer.verbs import VerbsPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextvars import Context
     from random import Random
 
     from pdserve.ids import Bytes, Epoch, NodeId, Seconds
@@ -76,6 +77,9 @@ class FakeFabric:
         killed."""
         self.pairs: dict[int, FakeQueuePair] = {}
         self.held: set[PeerKey] = set()
+        self.context: Context | None = None
+        """In which late packets arrive: they are on the wire, whatever becomes of their sender.
+        None: in the sender's."""
         self._numbers = 0
 
     def takes(self, pair: FakeQueuePair, size: Bytes) -> Seconds:
@@ -259,6 +263,7 @@ class FakeQueuePair:
             write.destination,
             write.there,
             bytes(source[write.here : write.here + write.length]),
+            context=self.fabric.context,
         )
 
     def _give_up(self) -> None:

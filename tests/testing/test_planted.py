@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from pdserve.router.bookings import Bookings
 from pdserve.sim.callers import LONG_PROMPTS
 from pdserve.sim.faults import Fault
+from pdserve.sim.migrations import LONG_ANSWERS
 from pdserve.sim.run import Failure, Plan, run, run_plan
-from pdserve.testing.planted import BUGS, HANDOFF_BUGS, planted
+from pdserve.testing.planted import BUGS, HANDOFF_BUGS, MIGRATION_BUGS, planted
 from tests.sim.worlds import one_after_another, plan
 
 if TYPE_CHECKING:
@@ -76,8 +78,56 @@ def made_for_handoffs(name: str, seed: int) -> Plan:
     )
 
 
+THREE = ("w0", "w1", "w2")
+CRASHES = [Fault("crash", 0.0, 0.5, worker) for worker in THREE]
+DRAINS = [Fault("drain", 0.0, 0.5, worker, "", 10.0) for worker in THREE]
+MIGRATION_FAULTS = {
+    "a worker that is left goes on": DRAINS,
+    "a warm-up outlives its request": DRAINS,
+    "wishes to be rid of a request are not heard": DRAINS[:1],
+    "a draining worker asks nobody": DRAINS[:1],
+    "poison is not counted": [],
+    "a failed step is a request's end": [Fault("step", 0.0, 1.0, "w0", "", 1.0)],
+    "a deadline begins anew": DRAINS[:1],
+    "a core that stands still is not noticed": [Fault("stall", 0.0, 25.0, "w0")],
+}
+"""What must go wrong; for the others workers die."""
+PACES = {
+    "wishes to be rid of a request are not heard": 0.15,
+    "a draining worker asks nobody": 0.15,
+    "a deadline begins anew": 0.15,
+}
+"""Of a step: so slow that requests do not end before anybody does something."""
+
+
+def made_for_migrations(name: str, seed: int) -> Plan:
+    """Long answers, and workers that do not last."""
+    pace = PACES.get(name, 0.02)
+    faults = one_after_another(*MIGRATION_FAULTS.get(name, CRASHES), begin=7.0, gap=1.5)
+    habits = LONG_ANSWERS
+    if pace > 0.02:
+        hurried = 0.9 if "deadline" in name else 0.0
+        habits = replace(
+            habits, answers=(120,), hurried=hurried, deadlines=(4.0, 9.0), choices=(1,)
+        )
+    if "poison" in name:
+        habits = replace(habits, poison=0.05)
+    return plan(
+        seed,
+        faults,
+        until=max([18.0, *(fault.at + fault.lasts for fault in faults)]),
+        rate=2.0 if pace == 0.02 else 0.7,
+        modes=dict.fromkeys(THREE, "aggregated"),
+        habits=habits,
+        kv_time=100.0 if "warm-up" in name else 1.0,
+        pace=pace,
+    )
+
+
 def made_for(name: str, seed: int) -> Plan:
     """A busy world in which the bug must show."""
+    if name in MIGRATION_BUGS:
+        return made_for_migrations(name, seed)
     if name in HANDOFF_BUGS:
         return made_for_handoffs(name, seed)
     faults = one_after_another(*FAULTS.get(name, []), begin=8.0, gap=0.5)
@@ -90,7 +140,7 @@ def worlds_until_caught(name: str) -> int:
     with planted(name):
         for number in range(SEEDS):
             try:
-                if number < 2 or name in HANDOFF_BUGS:
+                if number < 2 or name in HANDOFF_BUGS or name in MIGRATION_BUGS:
                     run_plan(made_for(name, number))
                 else:
                     run(number)
@@ -105,7 +155,7 @@ SLOWEST = {"refutation not spoken", "booking never expires"}
 
 def parameters() -> list[ParameterSet]:
     """Every bug that shows without handoffs."""
-    names = [name for name in BUGS if name not in HANDOFF_BUGS]
+    names = sorted(BUGS.keys() - HANDOFF_BUGS.keys() - MIGRATION_BUGS.keys())
     return [pytest.param(n, marks=[pytest.mark.long] if n in SLOWEST else []) for n in names]
 
 
@@ -135,6 +185,26 @@ def test_planted_bugs_of_handoffs_are_caught(seed: int, part: int, long: bool) -
 @pytest.mark.parametrize("part", range(PARTS))
 def test_worlds_of_handoffs_without_a_bug_pass(seed: int, part: int, long: bool) -> None:
     for name in some_of_handoffs(seed, part, long=long):
+        run_plan(made_for(name, 0))
+
+
+def some_of_migrations(seed: int, part: int, *, long: bool) -> list[str]:
+    """As of handoffs."""
+    mine = list(MIGRATION_BUGS)[part::PARTS]
+    return mine if long else [mine[(seed + i) % len(mine)] for i in range(2)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_planted_bugs_of_migrations_are_caught(seed: int, part: int, long: bool) -> None:
+    for name in some_of_migrations(seed, part, long=long):
+        assert worlds_until_caught(name) <= SEEDS
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_worlds_of_migrations_without_a_bug_pass(seed: int, part: int, long: bool) -> None:
+    for name in some_of_migrations(seed, part, long=long):
         run_plan(made_for(name, 0))
 
 
