@@ -35,6 +35,9 @@ HERE = Path(__file__).parent
 SIM = ("--engine", "sim", "--engine-option", "content=on", "--engine-option", "blocks=1024")
 SLOW = ("--engine-option", "slowdown=15", "--max-batch-tokens", "32", "--max-sequences", "4")
 """A tenth of a second for each block."""
+SENT = r'transfer_bytes_total{.*direction="sent".*}'
+WAITING = r'handoffs{state="(?:admit|queue)"}'
+HELD = r"router_held{.*}"
 _PROMPTS = iter(range(1, 1_000_000))
 
 
@@ -105,6 +108,10 @@ def runs(node: Node, count: int) -> Callable[[], bool]:
     return lambda: total(node, "num_requests_running") >= count
 
 
+def _more(node: Node, pattern: str, before: float) -> bool:
+    return total(node, pattern) > before
+
+
 def _is_idle(node: Node) -> bool:
     return not total(node, "num_requests_(?:running|waiting)")
 
@@ -147,14 +154,9 @@ def handed_over(frontend: Node, prefill: Node, decode: Node, rounds: int) -> Non
     label = "sim, two workers"
     for _ in range(rounds):
         idle(prefill, decode)
-        before = total(prefill, r'transfer_bytes_total{.*direction="sent".*}')
+        before = total(prefill, SENT)
         one = stream(frontend, decode.name, prompt(1200), 20)
-        eventually(
-            lambda before=before: (
-                total(prefill, r'transfer_bytes_total{.*direction="sent".*}') > before
-            ),
-            "nothing is sent",
-        )
+        eventually(partial(_more, prefill, SENT, before), "nothing is sent")
         count = cancelled(prefill, "[a-z_]+", "count")
         began = time.monotonic()
         measure(f"{label}: transferring, decode worker", decode, "remote_filling", one)
@@ -168,13 +170,13 @@ def handed_over(frontend: Node, prefill: Node, decode: Node, rounds: int) -> Non
         with busy(others):
             number = settled(decode)
             one = stream(frontend, decode.name, prompt(1200), 20)
-            eventually(lambda n=number: waiting(decode) > n, "it does not wait")
+            eventually(partial(_more, decode, WAITING, number), "it does not wait")
             measure(f"{label}: waiting for the prefill worker", decode, "remote_queued", one)
 
 
 def waiting(decode: Node) -> float:
     """Prompts that no prefill worker has asked for."""
-    return total(decode, r'handoffs{state="(?:admit|queue)"}')
+    return total(decode, WAITING)
 
 
 def settled(decode: Node) -> float:
@@ -191,14 +193,14 @@ def held(frontend: Node, router: Node, rounds: int) -> None:
     for _ in range(rounds):
         others = [stream(frontend, "", prompt(700), 20) for _ in range(8)]
         with busy(others):
-            eventually(lambda: total(router, r"router_held{.*}") >= 1, "nobody is held")
-            number = total(router, r"router_held{.*}")
+            eventually(lambda: total(router, HELD) >= 1, "nobody is held")
+            number = total(router, HELD)
             one = stream(frontend, "", prompt(700), 20)
-            eventually(lambda n=number: total(router, r"router_held{.*}") > n, "it is not held")
-            number = total(router, r"router_held{.*}")
+            eventually(partial(_more, router, HELD, number), "it is not held")
+            number = total(router, HELD)
             began = time.monotonic()
             one.hang_up()
-            while total(router, r"router_held{.*}") >= number:
+            while total(router, HELD) >= number:
                 time.sleep(0.002)
             ROWS.setdefault(name, Row()).seen.append(time.monotonic() - began)
 

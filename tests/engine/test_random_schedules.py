@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from pdserve.blocks.hashing import block_hashes, names_id, prompt_root
 from pdserve.clock import ManualClock
 from pdserve.engine.core import EngineCore
-from pdserve.errors import DeadlineExceeded, EngineError, InvalidRequest, Overloaded
+from pdserve.errors import DeadlineExceeded, InvalidRequest, Overloaded, StepFailed
 from pdserve.messages.engine import ClearCache, EngineSpec, Rekey
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline import InlineEngine
@@ -309,7 +309,7 @@ class CoreMachine(RuleBasedStateMachine):
         match ledger.error:
             case None | Overloaded() | DeadlineExceeded() | InvalidRequest():
                 pass
-            case EngineError():
+            case StepFailed():
                 assert "the script says" in ledger.error.message
             case _:
                 raise AssertionError(f"unexpected: {ledger.error!r}")
@@ -317,7 +317,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 CORNERS = {"preempted", "cached", "copied", "completed", "aborted", "continued"}
 CORNERS |= {"named", "renamed", "some had ended"}
-CORNERS |= {Overloaded.__name__, DeadlineExceeded.__name__, EngineError.__name__}
+CORNERS |= {Overloaded.__name__, DeadlineExceeded.__name__, StepFailed.__name__}
 
 
 @pytest.mark.timeout(900)  # minutes in long mode
