@@ -54,36 +54,35 @@ def busy(workers: list[Node]) -> Node:
 
 
 def test_a_drained_worker_hands_its_streams_over_and_ends(cluster: Cluster) -> None:
-    _, workers, frontend = cluster.serving(workers=2, rate=40)
+    _, workers, frontend = cluster.serving(workers=2, rate=20)
     wait_served(frontend)
-    expected = Stream(frontend, tokens=100).wait().text
-    stream = Stream(frontend, tokens=100, **USAGE)
-    stream.wait_tokens(5)
-    first = busy(workers)
-    (second,) = [worker for worker in workers if worker is not first]
-
-    refused = pdserve(cluster, "drain", first.name, "worker-7")
+    refused = pdserve(cluster, "drain", workers[0].name, "worker-7")
     assert refused.returncode == exit_codes.USAGE
     assert "there is no node 'worker-7' in the cluster; did you mean worker-" in refused.stderr
 
+    streams = [Stream(frontend, tokens=300, **USAGE) for _ in range(2)]  # about 15 s
+    for stream in streams:
+        stream.wait_tokens(5)
+    first = busy(workers)
+    (second,) = [worker for worker in workers if worker is not first]
     drained = pdserve(cluster, "drain", first.name, "--wait")
     assert drained.returncode == exit_codes.OK, drained.stderr
     assert f"{first.name}: draining: " in drained.stdout
     assert drained.stdout.endswith(f"{first.name}: gone\n")
-    assert stream.running, "it goes on elsewhere, and did not hold the worker up"
     assert first.process.wait(PATIENCE) == exit_codes.OK
-    assert stream.wait().done, stream
-    assert stream.text == expected
-    assert stream.usage["pdserve"]["migrations"] == 1
-    assert stream.usage["completion_tokens"] == 100
+    for stream in streams:
+        assert stream.wait().done, stream
+        assert stream.usage["completion_tokens"] == 300
+    assert streams[0].text == streams[1].text
+    assert sum(stream.usage["pdserve"]["migrations"] or 0 for stream in streams) >= 1
 
     # The last one: its requests have no other place, and run to their end.
-    last = Stream(frontend, tokens=100)
+    last = Stream(frontend, tokens=40)
     last.wait_tokens(5)
     second.process.send_signal(signal.SIGTERM)
     assert second.process.wait(PATIENCE) == exit_codes.OK
     assert last.wait().done, last
-    assert last.text == expected
+    assert streams[0].text.startswith(last.text)
 
 
 def test_a_drained_worker_may_stay(cluster: Cluster) -> None:
@@ -128,7 +127,7 @@ def test_a_worker_that_cannot_hand_over_in_time_leaves_it_to_whoever_comes(
 def test_a_drained_frontend_finishes_its_streams_and_takes_nothing_new(cluster: Cluster) -> None:
     _, _, frontend = cluster.serving(rate=40)
     wait_served(frontend)
-    stream = Stream(frontend, tokens=150)
+    stream = Stream(frontend, tokens=500)  # about 12 s
     stream.wait_tokens(5)
     kept = http.client.HTTPConnection(frontend.host, frontend.port, timeout=PATIENCE)
     kept.connect()
