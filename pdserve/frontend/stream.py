@@ -207,6 +207,8 @@ class RichChoice:
         self._last: Seconds | None = None
         self._held: list[Piece] = []
         self._echo_due = plan.echo
+        self._prompt_due = plan.token_ids and not plan.chat
+        """The prompt's ids go out with the first chunk; a chat's have gone out with the role."""
         self.completion_tokens = 0
         self.done = False
 
@@ -250,9 +252,15 @@ class RichChoice:
             finish_reason=text.finish_reason if last else None,
             stop_reason=text.stop_reason if last else None,
             token_ids=piece.tokens if self._plan.token_ids else None,
+            prompt_token_ids=self._prompt_ids(),
             usage=self._answer.usage() if self._plan.continuous_usage else None,
         )
         self._wire.write(self._answer.chunks.full(self._form, json_escape(piece.text), extras))
+
+    def _prompt_ids(self) -> list[int] | None:
+        """Once, if they are wanted."""
+        due, self._prompt_due = self._prompt_due, False
+        return self._prompt.tokens if due else None
 
     def _logprobs(self, piece: Piece) -> bytes:
         if not self._plan.logprobs:
@@ -277,7 +285,7 @@ class RichChoice:
             )
         extras = Extras(
             logprobs=NULL if logprobs is None else _json(logprobs),
-            prompt_token_ids=prompt.tokens if plan.token_ids else None,
+            prompt_token_ids=self._prompt_ids(),
             usage=self._answer.usage() if plan.continuous_usage else None,
         )
         self._wire.write(self._answer.chunks.full(self._form, json_escape(prompt.echo), extras))
