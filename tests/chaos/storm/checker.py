@@ -141,7 +141,7 @@ def _completed(life: Life, expected: Expected) -> Verdict:
     usage = (life.usage.get("prompt_tokens"), life.usage.get("completion_tokens"))
     if usage != expected.usage:
         return Verdict(WRONG, f"usage says {usage}, not {expected.usage}")
-    if life.prompt and expected.prompt and tuple(life.prompt) != expected.prompt:
+    if tuple(life.prompt) != expected.prompt:
         return Verdict(WRONG, "the prompt's tokens are others")
     return Verdict(COMPLETED)
 

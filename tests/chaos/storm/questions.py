@@ -64,7 +64,6 @@ class Expected:
     logprobs: tuple[int, ...]
     """How many entries each choice has."""
     prompt: tuple[int, ...]
-    """Empty: streams of completions do not tell."""
     usage: tuple[int, int]
     """Prompt and completion tokens."""
 

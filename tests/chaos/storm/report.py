@@ -67,6 +67,8 @@ class Storm:
     seconds: float
     zero: float
     """When it began; the monotonic clock's."""
+    lasted: float = 0.0
+    """Seconds until the last request had ended."""
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[Outcome] = field(default_factory=list)
     tokens: int = 0
@@ -191,7 +193,7 @@ within it that befell the stream's frontend, a worker that had it, or something 
 
 def _about(storm: Storm) -> str:
     return (
-        f"`engine={storm.engine}`, {storm.streams} clients at once for {storm.seconds:.0f} s, seed "
+        f"`engine={storm.engine}`, {storm.streams} clients at once for {storm.lasted:.0f} s, seed "
         f"`{storm.seed}`. Repeat with\n`python -m tests.chaos.storm --seconds {storm.seconds:.0f} "
         f"--seed {storm.seed} --streams {storm.streams} --engine {storm.engine}`.\n"
         "Two routers, two frontends (and one whose requests have a near deadline), three workers "
@@ -244,6 +246,7 @@ def as_json(storm: Storm) -> dict[str, Any]:
         "engine": storm.engine,
         "streams": storm.streams,
         "seconds": storm.seconds,
+        "lasted_seconds": storm.lasted,
         "faults": dict(storm.injected),
         "left_out": dict(Counter(d.fault.kind for d in storm.done if d.skipped)),
         "outcomes": dict(storm.outcomes),

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.chaos.storm import checker, load, questions, schedule
+from tests.chaos.storm import checker, load, questions, reference, schedule
 from tests.chaos.storm.checker import Circumstances
 from tests.chaos.storm.faults import Faults
 from tests.chaos.storm.report import Storm
@@ -109,6 +109,9 @@ class _Run:
         self.pool.answers += await self._answers(plain)
         stopped = questions.with_stops(wishes.seed, self.pool.answers, sizes)
         self.pool.answers += await self._answers(stopped)
+        if wishes.engine == "sim":
+            wrong = [words for one in self.pool.answers if (words := reference.misled(*one))]
+            assert not wrong, f"nothing disturbs, and yet: {wrong[:5]}"
 
     async def _answers(
         self, asked: list[questions.Question]
@@ -161,7 +164,7 @@ class _Run:
         finally:
             clients.cancel()
             storm.most_open, storm.not_asked = crowd.most_open, crowd.not_asked
-            storm.seconds = time.monotonic() - storm.zero
+            storm.lasted = time.monotonic() - storm.zero
 
     def _judge(self, life: Life, expected: Expected) -> None:
         verdict = checker.judge(life, expected, self.circumstances)

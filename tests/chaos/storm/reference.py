@@ -1,0 +1,48 @@
+"""What the sim engine must answer, without any engine: an undisturbed run is checked, too.
+
+The sim engine derives each token from the bytes of all blocks before it; `reference_tokens` does
+the same from the tokens alone. Other engines have no such function.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pdserve
+from pdserve.messages.engine import EngineSpec
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve_engines.sim.settings import Options, read_model
+from pdserve_engines.sim.tokens import reference_tokens
+
+if TYPE_CHECKING:
+    from tests.chaos.storm.questions import Expected, Question
+
+BUNDLED = Path(pdserve.__file__).parent / "bundled"
+
+
+def misled(question: Question, expected: Expected) -> str:
+    """Where an answer is not what it must be; empty: nowhere. A stop string may have cut it."""
+    spec = EngineSpec(engine="sim", model=str(BUNDLED), hash_secret=bytes(32))
+    vocabulary = read_model(spec, Options())
+    fields = question.fields
+    sampling = SamplingParams(
+        max_tokens=fields["max_tokens"],
+        temperature=fields["temperature"],
+        seed=fields["seed"],
+        ignore_eos=True,
+    )
+    request = GenerateRequest(
+        request_id="reference",
+        model="bundled",
+        prompt=list(expected.prompt),
+        sampling=sampling,
+        n=question.choices,
+    )
+    for choice, tokens in enumerate(expected.tokens):
+        right = reference_tokens(request, vocabulary, choice, content=True)
+        if list(tokens) != right[: len(tokens)]:
+            return f"question {question.number}, choice {choice}: {list(tokens)}, not {right}"
+        if len(tokens) < len(right) and "stop" not in fields:
+            return f"question {question.number}, choice {choice} ends early"
+    return ""
