@@ -62,7 +62,7 @@ def test_who_finds_no_place_comes_back_when_the_oldest_has_ended():
 
 def test_a_keys_own_places_have_their_own_pace():
     admission, one = Admission(99, 1.0), key(max_concurrent_requests=1)
-    assert admission.admit(one, 0.0).release(0, 3.0) is None
+    admission.admit(one, 0.0).release(0, 3.0)
     admission.admit(one, 99.0)
     assert held_by(admission, one) == pytest.approx(2.0 + 3.0)
 

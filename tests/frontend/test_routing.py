@@ -203,7 +203,9 @@ async def test_a_client_that_hangs_up_while_it_is_told_to_wait_frees_everything(
 
 async def test_wishes_reach_the_backend(tmp_path):
     keys = tmp_path / "keys.toml"
-    keys.write_text('[[key]]\nkey = "sk-12345678"\ntenant = "research"\nweight = 2.0\nmax_priority = 3\n')
+    keys.write_text(
+        '[[key]]\nkey = "sk-12345678"\ntenant = "research"\nweight = 2.0\nmax_priority = 3\n'
+    )
     headers = {
         "Authorization": "Bearer sk-12345678",
         "x-pdserve-worker": "a,b,!c",
