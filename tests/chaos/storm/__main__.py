@@ -39,10 +39,10 @@ def main() -> int:
             options.seed,
             options.seconds,
             options.engine,
-            options.streams or (16 if small else 220),
+            options.streams or (24 if small else 220),
             options.every,
             kinds,
-            Sizes(60, 20, 300, (10, 60)) if small else Sizes(),
+            Sizes(60, 20, 300, (100, 400)) if small else Sizes(),
             say=lambda line: print(line, flush=True),
         )
     )
