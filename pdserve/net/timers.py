@@ -128,7 +128,7 @@ class Timers:
     def call_at(self, when: Seconds, callback: Callable[[], None]) -> Timer:
         """Call `callback` at loop time `when` or up to one tick later; keep the result to
         cancel."""
-        timer = Timer(callback)
+        timer = Timer(callback, self._wheel)
         self.add(timer, when)
         return timer
 
@@ -168,15 +168,17 @@ class Timers:
 class Timer:
     """A callback with a deadline."""
 
-    __slots__ = ("_callback", "tick")
+    __slots__ = ("_callback", "_wheel", "tick")
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    def __init__(self, callback: Callable[[], None], wheel: Wheel) -> None:
         self.tick = 0
         self._callback: Callable[[], None] | None = callback
+        self._wheel = wheel
 
     def cancel(self) -> None:
-        """Never call back; the wheel forgets the entry when its tick comes."""
+        """Never call back, even if it is due in this very tick."""
         self._callback = None
+        self._wheel.remove(self)
 
     def expire(self) -> None:
         if self._callback is not None:

@@ -151,3 +151,17 @@ def test_a_deadline_taken_back_leaves_next_to_nothing():
     wheel.add(again, 600.0)
     assert len(wheel) == 1
     assert wheel.due(601.0) == [again]
+
+
+def test_a_cancelled_timer_is_forgotten_at_once():
+    loop = virtual_time.VirtualTimeLoop()
+    try:
+        timers = Timers(loop)
+        timer = timers.call_later(600.0, lambda: None)
+        assert len(timers) == 1
+        timer.cancel()
+        timer.cancel()
+        assert len(timers) == 0
+        timers.close()
+    finally:
+        loop.close()
