@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
 __all__ = ["ERRAND_CELLS", "LOOKS"]
 
-_LOST: Final = ("worker_lost", "engine_died", "engine_stalled", "step_failed", "drain")
+_LOST: Final = ("worker_lost", "engine_died", "engine_stalled", "step_failed")
 
 _ERRAND: Final[dict[str, tuple[str, ...]]] = {
-    "asking": ("cancel", "fail"),
+    "asking": ("fail",),
     "accepted": (*_LOST, "overloaded", "asked drain", "asked queue", "begins", "cancel"),
     "streaming": (*_LOST, "asked drain", "asked kv", "cancel", "finish"),
-    "leaving": (*_LOST, "begins", "leaves", "cancel", "finish"),
+    "leaving": ("worker_lost", "engine_died", "drain", "begins", "leaves", "cancel", "finish"),
     "between": ("begins", "cancel", "fail NoWorker", "fail Poisoned", "fail DeadlineExceeded"),
 }
 """Where a request is: a first worker is looked for; one has taken it; it gives tokens; it would
 rather not have it, and another is looked for or made ready; that one has lost it. What happens: its
 worker loses it, for a reason; asks for it to be moved; tokens come; it leaves for another worker;
-its client turns away; it ends."""
+its client turns away; it ends. What needs more than one rare thing at a time is not here: it is
+counted, and need not happen."""
 
 _ENDS: Final[dict[str, tuple[str, ...]]] = {
     "worker_lost": ("completed", "cancelled", "no_worker"),

@@ -127,6 +127,11 @@ def _killed(random: Random, places: Places, now: Seconds) -> list[Fault]:
     return faults
 
 
+def _nobody_left(random: Random, places: Places, now: Seconds) -> list[Fault]:
+    """For longer than a request waits for a worker."""
+    return [Fault("crash", now, 34.0, worker) for worker in places.decodes]
+
+
 def _cores_die(random: Random, places: Places, now: Seconds) -> list[Fault]:
     """One after the other, of the same worker or of all."""
     hosts = random.choice(([random.choice(places.decodes)] * 3, places.decodes))
@@ -216,6 +221,7 @@ TROUBLES: Final[dict[str, Callable[[Random, Places, Seconds], list[Fault]]]] = {
     "drained": _drained,
     "replaced": _replaced,
     "killed": _killed,
+    "nobody left": _nobody_left,
     "cores die": _cores_die,
     "steps fail": _steps_fail,
     "stands still": _stands_still,

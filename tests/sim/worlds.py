@@ -111,7 +111,7 @@ def everything(seed: int) -> Report:
         Fault("pause", 0.0, 4.0, "w1"),
         Fault("leave", 0.0, 2.0, "w1"),
         Fault("drain", 0.0, 1.0, "w0", "", 5.0),
-        Fault("step", 0.0, 4.0, "w0", "", 1.0),
+        Fault("step", 0.0, 15.0, "w0", "", 1.0),
         Fault("slow-worker", 0.0, 4.0, "w0", "", 5.0),
         Fault("crowd", 0.0, 0.0, "f0", "", 20.0),
         Fault("stall", 0.0, 2.0, "w0"),
