@@ -142,6 +142,7 @@ class Attempt:
         "moving",
         "plain",
         "sequence",
+        "unwanted",
     )
 
     def __init__(self, errand: Errand, sink: TokenSink, received: Received, routed: Routed) -> None:
@@ -159,6 +160,8 @@ class Attempt:
         """Deltas have nothing to look at but tokens, and the end."""
         self.moving: MoveReason | None = None
         """Why another worker is looked for meanwhile."""
+        self.unwanted: MoveReason | None = None
+        """The same, heard before it was known that the worker has taken it."""
 
     def on_delta(self, delta: TokenDelta) -> None:
         if not self.plain or delta.finish is not None:
@@ -282,7 +285,7 @@ class Errand:
             weight=hints.weight,
             waited=hints.waited + self._spent,
             deadline=remaining,
-            slo_ttft=None if self._keep_on else hints.slo_ttft,
+            slo_ttft=hints.slo_ttft if attempt is None and not self._keep_on else None,
             hold=attempt is None or attempt.moving == "drain",
         )
 
@@ -357,8 +360,11 @@ class Errand:
         attempt.sequence = sequence
         if self._over or self.attempt is not attempt:  # it has ended within this turn
             sequence.cancel()
-        elif attempt.begun:
+            return True
+        if attempt.begun:
             self._shorten(attempt)
+        if attempt.unwanted is not None:
+            self.unwanted(attempt, attempt.unwanted)
         return True
 
     def _note(self, router: NodeId, routed: Routed) -> None:
@@ -562,6 +568,10 @@ class Errand:
     def unwanted(self, attempt: Attempt, reason: MoveReason) -> None:
         """Its worker, or a router, would rather have it served elsewhere."""
         if self._over or attempt is not self.attempt or not self._ways.config.migration:
+            return
+        if attempt.sequence is None:  # whoever waits for that would not know that it was left
+            if attempt.unwanted is None or outweighs(reason, attempt.unwanted):
+                attempt.unwanted = reason
             return
         if attempt.moving is not None:
             if outweighs(reason, attempt.moving):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import Draining, EngineDied, Overloaded
+from pdserve.frontend.hints import NO_HINTS, Hints
 from pdserve.messages.routing import Move
 from pdserve.runtime.methods import MOVE
 from pdserve.wire.codec import encode
@@ -41,7 +42,8 @@ class Scene:
     async def make(cls, w: World, *tokens: int, prompt: list[int] = LONG, **fields: Any) -> Scene:
         made = cls(w, await w.router("r"), await w.worker("a"), await w.worker("b"))
         await w.ready()
-        made.stream = await w.backend.open(request(prompt=prompt, **fields), made.sink)
+        hints = fields.pop("hints", NO_HINTS)
+        made.stream = await w.backend.open(request(prompt=prompt, **fields), made.sink, hints)
         if tokens:
             made.first.say(*tokens)
             await w.nodes.until(lambda: made.sink.tokens == list(tokens))
@@ -300,6 +302,71 @@ async def test_what_has_begun_meanwhile_does_not_wait_any_more() -> None:
         assert scene.router.releases == ["unreached"]
         await scene.finish(scene.first, 6)
         assert scene.sink.tokens == [5, 6]
+
+
+@virtually
+async def test_nobody_is_left_who_has_not_said_that_it_took_the_request() -> None:
+    """Else it would be placed by whoever still waits for that word, and by the move."""
+    async with world() as w:
+        scene = Scene(w, await w.router("r"), await w.worker("a"), await w.worker("b"))
+        await w.ready()
+        submit = scene.first.submit
+
+        def silently(wanted: Any, sink: Any) -> int:
+            for channel in scene.first.channels._open:
+                channel.due = True  # nothing leaves
+            return submit(wanted, sink)
+
+        scene.first.submit = silently  # type: ignore[method-assign]
+        opening = asyncio.ensure_future(w.backend.open(request(), scene.sink))
+        await begun(w, scene.first)
+        link = scene.router.node.link_nowait(w.node.id)
+        assert link is not None
+        link.tell(MOVE, encode(Move(next(iter(scene.router.open)))))
+        await asyncio.sleep(1.0)
+        scene.second.say(5)
+        await asyncio.sleep(9.0)
+        await opening
+        if not scene.sink.tokens:
+            scene.second.say(5)
+        await scene.finish(scene.second, 6)
+        assert scene.sink.tokens == [5, 6]
+        assert len(scene.second.requests) == 1
+        assert scene.first.running == {}
+
+
+@virtually
+async def test_a_worker_may_ask_in_the_breath_in_which_it_takes_a_request() -> None:
+    async with world() as w:
+        scene = Scene(w, await w.router("r"), await w.worker("a"), await w.worker("b"))
+        await w.ready()
+        submit = scene.first.submit
+
+        def regretting(wanted: Any, sink: Any) -> int:
+            asyncio.get_running_loop().call_soon(scene.first.channels.ask_to_move, None, "drain")
+            return submit(wanted, sink)
+
+        scene.first.submit = regretting  # type: ignore[method-assign]
+        scene.stream = await w.backend.open(request(), scene.sink)
+        await begun(w, scene.second)
+        assert scene.first.running == {}
+        await scene.finish(scene.second, 5)
+        assert scene.sink.tokens == [5]
+        assert outcomes(w) == {("drain", "completed"): 1}
+
+
+@virtually
+async def test_a_limit_for_the_first_token_is_no_reason_to_stay() -> None:
+    """Routers would find that it cannot be kept any more."""
+    async with world() as w:
+        hints = Hints(slo_ttft=0.5)
+        scene = await Scene.make(w, 5, prompt=[7], hints=hints)
+        assert scene.router.questions[0].slo_ttft == 0.5
+        await asyncio.sleep(1.0)
+        await scene.ask("drain")
+        await begun(w, scene.second)
+        assert scene.router.questions[-1].slo_ttft is None
+        await scene.finish(scene.second, 6)
 
 
 # ---------------------------------------------------------------------- while it moves
