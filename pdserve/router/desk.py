@@ -397,9 +397,10 @@ class Desk:
         return item
 
     def _make_room(self, now: Seconds, question: Route, workers: tuple[WorkerView, ...]) -> None:
-        """Raises `Overloaded` at a bound, unless somebody less important can go instead."""
+        """Raises `Overloaded` at a bound, unless somebody less important can go instead. Who was
+        let in before comes on top: of those there are no more than were placed."""
         queue = self._queues.get(question.model)
-        if queue is None:
+        if queue is None or question.attempt:
             return
         size = sum(one.bytes for one in self._queues.values())
         drain = self._drain_time(now, question.model, workers)

@@ -259,14 +259,16 @@ class HoldQueue:
         return None
 
     def last_below(self, priority: int) -> Held | None:
-        """The one that would be served last, if its priority is lower."""
-        if not self._bands:
-            return None
-        lowest, band = self._bands.peekitem(-1)
-        if -lowest >= priority:
-            return None
-        item: Held = band.active.peekitem(-1)[1].items.peekitem(-1)[1]
-        return item
+        """The one that would be served last of those whose priority is lower, and that no router
+        has placed before: those were let in."""
+        for negative in reversed(self._bands):
+            if -negative >= priority:
+                return None
+            for tenant in reversed(self._bands[negative].active.values()):
+                for item in reversed(tenant.items.values()):
+                    if not item.question.attempt:
+                        return item
+        return None
 
     def expired(self, now: Seconds) -> list[Held]:
         """Those whose time has passed; they are still in the queue."""

@@ -687,3 +687,29 @@ def test_who_would_wait_for_most_of_its_time_is_refused_at_once():
     assert world.waits(world.ask(deadline=60.0))
     assert world.waits(world.ask(deadline=4.0, tenant="another"))
     assert world.waits(world.ask(deadline=4.0, attempt=1)), "it was let in before"
+
+
+def test_who_was_let_in_before_is_not_sent_away_for_want_of_room():
+    world = World("a", hold_limit=2)
+    world.ask()
+    first, again = world.ask(), world.ask(attempt=1)
+    full = world.ask()
+    (refusal,) = world.outcomes[full]
+    assert isinstance(refusal, Overloaded)
+    third = world.ask(attempt=2)
+    assert world.outcomes[third] == []
+    world.ask(priority=5)
+    world.ask(priority=5, attempt=1)
+    (refusal,) = world.outcomes[first]
+    assert isinstance(refusal, Overloaded)
+    assert world.outcomes[again] == world.outcomes[third] == []
+
+
+def test_those_that_were_let_in_go_only_for_those_that_were_not_more_important():
+    world = World("a", hold_limit=1)
+    world.ask()
+    again = world.ask(attempt=1)
+    important = world.ask(priority=5)
+    (refusal,) = world.outcomes[important]
+    assert isinstance(refusal, Overloaded), "there is nobody who may be sent away"
+    assert world.outcomes[again] == []
