@@ -266,8 +266,8 @@ frontends, three workers that take requests and a prefill worker, {streams} stre
 The gap of a stream that the worker had is the longest time without a token from the moment on (for
 SIGTERM: until the worker has left), less what is usual for the stream. Whole again: until the
 worker's next life has brought a first token; starting an interpreter and loading is part of it.
-Failed: of all requests meanwhile, those that did not end with
-exactly the tokens of an undisturbed run.
+Failed: of all requests meanwhile, those that did not end with exactly
+the tokens of an undisturbed run.
 
 | what | streams hit | gap p50 | p99 | worst | whole again, median | requests | failed |
 |---|---:|---:|---:|---:|---:|---:|---:|
