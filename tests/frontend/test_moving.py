@@ -317,7 +317,7 @@ async def test_nobody_is_left_who_has_not_said_that_it_took_the_request() -> Non
                 channel.due = True  # nothing leaves
             return submit(wanted, sink)
 
-        scene.first.submit = silently  # type: ignore[method-assign]
+        scene.first.submit = silently  # type: ignore[assignment, method-assign]
         opening = asyncio.ensure_future(w.backend.open(request(), scene.sink))
         await begun(w, scene.first)
         link = scene.router.node.link_nowait(w.node.id)
@@ -346,7 +346,7 @@ async def test_a_worker_may_ask_in_the_breath_in_which_it_takes_a_request() -> N
             asyncio.get_running_loop().call_soon(scene.first.channels.ask_to_move, None, "drain")
             return submit(wanted, sink)
 
-        scene.first.submit = regretting  # type: ignore[method-assign]
+        scene.first.submit = regretting  # type: ignore[assignment, method-assign]
         scene.stream = await w.backend.open(request(), scene.sink)
         await begun(w, scene.second)
         assert scene.first.running == {}
