@@ -52,6 +52,7 @@ ASYNCIO = {
     "pdserve/frontend/models.py": "loads tokenizers off the loop, once per card",
     "pdserve/frontend/small.py": "ends text work at its deadline",
     "pdserve/frontend/service.py": "owns the frontend's tasks and sockets",
+    "pdserve/frontend/trials.py": "requests that wait for their turn",
     "pdserve/frontend/warming.py": "waits until a worker has computed something",
     "pdserve/gossip/service.py": "the timer, dials and messages of membership",
     "pdserve/launch/drain.py": "drains the parts of a process in turn",

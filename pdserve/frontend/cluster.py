@@ -44,6 +44,7 @@ from pdserve.frontend.channel import WorkerChannel
 from pdserve.frontend.errand import Errand, refused
 from pdserve.frontend.hints import NO_HINTS
 from pdserve.frontend.offers import Offers
+from pdserve.frontend.trials import Trials
 from pdserve.frontend.warming import Warming
 from pdserve.messages.engine import EngineStats
 from pdserve.messages.routing import Move, Release
@@ -126,6 +127,7 @@ class ClusterBackend:
         """Those that are on their way to another worker after one had accepted them."""
         self._booked: dict[int, Attempt] = {}
         """Those at workers, by their booking."""
+        self.trials = Trials()
         self._over: dict[Life, str] = {}
         """Lives of members that have ended lately, and how."""
         self._closed: PdserveError | None = None

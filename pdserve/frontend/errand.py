@@ -30,7 +30,14 @@ from pdserve.errors import (
     Poisoned,
     Unavailable,
 )
-from pdserve.frontend.migration import Deaths, Exclusions, Received, outweighs, reason_of
+from pdserve.frontend.migration import (
+    Death,
+    Deaths,
+    Exclusions,
+    Received,
+    outweighs,
+    reason_of,
+)
 from pdserve.frontend.move import move
 from pdserve.frontend.placement import Placement
 from pdserve.messages.routing import Route
@@ -44,6 +51,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.config import FrontendConfig
     from pdserve.frontend.hints import Hints
     from pdserve.frontend.migration import Life, Outcome, Reason, Standing
+    from pdserve.frontend.trials import Trials
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.channel import MoveReason
     from pdserve.messages.request import GenerateRequest, TokenDelta
@@ -81,6 +89,7 @@ class Ways(Protocol):
     rerouted: int
     config: FrontendConfig
     metrics: Metrics
+    trials: Trials
 
     def now(self) -> Seconds: ...
 
@@ -213,6 +222,7 @@ class Errand:
         "_sink",
         "_start",
         "_task",
+        "_trial",
         "_tries",
         "_ways",
         "attempt",
@@ -246,7 +256,9 @@ class Errand:
         self._tries = 0
         self._excluded = Exclusions()
         self._last: PdserveError | None = None
-        self._deaths = Deaths()
+        self._deaths = Deaths(ways.config.poison_after)
+        self._trial: NodeId | None = None
+        """Where it is tried, apart from others that workers may have died of."""
         self._migration: _Migration | None = None
         self._migrated = 0
         self._keep_on = False
@@ -390,6 +402,8 @@ class Errand:
         """With what has come, and the time that is left of its deadline; what is too short to
         matter is not worth a copy."""
         request = self.received.continuation(self.request)
+        if self._trial is not None:
+            request = replace(request, suspect=True)
         remaining = self.remaining
         if remaining is None or self._spent < _NOTICED:
             return request
@@ -414,6 +428,7 @@ class Errand:
         if not attempt.begun and (delta.tokens or delta.finish is not None):
             attempt.begun = True
             attempt.plain = self.request.sampling.prompt_logprobs is None
+            self._end_trial()
             self._note_progress()
             self._shorten(attempt)
         if delta.prompt_logprobs is not None:
@@ -449,13 +464,14 @@ class Errand:
         if self._over or attempt is not self.attempt:
             return
         self.attempt = None
+        alone = self._end_trial()
         if attempt.moving is not None and self._task is not None:
             self._task.cancel()
         reason = reason_of(error)
         if isinstance(error, Overloaded) and not attempt.begun:
             self._refused(attempt, error)
         elif reason is not None and self._ways.config.migration:
-            self._lost(attempt, reason, error)
+            self._lost(attempt, reason, error, alone=alone)
         else:
             self.fail(error)
 
@@ -467,12 +483,12 @@ class Errand:
         self.count_out(attempt.life, error)
         self._run(self._carry_on if self._keep_on else self.dispatch)
 
-    def _lost(self, attempt: Attempt, reason: Reason, error: PdserveError) -> None:
+    def _lost(self, attempt: Attempt, reason: Reason, error: PdserveError, *, alone: bool) -> None:
         _log.info("worker %s has lost a request: %s", attempt.life[0], error)
         self._begin_migration(attempt, reason, error.message)
         self._leave_out(attempt.life)
         if not attempt.begun:
-            self._deaths.add(attempt.life, reason)
+            self._deaths.add(Death(attempt.life, reason, self._ways.now(), alone))
         self._run(self._carry_on)
 
     def _begin_migration(self, attempt: Attempt, reason: Reason, words: str) -> None:
@@ -515,13 +531,37 @@ class Errand:
                 continue
             until += routed.held
             try:
+                if self._deaths.suspect(ways.now(), ways.standing):
+                    until += await self._begin_trial(router, routed)
                 if await self.place(router, routed):
                     return
             except _ELSEWHERE as error:
+                self._end_trial()
                 self.count_out((routed.worker, routed.epoch), error)
             else:
+                self._end_trial()
                 await ways.wait_news(timeout=_PAUSE)
             self._check_time(until)
+
+    async def _begin_trial(self, router: NodeId, routed: Routed) -> Seconds:
+        """When no other that workers may have died of is tried there; how long that took. The first
+        token ends it, and whatever else ends the attempt."""
+        ways, worker = self._ways, routed.worker
+        asked = ways.now()
+        try:
+            await ways.trials.begin(worker)
+        except BaseException:
+            ways.give_back(router, routed)
+            raise
+        self._trial = worker
+        return ways.now() - asked
+
+    def _end_trial(self) -> bool:
+        """Whether there was one."""
+        worker, self._trial = self._trial, None
+        if worker is not None:
+            self._ways.trials.end(worker)
+        return worker is not None
 
     async def _wait(self, until: Seconds) -> None:
         """For a worker to come, or to be allowed again."""
@@ -548,18 +588,17 @@ class Errand:
 
     async def _weigh_deaths(self) -> None:
         """Raises `Poisoned`. Waits, within bounds, where it is not known whether workers died."""
-        ways = self._ways
-        limit = ways.config.poison_after
+        ways, deaths = self._ways, self._deaths
         until = ways.now() + _DOUBT
-        while limit:
-            dead = self._deaths.certain(ways.standing)
-            if len(dead) >= limit:
+        while True:
+            dead = deaths.condemn(ways.standing)
+            if dead:
                 raise Poisoned(
                     f"{len(dead)} workers died of this request, one after another and before it "
                     f"brought a token there: {', '.join(dead)}; it is given to no other"
                 )
             wait = until - ways.now()
-            if len(dead) + self._deaths.doubtful(ways.standing) < limit or wait <= 0:
+            if not deaths.may_condemn(ways.standing) or wait <= 0:
                 return
             await ways.wait_news(timeout=wait, at_least=_PAUSE)
 
@@ -595,6 +634,7 @@ class Errand:
     def _leave(self, attempt: Attempt) -> None:
         """The short stop: what has come until now is all that comes from there."""
         assert attempt.moving is not None  # else nobody leaves
+        self._end_trial()
         self._moves += attempt.moving != "drain"
         self.attempt = None
         self._begin_migration(attempt, attempt.moving, "it was to be relieved")
@@ -634,6 +674,7 @@ class Errand:
         if migration is not None:
             self._ways.metrics.migrations.labels(migration.reason, outcome).inc()
         self._over = True
+        self._end_trial()
         if self._task is not None:
             self._task.cancel()
         if self.attempt is not None and self.attempt.sequence is not None:

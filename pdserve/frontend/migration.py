@@ -8,6 +8,7 @@ included that a stop string or half a character still holds back from the client
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from msgspec.structs import replace
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest, TokenDelta
 
 __all__ = [
+    "Death",
     "Deaths",
     "Exclusions",
     "Life",
@@ -73,6 +75,8 @@ _KINDS: Final[tuple[tuple[type[PdserveError], Reason], ...]] = (
     (LinkError, "worker_lost"),
 )
 _DEADLY: Final = ("engine_died", "engine_stalled", "step_failed")
+_UNKNOWN: Final[Seconds] = 5.0
+"""So long after a worker was lost it may be held for alive although it is dead."""
 _TAIL: Final = 256
 """Tokens that are kept as Python's integers, which take nine times the room."""
 
@@ -211,33 +215,65 @@ class Exclusions:
         return bool(self._until)
 
 
+@dataclass(frozen=True, slots=True)
+class Death:
+    """Of a worker that had the request, or of its engine, as far as is known."""
+
+    life: Life
+    reason: Reason
+    at: Seconds
+    alone: bool
+    """No other request was there that might have been the cause; see `trials`."""
+
+
 class Deaths:
-    """Workers that ended while they had the request, since its last token."""
+    """Workers that ended while they had the request, since its last token.
 
-    __slots__ = ("_lives",)
+    Whoever happens to be where another request kills the engine looks as guilty as that one. So
+    those that one death more would condemn are `suspect` and tried apart from each other, and only
+    what happens then condemns.
+    """
 
-    def __init__(self) -> None:
-        self._lives: list[tuple[Life, Reason]] = []
+    __slots__ = ("_all", "_limit")
 
-    def add(self, life: Life, reason: Reason) -> None:
+    def __init__(self, limit: int) -> None:
+        """So many are too many; 0: none are."""
+        self._all: list[Death] = []
+        self._limit = limit
+
+    def add(self, death: Death) -> None:
         """Those that were only out of reach, or left, are told apart by and by."""
-        if reason in _DEADLY or reason == "worker_lost":
-            self._lives.append((life, reason))
+        if death.reason in _DEADLY or death.reason == "worker_lost":
+            self._all.append(death)
 
     def clear(self) -> None:
         """A token: whatever it is that they died of, it was not simply this request."""
-        self._lives.clear()
+        self._all.clear()
 
-    def certain(self, standing: Callable[[Life], Standing]) -> list[NodeId]:
-        """Those that died, or whose engine did."""
-        return [
-            life[0] for life, reason in self._lives if reason in _DEADLY or standing(life) == "died"
-        ]
+    def condemn(self, standing: Callable[[Life], Standing]) -> list[NodeId]:
+        """Those that died, or whose engine did, if they are too many; else nobody."""
+        return self._too_many(self._of(standing, ("died",)))
 
-    def doubtful(self, standing: Callable[[Life], Standing]) -> int:
-        """How many more may have died: nobody knows yet."""
-        lost = [life for life, reason in self._lives if reason not in _DEADLY]
-        return sum(standing(life) == "doubtful" for life in lost)
+    def may_condemn(self, standing: Callable[[Life], Standing]) -> bool:
+        """The same, if those died of whom nobody knows yet."""
+        return bool(self._too_many(self._of(standing, ("died", "doubtful"))))
+
+    def suspect(self, now: Seconds, standing: Callable[[Life], Standing]) -> bool:
+        """One more would be too many. Who was lost a moment ago may be dead, whatever is known."""
+        if self._limit < 2 or len(self._all) < self._limit - 1:
+            return False
+        recent = [death for death in self._all if now - death.at < _UNKNOWN]
+        sure = self._of(standing, ("died", "doubtful"))
+        return len({id(death) for death in (*recent, *sure)}) >= self._limit - 1
+
+    def _of(self, standing: Callable[[Life], Standing], kinds: tuple[str, ...]) -> list[Death]:
+        return [d for d in self._all if d.reason in _DEADLY or standing(d.life) in kinds]
+
+    def _too_many(self, deaths: list[Death]) -> list[NodeId]:
+        limit = self._limit
+        if not limit or len(deaths) < limit or not (limit < 2 or any(d.alone for d in deaths)):
+            return []
+        return [death.life[0] for death in deaths]
 
 
 def outweighs(reason: MoveReason, other: MoveReason) -> bool:

@@ -97,6 +97,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     from there instead of computed. Empty: none. It is a hint: without it the answer is the same."""
     source_epoch: int = 0
     """The life of that worker that is meant."""
+    suspect: bool = False
+    """Workers may have died of it: of such requests one at a time is begun at a worker. An older
+    worker begins them all."""
 
     @property
     def live(self) -> Sequence[int]:

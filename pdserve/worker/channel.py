@@ -163,7 +163,14 @@ class Channels:
     # ------------------------------------------------------------------ for channels
 
     def submit(self, request: _Request, wanted: GenerateRequest) -> Handle:
-        """Raises what the engine raises."""
+        """Raises what the engine raises, and `Overloaded` for one that workers may have died of
+        while another such has not begun."""
+        if request.suspect and any(
+            other.suspect and other.started is None and other is not request
+            for channel in self._open
+            for other in channel.requests.values()
+        ):
+            raise Overloaded("another request that may be deadly is tried here", retry_after=1.0)
         return self._engine.submit(wanted, request)
 
     def abort(self, handle: Handle) -> None:
@@ -197,7 +204,7 @@ class _Request:
 
     __slots__ = (
         *("begun", "booking", "channel", "choices", "handle", "number"),
-        *("priority", "started"),
+        *("priority", "started", "suspect"),
     )
 
     def __init__(self, channel: _Channel, opening: Open) -> None:
@@ -211,6 +218,7 @@ class _Request:
         """None until it is submitted."""
         self.begun = False
         """Its booking was said to be here."""
+        self.suspect = opening.request.suspect
         self.started: Started | None = None
         """How its first token came about, of whatever choice."""
 

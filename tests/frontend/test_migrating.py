@@ -19,12 +19,14 @@ from pdserve.errors import (
     Poisoned,
     StepFailed,
 )
-from pdserve.messages.request import SamplingParams, TokenLogprob
+from pdserve.messages.request import Finish, SamplingParams, Started, TokenDelta, TokenLogprob
 from tests.frontend.clusters import Sink, request, world
 from tests.net.world import virtually
 
 if TYPE_CHECKING:
+    from pdserve.engine.api import TokenSink
     from pdserve.frontend.placement import Placement
+    from pdserve.messages.request import GenerateRequest
     from tests.frontend.clusters import Worker, World
 
 
@@ -416,3 +418,69 @@ async def test_with_no_limit_it_is_always_given_to_another() -> None:
         workers[-1].say(6, end=True)
         await w.nodes.until(partial(ended, sink))
         assert sink.tokens == [6]
+
+
+@virtually
+async def test_innocents_do_not_end_with_what_kills_their_workers() -> None:
+    """One worker whose engine dies of `p` and comes back; six others are always there with it."""
+    async with world() as w:
+        await w.router("r")
+        worker = await w.worker("a")
+        await w.ready()
+        loop = w.nodes.loop
+        submit = worker.submit
+
+        def die() -> None:
+            if any(worker.names[handle - 1] == "p" for handle in worker.running):
+                worker.refuse(EngineDied("it died"))
+
+        def finish(handle: int) -> None:
+            sink = worker.running.pop(handle, None)
+            if sink is not None:
+                sink.on_delta(TokenDelta(handle, 0, [5], Finish(reason="stop")))
+
+        def play(wanted: GenerateRequest, sink: TokenSink) -> int:
+            handle = submit(wanted, sink)
+            if wanted.request_id == "p":
+                loop.call_later(0.1, die)
+            else:
+                loop.call_later(0.3, finish, handle)
+            return handle
+
+        worker.submit = play  # type: ignore[assignment, method-assign]
+        sinks = {name: Sink() for name in ("p", *"abcdef")}
+        for name, sink in sinks.items():
+            await w.backend.open(request(name), sink)
+        await w.nodes.until(lambda: all(map(ended, sinks.values())), 120.0)
+        (error,) = sinks.pop("p").errors
+        assert type(error) is Poisoned
+        assert [sink.tokens for sink in sinks.values()] == [[5]] * 6
+        assert worker.names.count("p") == 3, "that it was not alone at first is no excuse"
+        assert not w.backend.trials
+
+
+@virtually
+async def test_who_waits_to_be_tried_alone_can_turn_away() -> None:
+    async with world(poison_after=2) as w:
+        router, worker = await w.router("r"), await w.worker("a")
+        await w.ready()
+        sinks = [Sink() for _ in range(4)]
+        streams = [await w.backend.open(request(str(n)), sink) for n, sink in enumerate(sinks)]
+        worker.refuse(EngineDied("it died"))
+        await w.nodes.until(lambda: len(worker.running) == 1)
+        await asyncio.sleep(1.0)
+        assert len(worker.running) == 1
+        assert worker.requests[-1].suspect
+        first, second, *_ = streams
+        second.cancel()  # in its turn or not
+        first.cancel()
+        await w.nodes.until(lambda: len(worker.running) == 1 and worker.names[-1] in "23")
+        worker.refuse(Draining("going away"))
+        await w.nodes.until(lambda: len(worker.running) == 1)
+        worker.say(5, started=Started(0, 0.0, 0.0, 0.0))
+        await w.nodes.until(lambda: len(worker.running) == 2)
+        worker.say(6, end=True)
+        await w.nodes.until(lambda: all(map(ended, sinks[2:])))
+        assert [len(sink.errors) for sink in sinks] == [0] * 4
+        assert not w.backend.trials
+        await w.nodes.until(lambda: not router.open)

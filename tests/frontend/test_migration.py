@@ -6,6 +6,7 @@ import pytest
 
 from pdserve import errors
 from pdserve.frontend.migration import (
+    Death,
     Deaths,
     Exclusions,
     Life,
@@ -154,17 +155,47 @@ def test_what_was_for_life_may_end_after_all() -> None:
 
 def test_dead_engines_count_at_once_and_lost_workers_when_they_are_known_to_be_dead() -> None:
     standings: dict[Life, Standing] = {A: "here", B: "doubtful", C: "here"}
-    deaths = Deaths()
-    deaths.add(A, "engine_died")
-    deaths.add(B, "worker_lost")
-    deaths.add(C, "drain")
-    deaths.add(C, "not_ready")
-    assert deaths.certain(standings.__getitem__) == ["a"]
-    assert deaths.doubtful(standings.__getitem__) == 1
+    standing = standings.__getitem__
+    deaths = Deaths(2)
+    deaths.add(Death(C, "drain", 0.0, alone=True))
+    deaths.add(Death(C, "not_ready", 0.0, alone=True))
+    assert not deaths.suspect(0.0, standing)
+    deaths.add(Death(A, "engine_died", 0.0, alone=False))
+    assert deaths.suspect(90.0, standing)
+    deaths.add(Death(B, "worker_lost", 0.0, alone=True))
+    assert deaths.condemn(standing) == []
+    assert deaths.may_condemn(standing)
     standings[B] = "died"
-    assert deaths.certain(standings.__getitem__) == ["a", "b"]
+    assert deaths.condemn(standing) == ["a", "b"]
     standings[B] = "gone"
-    assert deaths.certain(standings.__getitem__) == ["a"]
-    assert deaths.doubtful(standings.__getitem__) == 0
+    assert deaths.condemn(standing) == []
+    assert not deaths.may_condemn(standing)
     deaths.clear()
-    assert deaths.certain(standings.__getitem__) == []
+    assert not deaths.suspect(0.0, standing)
+
+
+def test_nobody_is_condemned_for_what_happened_in_company() -> None:
+    deaths = Deaths(3)
+    for number in range(4):
+        assert deaths.suspect(0.0, lambda life: "died") == (number > 1)
+        deaths.add(Death(A, "engine_died", 0.0, alone=False))
+        assert deaths.condemn(lambda life: "died") == []
+    deaths.add(Death(B, "worker_lost", 0.0, alone=True))
+    assert deaths.condemn(lambda life: "died") == ["a", "a", "a", "a", "b"]
+    assert deaths.condemn(lambda life: "here") == [], "that one is still there"
+
+
+def test_who_was_lost_a_moment_ago_may_be_dead() -> None:
+    deaths = Deaths(2)
+    deaths.add(Death(A, "worker_lost", 10.0, alone=False))
+    assert deaths.suspect(10.0, lambda life: "here")
+    assert not deaths.suspect(16.0, lambda life: "here")
+    assert deaths.suspect(16.0, lambda life: "doubtful")
+
+
+def test_with_a_limit_of_one_the_first_death_condemns_and_without_none_does() -> None:
+    for limit, dead in ((1, ["a"]), (0, [])):
+        deaths = Deaths(limit)
+        deaths.add(Death(A, "engine_died", 0.0, alone=False))
+        assert deaths.condemn(lambda life: "died") == dead
+        assert not deaths.suspect(0.0, lambda life: "died")

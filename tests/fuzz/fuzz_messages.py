@@ -85,7 +85,9 @@ def request(**fields: Any) -> GenerateRequest:
 
 def seeds() -> list[bytes]:
     """Every message of a channel, a router's move, and little of all else."""
-    moved = request(n=3, output=[[4], [5, 6], []], ended=[1], source="w1", source_epoch=7)
+    moved = request(
+        n=3, output=[[4], [5, 6], []], ended=[1], source="w1", source_epoch=7, suspect=True
+    )
     start = Started(0, 0.1, 0.2, 0.3)
     deltas = [
         TokenDelta(handle=1, choice=0, tokens=[5], started=start),

@@ -18,6 +18,7 @@ from pdserve.messages.request import (
     Finish,
     GenerateRequest,
     SamplingParams,
+    Started,
     TokenDelta,
     TokenLogprob,
 )
@@ -39,9 +40,13 @@ if TYPE_CHECKING:
 _decode: Any = decoder(Batch | Piece)  # type: ignore[arg-type]
 
 
-def request(name: str = "r", *, n: int = 1, prompt: int = 3) -> GenerateRequest:
+def request(
+    name: str = "r", *, n: int = 1, prompt: int = 3, suspect: bool = False
+) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=8)
-    return GenerateRequest(request_id=name, model="m", prompt=[7] * prompt, sampling=sampling, n=n)
+    return GenerateRequest(
+        request_id=name, model="m", prompt=[7] * prompt, sampling=sampling, n=n, suspect=suspect
+    )
 
 
 class FakeEngine:
@@ -413,3 +418,20 @@ async def test_idle_is_when_the_last_frontend_has_gone() -> None:
         await asyncio.sleep(0.01)
         w.nodes.link.abort()
         assert await waiting
+
+
+@virtually
+async def test_of_those_that_workers_may_have_died_of_one_at_a_time_is_begun() -> None:
+    async with world() as w:
+        await w.open(1, suspect=True)
+        await w.open(2, suspect=True)
+        await w.open(3)
+        assert sorted(w.engine.sinks) == [100, 101]
+        (refused,) = [record for batch in w.batches for record in batch.rejected]
+        assert (refused.handle, refused.kind) == (2, "Overloaded")
+        w.engine.say(100, 5, started=Started(0, 0.0, 0.0, 0.0))
+        await w.open(4, suspect=True)
+        assert sorted(w.engine.sinks) == [100, 101, 102]
+        await w.abort(4)
+        await w.open(5, suspect=True)
+        assert len(w.engine.sinks) == 4
