@@ -191,6 +191,7 @@ class FrontendService:
         timeout = self.config.drain_timeout if drain_timeout is None else drain_timeout
         self._generations.draining = True
         if self.config.reuse_port:  # others take what comes now; here it would only be refused
+            await _accept_waiting()
             self._listener.close()
         try:
             await self._wait_idle(timeout)
@@ -251,7 +252,7 @@ class FrontendService:
     async def _close(self) -> None:
         listener, self._listener = self._listener, None
         assert listener is not None  # the caller has looked
-        await asyncio.sleep(0)  # accepts who waits in the backlog: `close` would reset them
+        await _accept_waiting()
         listener.close()
         await self._hear_out()
         if self._sweeper is not None:
@@ -274,6 +275,13 @@ class FrontendService:
         if path is None:
             return None
         return read_api_keys(path)
+
+
+async def _accept_waiting() -> None:
+    """Who waits in the backlog, whom closing the listener would reset. What was to be done anyway
+    comes first in a turn of the loop, what the kernel has to say after it: hence two."""
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
 
 
 def read_api_keys(path: Path) -> KeyRing:

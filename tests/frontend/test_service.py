@@ -102,12 +102,25 @@ async def test_who_shares_its_port_leaves_new_connections_to_the_others_at_once(
         running = asyncio.ensure_future(client.chat(max_tokens=20))
         await until(lambda: client.backend.streams)
         stopping = asyncio.ensure_future(client.service.stop(drain_timeout=10))
-        await asyncio.sleep(0)
+        for _ in range(5):  # turns of the loop
+            await asyncio.sleep(0)
         with pytest.raises(aiohttp.ClientConnectorError):  # there are no others here
             await client.post(CHAT, HELLO)
         assert not stopping.done()
         assert (await running)["usage"]["completion_tokens"] == 20
         await stopping
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_who_waits_to_be_accepted_at_the_end_is_heard_out(shares: bool):
+    """The kernel has the connection, nobody here: closing the listener would reset it."""
+    async with frontend(reuse_port=shares) as client:
+        with socket.create_connection(("127.0.0.1", client.service.port)) as peer:
+            body = json.dumps(HELLO).encode()
+            peer.sendall(http("POST", CHAT, headers=f"Content-Length: {len(body)}\r\n") + body)
+            await client.service.stop()
+            peer.settimeout(5.0)
+            assert peer.recv(65536).startswith(b"HTTP/1.1 503 ")
 
 
 async def test_what_does_not_finish_in_time_is_answered_with_an_error():
