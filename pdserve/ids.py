@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import NewType
+from typing import Final, NewType
 
 RequestId = NewType("RequestId", str)
 """What the user sees: `x-request-id`, unique per request, printable ASCII."""
@@ -20,6 +20,10 @@ Epoch = int
 TokenId = int
 Seconds = float
 Bytes = int
+
+MOST_CHOICES: Final = 1 << 16
+"""Of one request: more than anybody wants, and few enough to be counted one by one. Here, because
+the command line names it without knowing messages."""
 
 
 def new_request_id() -> RequestId:

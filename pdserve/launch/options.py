@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.errors import ConfigError
+from pdserve.ids import MOST_CHOICES
 from pdserve.launch import units
-from pdserve.messages.request import MOST_CHOICES
 from pdserve.net import address
 from pdserve.observe.logs import LEVELS
 from pdserve.worker.config import DISAGG, MODES, TRANSFERS, VERIFY

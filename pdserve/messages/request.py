@@ -6,16 +6,16 @@ token ids until they are back in it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from pdserve.ids import MOST_CHOICES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MOST_CHOICES: Final = 1 << 16
-"""Of one request: more than anybody wants, and few enough to be counted one by one."""
 Deadline = Annotated[float, Meta(ge=-1e9, le=1e9)]
 """What waits is sorted by it, so it has to be a number that can be compared."""
 

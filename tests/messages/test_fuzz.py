@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pdserve.errors import ProtocolError
+from pdserve.ids import MOST_CHOICES
 from pdserve.messages.channel import Open
-from pdserve.messages.request import MOST_CHOICES
 from pdserve.wire.codec import encode
 from tests.fuzz import fuzz_messages
 from tests.support.seeds import is_long
