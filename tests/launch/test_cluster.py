@@ -143,4 +143,12 @@ async def test_bulk_connections_are_encrypted_where_links_are(tmp_path: Path) ->
     spec = made.transfer(made.node("worker"), WorkerConfig(mode="prefill"))
     assert spec is not None
     assert spec.tls == (str(cert), str(key), str(folder() / "ca.pem"))
-    assert made.transfer(made.node("worker", first=False), WorkerConfig()) is None
+
+
+async def test_who_is_never_alone_can_move_what_runs_there(tmp_path: Path) -> None:
+    made = membership(tmp_path)
+    spec = made.transfer(made.node("worker"), WorkerConfig())
+    assert spec is not None
+    assert spec.optional
+    made = membership(tmp_path, private=True)
+    assert made.transfer(made.node("worker"), WorkerConfig()) is None
