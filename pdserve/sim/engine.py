@@ -206,6 +206,7 @@ class InlineEngine:
 
     def free(self) -> None:
         """Its process was killed: give the memory back, as a kernel does."""
+        self._disarm()  # by a peer's write, perhaps: then the timer is not among its own
         self._cut_off()
         self._guard.core = None
         if self._mover is not None:
@@ -220,9 +221,7 @@ class InlineEngine:
             self._fabric.kill(self._key)
 
     def _drop_core(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._disarm()
         if self._core is not None:
             core, self._core = self._core, None
             self.capabilities = None
@@ -382,6 +381,11 @@ class InlineEngine:
             self._timer = self._loop.call_later(self._pace, self._step)
         elif (due := core.wake_at()) is not None:
             self._timer = self._loop.call_at(due, self._step)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _step(self) -> None:
         self._timer = None
