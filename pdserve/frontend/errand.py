@@ -402,7 +402,7 @@ class Errand:
         """With what has come, and the time that is left of its deadline; what is too short to
         matter is not worth a copy."""
         request = self.received.continuation(self.request)
-        if self._trial is not None:
+        if self._deaths.suspect(self._ways.now(), self._ways.standing):
             request = replace(request, suspect=True)
         remaining = self.remaining
         if remaining is None or self._spent < _NOTICED:
@@ -616,7 +616,7 @@ class Errand:
             if outweighs(reason, attempt.moving):
                 attempt.moving = reason  # whoever looks for another worker sees it
             return
-        late = reason == "queue" and attempt.begun
+        late = reason == "queue" and (attempt.begun or self._trial is not None)
         if late or (reason != "drain" and self._moves >= _MOVES):
             return
         attempt.moving = reason

@@ -460,6 +460,32 @@ async def test_innocents_do_not_end_with_what_kills_their_workers() -> None:
 
 
 @virtually
+async def test_who_is_tried_alone_stays_there_unless_its_worker_goes() -> None:
+    async with world(poison_after=2) as w:
+        await w.router("r")
+        first, second = await w.worker("a"), await w.worker("b")
+        await w.ready()
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        first.refuse(EngineDied("it died"))
+        await begun(w, second)
+        second.channels.ask_to_move(None, "queue")
+        await asyncio.sleep(4.0)
+        assert second.running
+        second.channels.ask_to_move(None, "drain")
+        await begun(w, first)
+        assert first.requests[-1].suspect
+        assert not w.backend.trials
+        first.refuse(EngineDied("it died"))
+        await asyncio.sleep(4.0)
+        assert not ended(sink), "nobody knows who else was there"
+        for worker in (first, second):
+            worker.refuse(EngineDied("it died"))
+        await w.nodes.until(partial(ended, sink))
+        assert type(sink.errors[0]) is Poisoned
+
+
+@virtually
 async def test_who_waits_to_be_tried_alone_can_turn_away() -> None:
     async with world(poison_after=2) as w:
         router, worker = await w.router("r"), await w.worker("a")
