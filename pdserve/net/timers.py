@@ -2,7 +2,7 @@
 
 Setting a deadline and taking it back cost one dictionary operation each. An entry never expires
 early and at most one tick late. One timer of the loop is armed for the earliest tick that was ever
-filled; a tick whose entries were all taken back costs one empty wake-up.
+filled; a tick whose entries were all taken back costs one empty wake-up at most.
 
 It knows nothing of what expires. Owned by one endpoint; everything runs on its event loop.
 """
@@ -37,17 +37,20 @@ class Expiring(Protocol):
 
 _EMPTIED: Final[dict[Expiring, None]] = {}
 """In place of a tick whose entries were all taken back; nobody writes to it."""
+_FEW: Final = 64
+"""Emptied ticks that are not worth being looked for."""
 
 
 class Wheel:
     """The bookkeeping, without a clock."""
 
-    __slots__ = ("_filled", "_slots")
+    __slots__ = ("_emptied", "_filled", "_slots")
 
     def __init__(self) -> None:
         # Dicts as ordered sets: entries of one tick expire in the order they came, in every run.
         self._slots: dict[int, dict[Expiring, None]] = {}
         self._filled: list[int] = []  # a heap of the keys of `_slots`
+        self._emptied = 0  # of the slots, those that are `_EMPTIED`
 
     def __len__(self) -> int:
         return sum(map(len, self._slots.values()))
@@ -62,6 +65,7 @@ class Wheel:
             return False
         self._slots[tick] = {entry: None}
         if slot is not None:
+            self._emptied -= 1
             return False
         heappush(self._filled, tick)
         return True
@@ -73,6 +77,16 @@ class Wheel:
             slot.pop(entry, None)
             if not slot:  # far ticks are many, and an emptied dict keeps its size
                 self._slots[entry.tick] = _EMPTIED
+                self._emptied += 1
+                if self._emptied > _FEW and self._emptied > len(self._slots) // 2:
+                    self._drop_emptied()
+
+    def _drop_emptied(self) -> None:
+        """Deadlines are minutes ahead and seldom come: what was used of all those ticks would be
+        kept for as long."""
+        self._slots = {tick: slot for tick, slot in self._slots.items() if slot}
+        self._filled = sorted(self._slots)  # which is a heap
+        self._emptied = 0
 
     def next(self) -> Seconds | None:
         """When `due` may have something, None if never."""
@@ -83,6 +97,8 @@ class Wheel:
         expired: list[Expiring] = []
         while self._filled and self._filled[0] * TICK <= now:
             slot = self._slots.pop(heappop(self._filled))
+            if not slot:
+                self._emptied -= 1
             expired += slot
         return expired
 
