@@ -59,7 +59,7 @@ MAX_ASKING: Final = 256
 """Questions to peers under way; one more fails as `Overloaded`."""
 DEGRADED: Final = "kv_transfer"
 """As the process names it."""
-_REMEMBERED: Final = 4096
+_REMEMBERED: Final = 1024
 _LOOK: Final[Seconds] = 0.1
 """Between two looks at the node's life and at the paths."""
 
