@@ -739,7 +739,10 @@ class Desk:
         if report is None or not report.waiting:
             return
         since, unstarted = self.bookings.unstarted(worker.node)
-        for one in waiting(now, unstarted, since, report.waiting):
+        those = waiting(now, unstarted, since, report.waiting)
+        if worker.decode and sum(one.prompt_tokens for one in those) > report.uncomputed_tokens:
+            return  # their KV is on its way, of some of them: moving would send it again
+        for one in those:
             booking = self.bookings.own_there(one.booking)
             dispatch = None if booking is None else booking.dispatch
             if dispatch is None or dispatch.fixed or dispatch.attempt > MOST_ATTEMPTS:

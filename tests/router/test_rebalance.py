@@ -150,10 +150,10 @@ def test_nothing_is_remembered_of_bookings_that_are_gone():
 class World:
     """Two workers; all work has been given to the first while the second was away."""
 
-    def __init__(self, **question) -> None:
+    def __init__(self, uncomputed: int = 0, decode: bool = False, **question) -> None:
         self.now = 100.0
         self.desk = Desk(RouterConfig(hold_work=0.0), choose, Random(1), clock=lambda: self.now)
-        self.desk.worker(self.now, facts("w1", max_sequences=64))
+        self.desk.worker(self.now, facts("w1", max_sequences=64, decode=decode))
         self.ids = []
         for _ in range(6):
             outcome = self.desk.offer(
@@ -162,7 +162,8 @@ class World:
             assert isinstance(outcome, Placement)
             self.ids.append(outcome.booking.id)
             self.desk.holds(self.now, life("w1"), outcome.booking.id, None)
-        self.desk.load(life("w1"), load(2, waiting=4), self.now)
+        report = load(2, waiting=4, uncomputed_tokens=uncomputed)
+        self.desk.load(life("w1"), report, self.now)
         self.desk.worker(self.now, facts("w2", max_sequences=64))
 
     def moves(self) -> list[int]:
@@ -204,6 +205,14 @@ def test_who_is_bound_to_its_worker_or_has_moved_enough_stays():
     assert World(allowed=("w1",)).moves() == []
     assert World(attempt=4).moves() == []
     assert World(attempt=3).moves() != []
+
+
+def test_who_may_wait_for_kv_that_another_worker_sends_stays():
+    # The four that wait have 40,000 tokens; what a prefill worker computes is not among those
+    # that its decode worker says it has still to compute.
+    assert World(decode=True).moves() == []
+    assert World(decode=True, uncomputed=39_999).moves() == []
+    assert World(decode=True, uncomputed=40_000).moves() != []
 
 
 def test_a_worker_whose_pool_is_full_is_no_place():
