@@ -56,7 +56,9 @@ def run(arguments: list[str]) -> int:
     )
     add_options(parser, OPTIONS)
     parsed = parser.parse(arguments)
-    names = [name for word in parsed.nodes for name in word.split(",") if name]
+    names = [name for word in parsed.nodes for name in word.split(",")]
+    if "" in names:
+        raise ConfigError("a name of a node is empty: give names as `pdserve status` shows them")
     config = resolve(given_flags(parsed)).cluster
     return asyncio.run(_drain(config, names, stay=parsed.stay, wait=parsed.wait))
 

@@ -92,13 +92,14 @@ def _health(url: str) -> dict[str, Any]:
 
 def _health_text(url: str, health: dict[str, Any]) -> str:
     from pdserve.cli.conversation import printable
+    from pdserve.launch.drain import requests_in_words
 
     reason = f": {health['reason']}" if health.get("reason") else ""
     uptime, memory = health.get("uptime_seconds", 0), health.get("memory_bytes", 0) >> 20
     lines = [
         f"{url} is {health['status']}{reason}",
         f"pdserve {health.get('version', '?')}, up {age(uptime)}, {memory} MiB",
-        f"{health.get('active_requests', 0)} requests in progress",
+        f"{requests_in_words(health.get('active_requests', 0))} in progress",
     ]
     lines += [f"degraded: {name}: {why}" for name, why in health.get("degraded", {}).items()]
     return "\n".join(map(printable, lines))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdserve.net.base import Call
     from pdserve.runtime.node import Node
 
-__all__ = ["Drain"]
+__all__ = ["Drain", "describe", "requests_in_words"]
 
 _log = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ class Drain:
         if before is None:
             how = "stays in the cluster" if order.stay else "ends when that is done"
             _log.info(
-                "%s is to drain, says %s: %d requests; it %s",
-                *(node.id, call.link.peer.node, self.left, how),
+                "%s is to drain, says %s: %s; it %s",
+                *(node.id, call.link.peer.node, requests_in_words(self.left), how),
             )
             self.begin()
         if not order.stay:
@@ -141,5 +141,9 @@ def describe(state: DrainState) -> str:
     """In words, for status and probes."""
     if state.drained:
         return "drained" if state.stays else "drained: it is leaving"
-    requests = f"{state.left} request{'' if state.left == 1 else 's'} left"
-    return f"draining: {requests}, for {state.remaining:.0f} s at most"
+    return f"draining: {requests_in_words(state.left)} left, for {state.remaining:.0f} s at most"
+
+
+def requests_in_words(count: int) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{count} request{'' if count == 1 else 's'}"

@@ -26,7 +26,7 @@ from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
 from pdserve.launch.cluster import Membership
 from pdserve.launch.config import idle_flags, splits
-from pdserve.launch.drain import Drain
+from pdserve.launch.drain import Drain, requests_in_words
 from pdserve.launch.parts.base import Context
 from pdserve.launch.screen import Screen
 from pdserve.launch.siblings import is_sibling, sharing
@@ -306,7 +306,8 @@ class Process:
             _log.warning("%s again: ending at once", number.name)
             os._exit(exit_codes.INTERRUPTED)  # the engine core ends with its socket
         self._signalled = now
-        _log.info("%s: finishing %d requests; again to end at once", number.name, self._drain.left)
+        left = requests_in_words(self._drain.left)
+        _log.info("%s: finishing %s; again to end at once", number.name, left)
         self._end()
 
     def _end(self) -> None:

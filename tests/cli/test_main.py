@@ -68,6 +68,8 @@ def test_what_is_not_built_is_absent_from_help():
         (["xyzzy"], "unknown sub-command 'xyzzy' (try pdserve --help)"),
         (["bench"], "sub-command 'bench' is not built yet"),
         (["drain"], "the following arguments are required: NODE[,NODE]"),
+        (["drain", ""], "a name of a node is empty: give names as `pdserve status` shows them"),
+        (["drain", "w,"], "a name of a node is empty"),
         (["drain", "w", "--wiat"], "--wiat is unknown, did you mean --wait?"),
         (["config", "--jsn"], "--jsn is unknown, did you mean --json?"),
         (["chat", "--temperature", "hot"], "--temperature: invalid float value"),

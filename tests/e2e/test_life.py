@@ -160,7 +160,7 @@ def test_ctrl_c_lets_requests_finish_and_exits_with_0(tiny_model):
             stream = events(response)
             next(stream)
             os.kill(server.process.pid, signal.SIGINT)
-            server.wait_for_line("SIGINT: finishing 1 requests")
+            server.wait_for_line("SIGINT: finishing 1 request;")
             rest = list(stream)
         assert rest[-1] == "[DONE]"
         assert len([data for data in rest if '"content":' in data]) >= 18
@@ -185,7 +185,7 @@ def test_a_draining_server_refuses_new_requests(tiny_model):
     with serving(tiny_model, *PACED) as server, asking(server, **ENDLESS) as response:
         next(events(response))
         os.kill(server.process.pid, signal.SIGTERM)
-        server.wait_for_line("SIGTERM: finishing 1 requests")
+        server.wait_for_line("SIGTERM: finishing 1 request;")
         status, answer = ask(server)
         assert status == 503
         assert answer["error"]["code"] == "draining"
