@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from pdserve.engine.rejection import error_of
 from pdserve.errors import (
+    EngineError,
     LinkLost,
     Overloaded,
     PdserveError,
@@ -297,9 +298,10 @@ class WorkerChannel:
                 sequence.on_over("finished")
         try:
             sequence.sink.on_delta(delta)
-        except Exception:
+        except Exception as error:
             _log.exception("a token sink raised; its request is dropped")
             self.cancel(sequence)
+            self._tell(sequence, EngineError(f"{type(error).__name__} in the frontend"))
 
     def _reject(self, sequence: RemoteSequence, error: PdserveError) -> None:
         self._forget(sequence)
@@ -308,6 +310,9 @@ class WorkerChannel:
                 sequence.accepted.set_exception(error)
             return
         sequence.on_over("failed")
+        self._tell(sequence, error)
+
+    def _tell(self, sequence: RemoteSequence, error: PdserveError) -> None:
         try:
             sequence.sink.on_error(error)
         except Exception:

@@ -327,6 +327,21 @@ async def test_a_full_cluster_is_asked_again_for_what_it_has_had() -> None:
         assert sink.tokens == [5, 6]
 
 
+@virtually
+async def test_what_a_worker_says_of_choices_that_do_not_exist_ends_the_request() -> None:
+    """Which would hang till its deadline otherwise."""
+    async with world() as w:
+        await w.router("r")
+        worker = await w.worker("a")
+        await w.ready()
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        worker.say(5, choice=7)
+        await w.nodes.until(partial(ended, sink))
+        assert type(sink.errors[0]) is EngineError
+        await w.nodes.until(lambda: not worker.running)
+
+
 # ---------------------------------------------------------------------- poison
 
 
