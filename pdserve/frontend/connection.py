@@ -244,6 +244,8 @@ class ConnectionServer(web.Server):
         self._config = config
         self._limit = usable_connections(config.max_connections)
         self._open: set[Connection] = set()
+        self.accepted = 0
+        """Connections so far."""
         self.metrics = metrics
 
     def __call__(self) -> Connection:
@@ -263,6 +265,7 @@ class ConnectionServer(web.Server):
     def register(self, connection: Connection) -> bool:
         """Count a connection in; False when there are too many."""
         self._open.add(connection)
+        self.accepted += 1
         return len(self._open) <= self._limit
 
     def unregister(self, connection: Connection) -> None:

@@ -49,6 +49,8 @@ _LAST_WORDS: Seconds = 2.0
 """For error answers to reach their clients before connections are dropped."""
 _FIRST_WORDS: Seconds = 0.5
 """For a request to arrive on a connection that came just before the end."""
+_TURNS = 3
+"""Of the loop, in which whoever waits in the backlog has been accepted."""
 
 
 class FrontendService:
@@ -191,7 +193,7 @@ class FrontendService:
         timeout = self.config.drain_timeout if drain_timeout is None else drain_timeout
         self._generations.draining = True
         if self.config.reuse_port:  # others take what comes now; here it would only be refused
-            await _accept_waiting()
+            await self._let_in(self._listener)
             self._listener.close()
         try:
             await self._wait_idle(timeout)
@@ -252,7 +254,7 @@ class FrontendService:
     async def _close(self) -> None:
         listener, self._listener = self._listener, None
         assert listener is not None  # the caller has looked
-        await _accept_waiting()
+        await self._let_in(listener)
         listener.close()
         await self._hear_out()
         if self._sweeper is not None:
@@ -263,6 +265,19 @@ class FrontendService:
         self._server.abort_all()
         await self._models.close()
         await self._pool.close()
+
+    async def _let_in(self, listener: asyncio.Server) -> None:
+        """Accept who waits in the backlog, since to close it is to reset them; who dials from now
+        on is left to dial again, and refused. What was to be done anyway comes first in a turn of
+        the loop, what the kernel has to say after it."""
+        for listening in listener.sockets:
+            with socket.socket(fileno=os.dup(listening.fileno())) as door:
+                door.listen(0)
+        until, seen = self._loop.time() + _FIRST_WORDS, -1
+        while self._server.accepted != seen and self._loop.time() < until:
+            seen = self._server.accepted
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
 
     async def _hear_out(self) -> None:
         """Whose first request is still on its way gets an answer, if it comes soon."""
@@ -275,13 +290,6 @@ class FrontendService:
         if path is None:
             return None
         return read_api_keys(path)
-
-
-async def _accept_waiting() -> None:
-    """Who waits in the backlog, whom closing the listener would reset. What was to be done anyway
-    comes first in a turn of the loop, what the kernel has to say after it: hence two."""
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
 
 
 def read_api_keys(path: Path) -> KeyRing:

@@ -123,6 +123,30 @@ async def test_who_waits_to_be_accepted_at_the_end_is_heard_out(shares: bool):
             assert peer.recv(65536).startswith(b"HTTP/1.1 503 ")
 
 
+async def test_those_who_come_while_others_are_heard_out_are_heard_or_refused():
+    """Nobody is reset: each of many who dial again and again has an answer, or nobody to dial."""
+    answers: list[bytes] = []
+    body = json.dumps(HELLO).encode()
+    asked = http("POST", CHAT, headers=f"Content-Length: {len(body)}\r\n") + body
+
+    async def dial(port: int) -> None:
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionRefusedError:
+                return
+            writer.write(asked)
+            answers.append(await reader.read(65536))
+            writer.close()
+
+    async with frontend() as client:
+        clients = [asyncio.ensure_future(dial(client.service.port)) for _ in range(50)]
+        await until(lambda: len(answers) > 100)
+        await client.service.stop()
+        await asyncio.gather(*clients)
+    assert all(answer.startswith((b"HTTP/1.1 503 ", b"HTTP/1.1 200 ")) for answer in answers)
+
+
 async def test_what_does_not_finish_in_time_is_answered_with_an_error():
     async with frontend(Script(tokens=tokens("la "), interval=0.001)) as client:
         whole = asyncio.ensure_future(client.post(CHAT, HELLO | {"max_tokens": 4000}))
