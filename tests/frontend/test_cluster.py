@@ -423,6 +423,23 @@ async def test_what_no_worker_can_cure_is_not_tried_elsewhere() -> None:
 
 
 @virtually
+async def test_what_one_request_is_refused_for_is_held_against_no_worker() -> None:
+    async with world() as w:
+        router = await w.router("r")
+        worker = await w.worker("a")
+        await w.ready()
+        for error in (InvalidRequest("nonsense"), Overloaded("full", retry_after=9.0)):
+            worker.refusal = error
+            for _ in range(8):
+                await refused(w, type(error))
+        worker.refusal = None
+        sink = Sink()
+        await w.backend.open(request(), sink)
+        assert router.questions[-1].excluded == ()
+        await w.nodes.until(lambda: len(worker.requests) == 1)
+
+
+@virtually
 async def test_when_all_have_refused_the_client_hears_the_last_one() -> None:
     async with world() as w:
         router = await w.router("r")
