@@ -13,13 +13,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 PATIENCE = 60.0
 """Seconds for anything that a busy machine may delay; what is waited for comes much sooner."""
@@ -128,6 +128,11 @@ class Server:
         assert status == 200, page
         (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
         return float(value)
+
+    def starved(self) -> float:
+        """Seconds that its main thread could have run and got no core: the machine's doing."""
+        said = Path(f"/proc/{self.process.pid}/schedstat")
+        return int(said.read_text().split()[1]) / 1e9 if said.exists() else 0.0
 
     def wait_healthy(self) -> None:
         """Until `/health` is good."""

@@ -148,7 +148,7 @@ def test_the_loop_is_never_blocked_by_loading_or_computing(server):
     # Loading, computing and a restart have all happened by now. A machine that stands still delays
     # the loop too; what must not be is the library that computes, in the process that answers.
     assert not any("libtorch" in m.path for m in psutil.Process(server.process.pid).memory_maps())
-    assert server.metric("pdserve_event_loop_lag_max_seconds") < 5
+    assert server.metric("pdserve_event_loop_lag_max_seconds") < 5 + server.starved()
 
 
 # ---------------------------------------------------------------------- ends

@@ -258,7 +258,7 @@ def test_health_is_good_and_the_loop_was_never_blocked(server):
     assert (status, health["status"]) == (200, "ok")
     # A machine that is busy elsewhere delays every loop now and then, so the lag says little here:
     # what would block this one for long is not even in its process.
-    assert server.metric("pdserve_event_loop_lag_max_seconds") < 5.0
+    assert server.metric("pdserve_event_loop_lag_max_seconds") < 5.0 + server.starved()
     assert not uses_torch(psutil.Process(server.process.pid))
     assert uses_torch(server.core())
 
