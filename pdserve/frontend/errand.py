@@ -593,9 +593,12 @@ class Errand:
         while True:
             dead = deaths.condemn(ways.standing)
             if dead:
+                one = len(dead) == 1
+                who = "a worker" if one else f"{len(dead)} workers"
+                how = "" if one else "one after another and "
                 raise Poisoned(
-                    f"{len(dead)} workers died of this request, one after another and before it "
-                    f"brought a token there: {', '.join(dead)}; it is given to no other"
+                    f"{who} died of this request, {how}before it brought a token there: "
+                    f"{', '.join(dead)}; it is given to no other, and sent again it may do the same"
                 )
             wait = until - ways.now()
             if not deaths.may_condemn(ways.standing) or wait <= 0:
