@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.errors import EngineDied
 from pdserve.messages.request import Finish, Started, TokenDelta
@@ -22,6 +23,8 @@ def complaints() -> list[str]:
 @pytest.fixture
 def account(seed: int, complaints: list[str]) -> Account:
     request = draw_request(random.Random(seed), "q", "m")
+    plain = replace(request.sampling, logprobs=None, prompt_logprobs=None)  # none come here
+    request = replace(request, sampling=plain)
     return Account("q", request, 0.0, complaints.append)
 
 
