@@ -224,6 +224,7 @@ class Errand:
         "_task",
         "_trial",
         "_tries",
+        "_turned_away",
         "_ways",
         "attempt",
         "attempts",
@@ -254,6 +255,7 @@ class Errand:
         self._names = short_names(request.block_names)
         self._held: Seconds = 0.0
         self._tries = 0
+        self._turned_away: Seconds = 0.0
         self._excluded = Exclusions()
         self._last: PdserveError | None = None
         self._deaths = Deaths(ways.config.poison_after)
@@ -333,8 +335,12 @@ class Errand:
         while self._tries < _ATTEMPTS:
             try:
                 router, routed = await ways.route(self)
-            except NoWorker as error:
-                raise (error if self._last is None else refused(model, self._last)) from None
+            except NoWorker:
+                if self._last is None:
+                    raise
+                if not self._let_in_again():
+                    raise refused(model, self._last) from None
+                continue
             self._tries += 1
             try:
                 placed = await self.place(router, routed)
@@ -345,6 +351,14 @@ class Errand:
                 return
             await ways.wait_news(timeout=_PAUSE)  # of the life that the worker has begun
         raise refused(model, self._last)
+
+    def _let_in_again(self) -> bool:
+        """Whether workers that did not take it are asked once more, since it was held for so long
+        after that."""
+        if not self._excluded or self._ways.now() - self._turned_away < _APART:
+            return False
+        self._excluded = Exclusions()
+        return True
 
     async def place(self, router: NodeId, routed: Routed, leave: Attempt | None = None) -> bool:
         """Hand it to the worker that was named; `leave`: where it is until then. False: in a life
@@ -414,6 +428,7 @@ class Errand:
         _log.info("worker %s did not take a request: %s", life[0], error)
         self._ways.rerouted += 1
         self._last = error
+        self._turned_away = self._ways.now()
         self._leave_out(life)
 
     def _leave_out(self, life: Life) -> None:

@@ -392,6 +392,28 @@ async def test_a_router_in_doubt_is_asked_last() -> None:
 
 
 @virtually
+async def test_a_worker_that_refused_long_ago_is_asked_again() -> None:
+    """The router has held the question for long, and has nobody else."""
+    async with world() as w:
+        router, worker = await w.router("r"), await w.worker("a")
+        await w.ready()
+        worker.refusal, router.holds = NotReady("restarting"), True
+        opening = asyncio.ensure_future(w.backend.open(request(), Sink()))
+        await w.nodes.until(lambda: bool(router.held), 10.0)
+        router.answer()
+        await w.nodes.until(lambda: bool(router.held), 10.0)
+        worker.refusal = None
+        await asyncio.sleep(3.0)
+        call = router.held.pop()[1]
+        call.fail(NoWorker("nobody is left"))
+        await w.nodes.until(lambda: bool(router.held), 10.0)
+        router.answer()
+        sequence = await opening
+        assert [q.excluded for q in router.questions] == [(), ("a",), ()]
+        sequence.cancel()
+
+
+@virtually
 async def test_a_worker_that_refuses_is_excluded() -> None:
     for error in (Draining("going"), Overloaded("full"), EngineDied("gone"), NotReady("loading")):
         async with world() as w:
