@@ -220,7 +220,7 @@ async def _stall(world: World, fault: Fault) -> bool:
         if world.loop.time() - idle > _NOTICED and engine.core is core and not _paused(host):
             world.complain(f"{host.name} has stood still for {_NOTICED:g} s, and nobody noticed")
     engine.go_on()
-    return engine.core is not core or engine.statistics().running > 0
+    return engine.core is not core or (core is not None and core.has_work)
 
 
 async def _step(world: World, fault: Fault) -> bool:

@@ -114,7 +114,7 @@ def everything(seed: int) -> Report:
         Fault("step", 0.0, 15.0, "w0", "", 1.0),
         Fault("slow-worker", 0.0, 4.0, "w0", "", 5.0),
         Fault("crowd", 0.0, 0.0, "f0", "", 20.0),
-        Fault("stall", 0.0, 2.0, "w0"),
+        Fault("stall", 0.0, 15.0, "w0"),
         Fault("crash", 0.0, 4.0, "r1"),
         Fault("crash", 0.0, 0.01, "f1"),
         Fault("lose", 0.0, 20.0, "w1"),
