@@ -208,7 +208,7 @@ async def _stall(world: World, fault: Fault) -> bool:
     """An engine core stands still, unless somebody ends it before."""
     host = world.hosts[fault.a]
     engine = _engine_of(world, fault)
-    if engine is None:
+    if engine is None or engine.stuck:  # who frees it frees it from both
         return False
     engine.stuck = True
     core, idle = engine.core, world.loop.time()
