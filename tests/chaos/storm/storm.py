@@ -236,7 +236,7 @@ class _Run:
             line
             for node in self.site.nodes.values()
             for line in node.tracebacks()
-            if ".trouble was there" not in line
+            if not _wanted(line)
         ][:5]
 
     async def _end(self) -> list[str]:
@@ -254,6 +254,12 @@ class _Run:
             if node.process.poll() != 0:
                 found.append(f"{node.name} ends with {node.process.poll()}")
         return found + self._logged()
+
+
+def _wanted(traceback: str) -> bool:
+    """It is of a step that we had fail, though its end may not have reached the log."""
+    torn = "pieces of log were dropped" in traceback
+    return ".trouble was there" in traceback or (torn and "a step of " in traceback)
 
 
 def _sample(page: str, name: str) -> float | None:
