@@ -14,7 +14,8 @@ import subprocess
 import sys
 
 MOST = 4
-"""Processes at a time: more gain little, and each takes the memory of a whole suite."""
+"""Processes at a time: more gain little, and each takes the memory of a whole suite. Two for each
+core, since what starts servers mostly waits for them."""
 NONE_CHOSEN = 5
 """pytest's exit status when the arguments leave no test over."""
 STOP = {"-x", "--exitfirst", "--maxfail=1"}
@@ -34,7 +35,7 @@ def part(name: str, *arguments: str) -> int:
 
 def main(arguments: list[str]) -> int:
     """The exit status."""
-    together = ("-n", str(min(cores(), MOST)), "--dist", "loadfile", "--no-loadscope-reorder")
+    together = ("-n", str(min(2 * cores(), MOST)), "--dist", "loadfile", "--no-loadscope-reorder")
     first = part("together", *together, *arguments)
     if first not in (0, NONE_CHOSEN) and STOP & set(arguments):
         return first

@@ -329,6 +329,7 @@ def queued(router: Node) -> float:
     return total(router, r"prefill_queue_items{.*}")
 
 
+@pytest.mark.long
 def test_a_killed_queue_comes_again_at_another_router(roles):
     roles.routers.append(roles.cluster.router())
     prefill, decode = roles.prefill("p1"), roles.decode("d1")
