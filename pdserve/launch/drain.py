@@ -129,7 +129,10 @@ class Drain:
 
     async def _run(self) -> None:
         for part in reversed(self._parts):
-            await part.drain(max(0.0, self._until - _now()))
+            try:
+                await part.drain(max(0.0, self._until - _now()))
+            except Exception:  # the others still have somebody's requests
+                _log.exception("a part of this process did not drain in order")
         _log.info("drained")
 
 

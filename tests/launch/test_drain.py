@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 class FakePart:
     def __init__(self, name: str, log: list[tuple[str, float]], takes: float) -> None:
         self.name, self.log, self.takes, self.left = name, log, takes, 3
+        self.fails = False
 
     async def drain(self, timeout: float) -> None:
         self.log.append((self.name, timeout))
+        if self.fails:
+            raise OSError("no disk")
         await asyncio.sleep(min(timeout, self.takes))
         self.left = 0
 
@@ -38,7 +41,8 @@ class World:
     def __init__(self, nodes: Cluster, refusal: str) -> None:
         self.nodes = nodes
         self.log: list[tuple[str, float]] = []
-        parts: Any = [FakePart("router", self.log, 1.0), FakePart("worker", self.log, 4.0)]
+        self.worker = FakePart("worker", self.log, 4.0)
+        parts: Any = [FakePart("router", self.log, 1.0), self.worker]
         self.ended: list[float] = []
         self.drain = Drain(parts, 10.0, lambda: self.ended.append(nodes.loop.time()), refusal)
         self.drain.serve(nodes.nodes["w"])
@@ -67,6 +71,15 @@ async def test_parts_drain_in_turn_within_one_time_the_last_to_join_first() -> N
         assert w.drain.state() == DrainState(drained=True)
         await w.drain.finish(10.0)
         assert len(w.log) == 2
+
+
+@virtually
+async def test_a_part_that_fails_at_it_does_not_keep_the_others_from_it() -> None:
+    async with world() as w:
+        w.worker.fails = True
+        await w.drain.finish(10.0)
+        assert [name for name, _ in w.log] == ["worker", "router"]
+        assert w.drain.state() == DrainState(drained=True, left=3)
 
 
 @virtually
