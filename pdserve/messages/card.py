@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.messages.request import Pooling
+
 
 class GenerationDefaults(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What `generation_config.json` recommends; a request's own fields win. None: no opinion."""
@@ -44,3 +46,15 @@ class ModelCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     compat_hash: str = ""
     created: int = 0
     """Unix seconds, for `/v1/models`."""
+    tool_parser: str = ""
+    """How the model writes calls of tools, by the name in `text.tools`; empty: it does not."""
+    reasoning_parser: str = ""
+    """How it marks its reasoning, by the name in `text.reasoning`; empty: it does not."""
+    pooling: Pooling = ""
+    """How a text becomes a vector; empty: the model makes none."""
+    normalize: bool = False
+    """Vectors have length 1."""
+    embedding_size: int = 0
+    """Numbers of a vector."""
+    features: tuple[str, ...] = ()
+    """What its engine can beyond plain text: `grammar`, `thinking`, `bans`, `embeddings`."""

@@ -96,6 +96,10 @@ class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=T
     compat_hash: str = ""
     transfers: tuple[str, ...] = ()
     """Back ends by which this engine can move KV; empty: none."""
+    features: tuple[str, ...] = ()
+    """As in `ModelCard`."""
+    embedding_size: int = 0
+    """Numbers of a vector; 0: it makes none."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

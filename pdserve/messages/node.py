@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.messages.card import GenerationDefaults, ModelCard
+from pdserve.messages.request import Pooling
 
 PART_HASH_BYTES = 16
 """Parts are named by the BLAKE2b-128 of their bytes."""
@@ -37,6 +38,12 @@ class ModelOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     dtype: str = ""
     compat_hash: str = ""
     created: int = 0
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    pooling: Pooling = ""
+    normalize: bool = False
+    embedding_size: int = 0
+    features: tuple[str, ...] = ()
 
     @property
     def parts(self) -> tuple[bytes, ...]:
@@ -113,6 +120,12 @@ def offer(card: ModelCard) -> tuple[ModelOffer, dict[bytes, bytes]]:
         dtype=card.dtype,
         compat_hash=card.compat_hash,
         created=card.created,
+        tool_parser=card.tool_parser,
+        reasoning_parser=card.reasoning_parser,
+        pooling=card.pooling,
+        normalize=card.normalize,
+        embedding_size=card.embedding_size,
+        features=card.features,
     )
     return small, parts
 
@@ -135,4 +148,10 @@ def model_card(offer: ModelOffer, parts: dict[bytes, bytes]) -> ModelCard:
         dtype=offer.dtype,
         compat_hash=offer.compat_hash,
         created=offer.created,
+        tool_parser=offer.tool_parser,
+        reasoning_parser=offer.reasoning_parser,
+        pooling=offer.pooling,
+        normalize=offer.normalize,
+        embedding_size=offer.embedding_size,
+        features=offer.features,
     )

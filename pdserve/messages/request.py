@@ -22,12 +22,30 @@ Deadline = Annotated[float, Meta(ge=-1e9, le=1e9)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+Pooling = Literal["", "mean", "last"]
+"""How a text becomes one vector: the mean of all its tokens' hidden states or the last one's."""
+
+
+class Thinking(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Where a model's reasoning begins and ends in its output, and how long it may be."""
+
+    start: tuple[int, ...]
+    """Tokens that open it."""
+    end: tuple[int, ...]
+    """Tokens that close it; what comes after them is the answer."""
+    begun: bool = False
+    """The prompt has opened it: the output begins inside."""
+    budget: int | None = None
+    """So many tokens inside at most, then `end` is all that may follow; None: no limit."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How output tokens are chosen. Values were validated by the frontend; engines trust them.
 
-    Order of application: raw logprobs are taken first; then `logit_bias` and the `min_tokens` mask;
-    repetition, frequency and presence penalties; then greedy if `temperature` is 0, else
-    temperature, min_p, top_k, top_p, and one draw.
+    Order of application: raw logprobs are taken first; then `allowed_token_ids`, `grammar`, the end
+    of `thinking`, `bad_words`, `logit_bias` and the `min_tokens` mask; repetition, frequency and
+    presence penalties; then greedy if `temperature` is 0, else temperature, min_p, top_k, top_p,
+    and one draw.
     """
 
     max_tokens: int
@@ -62,6 +80,28 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """Treat `eos_token_ids` as ordinary tokens."""
     seed: int = 0
     """Noise is keyed by (seed, prompt index, choice index, output position). Always drawn."""
+    grammar: str = ""
+    """What the output has to match, up to its end: Lark text or JSON as llguidance reads it. With
+    `thinking`, from the end of the reasoning on. Empty: nothing."""
+    thinking: Thinking | None = None
+    """None: the output has no reasoning that somebody would have to know of."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """No others are sampled; empty: all may be. Never together with `grammar`."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that do not occur in the output. Never together with `grammar`."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens whose logprobs are told at every place, besides the likeliest; needs `logprobs`."""
+
+    @property
+    def steered(self) -> bool:
+        """The next token depends on more than the model's numbers and the fields before these."""
+        thinking = self.thinking
+        return bool(
+            self.grammar
+            or self.allowed_token_ids
+            or self.bad_words
+            or (thinking is not None and thinking.budget is not None)
+        )
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -100,6 +140,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     suspect: bool = False
     """Workers may have died of it: of such requests one at a time is begun at a worker. An older
     worker begins them all."""
+    pooling: Pooling = ""
+    """Not empty: no text is wanted but a vector, in the one delta's `finish`; `n` and `max_tokens`
+    are 1 then."""
 
     @property
     def live(self) -> Sequence[int]:
@@ -152,6 +195,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """From submission to the first step that computed something for it."""
     prefill_seconds: float = 0.0
     """From that step to the first output token."""
+    embedding: bytes = b""
+    """With `pooling`: the vector, float32 in little endian; its delta has no tokens."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

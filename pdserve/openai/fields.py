@@ -32,14 +32,11 @@ class Refusal:
         )
 
 
-_TOOLS = "tool calling is not supported yet; leave it out"
-_STRUCTURED = "structured output is not supported yet; leave it out"
-_REASONING = "reasoning controls are not supported; leave it out"
+_TOOLS = "use `tools` and `tool_choice`"
+_STRUCTURED = "use `structured_outputs`"
 _BEAMS = "beam search is not supported; use sampling with `n`"
 
 _REFUSED_BY_BOTH: dict[str, Refusal] = {
-    "allowed_token_ids": Refusal("not supported; use `logit_bias`", ([],)),
-    "bad_words": Refusal("not supported; use `logit_bias`", ([],)),
     "early_stopping": Refusal(_BEAMS, (False,)),
     "guided_choice": Refusal(_STRUCTURED),
     "guided_grammar": Refusal(_STRUCTURED),
@@ -47,45 +44,29 @@ _REFUSED_BY_BOTH: dict[str, Refusal] = {
     "guided_regex": Refusal(_STRUCTURED),
     "kv_transfer_params": Refusal("pdserve moves KV itself; leave it out"),
     "length_penalty": Refusal(_BEAMS, (1, 1.0)),
-    "logprob_token_ids": Refusal("not supported; use `logprobs`", ([],)),
     "logits_processors": Refusal("not supported; leave it out", ([],)),
-    "prompt_logprobs": Refusal("use `/v1/completions` with `echo` and `logprobs`"),
-    "repetition_detection": Refusal("not supported; leave it out"),
-    "return_tokens_as_token_ids": Refusal("use `return_token_ids`", (False,)),
-    "stream_interval": Refusal("every token is its own chunk; leave it out", (1,)),
-    "structured_outputs": Refusal(_STRUCTURED),
-    "thinking_token_budget": Refusal(_REASONING),
-    "truncate_prompt_tokens": Refusal("shorten the prompt instead"),
     "use_beam_search": Refusal(_BEAMS, (False,)),
 }
 
 REFUSED_BY_CHAT: Mapping[str, Refusal] = {
     **_REFUSED_BY_BOTH,
     "audio": Refusal("only text is produced; leave it out"),
-    "documents": Refusal("put their text into a message", ([],)),
-    "echo": Refusal("use `/v1/completions`", (False,)),
     "function_call": Refusal(_TOOLS, ("none",)),
     "functions": Refusal(_TOOLS, ([],)),
-    "include_reasoning": Refusal(_REASONING),
     "modalities": Refusal("only text is produced", (["text"],)),
     "prediction": Refusal("not supported; leave it out"),
-    "reasoning_effort": Refusal(_REASONING, ("none",)),
-    "tool_choice": Refusal(_TOOLS, ("none",)),
-    "tools": Refusal(_TOOLS, ([],)),
     "verbosity": Refusal("say it in the prompt"),
     "web_search_options": Refusal("not supported; leave it out"),
 }
 REFUSED_BY_COMPLETIONS: Mapping[str, Refusal] = {
     **_REFUSED_BY_BOTH,
     "prompt_embeds": Refusal("send `prompt` as text or token ids"),
-    "response_format": Refusal(_STRUCTURED, ({"type": "text"},)),
     "suffix": Refusal("insertion is not supported; put the context into `prompt`", ("",)),
 }
 
 WITHOUT_EFFECT: frozenset[str] = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",

@@ -37,6 +37,10 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 StopTokens = Annotated[list[Token], Meta(max_length=128)]
 LogitBias = Annotated[dict[Token, Bias], Meta(max_length=1024)]
+Tools = Annotated[list["Tool"], Meta(max_length=128)]
+ToolChoice = Literal["none", "auto", "required"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Words = Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=1024)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="Higher is sooner.")]
 
 
@@ -49,10 +53,82 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """`usage` so far on every chunk."""
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Only `text` is accepted so far."""
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """A named schema that the answer has to fit."""
 
-    type: str
+    name: str
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TaggedStructure(msgspec.Struct, kw_only=True):
+    """Between `begin` and `end` the output fits `schema`."""
+
+    begin: str
+    schema: dict[str, Any] | bool
+    end: str
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What the answer has to look like."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: Annotated[list[TaggedStructure], Meta(max_length=128)] | None = None
+    triggers: Annotated[list[str], Meta(max_length=128)] | None = None
+    """`structural_tag`: text is free until one of these; then one of `structures` follows."""
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """The same in the words of other servers; exactly one of the first six."""
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: Annotated[str, Meta(min_length=1, max_length=65536)] | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
+    grammar: Annotated[str, Meta(min_length=1, max_length=262144)] | None = None
+    """Lark; GBNF is understood, too."""
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class FunctionSpec(msgspec.Struct, kw_only=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of its arguments; absent: none are known."""
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """Only tools of type `function` are known."""
+
+    type: Literal["function"] = "function"
+    function: FunctionSpec
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """The one tool that has to be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class RepetitionDetection(msgspec.Struct, kw_only=True):
+    """An output that ends in the same tokens over and over is ended."""
+
+    max_pattern_size: Annotated[int, Meta(ge=1, le=1024)]
+    min_count: Annotated[int, Meta(ge=2, le=65536)]
+    min_pattern_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -82,6 +158,9 @@ class Message(msgspec.Struct, kw_only=True):
 
     role: Role
     content: str | list[ContentPart] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """Reasoning of an earlier answer, handed to the template under both names."""
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -117,6 +196,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     session_id: Annotated[str, Meta(max_length=256)] | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    logprob_token_ids: Annotated[list[Token], Meta(max_length=128)] | None = None
+    allowed_token_ids: Annotated[list[Token], Meta(max_length=65536)] | None = None
+    bad_words: Words | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream_interval: Annotated[int, Meta(ge=1, le=65536)] | None = None
+    repetition_detection: RepetitionDetection | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -127,7 +216,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    response_format: ResponseFormat | None = None
+    echo: bool | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: TokenCount | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -155,6 +251,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    tools: Tools | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -23,6 +23,12 @@ FULL = ModelCard(
     dtype="float32",
     compat_hash="x",
     created=7,
+    tool_parser="hermes",
+    reasoning_parser="think",
+    pooling="mean",
+    normalize=True,
+    embedding_size=64,
+    features=("grammar",),
 )
 BARE = ModelCard(
     name="bare", max_model_len=1, vocab_size=1, block_size=1, tokenizer_json=b"", chat_template=None

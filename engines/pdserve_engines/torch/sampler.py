@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from pdserve.messages.request import SamplingParams, TokenLogprob
+from pdserve_engines.torch.bans import ban
+from pdserve_engines.torch.masks import Masks
 from pdserve_engines.torch.noise import uniforms
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class Sampler:
 
     def __init__(self) -> None:
         self._histories: dict[SequenceKey, _History] = {}
+        self.masks = Masks()
+        """What grammars and the end of reasoning leave of the vocabulary."""
 
     def sample(
         self, logits: torch.Tensor, sequences: Seq[Sequence]
@@ -90,9 +94,12 @@ class Sampler:
         """Drop what is remembered of these sequences; unknown ones are ignored."""
         for key in keys:
             self._histories.pop(key, None)
+            self.masks.forget(key)
 
     def _adjust(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
-        """Bias, mask and penalties, in place."""
+        """Bias, masks and penalties, in place."""
+        self.masks.apply(logits, sequences)
+        ban(logits, sequences)
         _add_bias(logits, [sequence.sampling for sequence in sequences])
         _mask_ends(logits, sequences)
         penalised = [row for row, seq in enumerate(sequences) if _is_penalised(seq.sampling)]
@@ -139,6 +146,7 @@ def is_plain(sequence: Sequence) -> bool:
         and not sampling.logit_bias
         and sequence.num_output >= sampling.min_tokens
         and not _is_penalised(sampling)
+        and not sampling.steered
     )
 
 
