@@ -632,4 +632,6 @@ def _capabilities(
         weight_bytes=info.weight_bytes,
         compat_hash=info.compat_hash,
         transfers=transfers,
+        features=info.features,
+        embedding_size=info.embedding_size,
     )

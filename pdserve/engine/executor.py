@@ -56,6 +56,9 @@ class ModelInfo:
     """Equal for workers that may exchange blocks (model, dtype, block layout,
     heads, layers)."""
     prompt_logprobs: bool = True
+    features: tuple[str, ...] = ()
+    """As in `ModelCard`."""
+    embedding_size: int = 0
 
 
 @dataclass(slots=True)

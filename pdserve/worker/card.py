@@ -75,6 +75,8 @@ def read_card(
         engine=capabilities.engine,
         dtype=capabilities.dtype,
         compat_hash=capabilities.compat_hash,
+        features=capabilities.features,
+        embedding_size=capabilities.embedding_size,
         created=int(time.time()) if created is None else created,
     )
 
