@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pdserve.messages.request import SamplingParams, TokenLogprob
-from pdserve_engines.torch.bans import ban
+from pdserve_engines.torch.bans import Bans
 from pdserve_engines.torch.masks import Masks
 from pdserve_engines.torch.noise import uniforms
 
@@ -56,6 +56,8 @@ class Sampler:
         self._histories: dict[SequenceKey, _History] = {}
         self.masks = Masks()
         """What grammars and the end of reasoning leave of the vocabulary."""
+        self.bans = Bans()
+        """What requests rule out themselves."""
 
     def sample(
         self, logits: torch.Tensor, sequences: Seq[Sequence]
@@ -85,7 +87,8 @@ class Sampler:
         logprobs: list[TokenLogprob | None] = [None] * len(found)
         if raw is not None:
             counts = [params[row].logprobs or 0 for row in wanted]
-            records = describe(raw, [max(0, found[row]) for row in wanted], counts)
+            others = [params[row].logprob_token_ids for row in wanted]
+            records = describe(raw, [max(0, found[row]) for row in wanted], counts, others)
             for row, record in zip(wanted, records, strict=True):
                 logprobs[row] = record
         return found, logprobs
@@ -95,11 +98,12 @@ class Sampler:
         for key in keys:
             self._histories.pop(key, None)
             self.masks.forget(key)
+            self.bans.forget(key)
 
     def _adjust(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
         """Bias, masks and penalties, in place."""
         self.masks.apply(logits, sequences)
-        ban(logits, sequences)
+        self.bans.apply(logits, sequences)
         _add_bias(logits, [sequence.sampling for sequence in sequences])
         _mask_ends(logits, sequences)
         penalised = [row for row, seq in enumerate(sequences) if _is_penalised(seq.sampling)]
@@ -224,12 +228,20 @@ def _nucleus_border(probabilities: torch.Tensor, shares: torch.Tensor) -> torch.
     return largest.gather(1, last)
 
 
-def describe(raw: torch.Tensor, tokens: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
-    """Logprob, rank and the `counts[i]` likeliest tokens of row i of `raw` `[n, vocab]`."""
+def describe(
+    raw: torch.Tensor, tokens: Seq[int], counts: Seq[int], others: Seq[Seq[int]] = ()
+) -> list[TokenLogprob]:
+    """Logprob, rank and the `counts[i]` likeliest tokens of row i of `raw` `[n, vocab]`; after
+    these, those of `others[i]` that are not among them."""
     index = torch.tensor(tokens, device=raw.device).unsqueeze(1)
     values = raw.gather(1, index)
     ranks = (raw > values).sum(-1).add_(1).tolist()
     tops = _likeliest(raw, counts)
+    for row, ids in enumerate(others):
+        if ids:
+            known = {token for token, _ in tops[row]}
+            wanted = [token for token in ids if token not in known]
+            tops[row] += zip(wanted, raw[row, wanted].tolist(), strict=True)
     return [
         TokenLogprob(token=token, logprob=value, rank=rank, top=top)
         for token, value, rank, top in zip(
