@@ -106,6 +106,7 @@ class TorchExecutor:
         settings = settle(spec, config)
         torch.set_num_threads(settings.threads)
         with Checkpoint(directory) as checkpoint:
+            checkpoint.entries = weights.canonical(checkpoint.entries)
             weights.check(config, checkpoint.entries)
             model = make_model(config, settings, progress)
             weights.load(config, checkpoint, model.place, progress)

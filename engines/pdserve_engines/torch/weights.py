@@ -81,6 +81,28 @@ def _layer(config: ModelConfig, index: int) -> Iterator[Param]:
     yield from stacked("down", "mlp", config.mlp_bias, inner, down=hidden)
 
 
+_STEMS = ("model.", "", "language_model.model.", "model.language_model.")
+"""What the names of a checkpoint's text model may begin with: as a language model, saved bare (as
+embedding models are), and as part of a multimodal model by older and newer tools."""
+
+_OTHER_SENSES = ("vision_tower.", "multi_modal_projector.")
+
+
+def canonical(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """By the names that `params` uses, without what a multimodal model has beside its text part."""
+    stem = next((stem for stem in _STEMS if f"{stem}embed_tokens.weight" in entries), "model.")
+    named: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        bare = name.removeprefix("model.")
+        if "language_model" in stem and bare.startswith(_OTHER_SENSES):
+            continue
+        if name.endswith("lm_head.weight"):
+            named["lm_head.weight"] = entry
+        else:
+            named[f"model.{name.removeprefix(stem)}" if name.startswith(stem) else name] = entry
+    return named
+
+
 def check(config: ModelConfig, entries: Mapping[str, Entry]) -> None:
     """Refuse a checkpoint whose tensors are not exactly the model's, naming the first few."""
     wanted = {name: shape for param in params(config) for name, shape in param.parts}

@@ -51,6 +51,10 @@ def load(directory: Path) -> TorchExecutor:
             "model.layers.0.self_attn.q_proj.bias is not part of a llama model",
         ),
         (
+            lambda t: t.update({"vision_tower.weight": torch.zeros(4)}),
+            "vision_tower.weight is not part of a llama model",
+        ),
+        (
             lambda t: t.update({"model.norm.weight": torch.zeros(47)}),
             "model.norm.weight has shape [47], expected [48]",
         ),
@@ -76,6 +80,33 @@ def test_leftovers_of_older_tools_are_ignored(tmp_path: Path) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
 
     load(changed("qwen2", tmp_path, add)).close()
+
+
+@pytest.mark.parametrize("stem", ["", "language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_the_names_may_begin_otherwise(tmp_path: Path, name: str, stem: str) -> None:
+    """As embedding models are saved, and the text part of multimodal ones."""
+
+    def rename(tensors: Tensors) -> None:
+        for key in list(tensors):
+            if key.startswith("model."):
+                tensors[stem + key.removeprefix("model.")] = tensors.pop(key)
+        if stem:
+            tensors["vision_tower.patch.weight"] = torch.zeros(3)
+            tensors["multi_modal_projector.weight"] = torch.zeros(3)
+
+    hashes, outputs = [], []
+    for directory in (checkpoint(name)[0], changed(name, tmp_path, rename)):
+        executor = loaded(directory)
+        assert executor.info is not None
+        hashes.append(executor.info.compat_hash)
+        driver = Driver(executor)
+        sequence = driver.add([3, 1, 4, 1, 5])
+        driver.finish([sequence], 3)
+        outputs.append(sequence.output)
+        executor.close()
+    assert outputs[0] == outputs[1]
+    assert hashes[0] == hashes[1]
 
 
 def test_loading_reports_bytes_from_start_to_end() -> None:
