@@ -6,18 +6,21 @@ recommended defaults. Each field alone was validated when it was decoded.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pdserve.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.frontend.gathered import size_of_tokens
 from pdserve.messages.request import SamplingParams
 from pdserve.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
+from pdserve.text.repetition import Repetition
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pdserve.ids import Bytes
     from pdserve.messages.card import ModelCard
+    from pdserve.text.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16
 """What `/v1/completions` generates when the request does not say; OpenAI's default."""
@@ -28,14 +31,20 @@ MAX_STREAMED_PROMPT_LOGPROBS = 1 << 16
 """The same for a stream: its chunks are made on the event loop, which this delays by 0.1 s."""
 T = TypeVar("T")
 _SEED_BITS = (1 << 63) - 1
+MAX_BAD_TOKENS = 1 << 16
+"""Of all bad words: they travel with the request."""
 
 
 def sampling_params(
-    request: ChatRequest | CompletionRequest, card: ModelCard, prompt_tokens: int, seed: int
+    request: ChatRequest | CompletionRequest,
+    card: ModelCard,
+    prompt_tokens: int,
+    seed: int,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """Parameters for one prompt of the request.
 
-    Args: `seed` is used when the request has none.
+    Args: `seed` is used when the request has none; `bad_words` are its bad words as tokens.
     Errors: `ContextLengthExceeded`, `InvalidRequest`.
     """
     limit, asked_by = _max_tokens(request, card, prompt_tokens)
@@ -45,7 +54,7 @@ def sampling_params(
             f"'min_tokens' ({minimum}) is more than {asked_by} ({limit})", param="min_tokens"
         )
     defaults = card.defaults
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=limit,
         temperature=_first(request.temperature, defaults.temperature, 1.0),
         top_p=_first(request.top_p, defaults.top_p, 1.0),
@@ -62,7 +71,12 @@ def sampling_params(
         eos_token_ids=card.eos_token_ids,
         ignore_eos=bool(request.ignore_eos),
         seed=seed if request.seed is None else request.seed & _SEED_BITS,
+        allowed_token_ids=_allowed(request, card),
+        bad_words=bad_words,
+        logprob_token_ids=_logprob_token_ids(request, card),
     )
+    check_left(params, card)
+    return params
 
 
 def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
@@ -99,13 +113,19 @@ def check_prompt_logprobs(
     top = _prompt_logprobs(request)
     if top is None:
         return
+    field = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequest(
+            "'prompt_logprobs' are told with whole answers only: leave 'stream' out",
+            param="prompt_logprobs",
+        )
     wanted = prompt_tokens * n * (1 + top)
     limit = MAX_STREAMED_PROMPT_LOGPROBS if request.stream else MAX_PROMPT_LOGPROBS
     if wanted > limit:
         raise InvalidRequest(
-            f"'logprobs' of the echoed prompts come to {wanted} numbers; the limit is {limit}: ask "
-            "for fewer alternatives or choices, or send fewer prompts per request",
-            param="logprobs",
+            f"'{field}' of the prompts come to {wanted} numbers; the limit is {limit}: ask for "
+            "fewer alternatives or choices, or send fewer prompts per request",
+            param=field,
         )
 
 
@@ -119,6 +139,7 @@ def check_answer(request: ChatRequest | CompletionRequest, choices: int, limit: 
     field, asked = _asked(request)
     if request.stream or top is None or asked is None:
         return
+    top += len(request.logprob_token_ids or ())
     size = size_of_tokens(asked * choices, top)
     if size > limit:
         raise InvalidRequest(
@@ -189,9 +210,10 @@ def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
 
 
 def _prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    if isinstance(request, CompletionRequest) and request.echo:
-        return request.logprobs
-    return None
+    """Two fields may ask for them; the more is computed."""
+    echoed = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
+    asked = [count for count in (request.prompt_logprobs, echoed) if count is not None]
+    return max(asked, default=None)
 
 
 def _logit_bias(request: GenerationRequest, card: ModelCard) -> dict[int, float]:
@@ -206,6 +228,153 @@ def _stop_token_ids(request: GenerationRequest, card: ModelCard) -> tuple[int, .
     return tuple(dict.fromkeys(ids))
 
 
+# ---------------------------------------------------------------- what may be sampled
+
+
+def check_bans(request: GenerationRequest, card: ModelCard) -> None:
+    """Whether the model's engine does what the request wants of single tokens, and whether another
+    field wants something else of them. Errors: `InvalidRequest`."""
+    for field in ("allowed_token_ids", "bad_words", "logprob_token_ids"):
+        if getattr(request, field) is None:
+            continue
+        if "bans" not in card.features:
+            raise InvalidRequest(
+                f"'{field}' is not supported by the engine of '{card.name}'; leave it out",
+                param=field,
+            )
+        if field != "logprob_token_ids" and (other := _structure(request)) is not None:
+            raise InvalidRequest(
+                f"'{field}' and '{other}' exclude each other: leave one of them out",
+                param=field,
+            )
+
+
+def _structure(request: GenerationRequest) -> str | None:
+    """The field that decides which tokens fit, if one does."""
+    if request.structured_outputs is not None:
+        return "structured_outputs"
+    if request.response_format is not None and request.response_format.type != "text":
+        return "response_format"
+    if isinstance(request, ChatRequest) and request.thinking_token_budget is not None:
+        return "thinking_token_budget"
+    return None
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The words as tokens, each as it begins a text and as it stands within one, if the space in
+    front makes a token of its own of its beginning. Takes time: call it in a thread.
+
+    Errors: `InvalidRequest` for a word without tokens or too many of them.
+    """
+    bare = [word.lstrip() for word in words]
+    first = tokenizer.encode_batch(bare, add_special_tokens=False)
+    within = tokenizer.encode_batch([f" {word}" for word in bare], add_special_tokens=False)
+    found: dict[tuple[int, ...], None] = {}
+    for index, (start, inner) in enumerate(zip(first, within, strict=True)):
+        if not start:
+            raise InvalidRequest(
+                f"'bad_words[{index}]' has no tokens; leave it out", param=f"bad_words[{index}]"
+            )
+        found[tuple(start)] = None
+        if inner and inner[0] != start[0] and len(inner) == len(start):
+            found[tuple(inner)] = None
+    if sum(map(len, found)) > MAX_BAD_TOKENS:
+        raise InvalidRequest(
+            f"'bad_words' come to more than {MAX_BAD_TOKENS} tokens; send fewer", param="bad_words"
+        )
+    return tuple(found)
+
+
+def check_left(params: SamplingParams, card: ModelCard) -> None:
+    """Something has to be left to be sampled at every place, whatever came before.
+
+    Errors: `InvalidRequest`.
+    """
+    allowed = params.allowed_token_ids
+    if not (allowed or params.bad_words):
+        return
+    banned = {word[-1] for word in params.bad_words}
+    if params.min_tokens:
+        banned.update(params.stop_token_ids)
+        banned.update(() if params.ignore_eos else params.eos_token_ids)
+    if allowed and banned.issuperset(allowed):
+        raise InvalidRequest(
+            "'allowed_token_ids' may leave nothing to say: 'bad_words' or 'min_tokens' rule all of "
+            "them out; allow more",
+            param="allowed_token_ids",
+        )
+    if len(banned) >= card.vocab_size:
+        raise InvalidRequest("'bad_words' may leave nothing to say; send fewer", param="bad_words")
+
+
+def _allowed(request: GenerationRequest, card: ModelCard) -> tuple[int, ...]:
+    ids = request.allowed_token_ids
+    if ids is None:
+        return ()
+    check_prompt_tokens(ids, card, "allowed_token_ids")
+    return tuple(sorted(set(ids)))
+
+
+def _logprob_token_ids(
+    request: ChatRequest | CompletionRequest, card: ModelCard
+) -> tuple[int, ...]:
+    ids = request.logprob_token_ids
+    if ids is None:
+        return ()
+    if _logprobs(request) is None:
+        raise InvalidRequest(
+            "'logprob_token_ids' needs 'logprobs', which may be 0 or true",
+            param="logprob_token_ids",
+        )
+    check_prompt_tokens(ids, card, "logprob_token_ids")
+    return tuple(dict.fromkeys(ids))
+
+
+# ---------------------------------------------------------------- the prompt's length
+
+
+def truncated(
+    tokens: list[int], request: ChatRequest | CompletionRequest, card: ModelCard
+) -> list[int]:
+    """The prompt's last tokens, as many as `truncate_prompt_tokens` says.
+
+    -1: as many as leave room for the output that is asked for, or for 16 tokens.
+    """
+    _, asked = _asked(request)
+    reserved = COMPLETION_MAX_TOKENS if asked is None else max(1, asked)
+    return last_tokens(tokens, request.truncate_prompt_tokens, card.max_model_len - reserved)
+
+
+def last_tokens(tokens: list[int], keep: int | None, room: int) -> list[int]:
+    """The last `keep` ones, all without a word, as many as fit into `room` for -1.
+
+    Errors: `InvalidRequest`.
+    """
+    if keep == 0:
+        raise InvalidRequest(
+            "'truncate_prompt_tokens' must be at least 1, or -1 for what fits",
+            param="truncate_prompt_tokens",
+        )
+    if keep is None:
+        return tokens
+    return tokens[-max(1, room if keep < 0 else keep) :]
+
+
+def repetition(request: GenerationRequest) -> Callable[[], Repetition] | None:
+    """What makes a fresh detector for each choice. Errors: `InvalidRequest`."""
+    wanted = request.repetition_detection
+    if wanted is None:
+        return None
+    least = wanted.min_pattern_size or 1
+    if least > wanted.max_pattern_size:
+        raise InvalidRequest(
+            f"'repetition_detection.min_pattern_size' ({least}) is more than 'max_pattern_size' "
+            f"({wanted.max_pattern_size})",
+            param="repetition_detection.min_pattern_size",
+        )
+    return partial(Repetition, wanted.max_pattern_size, wanted.min_count, least)
+
+
 def check_prompt_tokens(ids: Sequence[int], card: ModelCard, param: str) -> None:
     """Errors: `InvalidRequest` for no ids at all or ids outside the vocabulary."""
     if not ids:
@@ -216,9 +385,10 @@ def check_prompt_tokens(ids: Sequence[int], card: ModelCard, param: str) -> None
 
 
 def _check_tokens(ids: Sequence[int] | dict[int, float], card: ModelCard, param: str) -> None:
-    for token in ids:
+    for index, token in enumerate(ids):
         if token >= card.vocab_size:
-            raise _no_such_token(token, card, param)
+            where = param if isinstance(ids, dict) else f"{param}[{index}]"
+            raise _no_such_token(token, card, where)
 
 
 def _no_such_token(token: int, card: ModelCard, param: str) -> InvalidRequest:

@@ -6,15 +6,19 @@ from pdserve.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.frontend.sampling import (
     MAX_PROMPT_LOGPROBS,
     MAX_STREAMED_PROMPT_LOGPROBS,
+    bad_word_ids,
+    check_bans,
     check_prompt_logprobs,
     choices,
+    repetition,
     sampling_params,
     scores_only,
     stop_strings,
+    truncated,
 )
 from pdserve.messages.card import GenerationDefaults
 from pdserve.openai.decode import CHAT, COMPLETION
-from tests.frontend.support import HELLO, card
+from tests.frontend.support import HELLO, TOKENIZER, card, tokens
 
 CARD = card(max_model_len=100)
 
@@ -127,7 +131,7 @@ def test_token_ids_must_exist():
     assert params(chat(logit_bias={"5": 1})).logit_bias == {5: 1.0}
     assert refused(chat(logit_bias={str(size): 1})).param == "logit_bias"
     assert params(chat(stop_token_ids=[5, 5])).stop_token_ids == (5,)
-    assert refused(chat(stop_token_ids=[size])).param == "stop_token_ids"
+    assert refused(chat(stop_token_ids=[size])).param == "stop_token_ids[0]"
 
 
 def test_stop_strings_are_a_tuple_without_repetitions():
@@ -148,7 +152,7 @@ def test_choices_are_bounded_over_all_prompts():
 def test_prompt_logprobs_are_bounded_over_all_choices():
     few = completion(echo=True, logprobs=1)
     check_prompt_logprobs(few, MAX_PROMPT_LOGPROBS // 4, n=2)
-    with pytest.raises(InvalidRequest, match="'logprobs' of the echoed") as caught:
+    with pytest.raises(InvalidRequest, match="'logprobs' of the prompts") as caught:
         check_prompt_logprobs(few, MAX_PROMPT_LOGPROBS // 4 + 1, n=2)
     assert caught.value.param == "logprobs"
     streamed = completion(echo=True, logprobs=1, stream=True)
@@ -156,3 +160,126 @@ def test_prompt_logprobs_are_bounded_over_all_choices():
         check_prompt_logprobs(streamed, MAX_STREAMED_PROMPT_LOGPROBS, n=1)
     for free in (completion(echo=True), completion(logprobs=20), chat(logprobs=True)):
         check_prompt_logprobs(free, 1 << 30, n=128)
+
+
+# ---------------------------------------------------------------- what may be sampled
+
+ABLE = card(max_model_len=100, features=("bans",))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [5]},
+        {"bad_words": ["no"]},
+        {"logprob_token_ids": [5], "logprobs": True},
+    ],
+)
+def test_what_the_engine_cannot_keep_to_is_refused(fields):
+    with pytest.raises(InvalidRequest, match="not supported by the engine") as caught:
+        check_bans(chat(**fields), CARD)
+    assert caught.value.param == next(iter(fields))
+    check_bans(chat(**fields), ABLE)
+
+
+@pytest.mark.parametrize("field", [{"allowed_token_ids": [5]}, {"bad_words": ["no"]}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a+"}},
+        {"thinking_token_budget": 4},
+    ],
+)
+def test_two_fields_do_not_both_decide_which_tokens_fit(field, other):
+    with pytest.raises(InvalidRequest, match="exclude each other") as caught:
+        check_bans(chat(**field, **other), ABLE)
+    assert caught.value.param == next(iter(field))
+    check_bans(chat(**field, response_format={"type": "text"}), ABLE)
+
+
+def test_allowed_tokens_are_in_order_and_exist():
+    assert params(chat(allowed_token_ids=[7, 5, 7])).allowed_token_ids == (5, 7)
+    assert refused(chat(allowed_token_ids=[5, CARD.vocab_size])).param == "allowed_token_ids[1]"
+    assert refused(chat(allowed_token_ids=[])).param == "allowed_token_ids"
+
+
+def test_something_is_left_to_be_said():
+    assert refused(chat(allowed_token_ids=[1], min_tokens=2)).param == "allowed_token_ids"
+    assert params(chat(allowed_token_ids=[1, 5], min_tokens=2)).allowed_token_ids == (1, 5)
+    only = chat(allowed_token_ids=[5])
+    with pytest.raises(InvalidRequest, match="nothing to say"):
+        sampling_params(only, CARD, 10, 0, bad_words=((6, 5),))
+    every = tuple((token,) for token in range(CARD.vocab_size))
+    with pytest.raises(InvalidRequest, match="nothing to say"):
+        sampling_params(chat(), CARD, 10, 0, bad_words=every)
+
+
+def test_bad_words_are_kept_from_both_of_their_beginnings():
+    first, within = tokens("no"), tokens(" no")
+    found = bad_word_ids(["no", " no"], TOKENIZER)
+    assert tuple(first) in found
+    assert len(found) == 1 + (len(first) == len(within) and first[0] != within[0])
+
+
+def test_bad_words_without_tokens_or_with_too_many_are_refused():
+    with pytest.raises(InvalidRequest) as caught:
+        bad_word_ids(["no", "  "], TOKENIZER)
+    assert caught.value.param == "bad_words[1]"
+    with pytest.raises(InvalidRequest, match="send fewer"):
+        bad_word_ids([f"{number}" + "ab" * 500 for number in range(1024)], TOKENIZER)
+
+
+def test_logprobs_of_named_tokens_need_logprobs_and_exist():
+    assert refused(chat(logprob_token_ids=[5])).param == "logprob_token_ids"
+    assert params(completion(logprobs=0, logprob_token_ids=[6, 5, 6])).logprob_token_ids == (6, 5)
+    wrong = chat(logprobs=True, logprob_token_ids=[CARD.vocab_size])
+    assert refused(wrong).param == "logprob_token_ids[0]"
+
+
+def test_prompt_logprobs_are_the_most_that_any_field_asks_for():
+    assert params(chat(prompt_logprobs=0)).prompt_logprobs == 0
+    assert params(completion(prompt_logprobs=5, echo=True, logprobs=2)).prompt_logprobs == 5
+    assert params(completion(prompt_logprobs=1, echo=True, logprobs=2)).prompt_logprobs == 2
+    assert params(completion(prompt_logprobs=1, logprobs=2)).prompt_logprobs == 1
+
+
+def test_prompt_logprobs_are_not_streamed():
+    with pytest.raises(InvalidRequest, match="whole answers") as caught:
+        check_prompt_logprobs(chat(prompt_logprobs=0, stream=True), 10, 1)
+    assert caught.value.param == "prompt_logprobs"
+    check_prompt_logprobs(chat(prompt_logprobs=0), 10, 1)
+
+
+# ---------------------------------------------------------------- the prompt's length
+
+
+def test_a_prompt_keeps_its_last_tokens():
+    ids = list(range(10))
+    assert truncated(ids, chat(truncate_prompt_tokens=3), CARD) == [7, 8, 9]
+    assert truncated(ids, chat(truncate_prompt_tokens=30), CARD) == ids
+    assert truncated(ids, chat(), CARD) is ids
+    with pytest.raises(InvalidRequest) as caught:
+        truncated(ids, chat(truncate_prompt_tokens=0), CARD)
+    assert caught.value.param == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "left"),
+    [({}, 84), ({"max_tokens": 40}, 60), ({"max_tokens": 99}, 1), ({"max_tokens": 500}, 1)],
+)
+def test_minus_one_leaves_room_for_what_is_asked_for(fields, left):
+    ids = list(range(1000))
+    assert truncated(ids, completion(truncate_prompt_tokens=-1, **fields), CARD) == ids[-left:]
+
+
+def test_a_pattern_is_at_most_as_long_as_the_longest():
+    assert repetition(chat()) is None
+    make = repetition(chat(repetition_detection={"max_pattern_size": 2, "min_count": 3}))
+    assert make is not None
+    detector = make()
+    assert [detector.feed(token) for token in (5, 6, 5, 6, 5, 6)] == [False] * 5 + [True]
+    wrong = {"max_pattern_size": 2, "min_count": 3, "min_pattern_size": 3}
+    with pytest.raises(InvalidRequest) as caught:
+        repetition(chat(repetition_detection=wrong))
+    assert caught.value.param == "repetition_detection.min_pattern_size"
