@@ -12,12 +12,12 @@ import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from pdserve.errors import EngineError, PdserveError
 from pdserve.frontend.placement import Course, cached_tokens, header_lines, served
-from pdserve.openai.responses import PromptTokensDetails, Usage
+from pdserve.openai.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +38,8 @@ class Choice(Protocol):
 
     done: bool
     completion_tokens: int
+    reasoning_tokens: int
+    """Of these, tokens of the model's reasoning, where that is told apart."""
 
     def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
         """Tokens, and perhaps the end. Sets `done` with the end."""
@@ -237,8 +239,15 @@ class Answer(ABC):
             prompt_tokens_details=(
                 None if cached is None else PromptTokensDetails(cached_tokens=cached)
             ),
+            completion_tokens_details=self._completion_details(),
             pdserve=UNSET if told is None else told,
         )
+
+    def _completion_details(self) -> CompletionTokensDetails | UnsetType:
+        if not self.plan.reasons:
+            return UNSET
+        count = sum(choice.reasoning_tokens for choice in self.choices)
+        return CompletionTokensDetails(reasoning_tokens=count)
 
     def served_lines(self) -> bytes:
         """How the request was served, as far as it is known, as header lines."""

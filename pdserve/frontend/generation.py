@@ -31,7 +31,7 @@ from pdserve.frontend.limits import Admission, Ticket
 from pdserve.frontend.naming import NAMELESS, Naming
 from pdserve.frontend.prompts import Context
 from pdserve.frontend.replies import Reply, connection_of
-from pdserve.frontend.stream import StreamAnswer
+from pdserve.frontend.stream import StreamAnswer, stream_answer
 from pdserve.frontend.unary import UnaryAnswer
 from pdserve.frontend.unknown import UnknownFields
 from pdserve.frontend.wire import EventWire, Flusher
@@ -275,7 +275,7 @@ class Generations:
     async def _stream(self, plan: Plan, exchange: Exchange) -> web.StreamResponse:
         lines = exchange.call.headers + _seed_line(plan)
         wire = EventWire(exchange.call.http, lines, self._config.write_buffer, self._flusher)
-        answer = StreamAnswer(plan, self._metrics, exchange.arrival, self._time, wire)
+        answer = stream_answer(plan, self._metrics, exchange.arrival, self._time, wire)
         pulse = _Pulse(self._loop, answer, self._config.header_wait)
         pulse.begin(self._time() - exchange.arrival)
         try:

@@ -5,16 +5,27 @@ Records only; `prompts.py` makes them, `unary.py` and `stream.py` answer by them
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.frontend.dialect import Dialect
 from pdserve.frontend.models import ServedModel
+from pdserve.frontend.output import ChoiceText
 from pdserve.messages.request import GenerateRequest
+from pdserve.openai.schema import Tool
+from pdserve.text.parts import PartParser
 from pdserve.text.stop import StopMatcher
 
 if TYPE_CHECKING:
     from pdserve.text.incremental import Detokenizer
+
+
+def new_call_id() -> str:
+    """An id as OpenAI writes them."""
+    return f"call_{secrets.token_hex(12)}"
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -23,6 +34,8 @@ class Prompt(msgspec.Struct, frozen=True):
     tokens: list[int]
     echo: str = ""
     """What the answer's text begins with; empty unless `echo` was asked for."""
+    reasoning: bool = False
+    """It has opened the model's reasoning: the output begins inside."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +66,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    tools: tuple[Tool, ...] = ()
+    """Those that may be called; empty: calls are not looked for."""
+    one_call: bool = False
+    """At most one is."""
+    parser: Callable[[], PartParser] | None = None
+    """A fresh one for each choice; None: the output is text as it stands."""
+    keep: frozenset[int] = frozenset()
+    """Special tokens that the parser has to see."""
+    call_id: Callable[[], str] = new_call_id
+    """An id for a call of a tool."""
+    reasons: bool = False
+    """The parser tells reasoning apart."""
+    include_reasoning: bool = True
+    dialect: Dialect | None = None
+    """Words the answer for another API than OpenAI's chat and completions; `n` is 1 then."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -63,7 +91,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def plain(self) -> bool:
         """Whether text is all that a token adds: nothing to look for, nothing to tell beside it."""
         return not (
-            self.stops or self.logprobs or self.token_ids or self.echo or self.continuous_usage
+            self.stops
+            or self.logprobs
+            or self.token_ids
+            or self.echo
+            or self.continuous_usage
+            or self.one_call
         )
 
     def detokenizer(self, prompt: Prompt) -> Detokenizer:
@@ -72,6 +105,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
             prompt=prompt.tokens if self.continues_text else (),
+            keep=self.keep,
+        )
+
+    def choice_text(self, prompt: Prompt) -> ChoiceText:
+        """Fresh text state for one choice of `prompt`."""
+        return ChoiceText(
+            self.detokenizer(prompt),
+            self.matcher(),
+            len(prompt.echo),
+            None if self.parser is None else self.parser(),
+            one_call=self.one_call,
+            hides_reasoning=not self.include_reasoning,
         )
 
     def matcher(self) -> StopMatcher | None:

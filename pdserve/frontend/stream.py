@@ -1,7 +1,9 @@
 """Streamed answers: a token becomes bytes on the socket within the call that brought it.
 
 No task, queue or future is touched per token. A choice that is nothing but text takes the short
-road (`PlainChoice`); one with stop strings, logprobs or the like takes the long one (`RichChoice`).
+road (`PlainChoice`); one with stop strings, logprobs or the like takes the long one (`RichChoice`),
+and so does one whose text a parser takes apart (`PartChoice`). `DialectAnswer` has a dialect word
+what the others put into chunks.
 
 When the client reads too slowly, text is held back and merged, so that what waits costs its own
 length and no more; past the bound the connection is cut.
@@ -19,7 +21,8 @@ from pdserve.frontend.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from pdserve.frontend.output import ChoiceText, Piece, join
+from pdserve.frontend.output import Piece, join
+from pdserve.frontend.parts import delta_of
 from pdserve.openai.chunks import NULL, ChunkForm, ChunkWriter, Extras
 from pdserve.openai.errors import error_body
 from pdserve.openai.sse import DONE_EVENT, encode_event
@@ -29,12 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.errors import PdserveError
+    from pdserve.frontend.dialect import Dialect
     from pdserve.frontend.plan import Plan, Prompt
     from pdserve.frontend.wire import EventWire
     from pdserve.ids import Seconds
     from pdserve.messages.request import TokenDelta
     from pdserve.observe.metrics import Metrics
-    from pdserve.openai.responses import CompletionLogprobs
+    from pdserve.openai.responses import CompletionLogprobs, FinishReason
 
 _json = msgspec.json.Encoder().encode
 
@@ -71,14 +75,9 @@ class StreamAnswer(Answer):
         """Headers, unless they could not wait, and for chat the chunks that name the role go out
         with the first token."""
         super().begin(now)
-        plan = self.plan
         if not self.wire.started:
             self.wire.begin(self.served_lines())
-        if plan.chat:
-            ids = plan.prompts[0].tokens if plan.token_ids else None
-            self.wire.write(
-                b"".join([self.chunks.role(index, ids) for index in range(len(self.choices))])
-            )
+        self.wire.write(self._opening())
 
     def tell_waiting(self) -> bool:
         """No token has come for long: headers go out as far as they are known, and a comment that
@@ -93,23 +92,83 @@ class StreamAnswer(Answer):
     def finish(self) -> None:
         """All choices have ended: usage if it was asked for, and the end of the stream."""
         self._flush()
-        last = self.chunks.usage(self.usage(last=True)) if self.plan.include_usage else b""
-        self.wire.end(last + DONE_EVENT)
+        self.wire.end(self._ending())
 
     def abort(self, error: PdserveError) -> None:
         """The stream has begun and cannot go on: tell why, and end it without `[DONE]`."""
         self._flush()
-        self.wire.end(encode_event(error_body(error)))
+        self.wire.end(self._failure(error))
 
     def _choice(self, index: int, prompt: Prompt) -> Choice:
+        if self.plan.parser is not None:
+            return PartChoice(self, index, prompt)
         if self.plan.plain:
             return PlainChoice(self, index, prompt)
         return RichChoice(self, index, prompt)
+
+    def _opening(self) -> bytes:
+        plan = self.plan
+        if not plan.chat:
+            return b""
+        ids = plan.prompts[0].tokens if plan.token_ids else None
+        content = NULL if plan.tools else b'""'  # a call of a tool may be all there is
+        roles = [self.chunks.role(n, ids, content=content) for n in range(len(self.choices))]
+        return b"".join(roles)
+
+    def _ending(self) -> bytes:
+        last = self.chunks.usage(self.usage(last=True)) if self.plan.include_usage else b""
+        return last + DONE_EVENT
+
+    def _failure(self, error: PdserveError) -> bytes:
+        return encode_event(error_body(error))
 
     def _flush(self) -> None:
         """Write what was held back, one chunk per choice."""
         for choice in self.choices:
             choice.flush()  # type: ignore[attr-defined]  # both kinds below have it
+
+
+class DialectAnswer(StreamAnswer):
+    """The same for another API: a dialect says every word of it."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        plan: Plan,
+        metrics: Metrics,
+        arrival: Seconds,
+        time: Callable[[], Seconds],
+        wire: EventWire,
+    ) -> None:
+        self.dialect = dialect
+        super().__init__(plan, metrics, arrival, time, wire)
+
+    def _choice(self, index: int, prompt: Prompt) -> Choice:
+        self._only = DialectChoice(self, index, prompt, self.dialect)
+        return self._only
+
+    def _opening(self) -> bytes:
+        return self.dialect.begin(self.plan, self.usage())
+
+    def _ending(self) -> bytes:
+        reason, stop_reason = self._only.outcome
+        return self.dialect.finish(reason, stop_reason, self.usage(last=True))
+
+    def _failure(self, error: PdserveError) -> bytes:
+        return self.dialect.error(error)
+
+
+def stream_answer(
+    plan: Plan,
+    metrics: Metrics,
+    arrival: Seconds,
+    time: Callable[[], Seconds],
+    wire: EventWire,
+) -> StreamAnswer:
+    """The kind of answer that a plan asks for."""
+    if plan.dialect is None:
+        return StreamAnswer(plan, metrics, arrival, time, wire)
+    return DialectAnswer(plan.dialect, plan, metrics, arrival, time, wire)
 
 
 class PlainChoice:
@@ -126,6 +185,7 @@ class PlainChoice:
         "_wire",
         "completion_tokens",
         "done",
+        "reasoning_tokens",
     )
 
     def __init__(self, answer: StreamAnswer, index: int, prompt: Prompt) -> None:
@@ -138,6 +198,7 @@ class PlainChoice:
         self._last: Seconds | None = None
         self._held = bytearray()
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
         self.done = False
 
     def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
@@ -202,7 +263,7 @@ class RichChoice:
         self._wire = answer.wire
         self._form = answer.chunks.form(index)
         self._prompt = prompt
-        self._text = ChoiceText(plan.detokenizer(prompt), plan.matcher(), len(prompt.echo))
+        self._text = plan.choice_text(prompt)
         self._pace = answer.metrics.inter_token_latency
         self._last: Seconds | None = None
         self._held: list[Piece] = []
@@ -210,6 +271,7 @@ class RichChoice:
         self._prompt_due = plan.token_ids and not plan.chat
         """The prompt's ids go out with the first chunk; a chat's have gone out with the role."""
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
         self.done = False
 
     def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
@@ -236,6 +298,7 @@ class RichChoice:
     def _take(self, piece: Piece, *, last: bool) -> None:
         # Told tokens, not fed ones: usage on a chunk counts what the client has seen.
         self.completion_tokens += len(piece.tokens)
+        self.reasoning_tokens += piece.reasoning_tokens
         if last:
             self.flush()
             self._write(piece, last=True)
@@ -246,8 +309,12 @@ class RichChoice:
             self._write(piece, last=False)
 
     def _write(self, piece: Piece, *, last: bool) -> None:
+        extras = self._extras(piece, last=last)
+        self._wire.write(self._answer.chunks.full(self._form, json_escape(piece.text), extras))
+
+    def _extras(self, piece: Piece, *, last: bool) -> Extras:
         text = self._text
-        extras = Extras(
+        return Extras(
             logprobs=self._logprobs(piece),
             finish_reason=text.finish_reason if last else None,
             stop_reason=text.stop_reason if last else None,
@@ -255,7 +322,6 @@ class RichChoice:
             prompt_token_ids=self._prompt_ids(),
             usage=self._answer.usage() if self._plan.continuous_usage else None,
         )
-        self._wire.write(self._answer.chunks.full(self._form, json_escape(piece.text), extras))
 
     def _prompt_ids(self) -> list[int] | None:
         """Once, if they are wanted."""
@@ -291,6 +357,37 @@ class RichChoice:
         self._wire.write(self._answer.chunks.full(self._form, json_escape(prompt.echo), extras))
 
 
+class PartChoice(RichChoice):
+    """A chat's choice that is told in parts: content, reasoning, calls of tools."""
+
+    def __init__(self, answer: StreamAnswer, index: int, prompt: Prompt) -> None:
+        super().__init__(answer, index, prompt)
+        self._index = index
+
+    def _write(self, piece: Piece, *, last: bool) -> None:
+        delta = _json(delta_of(piece.parts, self._plan.call_id))
+        extras = self._extras(piece, last=last)
+        self._wire.write(self._answer.chunks.delta(self._index, delta, extras))
+
+
+class DialectChoice(RichChoice):
+    """The one choice of an answer that a dialect words."""
+
+    def __init__(self, answer: StreamAnswer, index: int, prompt: Prompt, dialect: Dialect) -> None:
+        super().__init__(answer, index, prompt)
+        self._dialect = dialect
+
+    @property
+    def outcome(self) -> tuple[FinishReason, int | str | None]:
+        """How it ended: the reason, and what stopped it."""
+        reason = self._text.finish_reason
+        assert reason is not None  # asked for at the end only
+        return reason, self._text.stop_reason
+
+    def _write(self, piece: Piece, *, last: bool) -> None:
+        self._wire.write(self._dialect.parts(piece.shown, piece))
+
+
 def _size(piece: Piece) -> int:
     tops = sum(1 + len(logprob.top) for logprob in piece.logprobs)
-    return len(piece.text) + 8 * len(piece.tokens) + _LOGPROB_BYTES * tops
+    return piece.size + 8 * len(piece.tokens) + _LOGPROB_BYTES * tops

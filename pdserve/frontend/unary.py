@@ -15,6 +15,8 @@ from pdserve.frontend.logprobs import (
     prompt_logprobs,
 )
 from pdserve.frontend.output import ChoiceText, Piece, join
+from pdserve.frontend.parts import message_of
+from pdserve.messages.request import Finish, TokenDelta
 from pdserve.openai.responses import (
     AssistantMessage,
     ChatChoice,
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from pdserve.frontend.gathered import Gathered
     from pdserve.frontend.plan import Plan, Prompt
     from pdserve.ids import Bytes, Seconds
-    from pdserve.messages.request import TokenDelta, TokenLogprob
+    from pdserve.messages.request import TokenLogprob
     from pdserve.observe.instruments import Histogram
     from pdserve.observe.metrics import Metrics
 
@@ -39,6 +41,9 @@ _encode = msgspec.json.Encoder().encode
 
 _LOGPROB_WORK = 10
 """Writing one logprob takes as long as tokenising so many characters; a token's text takes one."""
+
+_PARSING_WORK = 16
+"""Taking one token's text apart, likewise."""
 
 
 class GatheredChoice:
@@ -58,6 +63,7 @@ class GatheredChoice:
         "finish_reason",
         "index",
         "prompt",
+        "reasoning_tokens",
         "stop_reason",
     )
 
@@ -77,10 +83,12 @@ class GatheredChoice:
         self._tokens: list[int] = []
         self._pieces: list[Piece] = []
         self._prompt_logprobs: list[TokenLogprob] = []
-        self._text = None if plan.plain else _choice_text(plan, prompt)
+        self._text = None if plan.plain else plan.choice_text(prompt)
         self.index = index
         self.prompt = prompt
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        """Known once `output` was asked for."""
         self.done = False
         self.finish_reason: FinishReason = "stop"
         self.stop_reason: int | str | None = None
@@ -114,13 +122,23 @@ class GatheredChoice:
             self.finish_reason, self.stop_reason = text.finish_reason, text.stop_reason
 
     def output(self) -> Piece:
-        """All of the choice as one piece."""
+        """All of the choice as one piece; may change its `finish_reason`. To be asked once."""
         if self._plan.scores_only:
             return Piece("")
+        if self._text is None and self._plan.parser is not None:
+            self._read(self._plan.choice_text(self.prompt))
         if self._text is not None:
-            return join(self._pieces)
+            piece = join(self._pieces)
+            self.reasoning_tokens = piece.reasoning_tokens
+            return piece
         detokenizer = self._plan.detokenizer(self.prompt)
         return Piece(detokenizer.feed_many(self._tokens) + detokenizer.flush(), self._tokens)
+
+    def _read(self, text: ChoiceText) -> None:
+        """Have the parser read what was gathered without it."""
+        finish = Finish(reason=self.finish_reason, stop_reason=self.stop_reason)  # type: ignore[arg-type]
+        self._text = text
+        self._look(text, TokenDelta(0, 0, self._tokens, finish))
 
     def echoed_logprobs(self) -> CompletionLogprobs | None:
         """Those of the prompt, if it is echoed with logprobs."""
@@ -133,10 +151,6 @@ class GatheredChoice:
             self._prompt_logprobs,
             self._plan.skip_special_tokens,
         )
-
-
-def _choice_text(plan: Plan, prompt: Prompt) -> ChoiceText:
-    return ChoiceText(plan.detokenizer(prompt), plan.matcher(), len(prompt.echo))
 
 
 class UnaryAnswer(Answer):
@@ -172,6 +186,8 @@ class UnaryAnswer(Answer):
         """What `body` takes, in characters of text to tokenise."""
         plan = self.plan
         tokens = self.completion_tokens
+        if plan.parser is not None:
+            tokens *= _PARSING_WORK
         if not plan.logprobs:
             return tokens
         if plan.echo:
@@ -180,16 +196,19 @@ class UnaryAnswer(Answer):
 
     def body(self) -> bytes:
         """The answer as JSON. May run in a thread: nothing else touches a finished answer."""
+        if self.plan.dialect is not None:
+            return self.plan.dialect.whole(self._chat())
         return _encode(self._chat() if self.plan.chat else self._completion())
 
     def _chat(self) -> ChatCompletion:
         plan = self.plan
+        choices = [self._chat_choice(choice) for choice in self.choices]
         answer = ChatCompletion(
             id=plan.answer_id,
             created=plan.created,
             model=plan.model_name,
             system_fingerprint=plan.model.fingerprint,
-            choices=[self._chat_choice(choice) for choice in self.choices],
+            choices=choices,
             usage=self.usage(last=True),
         )
         if plan.token_ids:
@@ -200,7 +219,7 @@ class UnaryAnswer(Answer):
         plan, output = self.plan, choice.output()
         answer = ChatChoice(
             index=choice.index,
-            message=AssistantMessage(content=output.text),
+            message=self._message(output),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
         )
@@ -209,6 +228,11 @@ class UnaryAnswer(Answer):
         if plan.token_ids:
             answer.token_ids = output.tokens
         return answer
+
+    def _message(self, output: Piece) -> AssistantMessage:
+        if self.plan.parser is None:
+            return AssistantMessage(content=output.text)
+        return message_of(output.parts, self.plan.call_id)
 
     def _completion(self) -> Completion:
         plan = self.plan

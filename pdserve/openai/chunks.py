@@ -88,15 +88,29 @@ class ChunkWriter:
             after_text=close + b',"logprobs":',
         )
 
-    def role(self, index: int, prompt_token_ids: Sequence[int] | None = None) -> bytes:
-        """The first chunk of a chat choice."""
+    def role(
+        self,
+        index: int,
+        prompt_token_ids: Sequence[int] | None = None,
+        *,
+        content: bytes = b'""',
+    ) -> bytes:
+        """The first chunk of a chat choice. `content` is `null` where perhaps none will follow."""
         ids = b"" if prompt_token_ids is None else b',"prompt_token_ids":' + _json(prompt_token_ids)
-        delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        return b"".join((self._start, b'{"index":%d,' % index, delta, ids, self._end))
+        delta = b'"delta":{"role":"assistant","content":%s}' % content
+        rest = b',"logprobs":null,"finish_reason":null}]'
+        return b"".join((self._start, b'{"index":%d,' % index, delta, rest, ids, self._end))
 
     def full(self, form: ChunkForm, text: bytes, extras: Extras) -> bytes:
         """A chunk of any content."""
-        opening = form.head + text + form.after_text if text else form.bare
+        return self._chunk(form.head + text + form.after_text if text else form.bare, extras)
+
+    def delta(self, index: int, delta: bytes, extras: Extras) -> bytes:
+        """A chat's chunk whose `delta` is this JSON object."""
+        opening = b'%s{"index":%d,"delta":%s,"logprobs":' % (self._start, index, delta)
+        return self._chunk(opening, extras)
+
+    def _chunk(self, opening: bytes, extras: Extras) -> bytes:
         reason = NULL if extras.finish_reason is None else b'"%s"' % extras.finish_reason.encode()
         parts = [opening, extras.logprobs, b',"finish_reason":', reason]
         if extras.finish_reason is not None:

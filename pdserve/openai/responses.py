@@ -11,12 +11,17 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "tool_calls", "repetition"]
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     """Leading prompt tokens whose KV was reused instead of computed."""
+
+
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    reasoning_tokens: int = 0
+    """Output tokens of the model's reasoning, of all choices, its marks included."""
 
 
 class Served(msgspec.Struct, kw_only=True):
@@ -58,6 +63,8 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    """Of a model whose reasoning is told apart."""
     pdserve: Served | msgspec.UnsetType = msgspec.UNSET
     """With the answer's last usage."""
 
@@ -127,13 +134,46 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     """In characters, from the start of the choice's `text`."""
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """One token that may have stood, or stands, at a place of the prompt."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    decoded_token: str
+
+
+ScoredToken = dict[str, PromptLogprob] | None
+"""By token id: the prompt's own token and the likeliest ones. The first token has null."""
+
+
 # ---------------------------------------------------------------- chat
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+    """A JSON object, as far as the model has written it."""
+
+
+class CalledTool(msgspec.Struct, kw_only=True):
+    """A call that the model wants to be made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    """Null where the model said nothing but called tools."""
     refusal: None = None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """What the model thought before it spoke; absent if nothing."""
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    """The same, by the name that other clients know."""
+    tool_calls: list[CalledTool] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -155,11 +195,30 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[ScoredToken] | msgspec.UnsetType = msgspec.UNSET
+
+
+class FunctionDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+    """More of them."""
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """More of one call: with its first delta come id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -194,6 +253,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[ScoredToken] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):

@@ -62,13 +62,15 @@ class Detokenizer(ABC):
 class ByteLevelDetokenizer(Detokenizer):
     """For kind `bytes`. Holds at most the three bytes of an unfinished character."""
 
-    __slots__ = ("_held", "_jsons", "_pieces", "_skip", "_texts")
+    __slots__ = ("_held", "_jsons", "_pieces", "_table", "_texts")
 
-    def __init__(self, pieces: Pieces, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, pieces: Pieces, skip_special_tokens: bool, keep: frozenset[int] = frozenset()
+    ) -> None:
         self._pieces = pieces
-        self._skip = skip_special_tokens
-        self._texts = pieces.texts[skip_special_tokens]
-        self._jsons = pieces.jsons[skip_special_tokens]
+        self._table = pieces.table(skip_special_tokens, keep)
+        self._texts = self._table.texts
+        self._jsons = self._table.jsons
         self._held = b""
 
     def feed(self, token_id: int) -> str:
@@ -89,7 +91,7 @@ class ByteLevelDetokenizer(Detokenizer):
                 return b"".join([jsons[token_id] for token_id in token_ids])  # type: ignore[misc]
             except (TypeError, IndexError):  # an entry not filled, or an id without text of its own
                 for token_id in token_ids:
-                    self._pieces.json(token_id, self._skip)
+                    self._table.json(token_id)
         return json_escape(self.feed_many(token_ids))
 
     def flush(self) -> str:
@@ -97,7 +99,7 @@ class ByteLevelDetokenizer(Detokenizer):
         return text
 
     def _feed_slowly(self, token_id: int) -> str:
-        text = self._pieces.text(token_id, self._skip)
+        text = self._table.text(token_id)
         if text is not None and not self._held:
             return text
         if text == "":
@@ -118,18 +120,22 @@ class PieceDetokenizer(Detokenizer):
         "_pieces",
         "_plain",
         "_run",
-        "_skip",
         "_strip_left",
+        "_table",
         "_texts",
     )
 
     def __init__(
-        self, pieces: Pieces, skip_special_tokens: bool, glue_special_tokens: bool = False
+        self,
+        pieces: Pieces,
+        skip_special_tokens: bool,
+        glue_special_tokens: bool = False,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
         self._pieces = pieces
-        self._skip = skip_special_tokens
         self._glue = glue_special_tokens and not skip_special_tokens
-        self._texts = pieces.texts[skip_special_tokens]
+        self._table = pieces.table(skip_special_tokens, keep)
+        self._texts = self._table.texts
         self._strip_left = pieces.shape.strip_count
         self._run = _ByteRun()
         self._first = True
@@ -162,9 +168,9 @@ class PieceDetokenizer(Detokenizer):
     def _feed_slowly(self, token_id: int) -> str:
         pieces = self._pieces
         special = token_id in pieces.special
-        if (special and self._skip) or not pieces.exists(token_id):
+        if token_id in self._table.hidden or not pieces.exists(token_id):
             return ""
-        text = pieces.text(token_id, self._skip)
+        text = self._table.text(token_id)
         if text is None:
             out = self._run.extend(pieces.raw_bytes(token_id))
         else:
@@ -246,13 +252,17 @@ class WindowDetokenizer(Detokenizer):
     Right for every decoder that only ever adds to the text, seeing a few tokens back.
     """
 
-    __slots__ = ("_glue", "_pieces", "_run", "_shown", "_skip", "_window")
+    __slots__ = ("_glue", "_hidden", "_pieces", "_run", "_shown", "_window")
 
     def __init__(
-        self, pieces: Pieces, skip_special_tokens: bool, glue_special_tokens: bool = False
+        self,
+        pieces: Pieces,
+        skip_special_tokens: bool,
+        glue_special_tokens: bool = False,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
         self._pieces = pieces
-        self._skip = skip_special_tokens
+        self._hidden = pieces.table(skip_special_tokens, keep).hidden
         self._glue = glue_special_tokens and not skip_special_tokens
         self._window: list[int] = []
         self._shown = 0
@@ -263,15 +273,14 @@ class WindowDetokenizer(Detokenizer):
     def start_after(self, token_ids: Sequence[int]) -> None:
         """Continue the text of these ids."""
         count = _CONTEXT
-        self._window = list(token_ids[-count:])
+        self._window = self._shown_of(token_ids[-count:])
         while not self._decode() and count < len(token_ids):
             count *= 2
-            self._window = list(token_ids[-count:])
+            self._window = self._shown_of(token_ids[-count:])
         self._shown = len(self._decode())
 
     def feed(self, token_id: int) -> str:
-        skipped = self._skip and token_id in self._pieces.special
-        if skipped or not self._pieces.exists(token_id):
+        if token_id in self._hidden or not self._pieces.exists(token_id):
             return ""
         content = self._pieces.content(token_id)
         glued = self._is_glued(token_id)
@@ -287,8 +296,11 @@ class WindowDetokenizer(Detokenizer):
     def flush(self) -> str:
         return self._show(self._decode())
 
+    def _shown_of(self, token_ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id not in self._hidden]
+
     def _decode(self) -> str:
-        return self._pieces.decode(self._window, self._skip)
+        return self._pieces.decode(self._window)
 
     def _is_glued(self, token_id: int) -> bool:
         special = self._pieces.special
@@ -317,7 +329,7 @@ class WindowDetokenizer(Detokenizer):
     def _trim(self) -> None:
         """Forget ids too far back to matter, if those kept still have text before what follows."""
         kept = [] if self._run else self._window[-_CONTEXT:]
-        text = self._pieces.decode(kept, self._skip)
+        text = self._pieces.decode(kept)
         if self._run or text.strip(_REPLACEMENT + " "):
             self._window = kept
             self._shown = len(text)
@@ -329,15 +341,16 @@ def detokenizer(
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
     prompt: Sequence[int] = (),
+    keep: frozenset[int] = frozenset(),
 ) -> Detokenizer:
     """The detokeniser for a tokenizer's kind; see `Tokenizer.detokenizer` for the arguments."""
     if pieces.shape.kind == "bytes":  # neither the start nor a special token changes anything
-        return ByteLevelDetokenizer(pieces, skip_special_tokens)
+        return ByteLevelDetokenizer(pieces, skip_special_tokens, keep)
     glue = not spaces_between_special_tokens
     if pieces.shape.kind == "pieces":
-        one = PieceDetokenizer(pieces, skip_special_tokens, glue)
+        one = PieceDetokenizer(pieces, skip_special_tokens, glue, keep)
         one.start_after(prompt)
         return one
-    other = WindowDetokenizer(pieces, skip_special_tokens, glue)
+    other = WindowDetokenizer(pieces, skip_special_tokens, glue, keep)
     other.start_after(prompt)
     return other

@@ -115,12 +115,48 @@ def json_escape(text: str) -> bytes:
     return msgspec.json.encode(text)[1:-1]
 
 
+class Table:
+    """Texts of a tokenizer's ids, some of which are hidden: they have the empty text.
+
+    An entry of `texts` or `jsons` is None while it has not been asked for, and for ever when the id
+    has no text of its own: it is a byte, or bytes, that need their neighbours.
+    """
+
+    __slots__ = ("_pieces", "hidden", "jsons", "texts")
+
+    def __init__(self, pieces: Pieces, hidden: frozenset[int]) -> None:
+        self._pieces = pieces
+        self.hidden = hidden
+        self.texts: list[str | None] = [None] * pieces.size
+        self.jsons: list[bytes | None] = [None] * pieces.size
+
+    def text(self, token_id: int) -> str | None:
+        """The id's text when it is not the first one; None: it has none of its own."""
+        if token_id >= self._pieces.size:
+            return ""
+        known = self.texts[token_id]
+        return known if known is not None else self._fill(token_id)
+
+    def json(self, token_id: int) -> bytes | None:
+        """`text`, escaped for the inside of a JSON string."""
+        text = self.text(token_id)
+        if text is None:
+            return None
+        escaped = json_escape(text)
+        if token_id < self._pieces.size:
+            self.jsons[token_id] = escaped
+        return escaped
+
+    def _fill(self, token_id: int) -> str | None:
+        text = "" if token_id in self.hidden else self._pieces.own_text(token_id)
+        self.texts[token_id] = text
+        return text
+
+
 class Pieces:
     """Text, bytes and escaped text of every id of one tokenizer.
 
-    An entry of `texts` or `jsons` is None while it has not been asked for, and for ever when the id
-    has no text of its own: it is a byte, or bytes, that need their neighbours. Ids at or above
-    `size` have no text. Ids are never negative.
+    Ids at or above `size` have no text. Ids are never negative.
     """
 
     def __init__(
@@ -134,25 +170,23 @@ class Pieces:
         self.size = size
         self.special = special
         self.shape = shape if _anchor_holds(raw) else replace(shape, kind="window")
-        self.texts: dict[bool, list[str | None]] = {skip: [None] * size for skip in (False, True)}
-        self.jsons: dict[bool, list[bytes | None]] = {skip: [None] * size for skip in (False, True)}
+        self.all = Table(self, frozenset())
+        """Nothing is hidden."""
+        self.ordinary = Table(self, special)
+        """Special ids are."""
+        self._others: dict[frozenset[int], Table] = {}
 
-    def text(self, token_id: int, skip_special: bool) -> str | None:
-        """The id's text when it is not the first one; None: it has none of its own."""
-        if token_id >= self.size:
-            return ""
-        known = self.texts[skip_special][token_id]
-        return known if known is not None else self._fill(token_id, skip_special)
-
-    def json(self, token_id: int, skip_special: bool) -> bytes | None:
-        """`text`, escaped for the inside of a JSON string."""
-        text = self.text(token_id, skip_special)
-        if text is None:
-            return None
-        escaped = json_escape(text)
-        if token_id < self.size:
-            self.jsons[skip_special][token_id] = escaped
-        return escaped
+    def table(self, skip_special: bool, keep: frozenset[int] = frozenset()) -> Table:
+        """The texts without special ids, or with all or with `keep` of them. There are few such
+        sets to a model: every one costs a table."""
+        if not skip_special:
+            return self.all
+        if not keep:
+            return self.ordinary
+        table = self._others.get(keep)
+        if table is None:
+            table = self._others.setdefault(keep, Table(self, self.special - keep))
+        return table
 
     def first_text(self, token_id: int) -> str:
         """The id's text when it is the first one; only for kind `pieces`, never for a byte."""
@@ -180,10 +214,10 @@ class Pieces:
         match = _BYTE_TOKEN.fullmatch(token) if self.shape.byte_fallback else None
         return int(match[1], 16) if match else None
 
-    def decode(self, token_ids: list[int], skip_special: bool) -> str:
-        """The library's decode; empty where the library itself breaks down."""
+    def decode(self, token_ids: list[int]) -> str:
+        """The library's decode of ids that are all shown; empty where it breaks down itself."""
         try:
-            return self.raw.decode(token_ids, skip_special_tokens=skip_special)
+            return self.raw.decode(token_ids, skip_special_tokens=False)
         except BaseException as error:
             if not is_panic(error):
                 raise
@@ -197,14 +231,8 @@ class Pieces:
         """The token as the vocabulary writes it; empty for an id that it lacks."""
         return (self.raw.id_to_token(token_id) or "") if token_id < self.size else ""
 
-    def _fill(self, token_id: int, skip_special: bool) -> str | None:
-        text = self._own_text(token_id, skip_special)
-        self.texts[skip_special][token_id] = text
-        return text
-
-    def _own_text(self, token_id: int, skip_special: bool) -> str | None:
-        if skip_special and token_id in self.special:
-            return ""
+    def own_text(self, token_id: int) -> str | None:
+        """The id's text when it is not the first one; None: it has none of its own."""
         token = self.raw.id_to_token(token_id)
         if token is None:
             return ""

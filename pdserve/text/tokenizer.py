@@ -196,24 +196,27 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
         prompt: Sequence[int] = (),
+        keep: frozenset[int] = frozenset(),
     ) -> Detokenizer:
         """A fresh incremental detokeniser for one sequence.
 
         `prompt`: the ids whose text the output continues. It matters to decoders that drop a space
         at the start of a text: a completion continues its prompt; a chat message is a text of its
-        own, so pass nothing for it.
+        own, so pass nothing for it. `keep`: special ids that are shown although others are skipped;
+        each such set takes a table, so a model may have a few of them only.
         """
         return detokenizer(
             self._pieces,
             skip_special_tokens=skip_special_tokens,
             spaces_between_special_tokens=spaces_between_special_tokens,
             prompt=prompt,
+            keep=keep,
         )
 
     def token_text(self, token_id: int) -> str:
         """One token for a person or a logprobs entry: special ones are shown, bytes that are no
         character by themselves appear as U+FFFD. Empty for an id that the vocabulary lacks."""
-        text = self._pieces.text(token_id, skip_special=False)
+        text = self._pieces.all.text(token_id)
         return self.token_bytes(token_id).decode("utf-8", "replace") if text is None else text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -222,7 +225,7 @@ class Tokenizer:
 
     def token_json(self, token_id: int, skip_special_tokens: bool = True) -> bytes | None:
         """The token's text, escaped for the inside of a JSON string; None if it has none alone."""
-        return self._pieces.json(token_id, skip_special_tokens)
+        return self._pieces.table(skip_special_tokens).json(token_id)
 
 
 def _add_tokens(raw: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
