@@ -1,0 +1,127 @@
+"""Reading text that comes in pieces: the machinery under `reasoning.py` and `tools/`.
+
+A reader keeps only what it cannot judge yet, so that a text costs the same however it is cut. Its
+states are methods: each looks at the text from `at` on, moves `at` past what it has understood and
+says whether to go on. A state that could judge more with more text must wait for it (return False
+and leave `at`), or the answer would depend on where the text was cut.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pdserve.text.parts import Part
+
+    State = Callable[[], bool]
+
+
+def overlap(text: str, markers: Iterable[str], at: int = 0) -> int:
+    """Characters at the end of `text[at:]` that some marker begins with, short of a whole one."""
+    most = 0
+    room = len(text) - at
+    for marker in markers:
+        size = min(len(marker) - 1, room)
+        while size > most and not text.endswith(marker[:size]):
+            size -= 1
+        most = max(most, size)
+    return most
+
+
+class Reader:
+    """The text that is still to be judged, and the state that judges it next."""
+
+    __slots__ = ("at", "last", "parts", "state", "text")
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        """Looks at `text` from `at` on. True: there may be more to do. False: not without more
+        text; once `last`, it has taken all there was."""
+        self.text = ""
+        self.at = 0
+        self.last = False
+        self.parts: list[Part] = []
+
+    @property
+    def in_reasoning(self) -> bool:
+        return False
+
+    def feed(self, text: str) -> list[Part]:
+        self.text = self.text[self.at :] + text
+        self.at = 0
+        return self._run()
+
+    def finish(self) -> list[Part]:
+        self.last = True
+        parts = self._run()
+        self.text = ""
+        self.at = 0
+        return parts
+
+    def _run(self) -> list[Part]:
+        while self.state():
+            pass
+        parts, self.parts = self.parts, []
+        return parts
+
+    def turn(self, state: State) -> bool:
+        """`state` goes on from `at`."""
+        self.state = state
+        return True
+
+    def skip_blank(self) -> bool:
+        """Move past blank space; whether anything else is there."""
+        text, at = self.text, self.at
+        while at < len(text) and text[at].isspace():
+            at += 1
+        self.at = at
+        return at < len(text)
+
+    def meets(self, markers: Iterable[str]) -> str | None:
+        """The marker that stands at `at`; "" if none can; None if more text may complete one."""
+        text, at = self.text, self.at
+        rest = len(text) - at
+        waits = False
+        for marker in markers:
+            if text.startswith(marker, at):
+                return marker
+            waits = waits or (rest < len(marker) and marker.startswith(text[at:]))
+        return None if waits and not self.last else ""
+
+
+class Layout:
+    """Blank space around pieces of shown text: kept back until text follows that it sets apart."""
+
+    __slots__ = ("_bare", "_held", "_trims")
+
+    def __init__(self, *, bare: bool) -> None:
+        """`bare`: blank space at both ends is not shown."""
+        self._bare = bare
+        self._trims = bare
+        self._held: list[str] = []
+
+    def add(self, text: str) -> str:
+        """What is to be shown now that `text` has come."""
+        bare = text.rstrip()
+        shown = ""
+        if bare:
+            shown = bare.lstrip() if self._bare else "".join([*self._held, bare])
+            self._held.clear()
+            self._bare = False
+        if len(bare) < len(text):
+            self._held.append(text[len(bare) :])
+        return shown
+
+    def trim(self, *, begins: bool) -> None:
+        """From here on, blank space at the end is not shown; nor is any so far if the text only
+        `begins`."""
+        self._trims = True
+        self._bare = self._bare or begins
+
+    def flush(self) -> str:
+        """The text has ended: the space at its end."""
+        held = "" if self._trims else "".join(self._held)
+        self._held.clear()
+        return held

@@ -1,0 +1,92 @@
+"""What all formats of tool calls have in common.
+
+What a model writes is read once, as it comes. Text in which no call can be made out is never lost:
+it becomes content, without the markers around it. A call that has begun cannot be taken back, so
+it begins when its name and the first character of its arguments are known, not earlier.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pdserve.text.markup import Layout, Reader
+from pdserve.text.parts import CallArguments, CallBegin, Content
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.openai.schema import Tool
+    from pdserve.text.markup import State
+    from pdserve.text.parts import Part, PartParser
+
+Choice = Literal["auto", "required"] | str
+"""Which tool must be called: as the model likes, any, or the one of this name."""
+
+
+class ToolFormat(Protocol):
+    """How a family of models writes calls of tools."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Must stay visible in the text where they are special tokens."""
+        ...
+
+    def parser(self, tools: Sequence[Tool]) -> PartParser:
+        """Reads one choice of an answer to a request with these tools."""
+        ...
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: Choice,
+        parallel: bool,
+        special: Mapping[str, int] | None = None,
+    ) -> str:
+        """A Lark grammar for llguidance of what the model may write.
+
+        `choice`: "required" or a tool's name: nothing but calls. "auto": free text too, but a call
+        once begun is enforced. `parallel`: more than one call. `special`: ids of the tokenizer's
+        special tokens; a marker among them is enforced as that token, others as text.
+        """
+        ...
+
+    def call_id(self) -> str:
+        """A fresh id of a call, in the form that the family's templates accept."""
+        ...
+
+
+class CallReader(Reader):
+    """A reader whose parts are content and calls."""
+
+    __slots__ = ("_layout", "_shown", "calls")
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self.calls = 0
+        self._layout = Layout(bare=False)
+        self._shown = False
+
+    def say(self, text: str) -> None:
+        """Content; blank space beside calls is layout."""
+        shown = self._layout.add(text)
+        if shown:
+            self._shown = True
+            self.parts.append(Content(shown))
+
+    def begin(self, name: str) -> None:
+        self._layout.trim(begins=not self._shown)
+        self.parts.append(CallBegin(self.calls, name))
+        self.calls += 1
+
+    def argue(self, text: str) -> None:
+        """More arguments of the call that began last."""
+        if text:
+            self.parts.append(CallArguments(self.calls - 1, text))
+
+    def finish(self) -> list[Part]:
+        parts = super().finish()
+        space = self._layout.flush()
+        return [*parts, Content(space)] if space else parts
