@@ -6,7 +6,7 @@ import logging
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from pdserve.openai.fields import shorten
+from pdserve.openai.fields import shorten, without_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +32,7 @@ class UnknownFields:
         Of one request the first so many; a client that sends more is not making a spelling mistake.
         """
         for name in islice(names, MAX_NAMES):
-            name = shorten(name)
+            name = shorten(without_places(name))
             self._metrics.unknown_fields.labels(name).inc()
             if name not in self._seen and len(self._seen) < MAX_NAMES:
                 self._seen.add(name)

@@ -11,6 +11,7 @@ import codecs
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, get_args
 
 import msgspec
@@ -19,13 +20,12 @@ from pdserve.errors import InvalidRequest
 from pdserve.openai.fields import (
     REFUSED_BY_CHAT,
     REFUSED_BY_COMPLETIONS,
-    STREAM_OPTIONS,
     Refusal,
     refuse_unknown,
     shorten,
     unknown_fields,
-    unknown_stream_options,
 )
+from pdserve.openai.nested import Place, place_of, unknown_inside
 from pdserve.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -89,7 +89,8 @@ class RequestDecoder(Generic[T]):
 
     def __init__(self, record: type[T], refused: Mapping[str, Refusal]) -> None:
         self._typed = msgspec.json.Decoder(record)
-        self._refused = refused
+        self.record = record
+        self.refused = refused
         self._known = frozenset(field.encode_name for field in msgspec.structs.fields(record))
 
     def decode(self, body: bytes, *, strict: bool = False) -> Decoded[T]:
@@ -107,11 +108,16 @@ class RequestDecoder(Generic[T]):
             _plain(body)
             raise InvalidRequest(_SURROGATE) from None
         plain = _plain(body)
-        unknown = unknown_fields(plain, self._known, self._refused)
-        unknown += unknown_stream_options(plain.get("stream_options"))
+        unknown = unknown_fields(plain, self._known, self.refused)
+        unknown += unknown_inside(plain, self._place)
         if unknown and strict:
-            refuse_unknown(unknown, self._known | STREAM_OPTIONS, self._refused)
+            refuse_unknown(unknown, [*self._place.paths(), *self.refused])
         return Decoded(request, unknown)
+
+    @cached_property
+    def _place(self) -> Place:
+        """Made with the first request: records are many, and starting is to be quick."""
+        return place_of(self.record)
 
 
 def _check_structure(body: bytes) -> None:

@@ -8,11 +8,11 @@ nothing. A field that cannot change the answer here is *accepted without effect*
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InvalidRequest
-from pdserve.openai.schema import StreamOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,30 +32,36 @@ class Refusal:
         )
 
 
+_PLACES = re.compile(r"\[\d+\]")
 _TOOLS = "use `tools` and `tool_choice`"
 _STRUCTURED = "use `structured_outputs`"
 _BEAMS = "beam search is not supported; use sampling with `n`"
 
 _REFUSED_BY_BOTH: dict[str, Refusal] = {
     "early_stopping": Refusal(_BEAMS, (False,)),
+    "ebnf": Refusal(_STRUCTURED),
     "guided_choice": Refusal(_STRUCTURED),
     "guided_grammar": Refusal(_STRUCTURED),
     "guided_json": Refusal(_STRUCTURED),
     "guided_regex": Refusal(_STRUCTURED),
+    "guided_whitespace_pattern": Refusal(_STRUCTURED),
     "kv_transfer_params": Refusal("pdserve moves KV itself; leave it out"),
     "length_penalty": Refusal(_BEAMS, (1, 1.0)),
     "logits_processors": Refusal("not supported; leave it out", ([],)),
+    "regex": Refusal(_STRUCTURED),
     "use_beam_search": Refusal(_BEAMS, (False,)),
 }
 
 REFUSED_BY_CHAT: Mapping[str, Refusal] = {
     **_REFUSED_BY_BOTH,
     "audio": Refusal("only text is produced; leave it out"),
+    "best_of": Refusal("use `n` for several choices", (1,)),
     "function_call": Refusal(_TOOLS, ("none",)),
     "functions": Refusal(_TOOLS, ([],)),
     "modalities": Refusal("only text is produced", (["text"],)),
     "prediction": Refusal("not supported; leave it out"),
-    "verbosity": Refusal("say it in the prompt"),
+    "mm_processor_kwargs": Refusal("only text is understood; leave it out", ({},)),
+    "verbosity": Refusal("say it in the prompt, or by `chat_template_kwargs`", ("medium",)),
     "web_search_options": Refusal("not supported; leave it out"),
 }
 REFUSED_BY_COMPLETIONS: Mapping[str, Refusal] = {
@@ -72,15 +78,21 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "safety_identifier",
         "service_tier",
         "store",
+        "user",
     }
 )
 """Hints to OpenAI's own platform: the answer would be the same without them."""
 
-STREAM_OPTIONS: frozenset[str] = frozenset(
-    f"stream_options.{name}"
-    for name in (*StreamOptions.__struct_fields__, "include_obfuscation")  # the last is padding
+NESTED_WITHOUT_EFFECT: frozenset[str] = frozenset(
+    {
+        "messages[].annotations",
+        "messages[].audio",
+        "messages[].refusal",
+        "messages[].tool_calls[].index",
+        "stream_options.include_obfuscation",
+    }
 )
-"""What may stand inside `stream_options`, as paths."""
+"""What clients send along inside of objects: padding, and parts of earlier answers."""
 
 
 def unknown_fields(
@@ -104,21 +116,17 @@ def unknown_fields(
     return unknown
 
 
-def unknown_stream_options(options: object) -> list[str]:
-    """Names inside `stream_options` that nobody knows, as paths: a misspelt one goes unseen."""
-    if not isinstance(options, dict):
-        return []
-    return [path for name in options if (path := f"stream_options.{name}") not in STREAM_OPTIONS]
-
-
-def refuse_unknown(
-    unknown: Iterable[str], known: frozenset[str], refused: Mapping[str, Refusal]
-) -> None:
+def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
     """The strict policy: `InvalidRequest` for the first unknown field, with the nearest name."""
     for name in unknown:
-        near = difflib.get_close_matches(name[:64], [*known, *refused], n=1)
+        near = difflib.get_close_matches(without_places(name[:128]), known, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else "; leave it out"
         raise InvalidRequest(f"'{shorten(name)}' is not a known field{hint}", param=shorten(name))
+
+
+def without_places(path: str) -> str:
+    """`messages[3].content` becomes `messages[].content`: there are only so many of these."""
+    return _PLACES.sub("[]", path)
 
 
 def shorten(name: str, limit: int = 64) -> str:

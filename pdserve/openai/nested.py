@@ -1,0 +1,123 @@
+"""Finds names inside of objects that nobody knows: a typed decoder passes them by.
+
+A record is compiled once into the places where records stand within it; a body is then walked along
+these places only, so that free objects (a schema, a template's arguments) are not looked into.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import inspect
+
+from pdserve.openai.fields import NESTED_WITHOUT_EFFECT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Place", "place_of", "unknown_inside"]
+
+
+@dataclass(slots=True)
+class Place:
+    """What may stand somewhere, as far as records are concerned."""
+
+    tag_field: str | None = None
+    records: dict[object, dict[str, Place | None]] = field(default_factory=dict)
+    """By tag (None: untagged): a record's fields, and what is inside of each."""
+    item: Place | None = None
+    """In each item of a list."""
+
+    def __bool__(self) -> bool:
+        return bool(self.records) or self.item is not None
+
+    def paths(self, at: str = "", depth: int = 6) -> Iterator[str]:
+        """All that is known, as paths without numbers. `depth`: records may hold themselves."""
+        if depth == 0:
+            return
+        if self.item is not None:
+            yield from self.item.paths(f"{at}[]", depth)
+        for fields in self.records.values():
+            for name, inside in fields.items():
+                path = f"{at}.{name}" if at else name
+                yield path
+                if inside is not None:
+                    yield from inside.paths(path, depth - 1)
+
+
+def place_of(record: type[msgspec.Struct]) -> Place:
+    """A place where this record stands."""
+    return _place(inspect.type_info(record), {})
+
+
+def _place(kind: Any, known: dict[type, dict[str, Place | None]]) -> Place:
+    place = Place()
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    for one in kinds:
+        while isinstance(one, inspect.Metadata):
+            one = one.type
+        if isinstance(one, inspect.UnionType):
+            inner = _place(one, known)
+            place.records |= inner.records
+            place.tag_field = place.tag_field or inner.tag_field
+            place.item = place.item or inner.item
+        elif isinstance(one, inspect.StructType):
+            place.tag_field = one.tag_field
+            place.records[one.tag] = _fields(one, known)
+        elif isinstance(one, inspect.ListType):
+            place.item = _place(one.item_type, known) or None
+    return place
+
+
+def _fields(
+    kind: inspect.StructType, known: dict[type, dict[str, Place | None]]
+) -> dict[str, Place | None]:
+    if kind.cls not in known:
+        fields: dict[str, Place | None] = {}
+        known[kind.cls] = fields  # before its fields are looked at: they may hold it
+        if kind.tag_field is not None:
+            fields[kind.tag_field] = None
+        for one in kind.fields:
+            fields[one.encode_name] = _place(one.type, known) or None
+    return known[kind.cls]
+
+
+def unknown_inside(body: dict[str, Any], place: Place) -> list[str]:
+    """Names inside of a body's objects that their records do not have, as paths, in order; each
+    name of a list's items once. The body's own names are not among them, nor what is null."""
+    (fields,) = place.records.values()
+    found: dict[str, str] = {}
+    for name, value in body.items():
+        inside = fields.get(name)
+        if inside is not None:
+            _walk(value, inside, name, name, found)
+    return list(found.values())
+
+
+def _walk(value: Any, place: Place, path: str, general: str, found: dict[str, str]) -> None:
+    """`found`: by the path without numbers, the first one with."""
+    if value.__class__ is list and place.item is not None:
+        general += "[]"
+        for index, item in enumerate(value):
+            _walk(item, place.item, f"{path}[{index}]", general, found)
+    elif value.__class__ is dict and place.records:
+        tag = None if place.tag_field is None else value.get(place.tag_field)
+        fields = place.records.get(tag)
+        if fields is None:
+            return
+        for name, inner in value.items():
+            inside = fields.get(name, _UNKNOWN)
+            if inside is _UNKNOWN:
+                _note(f"{path}.{name}", f"{general}.{name}", inner, found)
+            elif inside is not None:
+                _walk(inner, inside, f"{path}.{name}", f"{general}.{name}", found)
+
+
+_UNKNOWN = Place()
+
+
+def _note(path: str, general: str, value: Any, found: dict[str, str]) -> None:
+    if value is not None and general not in NESTED_WITHOUT_EFFECT:
+        found.setdefault(general, path)
