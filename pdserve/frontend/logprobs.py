@@ -6,33 +6,51 @@ nor when.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from pdserve.openai.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from msgspec.structs import replace
+
+from pdserve.openai.responses import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    TopLogprob,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pdserve.messages.request import TokenLogprob
+    from pdserve.openai.responses import ScoredToken
     from pdserve.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0
 """What stands for minus infinity, which JSON cannot say; vLLM uses the same."""
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
-    """One entry per token; `top_logprobs` as many as were asked for."""
-    return ChatLogprobs(content=[_chat_entry(tokenizer, logprob) for logprob in logprobs])
+def chat_logprobs(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], as_ids: bool = False
+) -> ChatLogprobs:
+    """One entry per token; `top_logprobs` as many as were asked for.
+
+    Args: `as_ids` names tokens by their ids, which is unambiguous; `bytes` stay what they are.
+    """
+    name = named_by_id if as_ids else tokenizer.token_text
+    return ChatLogprobs(content=[_chat_entry(tokenizer, logprob, name) for logprob in logprobs])
 
 
-def _chat_entry(tokenizer: Tokenizer, logprob: TokenLogprob) -> ChatLogprob:
+def _chat_entry(
+    tokenizer: Tokenizer, logprob: TokenLogprob, name: Callable[[int], str]
+) -> ChatLogprob:
     return ChatLogprob(
-        token=tokenizer.token_text(logprob.token),
+        token=name(logprob.token),
         logprob=max(logprob.logprob, FLOOR),
         bytes=list(tokenizer.token_bytes(logprob.token)),
         top_logprobs=[
             TopLogprob(
-                token=tokenizer.token_text(token),
+                token=name(token),
                 logprob=max(value, FLOOR),
                 bytes=list(tokenizer.token_bytes(token)),
             )
@@ -42,13 +60,17 @@ def _chat_entry(tokenizer: Tokenizer, logprob: TokenLogprob) -> ChatLogprob:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offsets: Sequence[int]
+    tokenizer: Tokenizer,
+    logprobs: Sequence[TokenLogprob],
+    offsets: Sequence[int],
+    as_ids: bool = False,
 ) -> CompletionLogprobs:
     """Parallel lists; each token's own logprob is among its `top_logprobs`."""
+    name = _namer(tokenizer, as_ids)
     return CompletionLogprobs(
-        tokens=[legacy_token(tokenizer, logprob.token) for logprob in logprobs],
+        tokens=[name(logprob.token) for logprob in logprobs],
         token_logprobs=[max(logprob.logprob, FLOOR) for logprob in logprobs],
-        top_logprobs=[_top(tokenizer, logprob) for logprob in logprobs],
+        top_logprobs=[_top(name, logprob) for logprob in logprobs],
         text_offset=list(offsets),
     )
 
@@ -59,15 +81,16 @@ def prompt_logprobs(
     echo: str,
     logprobs: Sequence[TokenLogprob],
     skip_special_tokens: bool,
+    as_ids: bool = False,
 ) -> CompletionLogprobs:
     """The echoed prompt's part: its first token has no logprob, for nothing comes before it.
 
     Args: `echo` is the prompt's text in the answer, which the offsets count in.
     """
     offsets = _offsets_in(echo, tokenizer, prompt, skip_special_tokens)
-    rest = completion_logprobs(tokenizer, logprobs, offsets[1:])
+    rest = completion_logprobs(tokenizer, logprobs, offsets[1:], as_ids)
     return CompletionLogprobs(
-        tokens=[legacy_token(tokenizer, prompt[0]), *rest.tokens],
+        tokens=[_namer(tokenizer, as_ids)(prompt[0]), *rest.tokens],
         token_logprobs=[None, *rest.token_logprobs],
         top_logprobs=[None, *rest.top_logprobs],
         text_offset=offsets,
@@ -115,10 +138,46 @@ def concatenate(first: CompletionLogprobs | None, then: CompletionLogprobs) -> C
     )
 
 
-def _top(tokenizer: Tokenizer, logprob: TokenLogprob) -> dict[str, float]:
-    top = {legacy_token(tokenizer, token): max(value, FLOOR) for token, value in logprob.top}
-    top.setdefault(legacy_token(tokenizer, logprob.token), max(logprob.logprob, FLOOR))
+def best_of(logprobs: Sequence[TokenLogprob], count: int) -> list[TokenLogprob]:
+    """The same with so many alternatives at most: they may have been asked for by two fields."""
+    return [
+        logprob if len(logprob.top) <= count else replace(logprob, top=logprob.top[:count])
+        for logprob in logprobs
+    ]
+
+
+def scored_prompt(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[ScoredToken]:
+    """A prompt's logprobs by token id, as vLLM tells them. Nothing comes before the first token."""
+    return [None, *(_scored(tokenizer, logprob) for logprob in logprobs)]
+
+
+def _scored(tokenizer: Tokenizer, logprob: TokenLogprob) -> dict[str, PromptLogprob]:
+    own = logprob.token, logprob.logprob, logprob.rank
+    best = [(token, value, rank) for rank, (token, value) in enumerate(logprob.top, 1)]
+    found: dict[str, PromptLogprob] = {}
+    for token, value, rank in (own, *best):
+        found.setdefault(
+            str(token),
+            PromptLogprob(
+                logprob=max(value, FLOOR), rank=rank, decoded_token=tokenizer.token_text(token)
+            ),
+        )
+    return found
+
+
+def _top(name: Callable[[int], str], logprob: TokenLogprob) -> dict[str, float]:
+    top = {name(token): max(value, FLOOR) for token, value in logprob.top}
+    top.setdefault(name(logprob.token), max(logprob.logprob, FLOOR))
     return top
+
+
+def named_by_id(token: int) -> str:
+    """A token's name that no other one has."""
+    return f"token_id:{token}"
+
+
+def _namer(tokenizer: Tokenizer, as_ids: bool) -> Callable[[int], str]:
+    return named_by_id if as_ids else partial(legacy_token, tokenizer)
 
 
 def legacy_token(tokenizer: Tokenizer, token: int) -> str:

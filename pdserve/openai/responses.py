@@ -279,6 +279,10 @@ class Model(msgspec.Struct, kw_only=True):
     root: str
     """The name this one stands for; differs from `id` for an alias."""
     max_model_len: int
+    tool_parser: str | None = None
+    """How its calls of tools are read; null: they are not."""
+    reasoning_parser: str | None = None
+    """How its reasoning is told apart; null: it is not."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -2,10 +2,12 @@ import pytest
 
 from pdserve.frontend.logprobs import (
     FLOOR,
+    best_of,
     chat_logprobs,
     completion_logprobs,
     concatenate,
     prompt_logprobs,
+    scored_prompt,
 )
 from pdserve.messages.request import TokenLogprob
 from tests.frontend.support import TOKENIZER, tokens
@@ -76,3 +78,29 @@ def test_offsets_point_into_a_text_prompt_as_it_was_sent(skip: bool) -> None:
     assert whole.text_offset == [0, len(first), len(first) + 1] + [start] * parts + [start + 1]
     bare = prompt_logprobs(TOKENIZER, ids, "a👍b", logprobs, True)
     assert bare.text_offset == [0, 0, 1] + [1] * parts + [2]
+
+
+def test_tokens_can_be_named_by_their_ids():
+    logprob = TokenLogprob(70, -1.0, 2, [(71, -0.5)])
+    (entry,) = chat_logprobs(TOKENIZER, [logprob], as_ids=True).content or []
+    assert entry.token == "token_id:70"
+    assert entry.bytes == list(TOKENIZER.token_bytes(70))
+    assert [top.token for top in entry.top_logprobs] == ["token_id:71"]
+    echoed = prompt_logprobs(TOKENIZER, [69, 70], "ab", [logprob], True, as_ids=True)
+    assert echoed.tokens == ["token_id:69", "token_id:70"]
+    assert echoed.top_logprobs[1] == {"token_id:71": -0.5, "token_id:70": -1.0}
+
+
+def test_a_scored_prompt_goes_by_token_id_and_its_first_token_has_no_score():
+    first, scores = scored_prompt(TOKENIZER, [TokenLogprob(70, -3.0, 9, [(71, -0.1), (70, -3.0)])])
+    assert first is None
+    assert scores is not None
+    assert list(scores) == ["70", "71"]
+    assert (scores["70"].logprob, scores["70"].rank) == (-3.0, 9)
+    assert (scores["71"].rank, scores["71"].decoded_token) == (1, TOKENIZER.token_text(71))
+
+
+def test_alternatives_that_another_field_asked_for_are_left_out():
+    one = TokenLogprob(70, -3.0, 9, [(71, -0.1), (72, -0.2)])
+    assert [found.top for found in best_of([one], 1)] == [[(71, -0.1)]]
+    assert best_of([one], 5) == [one]
