@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pdserve import __version__
 from pdserve.errors import (
@@ -24,7 +24,9 @@ from pdserve.errors import (
 from pdserve.openai.fields import shorten
 from pdserve.openai.responses import Model
 from pdserve.text.chat_template import ChatTemplates
+from pdserve.text.reasoning import REASONING_FORMATS
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tools import TOOL_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
     from pdserve.frontend.keys import ApiKey
     from pdserve.messages.card import ModelCard
     from pdserve.text.pool import TextPool
+    from pdserve.text.reasoning import ReasoningFormat
+    from pdserve.text.tools.base import ToolFormat
 
 logger = logging.getLogger("pdserve.frontend.models")
+
+F = TypeVar("F")
 
 _ALWAYS_A_THREAD = 1 << 62
 """More characters than any bound: the pool never runs such a job in place."""
@@ -49,6 +55,13 @@ class ServedModel:
     templates: ChatTemplates
     fingerprint: str
     """OpenAI's `system_fingerprint`: changes when answers may, for equal requests and seeds."""
+    tools: ToolFormat | None = None
+    """How it writes calls of tools; None: that is not known."""
+    reasoning: ReasoningFormat | None = None
+    """How it marks its reasoning, likewise."""
+    tool_marks: frozenset[int] = frozenset()
+    """Special tokens that are markup of calls."""
+    reasoning_marks: frozenset[int] = frozenset()
 
     @classmethod
     def from_card(cls, card: ModelCard) -> ServedModel:
@@ -57,7 +70,44 @@ class ServedModel:
         if "default" in templates.names:
             # Found out here, lest the first request pay for it.
             _ = templates.select().content_format
-        return cls(card, Tokenizer.from_card(card), templates, fingerprint(card))
+        tokenizer = Tokenizer.from_card(card)
+        tools = _format(TOOL_FORMATS, card.tool_parser, card, "calls of tools")
+        reasoning = _format(REASONING_FORMATS, card.reasoning_parser, card, "reasoning")
+        return cls(
+            card,
+            tokenizer,
+            templates,
+            fingerprint(card),
+            tools,
+            reasoning,
+            _marks(tools, tokenizer, card),
+            _marks(reasoning, tokenizer, card),
+        )
+
+    def marks(self, tools: bool) -> frozenset[int]:
+        """Special tokens that a parser has to see, of `tools` only where calls are looked for."""
+        return self.reasoning_marks | self.tool_marks if tools else self.reasoning_marks
+
+
+def _format(formats: Mapping[str, F], name: str, card: ModelCard, what: str) -> F | None:
+    """A worker of another release may know a format that this one does not."""
+    found = formats.get(name)
+    if name and found is None:
+        logger.warning(
+            "model %s: %s are not read: this release knows no format %r (%s)",
+            *(card.name, what, name, ", ".join(formats)),
+        )
+    return found
+
+
+def _marks(
+    format: ToolFormat | ReasoningFormat | None, tokenizer: Tokenizer, card: ModelCard
+) -> frozenset[int]:
+    """Those of a format's markers that would not be shown; the end of a text never is."""
+    if format is None:
+        return frozenset()
+    ids = {tokenizer.token_to_id(marker) for marker in format.markers}
+    return frozenset(id for id in ids if id in tokenizer.special_ids) - set(card.eos_token_ids)
 
 
 def fingerprint(card: ModelCard) -> str:
@@ -174,7 +224,14 @@ class ModelDirectory:
 
 def describe(name: str, card: ModelCard) -> Model:
     """One entry of `/v1/models`."""
-    return Model(id=name, created=card.created, root=card.name, max_model_len=card.max_model_len)
+    return Model(
+        id=name,
+        created=card.created,
+        root=card.name,
+        max_model_len=card.max_model_len,
+        tool_parser=card.tool_parser or None,
+        reasoning_parser=card.reasoning_parser or None,
+    )
 
 
 def _usable(cards: Mapping[str, ModelCard], key: ApiKey | None) -> Mapping[str, ModelCard]:

@@ -14,6 +14,7 @@ import msgspec
 from pdserve.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.keys import ApiKey, check_priority, shared_salt
+from pdserve.frontend.markup import callable_tools, check_reasoning, read_markup
 from pdserve.frontend.models import ServedModel
 from pdserve.frontend.naming import NAMELESS, Naming
 from pdserve.frontend.plan import Plan, Prompt
@@ -33,8 +34,10 @@ from pdserve.openai.schema import (
     CompletionRequest,
     Message,
     TokenizeRequest,
+    Tool,
 )
 from pdserve.text.pool import TextPool
+from pdserve.text.reasoning import opens_reasoning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,13 +69,16 @@ async def plan_chat(request: ChatRequest, context: Context) -> Plan:
             "supported yet",
             param="response_format.type",
         )
-    prompt = Prompt(await chat_tokens(request, context))
+    check_reasoning(request, context.model)
+    tools = callable_tools(request, context.model)
+    prompt = await _chat_prompt(request, tools, context)
     if not prompt.tokens:
         raise InvalidRequest(
             "the chat template writes nothing for these 'messages'", param="messages"
         )
     check_prompt_tokens(prompt.tokens, context.model.card, "messages")
-    return await _plan(request, context, [prompt], chat=True, prefix="chatcmpl-")
+    plan = await _plan(request, context, [prompt], chat=True, prefix="chatcmpl-")
+    return read_markup(plan, request, tools)
 
 
 async def plan_completion(request: CompletionRequest, context: Context) -> Plan:
@@ -89,12 +95,23 @@ async def chat_tokens(request: ChatRequest | TokenizeRequest, context: Context) 
 
     Errors: `InvalidRequest` for what the template or its arguments refuse.
     """
+    if isinstance(request, ChatRequest):
+        tools = callable_tools(request, context.model)
+    else:
+        tools = tuple(request.tools or ())
+    return (await _chat_prompt(request, tools, context)).tokens
+
+
+async def _chat_prompt(
+    request: ChatRequest | TokenizeRequest, tools: Sequence[Tool], context: Context
+) -> Prompt:
     messages: list[Message] = request.messages or []
     _check_contents(messages)
     source = request.chat_template
+    options = _options(request, tools)
     if source is None or source in context.model.templates.names:
-        size = sum(map(_chars, messages))
-        return await context.pool.run(size, _render_and_encode, request, messages, context)
+        size = sum(map(_chars, messages)) + _template_chars(options)
+        return await context.pool.run(size, _render_and_encode, request, messages, options, context)
     if not context.config.trust_request_chat_template:
         raise InvalidRequest(
             "'chat_template' is refused: this server uses its model's own template only",
@@ -104,7 +121,7 @@ async def chat_tokens(request: ChatRequest | TokenizeRequest, context: Context) 
         source,
         context.model.templates.special_tokens,
         [_builtins(message) for message in messages],
-        _options(request),
+        options,
     )
     return await context.pool.run(len(text), _encode_chat, request, text, context)
 
@@ -120,20 +137,27 @@ def _check_contents(messages: Sequence[Message]) -> None:
 
 
 def _render_and_encode(
-    request: ChatRequest | TokenizeRequest, messages: Sequence[Message], context: Context
-) -> list[int]:
-    template = context.model.templates.select(request.chat_template)
-    text = template.render([_builtins(message) for message in messages], **_options(request))
+    request: ChatRequest | TokenizeRequest,
+    messages: Sequence[Message],
+    options: dict[str, Any],
+    context: Context,
+) -> Prompt:
+    templates = context.model.templates
+    template = templates.select(request.chat_template, tools=bool(options["tools"]))
+    text = template.render([_builtins(message) for message in messages], **options)
     return _encode_chat(request, text, context)
 
 
-def _encode_chat(request: ChatRequest | TokenizeRequest, text: str, context: Context) -> list[int]:
+def _encode_chat(request: ChatRequest | TokenizeRequest, text: str, context: Context) -> Prompt:
+    model = context.model
     if isinstance(request, ChatRequest):
-        check_prompt_chars(text, context.model, "messages")
-    return context.model.tokenizer.encode(text, bool(request.add_special_tokens))
+        check_prompt_chars(text, model, "messages")
+    begun = model.reasoning is not None and opens_reasoning(text, model.reasoning)
+    tokens = model.tokenizer.encode(text, bool(request.add_special_tokens))
+    return Prompt(tokens, reasoning=begun)
 
 
-def _options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+def _options(request: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> dict[str, Any]:
     """The template's own arguments. Without a word from the request, whoever is to go on speaking
     follows from whether the last message is to be continued."""
     continues = bool(request.continue_final_message)
@@ -141,19 +165,49 @@ def _options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     return {
         "add_generation_prompt": not continues if asked is None else asked,
         "continue_final_message": continues,
-        "template_kwargs": request.chat_template_kwargs,
+        "tools": [_tool(tool) for tool in tools] or None,
+        "documents": request.documents or None,
+        "template_kwargs": {**_effort(request), **(request.chat_template_kwargs or {})},
     }
 
 
+def _effort(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """How much the model is to think, in the words that templates know; most know only whether."""
+    effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
+    if effort is None:
+        return {}
+    if effort != "none":
+        return {"reasoning_effort": effort}
+    return {"reasoning_effort": effort, "enable_thinking": False, "thinking": False}
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    """As clients write it: a template may print all there is."""
+    return {"type": tool.type, "function": _without_none(msgspec.to_builtins(tool.function))}
+
+
 def _builtins(message: Message) -> dict[str, Any]:
-    if message.content.__class__ is str and message.tool_calls is None:
-        plain: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.name is not None:
-            plain["name"] = message.name
-        if message.tool_call_id is not None:
-            plain["tool_call_id"] = message.tool_call_id
-        return plain
-    return msgspec.to_builtins(message)  # type: ignore[no-any-return]
+    if message.content.__class__ is not str or message.tool_calls is not None:
+        full: dict[str, Any] = msgspec.to_builtins(message)
+        if message.tool_calls is not None:
+            full["tool_calls"] = [_without_none(call) for call in full["tool_calls"]]
+        return full
+    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
+    return plain
+
+
+def _without_none(value: dict[str, Any]) -> dict[str, Any]:
+    return {name: item for name, item in value.items() if item is not None}
+
+
+def _template_chars(options: dict[str, Any]) -> int:
+    """What tools and documents add to the prompt, about."""
+    given = [value for name in ("tools", "documents") if (value := options[name])]
+    return len(msgspec.json.encode(given)) if given else 0
 
 
 def _chars(message: Message) -> int:

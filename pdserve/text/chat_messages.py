@@ -47,7 +47,8 @@ def _prepare(message: dict[str, Any], index: int, content_format: ContentFormat)
         message["content"] = _content(message["content"], index, content_format)
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is not None:
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        message = {"thinking": reasoning, "reasoning": reasoning, **message}
+        message["reasoning_content"] = reasoning
     return message
 
 
