@@ -17,7 +17,14 @@ from pdserve.ids import MOST_CHOICES
 from pdserve.launch import units
 from pdserve.net import address
 from pdserve.observe.logs import LEVELS
-from pdserve.worker.config import DISAGG, MODES, TRANSFERS, VERIFY
+from pdserve.worker.config import (
+    DISAGG,
+    MODES,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    TRANSFERS,
+    VERIFY,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -246,6 +253,23 @@ OPTIONS: tuple[Option, ...] = (
         "model",
         "Prompt and output tokens together; auto: what the model was made for.",
         auto=True,
+    ),
+    Option(
+        "tool-parser",
+        "worker.tool_parser",
+        "model",
+        f"How the model writes calls of tools: {', '.join(TOOL_PARSERS[2:])}; none: it does not; "
+        "auto: its chat template tells.",
+        "NAME",
+        _choice(*TOOL_PARSERS),
+    ),
+    Option(
+        "reasoning-parser",
+        "worker.reasoning_parser",
+        "model",
+        f"How it marks its reasoning: {', '.join(REASONING_PARSERS[2:])}; none, auto: likewise.",
+        "NAME",
+        _choice(*REASONING_PARSERS),
     ),
     _text("host", "frontend.host", "server", "Address to listen on.", "HOST"),
     Option(

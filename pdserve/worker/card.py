@@ -15,9 +15,12 @@ import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.messages.card import GenerationDefaults, ModelCard
+from pdserve.text.reasoning import detect as detect_reasoning
 from pdserve.text.tokenizer_config import parse_tokenizer_config
+from pdserve.text.tools import detect as detect_tools
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from pdserve.messages.engine import EngineCapabilities
@@ -52,15 +55,24 @@ class _Recommended(msgspec.Struct):
 
 
 def read_card(
-    path: Path, names: tuple[str, ...], capabilities: EngineCapabilities, created: int | None = None
+    path: Path,
+    names: tuple[str, ...],
+    capabilities: EngineCapabilities,
+    created: int | None = None,
+    *,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
 ) -> ModelCard:
     """The card of the checkpoint in `path`, served under `names` (the name, then aliases).
 
+    Args: the parsers are names of `text.tools` and `text.reasoning`, `none`, or `auto` for what the
+    chat template speaks of.
     Errors: `ConfigError` names the file that is missing or broken.
     """
     tokenizer = _required(path / "tokenizer.json")
     config = _optional(path / "tokenizer_config.json") or b"{}"
     recommended = _recommended(path / "generation_config.json")
+    template = _chat_template(path, config)
     return ModelCard(
         name=names[0],
         aliases=names[1:],
@@ -70,7 +82,7 @@ def read_card(
         eos_token_ids=_eos_ids(path, tokenizer, config, recommended, capabilities),
         tokenizer_json=tokenizer,
         tokenizer_config_json=config,
-        chat_template=_chat_template(path, config),
+        chat_template=template,
         defaults=_defaults(recommended),
         engine=capabilities.engine,
         dtype=capabilities.dtype,
@@ -78,7 +90,20 @@ def read_card(
         features=capabilities.features,
         embedding_size=capabilities.embedding_size,
         created=int(time.time()) if created is None else created,
+        tool_parser=_chosen(tool_parser, detect_tools, _tool_template(config) or template),
+        reasoning_parser=_chosen(reasoning_parser, detect_reasoning, template),
     )
+
+
+def _chosen(name: str, detect: Callable[[str | None], str], template: str | None) -> str:
+    if name == "auto":
+        return detect(template)
+    return "" if name == "none" else name
+
+
+def _tool_template(tokenizer_config: bytes) -> str | None:
+    """Some models have one of its own for requests with tools."""
+    return parse_tokenizer_config(tokenizer_config).chat_templates.get("tool_use")
 
 
 def _chat_template(path: Path, tokenizer_config: bytes) -> str | None:

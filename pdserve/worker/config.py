@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import ConfigError
+from pdserve.text.reasoning import REASONING_FORMATS
+from pdserve.text.tools import TOOL_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +21,8 @@ MODES = ("aggregated", "prefill", "decode")
 DISAGG = ("rule", "predict", "always", "never")
 TRANSFERS = ("auto", "rdma", "shm", "cuda_ipc", "tcp")
 VERIFY = ("all", "sample", "off")
+TOOL_PARSERS = ("auto", "none", *TOOL_FORMATS)
+REASONING_PARSERS = ("auto", "none", *REASONING_FORMATS)
 
 Verify = Literal["all", "sample", "off"]
 
@@ -34,6 +38,10 @@ class WorkerConfig:
     """The name clients ask for, then aliases; empty: the model's own name."""
     download_dir: str = ""
     """Where hub models are kept; empty: the Hugging Face cache, shared with other programs."""
+    tool_parser: str = "auto"
+    """One of `TOOL_PARSERS`: how the model writes calls of tools; `auto`: its template tells."""
+    reasoning_parser: str = "auto"
+    """One of `REASONING_PARSERS`: how it marks its reasoning, likewise."""
     engine: str = "torch"
     """Entry-point name in the group `pdserve.engines`, or `module:attribute`."""
     engine_options: Mapping[str, str] = field(default_factory=dict)
@@ -93,6 +101,8 @@ class WorkerConfig:
             ("disagg", self.disagg, DISAGG),
             ("transfer", self.transfer_backend, TRANSFERS),
             ("verify-kv", self.verify_kv, VERIFY),
+            ("tool-parser", self.tool_parser, TOOL_PARSERS),
+            ("reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
         ):
             if value not in known:
                 raise ConfigError(f"{key} {value!r} is unknown: use one of {', '.join(known)}")

@@ -178,7 +178,14 @@ class WorkerService:
         if capabilities is None:
             raise NotReady(f"the engine was lost as soon as it was ready: {engine.state_reason}")
         names = self.config.served_model_name or (model.name,)
-        card = await asyncio.to_thread(read_card, model.path, names, capabilities)
+        card = await asyncio.to_thread(
+            read_card,
+            model.path,
+            names,
+            capabilities,
+            tool_parser=self.config.tool_parser,
+            reasoning_parser=self.config.reasoning_parser,
+        )
         self._cards = dict.fromkeys((card.name, *card.aliases), card)
 
     async def _watch(self) -> None:

@@ -75,6 +75,8 @@ def sample(option):
         "disagg": "predict",
         "transfer": "tcp",
         "verify-kv": "all",
+        "tool-parser": "none",
+        "reasoning-parser": "think",
         "log-format": "json",
         "log-level": "debug",
         "engine-option": {"a": "b"},

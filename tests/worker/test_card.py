@@ -130,3 +130,34 @@ def test_the_default_among_named_templates_is_taken(checkpoint):
 def test_a_broken_file_is_named(checkpoint, files, says):
     with pytest.raises(ConfigError, match=says):
         card(checkpoint(**files))
+
+
+HERMES = "{% if tools %}write <tool_call>...</tool_call>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        (None, "", ""),
+        ("{{ messages }}", "", ""),
+        (HERMES, "hermes", ""),
+        ("{{ content.split('</think>')[-1] }}" + HERMES, "hermes", "think"),
+    ],
+)
+def test_the_template_tells_how_markup_is_read(checkpoint, template, tools, reasoning):
+    found = card(checkpoint(tokenizer_config={"chat_template": template} if template else {}))
+    assert (found.tool_parser, found.reasoning_parser) == (tools, reasoning)
+
+
+def test_a_template_for_tools_tells_of_tools(checkpoint):
+    templates = [
+        {"name": "default", "template": "{{ messages }}"},
+        {"name": "tool_use", "template": HERMES},
+    ]
+    assert card(checkpoint(tokenizer_config={"chat_template": templates})).tool_parser == "hermes"
+
+
+def test_the_operator_knows_better(checkpoint):
+    path = checkpoint(tokenizer_config={"chat_template": HERMES})
+    found = read_card(path, ("main",), CAPABILITIES, tool_parser="none", reasoning_parser="think")
+    assert (found.tool_parser, found.reasoning_parser) == ("", "think")
