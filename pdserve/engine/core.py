@@ -190,6 +190,7 @@ class EngineCore:
             max_sequences=spec.max_sequences,
             max_waiting=spec.max_waiting,
             unfilled=spec.transfer.unfilled if spec.transfer is not None else 0.0,
+            embeds=info.embedding_size > 0,
         )
         progress(Progress(stage="allocating KV blocks"))
         self._executor.allocate(sizing.num_blocks)
@@ -605,6 +606,11 @@ def _check_result(plan: StepPlan, result: StepResult) -> None:
             f"the executor returned {len(result.tokens)} tokens and {len(result.logprobs)} "
             f"logprobs for {wanted} sampling chunks"
         )
+    if wanted == len(plan.chunks):
+        return
+    vectors = {index for index, chunk in enumerate(plan.chunks) if chunk.vector}
+    if vectors - result.faults.keys() != result.embeddings.keys() - result.faults.keys():
+        raise EngineError("the executor's vectors are not those of the sequences that are complete")
 
 
 def _capabilities(
@@ -632,6 +638,6 @@ def _capabilities(
         weight_bytes=info.weight_bytes,
         compat_hash=info.compat_hash,
         transfers=transfers,
-        features=info.features,
+        features=(*info.features, *(("embeddings",) if info.embedding_size else ())),
         embedding_size=info.embedding_size,
     )

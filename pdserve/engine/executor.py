@@ -75,6 +75,12 @@ class Chunk:
     samples: bool
     """The chunk ends at the sequence's last token: its logits choose the next one."""
 
+    @property
+    def vector(self) -> bool:
+        """The chunk ends at the last token of a sequence that is to become a vector."""
+        sequence = self.sequence
+        return sequence.pools and self.start + self.count == len(sequence.tokens)
+
 
 @dataclass(slots=True)
 class StepPlan:
@@ -110,6 +116,10 @@ class StepResult:
     faults: dict[int, str] = field(default_factory=dict)
     """Index into `plan.chunks` -> why nothing that was computed for its sequence can be used; the
     others are not concerned. What the lists above say of it is ignored."""
+    embeddings: dict[int, bytes] = field(default_factory=dict)
+    """Index into `plan.chunks` -> the vector of its sequence, as `Finish.embedding`; for each chunk
+    that is its sequence's last and whose sequence `pools`. With mean pooling the executor adds up
+    what the earlier chunks were, from the one that starts at 0; `release` says when to forget."""
 
     def less(self, plan: StepPlan, dropped: Container[int]) -> tuple[StepPlan, StepResult]:
         """Plan and result without the chunks of these handles."""
@@ -122,6 +132,9 @@ class StepResult:
                 new: self.prompt_logprobs[i]
                 for new, i in enumerate(kept)
                 if i in self.prompt_logprobs
+            },
+            embeddings={
+                new: self.embeddings[i] for new, i in enumerate(kept) if i in self.embeddings
             },
         )
         return StepPlan([plan.chunks[i] for i in kept], plan.copies), result

@@ -123,6 +123,8 @@ class Outgoing:
         self._check(ticket, tokens)
         if request.diverged:
             raise InvalidRequest("several choices with given outputs cannot be handed over")
+        if request.pooling:
+            raise InvalidRequest("a vector is computed where it is wanted")
         sampling = msgspec.structs.replace(request.sampling, max_tokens=given + 1)
         request = msgspec.structs.replace(request, sampling=sampling)
         if self._scheduler.submit(command.handle, request, now):

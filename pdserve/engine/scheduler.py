@@ -76,6 +76,8 @@ class SchedulerLimits:
     """Submissions of which nothing has been computed yet; one more is `Overloaded`."""
     unfilled: float = 0.3
     """Of the pool, at most so much is set aside for prompts that others prefill."""
+    embeds: bool = False
+    """The executor makes vectors."""
 
     def __post_init__(self) -> None:
         if self.max_sequences < 1 or self.max_waiting < 1 or self.max_model_len < 2:
@@ -181,7 +183,12 @@ class Scheduler:
 
     def _build(self, handle: int, request: GenerateRequest, now: Seconds) -> list[Sequence]:
         limits = self.limits
-        check_request(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+        check_request(
+            request,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            embeds=limits.embeds,
+        )
         if self._unstarted >= limits.max_waiting:
             raise Overloaded(
                 f"{self._unstarted} requests are waiting for the engine", retry_after=1.0
@@ -379,7 +386,7 @@ class Scheduler:
             if length - start != 1:
                 prefills.append(sequence)
             elif length <= len(sequence.blocks) * size or self._grow(sequence):
-                chunks.append(Chunk(sequence, start, 1, True))
+                chunks.append(Chunk(sequence, start, 1, not sequence.pools))
         return prefills
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -417,7 +424,8 @@ class Scheduler:
         start = sequence.num_computed
         lacking = len(sequence.tokens) - start
         count = min(lacking, budget)
-        plan.chunks.append(Chunk(sequence, start, count, count == lacking))
+        samples = count == lacking and not sequence.pools
+        plan.chunks.append(Chunk(sequence, start, count, samples))
         return count
 
     # ------------------------------------------------------------------ admission
@@ -516,6 +524,8 @@ class Scheduler:
         choices = self._build(handle, request, now)
         if request.diverged:
             raise InvalidRequest("several choices with given outputs are prefilled here only")
+        if request.pooling:
+            raise InvalidRequest("vectors are computed here only")
         if ending(choices[0]) is not None:
             raise InvalidRequest("the given output is complete: nothing is left to be prefilled")
         submission = Submission(handle, request, None, choices, remote=Remote())
@@ -687,7 +697,16 @@ class Scheduler:
                 deltas.append(self._append(sequence, sampled, now))
         self.counters.computed_tokens += computed
         self.counters.output_tokens += len(deltas) - uncounted
+        for index, vector in result.embeddings.items():
+            deltas.append(self._pool_end(plan.chunks[index].sequence, vector, now))
         return deltas
+
+    def _pool_end(self, sequence: Sequence, vector: bytes, now: Seconds) -> TokenDelta:
+        """It has become a vector: the prompt was all there was to compute."""
+        sequence.first_token = now
+        started = started_record(sequence)
+        finish = self._end(sequence, now, vector)
+        return TokenDelta(sequence.handle, sequence.choice, [], finish, started=started)
 
     def _uncounted_in(self, plan: StepPlan) -> int:
         """Tokens of the plan that no counter is to show."""
@@ -746,8 +765,8 @@ class Scheduler:
             started,
         )
 
-    def _end(self, sequence: Sequence, now: Seconds) -> Finish:
-        end = ending(sequence)
+    def _end(self, sequence: Sequence, now: Seconds, vector: bytes = b"") -> Finish:
+        end = ("stop", None) if vector else ending(sequence)
         assert end is not None
         self._take_out(sequence)
         submission = self._submissions[sequence.handle]
@@ -755,7 +774,7 @@ class Scheduler:
         if not submission.live:
             self._forget(submission)
             self.counters.finished += submission.counted
-        return finish_record(sequence, *end, now)
+        return finish_record(sequence, *end, now, vector)
 
     def _commit(self, sequence: Sequence) -> None:
         """Tell the pool the names of the blocks that have become full."""

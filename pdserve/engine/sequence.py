@@ -66,6 +66,8 @@ class Sequence:
     """Tokens, prompt included, up to which no stop id counts."""
     stop_ids: frozenset[int] = frozenset()
     """Ids that end the choice, end-of-sequence ids included unless they are ignored."""
+    pools: bool = False
+    """It ends with its prompt, in a vector; no token is sampled."""
     commit_at: int = 0
     """`num_computed` at which the next block is full and gets its hash."""
     forks: list[Sequence] = field(default_factory=list)

@@ -58,18 +58,25 @@ class Submission:
 
     @property
     def reads_cache(self) -> bool:
-        """Logprobs of prompt tokens exist only for what is computed, not for what is reused."""
+        """Logprobs of prompt tokens, and what a mean is taken of, exist only for what is computed,
+        not for what is reused."""
+        if self.request.pooling == "mean":
+            return False
         if self.request.sampling.prompt_logprobs is None:
             return True
         return len(self.prompt_logprobs) >= len(self.request.prompt) - 1
 
 
-def check_request(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Raise `InvalidRequest` for what this engine could never serve."""
+def check_request(
+    request: GenerateRequest, *, max_model_len: int, vocab_size: int, embeds: bool = False
+) -> None:
+    """Raise `InvalidRequest` for what this engine could never serve; `embeds`: it makes vectors."""
     prompt = request.prompt
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
-    if len(prompt) >= max_model_len:
+    if request.pooling:
+        _check_pooling(request, max_model_len, embeds=embeds)
+    elif len(prompt) >= max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {len(prompt)} tokens; a context of {max_model_len} tokens leaves no "
             "room for output",
@@ -97,12 +104,26 @@ def check_request(request: GenerateRequest, *, max_model_len: int, vocab_size: i
             )
 
 
+def _check_pooling(request: GenerateRequest, max_model_len: int, *, embeds: bool) -> None:
+    """A prompt that becomes a vector may be as long as the context, and has nothing beside it."""
+    if not embeds:
+        raise InvalidRequest("this engine makes no vectors", param="model")
+    if request.n != 1 or any(request.output) or request.sampling.prompt_logprobs is not None:
+        raise InvalidRequest("a vector has one choice, no output and no logprobs", param="n")
+    if len(request.prompt) > max_model_len:
+        raise ContextLengthExceeded(
+            f"the input has {len(request.prompt)} tokens, the context {max_model_len}",
+            param="input",
+        )
+
+
 def build_sequences(
     handle: int, request: GenerateRequest, arrival: Seconds, number: int, max_model_len: int
 ) -> list[Sequence]:
     """One sequence per live choice, with its bounds; `number` orders submissions by arrival."""
     sampling = request.sampling
     prompt_len = len(request.prompt)
+    longest = prompt_len + 1 if request.pooling else max_model_len
     stop_ids = frozenset(sampling.stop_token_ids)
     if not sampling.ignore_eos:
         stop_ids |= frozenset(sampling.eos_token_ids)
@@ -115,9 +136,10 @@ def build_sequences(
             prompt_len=prompt_len,
             arrival=arrival,
             order=(-request.priority, number, choice),
-            max_len=min(prompt_len + sampling.max_tokens, max_model_len),
+            max_len=min(prompt_len + sampling.max_tokens, longest),
             min_len=prompt_len + sampling.min_tokens,
             stop_ids=stop_ids,
+            pools=bool(request.pooling),
             commit_at=sys.maxsize,
         )
         for choice in request.live
@@ -140,7 +162,11 @@ def ending(sequence: Sequence) -> tuple[FinishReason, int | None] | None:
 
 
 def finish_record(
-    sequence: Sequence, reason: FinishReason, stop_reason: int | None, now: Seconds
+    sequence: Sequence,
+    reason: FinishReason,
+    stop_reason: int | None,
+    now: Seconds,
+    embedding: bytes = b"",
 ) -> Finish:
     """What the choice cost, as the client is told. `now` stands in for steps that never came."""
     first_step = now if sequence.first_step is None else sequence.first_step
@@ -154,6 +180,7 @@ def finish_record(
         preemptions=sequence.preemptions,
         queue_seconds=first_step - sequence.arrival,
         prefill_seconds=first_token - first_step,
+        embedding=embedding,
     )
 
 

@@ -232,4 +232,4 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprob] | None = None
     """On a choice's first delta, if asked for: one per prompt token but the first."""
     started: Started | None = None
-    """On a choice's first delta that has a token."""
+    """On a choice's first delta that has a token or a vector."""

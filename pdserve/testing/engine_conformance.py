@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import struct
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pdserve.engine.api import Engine
     from pdserve.messages.engine import EngineCapabilities, Progress
     from pdserve.messages.kv import KvEvent
+    from pdserve.messages.request import Pooling
     from pdserve.testing.ledger import Ledger
 
 __all__ = ["EngineConformance"]
@@ -297,6 +299,51 @@ class EngineConformance:
                 ledger = await self.complete(engine, prompt=self.prompt * 3, prompt_logprobs=1)
                 assert len(ledger.prompt_logprobs[0] or []) == len(self.prompt) * 3 - 1
 
+    # ------------------------------------------------------------------ vectors
+
+    @pytest.mark.parametrize("pooling", ["mean", "last"])
+    async def test_a_prompt_becomes_the_same_vector_among_others(self, pooling: Pooling) -> None:
+        """In one delta, without a token; a mean uses no prefix cache, the last token's does."""
+        async with self.running() as engine:
+            self.needs_vectors(engine)
+            size = self.capabilities(engine).block_size
+            long = (self.prompt * (2 * size))[: 2 * size + 1]
+            shape: dict[str, Any] = {"pooling": pooling, "max_tokens": 1}
+            alone = await self.complete(engine, prompt=long, **shape)
+            others = [LedgerSink(engine, self.request(prompt=long[:i])) for i in (1, 5, size)]
+            again = await self.complete(engine, prompt=long, **shape)
+            short = await self.complete(engine, **shape)
+            for sink in others:
+                assert all((await sink.wait()).finishes)
+            assert len(vector(short)) == self.capabilities(engine).embedding_size
+            assert vector(again) == pytest.approx(vector(alone), rel=1e-3, abs=1e-4)
+            assert vector(short) != pytest.approx(vector(alone), rel=1e-2)
+            finish = again.finishes[0]
+            assert finish is not None
+            assert (finish.reason, finish.completion_tokens) == ("stop", 0)
+            caches = self.capabilities(engine).kv_events and pooling == "last"
+            assert finish.cached_tokens == (2 * size if caches else 0)
+            await output_tokens(engine, 24)
+            await self.nothing_left(engine)
+
+    async def test_a_vector_is_refused_with_what_does_not_belong_to_it(self) -> None:
+        async with self.running() as engine:
+            if not self.capabilities(engine).embedding_size:
+                request = self.request(pooling="mean")
+                assert type(await self.error(engine, request)) is InvalidRequest
+                return
+            for changes in ({"n": 2}, {"output": [[3]]}, {"prompt_logprobs": 1}):
+                request = self.request(pooling="last", **changes)
+                assert type(await self.error(engine, request)) is InvalidRequest
+            await self.complete(engine)
+
+    def needs_vectors(self, engine: Engine) -> None:
+        """Skips the test for an engine that makes none."""
+        capabilities = self.capabilities(engine)
+        assert ("embeddings" in capabilities.features) == (capabilities.embedding_size > 0)
+        if not capabilities.embedding_size:
+            pytest.skip("this engine makes no vectors")
+
     # ------------------------------------------------------------------ refusals
 
     async def test_what_cannot_be_served_fails_by_name(self) -> None:
@@ -377,6 +424,14 @@ class EngineConformance:
             assert ledger.finishes[0].cached_tokens == blocks * size
             stored = [h for e in events if isinstance(e, BlockStored) for h in e.hashes]
             assert len(stored) == blocks
+
+
+def vector(ledger: Ledger) -> list[float]:
+    """What came instead of tokens."""
+    finish = ledger.finishes[0]
+    assert finish is not None
+    assert ledger.tokens == [[]]
+    return list(struct.unpack(f"<{len(finish.embedding) // 4}f", finish.embedding))
 
 
 async def output_tokens(engine: Engine, count: int) -> None:

@@ -55,6 +55,7 @@ class Ledger:
         assert delta.choice in self.request.live, f"{who}: it had ended before"
         assert self.finishes[delta.choice] is None, f"{who}: a delta after the finish"
         assert delta.tokens or delta.finish, f"{who}: an empty delta"
+        assert not (delta.tokens and self.request.pooling), f"{who}: tokens instead of a vector"
         self.deltas += 1
         first = len(self.tokens[delta.choice]) == self._given(delta.choice)
         self.tokens[delta.choice] += delta.tokens
@@ -88,7 +89,7 @@ class Ledger:
             assert delta.prompt_logprobs is None
 
     def _take_start(self, delta: TokenDelta, first: bool) -> None:
-        if not (first and delta.tokens):
+        if not (first and (delta.tokens or self.request.pooling)):
             assert delta.started is None, "only the first token has a start"
             return
         start = delta.started
@@ -112,6 +113,8 @@ class Ledger:
         assert finish.prefill_seconds >= 0
         if finish.reason == "length":
             assert finish.stop_reason is None
+        wants = bool(self.request.pooling) and finish.reason == "stop"
+        assert bool(finish.embedding) == wants, "a vector is missing, or not wanted"
         if finish.stop_reason is not None:
             assert finish.reason == "stop"
             assert output[-1] == finish.stop_reason

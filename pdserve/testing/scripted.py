@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from pdserve.engine.sequence import Sequence
+    from pdserve.ids import SequenceKey
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import GenerateRequest
     from pdserve.transfer.base import Region
 
-__all__ = ["ENGINE", "ScriptedExecutor", "create", "reference_tokens"]
+__all__ = ["ENGINE", "ScriptedExecutor", "create", "reference_tokens", "reference_vector"]
 
 ENGINE = "pdserve.testing.scripted:create"
 
@@ -58,10 +59,12 @@ _DEFAULTS = {
     "load_ms": "0",
     "load_error": "",
     "layers": "1",
+    "embedding": "8",
 }
 """Options and their defaults. `…_on` name a prompt token: a step that computes it raises, comes to
 nothing for the sequence that has it, breaks the executor for good, kills the process, or sleeps for
-a minute. `layers`, a divisor of 8, is how many runs of bytes a block is said to consist of."""
+a minute. `layers`, a divisor of 8, is how many runs of bytes a block is said to consist of.
+`embedding`: numbers of a vector, 16 at most; 0: it makes none."""
 
 
 def create() -> ScriptedExecutor:
@@ -80,6 +83,8 @@ class ScriptedExecutor:
         self.written = 0
         """KV entries written so far."""
         self._memory: BlockMemory | None = None
+        self._means: dict[SequenceKey, tuple[int, bytes]] = {}
+        """Tokens that are in a mean, and a hash of them."""
 
     # ------------------------------------------------------------------ the executor's seam
 
@@ -107,6 +112,7 @@ class ScriptedExecutor:
             weight_bytes=0,
             kv_memory=int(self._options["blocks"]) * layout.block_bytes,
             compat_hash="scripted",
+            embedding_size=int(self._options["embedding"]),
         )
         self._layout = layout_of(info)
         return info
@@ -143,10 +149,17 @@ class ScriptedExecutor:
             logprobs=[_logprob(s.sampling, t) for s, t in zip(sampling, tokens, strict=True)],
             prompt_logprobs=_prompt_logprobs(plan),
             faults=faults,
+            embeddings={
+                index: vector
+                for index, chunk in enumerate(plan.chunks)
+                if chunk.sequence.pools and (vector := self._pool(chunk))
+            },
         )
 
     def release(self, sequences: Seq[Sequence]) -> None:
         self.released += [sequence.key for sequence in sequences]
+        for sequence in sequences:
+            self._means.pop(sequence.key, None)
 
     def close(self) -> None:
         if self._memory is not None:
@@ -179,6 +192,23 @@ class ScriptedExecutor:
         blocks = [bytes(self._kv.view(block)) for block in sequence.blocks[: full + bool(rest)]]
         entries = b"".join(blocks)[: length * _ENTRY]
         return _choose(sequence.request, sequence.choice, sequence.tokens, entries, self._vocab)
+
+    def _pool(self, chunk: Chunk) -> bytes:
+        """The vector, once the chunk is the last one. A mean is made of the chunks as they come:
+        one that is missing, or comes twice, is a failure."""
+        sequence, end = chunk.sequence, chunk.start + chunk.count
+        if sequence.request.pooling == "mean":
+            held, state = self._means.get(sequence.key, (0, b""))
+            if held != chunk.start:
+                raise RuntimeError(f"a mean of {held} tokens goes on at {chunk.start}")
+            for position in range(chunk.start, end):
+                state = blake2b(state + self._read(sequence, position)).digest()
+            self._means[sequence.key] = (end, state)
+        if not chunk.vector:
+            return b""
+        entries = [self._read(sequence, position) for position in range(sequence.prompt_len)]
+        mean = self._means[sequence.key][1] if sequence.request.pooling == "mean" else b""
+        return _vector(mean, entries, int(self._options["embedding"]))
 
     def _misbehave(self, chunk: Chunk) -> None:
         tokens = _prompt_tokens(chunk)
@@ -231,6 +261,22 @@ def reference_tokens(
         output.append(token)
         done = token in stops and len(output) > sampling.min_tokens
     return output
+
+
+def reference_vector(request: GenerateRequest, size: int = 8) -> bytes:
+    """What a prompt becomes, computed alone and without blocks."""
+    entries: list[bytes] = []
+    state = b""
+    for position, token in enumerate(request.prompt):
+        entries.append(_entry(token, position, entries[-1] if entries else b""))
+        state = blake2b(state + entries[-1]).digest()
+    return _vector(state if request.pooling == "mean" else b"", entries, size)
+
+
+def _vector(mean: bytes, entries: list[bytes], size: int) -> bytes:
+    """Small whole numbers and zeros are exact in whatever way they are written."""
+    digest = blake2b(b"".join(entries), key=mean).digest()
+    return struct.pack(f"<{size}f", *struct.unpack(f"<{size}h", digest[: 2 * size]))
 
 
 def _entry(token: int, position: int, before: bytes) -> bytes:

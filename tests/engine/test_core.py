@@ -31,7 +31,7 @@ from pdserve.messages.engine import (
 from pdserve.messages.kv import BlockStored, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline import InlineEngine
-from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
+from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens, reference_vector
 
 if TYPE_CHECKING:
     from pdserve.engine.executor import StepPlan, StepResult
@@ -196,6 +196,27 @@ def test_results_of_the_wrong_number_are_the_executors_failure(
     engine.step()
     assert isinstance(ledger.error, EngineError)
     assert "0 tokens" in ledger.error.message
+
+
+def test_a_vector_that_is_missing_is_the_executors_failure(
+    engine: InlineEngine, executor: TimedExecutor, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(executor, "_pool", lambda chunk: b"")
+    ledger = engine.submit(request(pooling="mean", max_tokens=1))
+    engine.run()
+    assert isinstance(ledger.error, StepFailed)
+
+
+def test_a_vector_comes_with_its_costs_and_without_tokens(engine: InlineEngine):
+    wants = request(*range(3, 43), pooling="mean", max_tokens=1)
+    ledger = engine.submit(wants)
+    engine.run()
+    (finish,) = ledger.finishes
+    assert finish is not None
+    assert finish.embedding == reference_vector(wants)
+    assert (finish.reason, finish.prompt_tokens, finish.completion_tokens) == ("stop", 40, 0)
+    assert (finish.queue_seconds, finish.prefill_seconds) == (0.0, 2.0)
+    assert ledger.starts[0] is not None
 
 
 def test_a_deadline_passes_although_nothing_happens(engine: InlineEngine, clock: ManualClock):

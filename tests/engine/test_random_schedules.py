@@ -30,11 +30,12 @@ from pdserve.errors import DeadlineExceeded, InvalidRequest, Overloaded, StepFai
 from pdserve.messages.engine import ClearCache, EngineSpec, Rekey
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.inline import InlineEngine
-from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
+from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens, reference_vector
 from tests.support.seeds import is_long
 
 if TYPE_CHECKING:
     from pdserve.engine.executor import StepPlan
+    from pdserve.messages.request import Pooling
     from pdserve.testing.ledger import Ledger
 
 MAX_LEN = 48
@@ -54,6 +55,18 @@ prompts = st.one_of(
 def requests(draw: st.DrawFn) -> GenerateRequest:
     n = draw(st.sampled_from([1, 1, 1, 2, 3]))
     given = st.lists(tokens.filter(lambda t: t != POISON), max_size=6)
+    pooling: Pooling = draw(st.sampled_from(["", "", "", "", "mean", "last"]))
+    if pooling:
+        return GenerateRequest(
+            request_id=f"r{draw(st.integers(0, 10**6))}",
+            model="m",
+            prompt=draw(prompts),
+            cache_salt=draw(st.sampled_from(["", "", "other"])),
+            priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
+            deadline=draw(st.sampled_from([None, None, 2.0, 10.0])),
+            sampling=SamplingParams(max_tokens=1),
+            pooling=pooling,
+        )
     return GenerateRequest(
         request_id=f"r{draw(st.integers(0, 10**6))}",
         model="m",
@@ -213,7 +226,8 @@ class CoreMachine(RuleBasedStateMachine):
         for chunk in plan.chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.count
             assert chunk.start == sequence.num_computed
-            assert chunk.samples == (end == len(sequence.tokens))
+            assert (chunk.samples or chunk.vector) == (end == len(sequence.tokens))
+            assert chunk.vector <= bool(sequence.request.pooling)
             assert end <= len(sequence.blocks) * 4
             mine = set(sequence.blocks[chunk.start // 4 : -(-end // 4)])
             assert not mine & written, "two sequences write one block"
@@ -291,16 +305,10 @@ class CoreMachine(RuleBasedStateMachine):
         assert ledger.done, "a submission was forgotten"
         request = ledger.request
         complete = ledger.error is None and not ledger.aborted
-        for choice in range(request.n):
-            if choice not in request.live:
-                assert ledger.finishes[choice] is None
-                continue
-            expected = reference_tokens(request, choice, vocab=40, max_len=MAX_LEN)
-            if complete:
-                assert ledger.tokens[choice] == expected
-            else:
-                got = ledger.tokens[choice]
-                assert got == expected[: len(got)]
+        if request.pooling:
+            self.check_vector(ledger)
+        else:
+            self.check_tokens(ledger, complete=complete)
         self.visited["continued"] += complete and bool(request.output)
         self.visited["some had ended"] += complete and bool(request.ended)
         self.visited["completed"] += complete
@@ -314,9 +322,35 @@ class CoreMachine(RuleBasedStateMachine):
             case _:
                 raise AssertionError(f"unexpected: {ledger.error!r}")
 
+    def check_vector(self, ledger: Ledger) -> None:
+        """It is the one that the prompt has alone; a mean took nothing from the cache."""
+        finish, request = ledger.finishes[0], ledger.request
+        assert ledger.tokens == [[]]
+        if finish is None:
+            return
+        assert finish.reason == "stop"
+        assert finish.embedding == reference_vector(request)
+        assert not (finish.cached_tokens and request.pooling == "mean")
+        self.visited[f"{request.pooling} vector"] += 1
+        self.visited["cached vector"] += finish.cached_tokens > 0
+        self.visited["preempted vector"] += finish.preemptions > 0
+
+    def check_tokens(self, ledger: Ledger, *, complete: bool) -> None:
+        request = ledger.request
+        for choice in range(request.n):
+            if choice not in request.live:
+                assert ledger.finishes[choice] is None
+                continue
+            expected = reference_tokens(request, choice, vocab=40, max_len=MAX_LEN)
+            if complete:
+                assert ledger.tokens[choice] == expected
+            else:
+                got = ledger.tokens[choice]
+                assert got == expected[: len(got)]
+
 
 CORNERS = {"preempted", "cached", "copied", "completed", "aborted", "continued"}
-CORNERS |= {"named", "renamed", "some had ended"}
+CORNERS |= {"named", "renamed", "some had ended", "mean vector", "last vector", "cached vector"}
 CORNERS |= {Overloaded.__name__, DeadlineExceeded.__name__, StepFailed.__name__}
 
 

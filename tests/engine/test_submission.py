@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pdserve.engine.submission import (
@@ -11,7 +13,7 @@ from pdserve.engine.submission import (
     ending,
     finish_record,
 )
-from pdserve.errors import InvalidRequest
+from pdserve.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenLogprob
 from pdserve.wire.frames import MAX_FRAME
 
@@ -25,7 +27,7 @@ def request(**changes: object) -> GenerateRequest:
 def test_prompt_logprobs_that_fit_no_frame_are_refused():
     wants = SamplingParams(max_tokens=1, prompt_logprobs=20)
     fits = MAX_FRAME // 23 // 21
-    checked = {"max_model_len": 1 << 20, "vocab_size": 10}
+    checked: dict[str, Any] = {"max_model_len": 1 << 20, "vocab_size": 10}
     check_request(request(prompt=[1] * (fits // 2), sampling=wants), **checked)
     with pytest.raises(InvalidRequest) as caught:
         check_request(request(prompt=[1] * fits, sampling=wants), **checked)
@@ -92,3 +94,22 @@ def test_one_choice_at_least_is_left_and_none_unknown(ended: tuple[int, ...]):
         check_request(request(n=2, ended=ended), max_model_len=100, vocab_size=10)
     assert caught.value.param == "ended"
     check_request(request(n=2, ended=(1, 1)), max_model_len=100, vocab_size=10)
+
+
+def test_a_vectors_prompt_may_be_as_long_as_the_context_and_has_no_end_of_its_own():
+    checked: dict[str, Any] = {"max_model_len": 3, "vocab_size": 10, "embeds": True}
+    wants = request(pooling="last", sampling=SamplingParams(max_tokens=1, stop_token_ids=(3,)))
+    check_request(wants, **checked)
+    (sequence,) = build_sequences(1, wants, 0.0, 0, 3)
+    assert (sequence.pools, sequence.max_len) == (True, 4)
+    assert ending(sequence) is None
+    with pytest.raises(ContextLengthExceeded):
+        check_request(request(pooling="last", prompt=[1] * 4), **checked)
+    with pytest.raises(InvalidRequest, match="makes no vectors"):
+        check_request(wants, **(checked | {"embeds": False}))
+
+
+@pytest.mark.parametrize(("pooling", "reads"), [("mean", False), ("last", True), ("", True)])
+def test_a_mean_reads_no_cache(pooling, reads):
+    wants = request(pooling=pooling)
+    assert Submission(1, wants, None, []).reads_cache == reads

@@ -11,6 +11,7 @@ The executor owns one of the two; it knows what a step is, they do not know time
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +23,7 @@ from pdserve_engines.sim.tokens import (
     digested,
     entry_of,
     start_of,
+    vector_of,
     walk,
     word_at,
 )
@@ -52,6 +54,10 @@ class Content(Protocol):
 
     def next_token(self, sequence: Sequence) -> TokenId:
         """After all tokens of a sequence have been written."""
+        ...
+
+    def vector(self, sequence: Sequence) -> bytes:
+        """What a prompt becomes, after all of it has been written: see `Finish.embedding`."""
         ...
 
     def foreseen(self, sequence: Sequence, steps: int) -> list[TokenId]:
@@ -95,6 +101,9 @@ class Nothing:
         if position < sequence.request.sampling.min_tokens:
             return word_at(self._words, start, position, sequence.request.sampling)
         return self._words[(start + position) % len(self._words)]
+
+    def vector(self, sequence: Sequence) -> bytes:
+        return vector_of(array("I", sequence.tokens).tobytes(), sequence.request.pooling)
 
     def _start(self, sequence: Sequence) -> int:
         key = (sequence.handle, sequence.choice)
@@ -194,6 +203,11 @@ class Digests:
         number = digested(digest.state.digest(), sequence.request, sequence.choice)
         position = len(sequence.tokens) - sequence.prompt_len
         return chosen(self._words, number, sequence.request.sampling, position)
+
+    def vector(self, sequence: Sequence) -> bytes:
+        digest = self._active[(sequence.handle, sequence.choice)]
+        self._recheck(sequence, digest)
+        return vector_of(digest.state.digest(), sequence.request.pooling)
 
     def _recheck(self, sequence: Sequence, digest: _Digest) -> None:
         """One block per step, each in turn: what changed under a running sequence shows."""

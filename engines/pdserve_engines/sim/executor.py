@@ -19,7 +19,7 @@ from pdserve_engines.sim.content import Content, Digests, Nothing
 from pdserve_engines.sim.core import SimCore
 from pdserve_engines.sim.settings import Options, Vocabulary, parse_options, read_model
 from pdserve_engines.sim.timing import Noise, Preset, preset_of, read_timing
-from pdserve_engines.sim.tokens import ENTRY_BYTES, made_up
+from pdserve_engines.sim.tokens import EMBEDDING_SIZE, ENTRY_BYTES, made_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -101,7 +101,8 @@ class SimExecutor:
                 token = content.next_token(chunk.sequence)
                 tokens.append(token)
                 logprobs.append(self._logprob(chunk.sequence, token))
-        return StepResult(tokens, logprobs, self._prompt_logprobs(plan))
+        vectors = {i: content.vector(c.sequence) for i, c in enumerate(plan.chunks) if c.vector}
+        return StepResult(tokens, logprobs, self._prompt_logprobs(plan), embeddings=vectors)
 
     def release(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
@@ -197,4 +198,5 @@ def _model_info(
         weight_bytes=preset.weight_bytes,
         kv_memory=blocks * layout.block_bytes,
         compat_hash=f"sim {vocabulary.model_type} {vocabulary.size} {layout}",
+        embedding_size=EMBEDDING_SIZE,
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pdserve_engines.sim.settings import Vocabulary
 
 __all__ = [
+    "EMBEDDING_SIZE",
     "ENTRY_BYTES",
     "chosen",
     "entry_of",
@@ -28,12 +29,16 @@ __all__ = [
     "reference_tokens",
     "start_of",
     "stop_ids",
+    "vector_of",
     "walk",
     "word_at",
 ]
 
 ENTRY_BYTES = 16
 """What one token leaves in its block."""
+
+EMBEDDING_SIZE = 32
+"""Numbers of a vector."""
 
 _ENDS = 8
 """Tokens at either end of a prompt that choose where its output starts."""
@@ -57,6 +62,13 @@ def _key(request: GenerateRequest, choice: int) -> bytes:
     if sampling.temperature <= 0:
         return b""
     return struct.pack("<QII", sampling.seed & (2**64 - 1), request.prompt_index, choice)
+
+
+def vector_of(content: bytes, pooling: str) -> bytes:
+    """A vector that depends on every byte: numbers between -1 and 1, as `Finish.embedding`."""
+    digest = blake2b(content, key=pooling.encode(), digest_size=2 * EMBEDDING_SIZE).digest()
+    numbers = struct.unpack(f"<{EMBEDDING_SIZE}h", digest)
+    return struct.pack(f"<{EMBEDDING_SIZE}f", *(number / 32768 for number in numbers))
 
 
 # ---------------------------------------------------------------- without content

@@ -27,6 +27,7 @@ from pdserve_engines.torch.cpu_model import CpuModel, unsupported_reason
 from pdserve_engines.torch.facts import model_info
 from pdserve_engines.torch.model import TorchModel
 from pdserve_engines.torch.pool import KvPool
+from pdserve_engines.torch.pooling import Pooler, to_bytes
 from pdserve_engines.torch.sampler import Sampler, describe, is_plain
 from pdserve_engines.torch.settings import settle
 from pdserve_engines.torch.wanted import Wanted
@@ -73,6 +74,7 @@ class TorchExecutor:
         """What `load` returned."""
         self._model: Model | None = None
         self._sampler = Sampler()
+        self._pooler = Pooler()
         self._settings: Settings | None = None
         self._loaded = elder
         """What a sibling would share: before `load` the elder's, then our own."""
@@ -154,6 +156,7 @@ class TorchExecutor:
 
     def release(self, sequences: Seq[Sequence]) -> None:
         self._sampler.forget(sequence.key for sequence in sequences)
+        self._pooler.forget(sequence.key for sequence in sequences if sequence.pools)
 
     def prepare_thread(self) -> None:
         """Set torch's thread count, which is the whole process's, to what this model wants."""
@@ -235,7 +238,17 @@ class TorchExecutor:
             result.prompt_logprobs[index] = self._prompt_logprobs(
                 chunks[index], hidden[begin : begin + count]
             )
+        for index, begin, count in wanted.pooled:
+            self._pool(index, chunks[index], hidden[begin : begin + count], result)
         return result
+
+    def _pool(self, index: int, chunk: Chunk, hidden: torch.Tensor, result: StepResult) -> None:
+        vector = self._pooler.take(chunk, hidden)
+        if vector is None:
+            return
+        result.embeddings[index] = to_bytes(vector)
+        if not result.embeddings[index]:
+            result.faults[index] = "the model computed no numbers for its vector (NaN)"
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[TokenLogprob]:
         """Of the prompt tokens that the chunk's leading rows predict; slices bound the memory."""

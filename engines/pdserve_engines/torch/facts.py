@@ -45,6 +45,7 @@ def model_info(
             layout, settings.max_model_len, spec.max_sequences, free_memory(settings.device)
         ),
         compat_hash=compat_hash(config, layout, dtype, identity),
+        embedding_size=config.hidden_size,
         features=("bans",),
     )
 

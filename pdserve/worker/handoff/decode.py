@@ -203,6 +203,8 @@ class Decode:
 
     def _obstacle(self, request: GenerateRequest) -> str:
         card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
+        if request.pooling:
+            return "embedding"
         if request.diverged:
             return "migrated_choices"
         if not fits_message(request):
@@ -221,6 +223,8 @@ class Decode:
         card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
         if card is None or capabilities is None or not capabilities.transfers:
             return "not_possible"
+        if request.pooling:
+            return "embedding"
         if request.diverged:
             return "migrated_choices"
         if not fits_message(request):

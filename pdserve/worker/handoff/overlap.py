@@ -43,7 +43,8 @@ def cached_tokens(request: GenerateRequest, worker: Worker, overlap: Callable[[b
     names, card = request.block_names, worker.cards().get(request.model)
     if card is None or not names or request.names_id != worker.names_id:
         return 0
-    if request.sampling.prompt_logprobs is not None:  # such a request reads no cache
+    if request.sampling.prompt_logprobs is not None or request.pooling == "mean":
+        # such a request reads no cache
         return 0
     blocks = min(len(names) // HASH_BYTES, (tokens_of(request) - 1) // card.block_size)
     return overlap(names[: blocks * HASH_BYTES]) * card.block_size

@@ -154,6 +154,15 @@ async def test_who_cannot_be_reached_by_kv_is_not_asked(site: Site) -> None:
 
 
 @on_site()
+async def test_a_vector_is_computed_where_it_was_asked_for(site: Site) -> None:
+    client = site.ask(request(pooling="mean"))
+    await site.until(lambda: client.over)
+    assert client.where == "local; node=d; reason=embedding"
+    assert not site.queue.outcomes
+    await site.quiet()
+
+
+@on_site()
 async def test_choices_with_different_outputs_are_not_handed_over(site: Site) -> None:
     client = site.ask(request(n=2, output=[[1], [1, 2]]))
     await site.until(lambda: client.over)
