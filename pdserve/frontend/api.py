@@ -13,16 +13,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from aiohttp import web
 
 from pdserve.errors import EngineError, MethodNotAllowed, PdserveError, RouteNotFound
 from pdserve.frontend.call import Call
+from pdserve.frontend.dialects.messages import plan_messages
+from pdserve.frontend.dialects.responses import plan_responses
 from pdserve.frontend.generation import Generations, Route
 from pdserve.frontend.identity import request_id_from
 from pdserve.frontend.prompts import plan_chat, plan_completion
 from pdserve.frontend.replies import Reply, error_reply
 from pdserve.openai.decode import CHAT, COMPLETION
 from pdserve.openai.fields import shorten
+from pdserve.openai.messages_api import COUNT_TOKENS, MESSAGES, TokenTotal, messages_error_body
+from pdserve.openai.responses_api import RESPONSES, InputTokens
 
 if TYPE_CHECKING:
     from pdserve.frontend.cors import Cors
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pdserve.frontend")
 access = logging.getLogger("pdserve.frontend.access")
+
+_encode = msgspec.json.Encoder().encode
 
 Endpoint = Callable[[Call], Awaitable[web.StreamResponse]]
 
@@ -56,6 +63,10 @@ class Target:
 
 _CHAT = Route(CHAT, plan_chat)
 _COMPLETION = Route(COMPLETION, plan_completion)
+_RESPONSES = Route(RESPONSES, plan_responses)
+_MESSAGES = Route(MESSAGES, plan_messages)
+_COUNT_TOKENS = Route(COUNT_TOKENS, plan_messages)
+_MESSAGES_PATH = "/v1/messages"
 
 
 class Api:
@@ -77,11 +88,18 @@ class Api:
         self._cors = cors
         self._responses: dict[tuple[str, int], object] = {}
         self._models = Target("/v1/models/{id}", {"GET": small.model})
+        self._stored = Target(
+            "/v1/responses/{id}", dict.fromkeys(("GET", "POST", "DELETE"), _nothing_stored)
+        )
         self._targets = {
             target.route: target
             for target in (
                 Target("/v1/chat/completions", {"POST": self._chat}),
                 Target("/v1/completions", {"POST": self._completion}),
+                Target("/v1/responses", {"POST": self._respond}),
+                Target("/v1/responses/input_tokens", {"POST": self._input_tokens}),
+                Target(_MESSAGES_PATH, {"POST": self._message}),
+                Target("/v1/messages/count_tokens", {"POST": self._count_tokens}),
                 Target("/route", {"POST": explanations.route}),
                 Target("/v1/models", {"GET": small.models}),
                 Target("/tokenize", {"POST": small.tokenize}),
@@ -98,6 +116,8 @@ class Api:
         """Answer one request. Cancellation: the client hung up."""
         headers = http.headers
         call = Call(http, self._cors.lines(headers.get("Origin")))
+        if _is_messages(call):
+            call.id_headers = (*call.id_headers, b"request-id")  # by which its clients know it
         call.name(request_id_from(headers.get("x-request-id")))
         route = "other"
         try:
@@ -111,7 +131,7 @@ class Api:
             raise
         except Exception:
             logger.exception("answering %s failed", route)
-            reply = error_reply(EngineError("the server failed while answering"), call.headers)
+            reply = self._refuse(EngineError("the server failed while answering"), call)
         if self._generations.draining:
             reply.force_close()  # the client's next request had better go elsewhere
         self._count(route, reply.status)
@@ -125,6 +145,8 @@ class Api:
         lines = call.headers
         if isinstance(error, _NotAllowed):
             lines += b"Allow: %s\r\n" % error.allow.encode()
+        if _is_messages(call):
+            return error_reply(error, lines, messages_error_body(error, call.request_id))
         return error_reply(error, lines)
 
     def _find(self, path: str) -> tuple[Target, str]:
@@ -133,6 +155,8 @@ class Api:
             return target, ""
         if path.startswith("/v1/models/") and len(path) > len("/v1/models/"):
             return self._models, path.removeprefix("/v1/models/")
+        if path.startswith("/v1/responses/"):
+            return self._stored, ""
         near = difflib.get_close_matches(path[:64], self._targets, n=1, cutoff=0.8)
         hint = f"did you mean '{near[0]}'?" if near else "see /openapi.json"
         raise RouteNotFound(f"there is nothing at '{shorten(path)}'; {hint}")
@@ -145,7 +169,10 @@ class Api:
         if endpoint is None:
             raise _NotAllowed(target.route, method, target.allow)
         if self.keys is not None and not target.open:
-            call.key = self.keys.authenticate(call.http.headers.get("Authorization"))
+            headers = call.http.headers
+            call.key = self.keys.authenticate(
+                headers.get("Authorization"), headers.get("x-api-key")
+            )
         return endpoint(call)
 
     async def _chat(self, call: Call) -> web.StreamResponse:
@@ -154,6 +181,20 @@ class Api:
     async def _completion(self, call: Call) -> web.StreamResponse:
         return await self._generations.serve(_COMPLETION, call)
 
+    async def _respond(self, call: Call) -> web.StreamResponse:
+        return await self._generations.serve(_RESPONSES, call)
+
+    async def _input_tokens(self, call: Call) -> web.StreamResponse:
+        counted = InputTokens(input_tokens=await self._generations.count(_RESPONSES, call))
+        return Reply(200, _encode(counted), headers=call.headers)
+
+    async def _message(self, call: Call) -> web.StreamResponse:
+        return await self._generations.serve(_MESSAGES, call)
+
+    async def _count_tokens(self, call: Call) -> web.StreamResponse:
+        counted = TokenTotal(input_tokens=await self._generations.count(_COUNT_TOKENS, call))
+        return Reply(200, _encode(counted), headers=call.headers)
+
     async def _options(self, target: Target, call: Call) -> web.StreamResponse:
         lines = call.headers + b"Allow: %s\r\n" % target.allow.encode()
         lines += self._cors.preflight_lines(call.http.headers.get("Origin"))
@@ -161,6 +202,16 @@ class Api:
 
     def _count(self, route: str, status: int) -> None:
         self._metrics.http_responses.labels(route, str(status)).inc()
+
+
+def _is_messages(call: Call) -> bool:
+    """Whether its client expects Anthropic's words."""
+    path = call.http.rel_url.path
+    return path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
+
+
+async def _nothing_stored(call: Call) -> web.StreamResponse:
+    raise RouteNotFound("responses are not stored here: there is none to fetch, change or cancel")
 
 
 class _NotAllowed(MethodNotAllowed):

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 class Call:
     """Lives as long as the request's task; changed by nobody else."""
 
-    __slots__ = ("_cors_lines", "http", "key", "request_id", "rest")
+    __slots__ = ("_cors_lines", "http", "id_headers", "key", "request_id", "rest")
 
     def __init__(self, http: web.BaseRequest, cors_lines: bytes) -> None:
         """Args: `cors_lines` are header lines of every answer."""
         self._cors_lines = cors_lines
         self.http = http
         self.request_id = ""
+        self.id_headers: tuple[bytes, ...] = (b"x-request-id",)
+        """By which names its answer tells it."""
         self.key: ApiKey | None = None
         """None: no authentication is configured, or the endpoint needs none."""
         self.rest = ""
@@ -36,4 +38,5 @@ class Call:
     @property
     def headers(self) -> bytes:
         """Header lines of the answer, each with its CRLF."""
-        return request_id_line(self.request_id) + self._cors_lines
+        ids = [request_id_line(self.request_id, name) for name in self.id_headers]
+        return b"".join((*ids, self._cors_lines))

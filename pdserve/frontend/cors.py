@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 _PREFLIGHT = (
     b"Access-Control-Allow-Methods: GET, POST, OPTIONS\r\n"
-    b"Access-Control-Allow-Headers: authorization, content-type, x-request-id, "
+    b"Access-Control-Allow-Headers: authorization, content-type, x-api-key, anthropic-version, "
+    b"x-request-id, "
     b"x-pdserve-slo-ttft-ms, x-pdserve-worker\r\n"
     b"Access-Control-Max-Age: 600\r\n"
 )

@@ -37,6 +37,8 @@ from pdserve.frontend.unknown import UnknownFields
 from pdserve.frontend.wire import EventWire, Flusher
 from pdserve.ids import Seconds
 from pdserve.observe.metrics import Metrics, outcome_of
+from pdserve.openai.messages_api import CountTokensRequest, MessagesRequest
+from pdserve.openai.responses_api import ResponsesRequest
 from pdserve.openai.schema import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
@@ -59,7 +61,9 @@ logger = logging.getLogger("pdserve.frontend")
 _NOTICED: Final[Seconds] = 0.1
 """What has passed of a request's time and is worth a copy of it."""
 
-R = TypeVar("R", ChatRequest, CompletionRequest)
+R = TypeVar(
+    "R", ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +221,22 @@ class Generations:
             deadline=self._config.request_timeout,
         )
         return await route.plan(request, context)
+
+    async def count(self, route: Route[R], call: Call) -> int:
+        """Tokens of a request's prompt, as it would be: nothing else is done, no limit charged.
+
+        Errors: those of `plan`, `DeadlineExceeded`.
+        """
+        body = await self._bodies.read(call.http)
+        limit = self._config.request_timeout
+        try:
+            async with asyncio.timeout(limit):
+                plan = await self.plan(route, body, self.exchange(call))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the request took longer than {limit:g} s; its tokens were being counted"
+            ) from None
+        return plan.prompt_tokens
 
     async def _model(self, name: str | None, exchange: Exchange) -> ServedModel:
         card = self._models.card(name, exchange.call.key)

@@ -94,13 +94,15 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._by_digest)
 
-    def authenticate(self, authorization: str | None) -> ApiKey:
-        """The key that an Authorization header names.
+    def authenticate(self, authorization: str | None, x_api_key: str | None = None) -> ApiKey:
+        """The key that an Authorization header names, or without one the header x-api-key.
 
         A digest is looked up and compared in constant time; how long the look-up takes tells
         about the digest of what the client sent, not about any key.
         Errors: `Unauthorized`.
         """
+        if authorization is None and x_api_key is not None:
+            authorization = f"Bearer {x_api_key}"
         if authorization is None:
             raise Unauthorized("this server wants an API key: send 'Authorization: Bearer <key>'")
         scheme, _, token = authorization.partition(" ")

@@ -125,19 +125,19 @@ def raw_reply(reply: Reply, *, keep_alive: bool) -> bytes:
     return reply.to_bytes(b"" if keep_alive else b"Connection: close\r\n")
 
 
-def request_id_line(request_id: str) -> bytes:
-    """The `x-request-id` header."""
-    return b"x-request-id: %s\r\n" % request_id.encode("ascii")
+def request_id_line(request_id: str, name: bytes = b"x-request-id") -> bytes:
+    """The header of this name."""
+    return b"%s: %s\r\n" % (name, request_id.encode("ascii"))
 
 
-def error_reply(error: PdserveError, lines: bytes) -> Reply:
-    """The answer for an error: OpenAI's body, the class's status, Retry-After where it helps.
+def error_reply(error: PdserveError, lines: bytes, body: bytes | None = None) -> Reply:
+    """The answer for an error: the class's status, Retry-After where it helps.
 
-    Args: `lines` are further header lines.
+    Args: `lines` are further header lines; `body` says it in other words than OpenAI's.
     """
     wait = error.retry_after
     if wait is not None or error.http_status in (429, 503):
         lines += b"Retry-After: %d\r\n" % max(1, math.ceil(wait or 0))
     if error.http_status == 401:
         lines += b'WWW-Authenticate: Bearer realm="pdserve"\r\n'
-    return Reply(error.http_status, error_body(error), headers=lines)
+    return Reply(error.http_status, error_body(error) if body is None else body, headers=lines)

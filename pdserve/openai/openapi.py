@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.openai import responses, schema
+from pdserve.openai import messages_api, responses, responses_api, schema
 from pdserve.openai.errors import ErrorBody
 
 _REF = "#/components/schemas/{name}"
@@ -14,6 +14,14 @@ _REF = "#/components/schemas/{name}"
 _RECORDS = (
     schema.ChatRequest,
     schema.CompletionRequest,
+    responses_api.ResponsesRequest,
+    responses_api.ResponseObject,
+    responses_api.InputTokens,
+    messages_api.MessagesRequest,
+    messages_api.CountTokensRequest,
+    messages_api.MessageObject,
+    messages_api.TokenTotal,
+    messages_api.MessagesErrorBody,
     schema.TokenizeRequest,
     schema.DetokenizeRequest,
     responses.ChatCompletion,
@@ -48,6 +56,19 @@ _EVENTS = (
     "An error after the first event is an `ErrorBody` in an event of its own; the stream then "
     "ends without `[DONE]`."
 )
+_NAMED_EVENTS = (
+    "Server-sent events as {api} names them: each has its name as `event:` and one JSON object "
+    "with the same `type` as `data:`. {error}"
+)
+_RESPONSES_EVENTS = _NAMED_EVENTS.format(
+    api="OpenAI",
+    error="After a failure the last two are `error` and `response.failed`.",
+)
+_MESSAGES_EVENTS = _NAMED_EVENTS.format(
+    api="Anthropic", error="After a failure the last is `error`, a `MessagesErrorBody`."
+)
+_OPENAI, _ANTHROPIC = "Error", "MessagesError"
+"""What components of errors are named by, in whose words."""
 
 
 def document(version: str) -> dict[str, Any]:
@@ -59,10 +80,17 @@ def document(version: str) -> dict[str, Any]:
         "paths": _paths(),
         "components": {
             "schemas": components,
-            "responses": {f"Error{code}": _error(code) for code in _ERRORS},
-            "securitySchemes": {"ApiKey": {"type": "http", "scheme": "bearer"}},
+            "responses": {
+                f"{whose}{code}": _error(code, f"{whose}Body")
+                for whose in (_OPENAI, _ANTHROPIC)
+                for code in _ERRORS
+            },
+            "securitySchemes": {
+                "ApiKey": {"type": "http", "scheme": "bearer"},
+                "ApiKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"ApiKey": []}],
+        "security": [{}, {"ApiKey": []}, {"ApiKeyHeader": []}],
     }
 
 
@@ -73,6 +101,29 @@ def _paths() -> dict[str, Any]:
         },
         "/v1/completions": {
             "post": _generation("Continue a text", "Completion", "Completion", "Completion")
+        },
+        "/v1/responses": {
+            "post": _with_events(
+                _post("Answer items of a conversation", "ResponsesRequest", "ResponseObject"),
+                _RESPONSES_EVENTS,
+            )
+        },
+        "/v1/responses/input_tokens": {
+            "post": _timed(_post("Count a prompt's tokens", "ResponsesRequest", "InputTokens"))
+        },
+        "/v1/responses/{id}": _stored_response(),
+        "/v1/messages": {
+            "post": _with_events(
+                _post("Answer messages", "MessagesRequest", "MessageObject", _ANTHROPIC),
+                _MESSAGES_EVENTS,
+                _ANTHROPIC,
+            )
+        },
+        "/v1/messages/count_tokens": {
+            "post": _timed(
+                _post("Count a prompt's tokens", "CountTokensRequest", "TokenTotal", _ANTHROPIC),
+                _ANTHROPIC,
+            )
         },
         "/route": {"post": _explanation()},
         "/v1/models": {"get": _get("List the models served here", "ModelList", "401")},
@@ -102,6 +153,32 @@ def _generation(summary: str, kind: str, answer: str, chunk: str) -> dict[str, A
     return operation
 
 
+def _with_events(
+    operation: dict[str, Any], description: str, whose: str = _OPENAI
+) -> dict[str, Any]:
+    schema = {"type": "string", "description": description}
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": schema}
+    return _timed(operation, whose)
+
+
+def _timed(operation: dict[str, Any], whose: str = _OPENAI) -> dict[str, Any]:
+    operation["responses"]["504"] = {"$ref": f"#/components/responses/{whose}504"}
+    return operation
+
+
+def _stored_response() -> dict[str, Any]:
+    """Whatever is asked of one: there is none."""
+    errors = {code: {"$ref": f"#/components/responses/Error{code}"} for code in ("401", "404")}
+    operation = {"summary": "Nothing is stored: always 404", "responses": errors}
+    return {
+        "parameters": [
+            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+        ],
+        "get": operation,
+        "delete": operation,
+    }
+
+
 def _explanation() -> dict[str, Any]:
     operation = _post("What would be done with a request now", "ChatRequest", "RouteExplanation")
     either = {"anyOf": [_ref("ChatRequest"), _ref("CompletionRequest")]}
@@ -110,12 +187,12 @@ def _explanation() -> dict[str, Any]:
     return operation
 
 
-def _post(summary: str, request: str, answer: str) -> dict[str, Any]:
+def _post(summary: str, request: str, answer: str, whose: str = _OPENAI) -> dict[str, Any]:
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
     return {
         "summary": summary,
         "requestBody": body,
-        "responses": _responses(answer, *_COMMON),
+        "responses": _responses(answer, *_COMMON, whose=whose),
     }
 
 
@@ -139,19 +216,20 @@ def _text(summary: str, kind: str) -> dict[str, Any]:
     }
 
 
-def _responses(answer: str, *errors: str) -> dict[str, Any]:
+def _responses(answer: str, *errors: str, whose: str = _OPENAI) -> dict[str, Any]:
     ok = {
         "description": "OK",
         "headers": {"x-request-id": {"schema": {"type": "string"}}},
         "content": {"application/json": {"schema": _ref(answer)}},
     }
-    return {"200": ok} | {code: {"$ref": f"#/components/responses/Error{code}"} for code in errors}
+    references = {code: {"$ref": f"#/components/responses/{whose}{code}"} for code in errors}
+    return {"200": ok} | references
 
 
-def _error(code: str) -> dict[str, Any]:
+def _error(code: str, body: str) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "description": _ERRORS[code],
-        "content": {"application/json": {"schema": _ref("ErrorBody")}},
+        "content": {"application/json": {"schema": _ref(body)}},
     }
     if code in ("429", "503"):
         answer["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}
