@@ -70,6 +70,24 @@ def test_increments_add_up_to_a_decode_of_the_whole(name, skip):
 
 
 @pytest.mark.parametrize("name", builders.KINDS)
+def test_special_tokens_that_are_kept_are_shown_among_skipped_ones(name):
+    special = sorted(made(name).special_ids)
+    keep = frozenset(special[::2])
+
+    @seed(SEED)
+    @settings(max_examples=EXAMPLES, deadline=None, database=None)
+    @given(ids_of(name))
+    def check(ids):
+        shown = [i for i in ids if i in keep or i not in made(name).special_ids]
+        assert drain(made(name).detokenizer(keep=keep), ids) == whole(name, shown, False)
+        as_json = made(name).detokenizer(keep=keep)
+        escaped = b"".join([as_json.feed_json([i]) for i in ids])
+        assert json.loads(b'"%s"' % escaped) + as_json.flush() == whole(name, shown, False)
+
+    check()
+
+
+@pytest.mark.parametrize("name", builders.KINDS)
 def test_json_increments_are_the_text_escaped(name):
     @seed(SEED)
     @settings(max_examples=EXAMPLES, deadline=None, database=None)

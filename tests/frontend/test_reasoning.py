@@ -1,0 +1,194 @@
+"""Reasoning told apart from what is said: messages, streams, usage, and what is refused."""
+
+import json
+import random
+
+import pytest
+
+from pdserve.testing.fake_backend import Script
+from tests.frontend.markup import (
+    END,
+    TOKENIZER,
+    WEATHER,
+    call,
+    card,
+    message_of,
+    tokens,
+    without_ids,
+)
+from tests.frontend.support import HELLO, MODEL, frontend
+
+CHAT = "/v1/chat/completions"
+THOUGHT = "They say hello.\n\nSo I < 1 & 2 > say 你好 too."
+SAID = "Hello, 世界!"
+BEGUN = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+"""A template that opens the reasoning."""
+
+
+def serving(text, *, cuts=None, template=None, **script):
+    """A frontend whose model writes `text`."""
+    changes = {} if template is None else {"chat_template": template}
+    made = Script(tokens=[*tokens(text, cuts), END], repeat=False, **script)
+    return frontend(made, models={MODEL: card(**changes)})
+
+
+WHOLE = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
+CASES = {
+    "thought and said": (None, WHOLE, THOUGHT, SAID),
+    "begun by the prompt": (BEGUN, f"{THOUGHT}\n</think>\n\n{SAID}", THOUGHT, SAID),
+    "said only": (None, SAID, None, SAID),
+    "thought only": (None, f"<think>\n{THOUGHT}\n</think>", THOUGHT, ""),
+    "an empty thought": (None, f"<think>\n\n</think>\n\n{SAID}", None, SAID),
+    "never ended": (None, f"<think>\n{THOUGHT}", THOUGHT, ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_reasoning_is_a_field_of_its_own(name):
+    template, text, thought, said = CASES[name]
+    async with serving(text, template=template) as client:
+        (choice,) = (await client.chat())["choices"]
+    message = choice["message"]
+    assert message["content"] == said
+    assert message.get("reasoning") == message.get("reasoning_content") == thought
+    assert ("reasoning" in message) == (thought is not None)
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_stream_adds_up_to_the_whole_answer_wherever_tokens_end(name):
+    template, text, _, _ = CASES[name]
+    for seed in range(6):
+        cuts = random.Random(seed)
+        async with serving(text, cuts=cuts, template=template, burst=1 + seed % 3) as client:
+            whole = await client.chat()
+            chunks = await client.chunks(stream_options={"include_usage": True})
+        assert without_ids(message_of(chunks)) == without_ids(whole["choices"][0]["message"])
+        assert chunks[-1]["usage"] == whole["usage"]
+
+
+async def test_thinking_goes_before_speaking_in_a_stream():
+    async with serving(WHOLE) as client:
+        chunks = await client.chunks()
+    deltas = [choice["delta"] for chunk in chunks[1:] for choice in chunk["choices"]]
+    kinds = [kind for delta in deltas for kind in ("reasoning", "content") if kind in delta]
+    assert kinds == sorted(kinds, reverse=True)
+    assert set(kinds) == {"reasoning", "content"}
+    assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "counted"),
+    [
+        (None, WHOLE, f"<think>\n{THOUGHT}\n</think>"),
+        (BEGUN, f"{THOUGHT}\n</think>\n\n{SAID}", f"{THOUGHT}\n</think>"),
+        (None, SAID, ""),
+    ],
+)
+async def test_usage_counts_reasoning(template, text, counted):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serving(text, template=template) as client:
+        whole = await client.chat()
+        chunks = await client.chunks(stream_options=options)
+    expected = len(tokens(counted)) if counted else 0
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
+    assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
+    running = [
+        chunk["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        for chunk in chunks[1:]
+        if chunk["usage"]
+    ]
+    assert running == sorted(running)
+
+
+async def test_usage_of_a_model_that_does_not_reason_says_nothing_of_it():
+    async with frontend(Script(tokens=[5, 1])) as client:
+        assert "completion_tokens_details" not in (await client.chat())["usage"]
+
+
+@pytest.mark.parametrize("extra", [{}, {"stop": "zzz"}, {"logprobs": True}])
+async def test_reasoning_can_be_left_out(extra):
+    async with serving(WHOLE) as client:
+        whole = await client.chat(include_reasoning=False, **extra)
+        chunks = await client.chunks(
+            include_reasoning=False, stream_options={"include_usage": True}, **extra
+        )
+    message = whole["choices"][0]["message"]
+    assert message["content"] == SAID
+    assert "reasoning" not in message
+    assert without_ids(message_of(chunks)) == without_ids(message)
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert whole["usage"]["completion_tokens"] == len(tokens(WHOLE)) + 1
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 10
+    if "logprobs" in extra:
+        told = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
+        count = sum(len(one["content"]) for one in told)
+        assert count == whole["usage"]["completion_tokens"]
+
+
+async def test_reasoning_and_a_call_of_a_tool():
+    text = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}{call('weather', city='Rome')}"
+    for seed in range(6):
+        async with serving(text, cuts=random.Random(seed)) as client:
+            (choice,) = (await client.chat(tools=[WEATHER]))["choices"]
+            chunks = await client.chunks(tools=[WEATHER])
+        message = choice["message"]
+        assert (message["reasoning"], message["content"]) == (THOUGHT, SAID)
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Rome"}
+        assert choice["finish_reason"] == "tool_calls"
+        assert without_ids(message_of(chunks)) == without_ids(message)
+
+
+async def test_a_call_that_is_only_thought_of_is_none():
+    text = f"<think>\n{call('weather', city='Rome')}\n</think>\n{SAID}"
+    async with serving(text) as client:
+        (choice,) = (await client.chat(tools=[WEATHER]))["choices"]
+    assert "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == SAID
+    assert choice["finish_reason"] == "stop"
+
+
+# ---------------------------------------------------------------- effort
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, "||"),
+        ({"reasoning_effort": "high"}, "high||"),
+        ({"reasoning_effort": "none"}, "none|False|False"),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "none|True|False",
+        ),
+        ({"chat_template_kwargs": {"thinking": True, "reasoning_effort": "x"}}, "x||True"),
+    ],
+)
+async def test_effort_is_a_variable_of_the_template(fields, shown):
+    template = "{{ reasoning_effort }}|{{ enable_thinking }}|{{ thinking }}"
+    async with serving(SAID, template=template) as client:
+        await client.chat(**fields)
+        (request,) = client.backend.requests
+    assert TOKENIZER.decode(request.prompt) == shown
+
+
+async def test_no_effort_is_no_thinking_where_the_template_knows():
+    async with serving(SAID) as client:
+        (choice,) = (await client.chat(reasoning_effort="none"))["choices"]
+        (request,) = client.backend.requests
+    prompt = TOKENIZER.decode(request.prompt, skip_special_tokens=False)
+    assert prompt.endswith("<think>\n\n</think>\n\n")
+    assert choice["message"]["content"] == SAID
+
+
+# ---------------------------------------------------------------- models that mark nothing
+
+
+async def test_a_bound_on_what_cannot_be_told_apart_is_refused():
+    fields = {"thinking_token_budget": 10}
+    async with frontend(Script(tokens=[5, 1])) as client:
+        status, _, answer = await client.post(CHAT, HELLO | fields)
+        assert (status, answer["error"]["param"]) == (400, "thinking_token_budget")
+        assert "--reasoning-parser" in answer["error"]["message"]
+        await client.chat(include_reasoning=True)
+        await client.chat(include_reasoning=False)
