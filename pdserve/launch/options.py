@@ -25,6 +25,7 @@ from pdserve.worker.config import (
     TRANSFERS,
     VERIFY,
 )
+from pdserve.worker.pooling import POOLINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -270,6 +271,15 @@ OPTIONS: tuple[Option, ...] = (
         f"How it marks its reasoning: {', '.join(REASONING_PARSERS[2:])}; none, auto: likewise.",
         "NAME",
         _choice(*REASONING_PARSERS),
+    ),
+    Option(
+        "pooling",
+        "worker.pooling",
+        "model",
+        "How /v1/embeddings makes vectors: mean of all tokens, last token, none; auto: as the "
+        "model says.",
+        "NAME",
+        _choice(*POOLINGS),
     ),
     _text("host", "frontend.host", "server", "Address to listen on.", "HOST"),
     Option(

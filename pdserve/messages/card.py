@@ -58,3 +58,6 @@ class ModelCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Numbers of a vector."""
     features: tuple[str, ...] = ()
     """What its engine can beyond plain text: `grammar`, `thinking`, `bans`, `embeddings`."""
+    dimensions: tuple[int, ...] = ()
+    """Sizes that vectors may be cut to; 0 stands for every size below `embedding_size`. Empty: they
+    are worth nothing in part."""

@@ -44,6 +44,7 @@ class ModelOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     normalize: bool = False
     embedding_size: int = 0
     features: tuple[str, ...] = ()
+    dimensions: tuple[int, ...] = ()
 
     @property
     def parts(self) -> tuple[bytes, ...]:
@@ -126,6 +127,7 @@ def offer(card: ModelCard) -> tuple[ModelOffer, dict[bytes, bytes]]:
         normalize=card.normalize,
         embedding_size=card.embedding_size,
         features=card.features,
+        dimensions=card.dimensions,
     )
     return small, parts
 
@@ -154,4 +156,5 @@ def model_card(offer: ModelOffer, parts: dict[bytes, bytes]) -> ModelCard:
         normalize=offer.normalize,
         embedding_size=offer.embedding_size,
         features=offer.features,
+        dimensions=offer.dimensions,
     )

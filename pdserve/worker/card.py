@@ -18,6 +18,7 @@ from pdserve.messages.card import GenerationDefaults, ModelCard
 from pdserve.text.reasoning import detect as detect_reasoning
 from pdserve.text.tokenizer_config import parse_tokenizer_config
 from pdserve.text.tools import detect as detect_tools
+from pdserve.worker.pooling import Asked, Vectors, find_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,13 +63,15 @@ def read_card(
     *,
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
+    pooling: Asked = "auto",
 ) -> ModelCard:
     """The card of the checkpoint in `path`, served under `names` (the name, then aliases).
 
     Args: the parsers are names of `text.tools` and `text.reasoning`, `none`, or `auto` for what the
-    chat template speaks of.
+    chat template speaks of; `pooling` likewise of `worker.pooling`.
     Errors: `ConfigError` names the file that is missing or broken.
     """
+    vectors = _vectors(path, pooling, capabilities)
     tokenizer = _required(path / "tokenizer.json")
     config = _optional(path / "tokenizer_config.json") or b"{}"
     recommended = _recommended(path / "generation_config.json")
@@ -87,8 +90,13 @@ def read_card(
         engine=capabilities.engine,
         dtype=capabilities.dtype,
         compat_hash=capabilities.compat_hash,
-        features=capabilities.features,
-        embedding_size=capabilities.embedding_size,
+        features=tuple(
+            name for name in capabilities.features if name != "embeddings" or vectors.pooling
+        ),
+        pooling=vectors.pooling,
+        normalize=vectors.normalize,
+        dimensions=vectors.dimensions,
+        embedding_size=capabilities.embedding_size if vectors.pooling else 0,
         created=int(time.time()) if created is None else created,
         tool_parser=_chosen(tool_parser, detect_tools, _tool_template(config) or template),
         reasoning_parser=_chosen(reasoning_parser, detect_reasoning, template),
@@ -104,6 +112,15 @@ def _chosen(name: str, detect: Callable[[str | None], str], template: str | None
 def _tool_template(tokenizer_config: bytes) -> str | None:
     """Some models have one of its own for requests with tools."""
     return parse_tokenizer_config(tokenizer_config).chat_templates.get("tool_use")
+
+
+def _vectors(path: Path, asked: Asked, capabilities: EngineCapabilities) -> Vectors:
+    """Errors: `ConfigError` if vectors are asked for of an engine that makes none."""
+    if "embeddings" in capabilities.features:
+        return find_vectors(path, asked)
+    if asked in ("auto", "none"):
+        return Vectors()
+    raise ConfigError(f"--pooling={asked}: engine {capabilities.engine!r} makes no vectors")
 
 
 def _chat_template(path: Path, tokenizer_config: bytes) -> str | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pdserve.errors import ConfigError
 from pdserve.text.reasoning import REASONING_FORMATS
 from pdserve.text.tools import TOOL_FORMATS
+from pdserve.worker.pooling import POOLINGS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.engine import TransferSpec
     from pdserve.messages.handoff import Disagg, Mode
+    from pdserve.worker.pooling import Asked
 
 DTYPES = ("auto", "float32", "bfloat16")
 MODES = ("aggregated", "prefill", "decode")
@@ -88,6 +90,9 @@ class WorkerConfig:
     itl_target: Seconds = 0.0
     """Streams that are slower than this between two tokens, for a while, have some of them moved to
     another worker; 0: they may be as slow as they are."""
+    pooling: Asked = "auto"
+    """How texts become vectors; `auto`: as the files of sentence-transformers beside the checkpoint
+    say, if there are any; `none`: the worker makes no vectors."""
     verify_kv: Verify = "sample"
     """How much of the KV that came is compared with what was sent."""
     transfer: TransferSpec | None = None
@@ -101,6 +106,7 @@ class WorkerConfig:
             ("disagg", self.disagg, DISAGG),
             ("transfer", self.transfer_backend, TRANSFERS),
             ("verify-kv", self.verify_kv, VERIFY),
+            ("pooling", self.pooling, POOLINGS),
             ("tool-parser", self.tool_parser, TOOL_PARSERS),
             ("reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
         ):

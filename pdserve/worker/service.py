@@ -185,6 +185,7 @@ class WorkerService:
             capabilities,
             tool_parser=self.config.tool_parser,
             reasoning_parser=self.config.reasoning_parser,
+            pooling=self.config.pooling,
         )
         self._cards = dict.fromkeys((card.name, *card.aliases), card)
 

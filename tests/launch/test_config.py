@@ -76,6 +76,7 @@ def sample(option):
         "transfer": "tcp",
         "verify-kv": "all",
         "tool-parser": "none",
+        "pooling": "mean",
         "reasoning-parser": "think",
         "log-format": "json",
         "log-level": "debug",

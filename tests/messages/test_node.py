@@ -29,6 +29,7 @@ FULL = ModelCard(
     normalize=True,
     embedding_size=64,
     features=("grammar",),
+    dimensions=(32, 16),
 )
 BARE = ModelCard(
     name="bare", max_model_len=1, vocab_size=1, block_size=1, tokenizer_json=b"", chat_template=None

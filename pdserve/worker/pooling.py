@@ -1,0 +1,125 @@
+"""Whether a model makes vectors of texts, and how: what its directory says, or the operator.
+
+Checkpoints that were made for it carry the files of sentence-transformers: `modules.json` lists the
+steps from text to vector, the pooling step's own `config.json` says which rows are taken. Reading
+them blocks for a moment. What the engine can is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+
+from pdserve.errors import ConfigError
+from pdserve.messages.request import Pooling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["POOLINGS", "Asked", "Vectors", "find_vectors"]
+
+Asked = Literal["auto", "none", "mean", "last"]
+POOLINGS: Final = ("auto", "none", "mean", "last")
+
+_MODES: Final[Mapping[str, Pooling]] = {
+    "mean_tokens": "mean",
+    "mean": "mean",
+    "lasttoken": "last",
+    "last": "last",
+}
+_KNOWN: Final = ("Transformer", "Pooling", "Normalize")
+_REMEDY: Final = "choose --pooling=mean or last, or serve it for text alone with --pooling=none"
+
+
+class Vectors(msgspec.Struct, frozen=True):
+    """How a text becomes a vector."""
+
+    pooling: Pooling = ""
+    """Empty: it does not."""
+    normalize: bool = False
+    """Vectors get length 1."""
+    dimensions: tuple[int, ...] = ()
+    """As `ModelCard.dimensions`."""
+
+
+def find_vectors(path: Path, asked: Asked) -> Vectors:
+    """For the checkpoint in `path`; `asked` is one of `POOLINGS`.
+
+    Errors: `ConfigError` for files that are broken and, with `auto`, for steps that no engine here
+    can take; it names them.
+    """
+    if asked == "none":
+        return Vectors()
+    modules = _modules(path)
+    normalize = any(kind == "Normalize" for kind, _ in modules)
+    pooling: Pooling = _pooling(path, modules) if asked == "auto" else asked
+    if not pooling:
+        return Vectors()
+    return Vectors(pooling, normalize, _dimensions(path))
+
+
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """(kind, folder) of each step, in order; none if the model does not say."""
+    listed = _read(path / "modules.json")
+    if listed is None:
+        return []
+    try:
+        return [(str(m["type"]).rpartition(".")[2], str(m.get("path", ""))) for m in listed]
+    except (TypeError, KeyError, AttributeError):
+        raise ConfigError(f"{path / 'modules.json'} is not a list of modules") from None
+
+
+def _pooling(path: Path, modules: Sequence[tuple[str, str]]) -> Pooling:
+    """As the model says it; empty if it says nothing."""
+    if not modules:
+        return ""
+    strange = [kind for kind, _ in modules if kind not in _KNOWN]
+    if strange:
+        raise ConfigError(f"{path / 'modules.json'}: no engine has a {strange[0]} step; {_REMEDY}")
+    folders = [folder for kind, folder in modules if kind == "Pooling"]
+    if len(folders) != 1 or ".." in PurePosixPath(folders[0]).parts:
+        raise ConfigError(f"{path / 'modules.json'} does not name one folder of pooling; {_REMEDY}")
+    file = path / folders[0].lstrip("/") / "config.json"
+    config = _read(file)
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{file} is missing or holds no JSON object; {_REMEDY}")
+    return _mode(file, config)
+
+
+def _mode(file: Path, config: Mapping[str, Any]) -> Pooling:
+    prefix = "pooling_mode_"
+    modes = [name.removeprefix(prefix) for name in config if name.startswith(prefix)]
+    modes = [mode for mode in modes if config[prefix + mode] is True]
+    if isinstance(config.get("pooling_mode"), str):
+        modes.append(config["pooling_mode"])
+    if len(modes) != 1 or modes[0] not in _MODES:
+        found = " and ".join(modes) or "nothing"
+        raise ConfigError(f"{file}: the model pools by {found}, no engine does; {_REMEDY}")
+    return _MODES[modes[0]]
+
+
+def _dimensions(path: Path) -> tuple[int, ...]:
+    """Sizes that a Matryoshka model says its vectors may be cut to."""
+    config = _read(path / "config.json")
+    if not isinstance(config, Mapping):
+        return ()
+    sizes = config.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and sizes and all(type(n) is int and n > 0 for n in sizes):
+        return tuple(sorted(sizes))
+    return (0,) if config.get("is_matryoshka") is True else ()
+
+
+def _read(file: Path) -> Any:
+    """None if there is no such file."""
+    try:
+        return json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None

@@ -1,0 +1,144 @@
+"""What a model's directory says about vectors."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.errors import ConfigError
+from pdserve.worker.card import read_card
+from pdserve.worker.pooling import Vectors, find_vectors
+from tests.worker.test_card import CAPABILITIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAKES = replace(CAPABILITIES, features=("bans", "embeddings"), embedding_size=48)
+
+
+def write(
+    path: Path, pooling: dict[str, Any] | None, *more: str, config: dict[str, Any] | None = None
+) -> Path:
+    """A model's directory as sentence-transformers leaves it; `more`: kinds of further modules."""
+    (path / "config.json").write_text(json.dumps(config or {}))
+    (path / "tokenizer.json").write_text('{"added_tokens": []}')
+    kinds = ["Transformer", *(["Pooling"] if pooling is not None else []), *more]
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": "" if kind == "Transformer" else f"{index}_{kind}",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    if pooling is not None:
+        (path / "1_Pooling").mkdir()
+        (path / "1_Pooling/config.json").write_text(json.dumps(pooling))
+    return path
+
+
+def modes(**set_modes: bool) -> dict[str, Any]:
+    """`1_Pooling/config.json` with every mode that is not named off."""
+    names = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "lasttoken")
+    return {
+        "word_embedding_dimension": 48,
+        **{f"pooling_mode_{name}": set_modes.get(name, False) for name in names},
+        "include_prompt": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("pooling", "more", "found"),
+    [
+        (modes(mean_tokens=True), (), Vectors("mean")),
+        (modes(lasttoken=True), ("Normalize",), Vectors("last", normalize=True)),
+        ({"pooling_mode": "lasttoken"}, ("Normalize",), Vectors("last", normalize=True)),
+        ({"pooling_mode": "mean"}, (), Vectors("mean")),
+    ],
+)
+def test_the_model_says_how_it_pools(
+    tmp_path: Path, pooling: dict[str, Any], more: tuple[str, ...], found: Vectors
+) -> None:
+    path = write(tmp_path, pooling, *more)
+    assert find_vectors(path, "auto") == found
+    assert find_vectors(path, "none") == Vectors()
+    assert find_vectors(path, "last") == Vectors("last", found.normalize)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "more", "words"),
+    [
+        (modes(cls_token=True), (), "pools by cls_token"),
+        (modes(mean_tokens=True, max_tokens=True), (), "pools by mean_tokens and max_tokens"),
+        (modes(), (), "pools by nothing"),
+        ({"pooling_mode": "weightedmean"}, (), "pools by weightedmean"),
+        (modes(mean_tokens=True), ("Dense",), "a Dense step"),
+        (None, (), "one folder of pooling"),
+    ],
+)
+def test_what_no_engine_does_is_named_with_the_remedy(
+    tmp_path: Path, pooling: dict[str, Any] | None, more: tuple[str, ...], words: str
+) -> None:
+    path = write(tmp_path, pooling, *more)
+    with pytest.raises(ConfigError, match=words) as caught:
+        find_vectors(path, "auto")
+    assert "--pooling=none" in caught.value.message
+    assert find_vectors(path, "mean").pooling == "mean"
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, modes(mean_tokens=True))
+    (path / "1_Pooling/config.json").unlink()
+    with pytest.raises(ConfigError, match=r"1_Pooling/config\.json is missing"):
+        find_vectors(path, "auto")
+    (path / "modules.json").write_text('[{"path": "../../elsewhere", "type": "x.Pooling"}]')
+    with pytest.raises(ConfigError, match="one folder"):
+        find_vectors(path, "auto")
+    (path / "modules.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match="not a list of modules"):
+        find_vectors(path, "auto")
+    (path / "modules.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        find_vectors(path, "auto")
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({}, ()),
+        ({"is_matryoshka": True}, (0,)),
+        ({"is_matryoshka": True, "matryoshka_dimensions": [32, 16]}, (16, 32)),
+        ({"matryoshka_dimensions": [-1]}, ()),
+    ],
+)
+def test_the_sizes_that_vectors_may_be_cut_to(
+    tmp_path: Path, config: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    path = write(tmp_path, modes(lasttoken=True), config=config)
+    assert find_vectors(path, "auto").dimensions == sizes
+
+
+def test_a_card_says_so_if_model_and_engine_agree(tmp_path: Path) -> None:
+    path = write(tmp_path, modes(lasttoken=True), "Normalize", config={"is_matryoshka": True})
+    card = read_card(path, ("m",), MAKES)
+    assert (card.pooling, card.normalize, card.embedding_size) == ("last", True, 48)
+    assert (card.features, card.dimensions) == (("bans", "embeddings"), (0,))
+    none = read_card(path, ("m",), MAKES, pooling="none")
+    assert (none.pooling, none.embedding_size, none.features) == ("", 0, ("bans",))
+    other = read_card(path, ("m",), CAPABILITIES)
+    assert (other.pooling, other.embedding_size, other.features) == ("", 0, ())
+    with pytest.raises(ConfigError, match="'instant' makes no vectors"):
+        read_card(path, ("m",), CAPABILITIES, pooling="last")
+
+
+def test_a_model_that_says_nothing_makes_none_unless_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": []}')
+    assert read_card(tmp_path, ("m",), MAKES).features == ("bans",)
+    card = read_card(tmp_path, ("m",), MAKES, pooling="mean")
+    assert (card.pooling, card.normalize, card.features) == ("mean", False, MAKES.features)
