@@ -1,5 +1,7 @@
 """Attention over paged KV in torch operations alone: write, gather, scaled dot product.
 
+In a layer with a window only the blocks that some query can see are gathered; blocks before them
+stay where they are, because sequences share them and other layers may see further.
 Works on every device torch has. Queries of one KV head's group are folded into the query axis, so
 that no KV head is ever repeated in memory. It knows blocks and positions, not sequences.
 """
@@ -14,13 +16,16 @@ import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pdserve_engines.torch.batch import Batch
     from pdserve_engines.torch.pool import KvPool
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Chunks that attend together: `n` sequences of `count` queries over `length` keys."""
+    """Chunks that attend together: `n` sequences of `count` queries over `length` keys each, which
+    begin with the first block that its queries see."""
 
     rows: torch.Tensor
     """`[n * count]` rows of the batch."""
@@ -36,17 +41,31 @@ class _Group:
 class PagedAttention:
     """One step's index tensors, made once and used by every layer."""
 
-    def __init__(self, batch: Batch, pool: KvPool, groups: int) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        pool: KvPool,
+        groups: int,
+        windows: Iterable[int | None] = (None,),
+        query_scalar: float | None = None,
+    ) -> None:
+        """`windows`: every one that some layer has, None for a layer that sees all. Scores are
+        divided by the root of `query_scalar`; None: of the head's dimension."""
         self._pool = pool
         self._layout = layout = pool.layout
         self._groups = groups
+        self._scale = None if query_scalar is None else query_scalar**-0.5
         self._device = pool.tensor.device
         self._block_heads = layout.num_layers * 2 * layout.kv_heads
         self._head_rows = pool.tensor.view(-1, layout.block_size * layout.head_dim)
         self._token_rows = pool.tensor.view(-1, layout.head_dim)
         self._slots = self._slot_index(batch)
         self._clear_fresh_blocks(batch)
-        self._plan = [self._group(batch, chunks) for chunks in _group_chunks(batch)]
+        together = _group_chunks(batch)
+        self._plans = {
+            window: [self._group(batch, chunks, window) for chunks in together]
+            for window in windows
+        }
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store `[T, kv_heads, head_dim]` keys and values of the batch's own tokens."""
@@ -56,10 +75,10 @@ class PagedAttention:
             index = self._slots + (shift + part * layout.kv_heads * layout.block_size)
             self._token_rows.index_copy_(0, index, rows.reshape(-1, layout.head_dim))
 
-    def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """`[T, heads, head_dim]` queries to outputs of the same shape."""
+    def attend(self, layer: int, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        """`[T, heads, head_dim]` queries, which see `window` tokens, to outputs of that shape."""
         out = torch.empty_like(queries)
-        for group in self._plan:
+        for group in self._plans[window]:
             whole = group.rows.numel() == len(queries)
             chosen = queries if whole else queries[group.rows]
             found = self._attend_group(layer, group, chosen)
@@ -73,7 +92,9 @@ class PagedAttention:
         folded = queries.view(group.n, group.count, kv_heads, self._groups, dim)
         folded = folded.permute(0, 2, 3, 1, 4).reshape(group.n, kv_heads, -1, dim)
         keys, values = (self._gather(layer, part, group) for part in (0, 1))
-        out = functional.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+        out = functional.scaled_dot_product_attention(
+            folded, keys, values, attn_mask=group.mask, scale=self._scale
+        )
         out = out.view(group.n, kv_heads, self._groups, group.count, dim)
         return out.permute(0, 3, 1, 2, 4).reshape(queries.shape)
 
@@ -102,16 +123,19 @@ class PagedAttention:
         heads = np.arange(layout.kv_heads) * layout.block_size
         return torch.from_numpy((first[:, None] + heads).reshape(-1)).to(self._device)
 
-    def _group(self, batch: Batch, chunks: list[int]) -> _Group:
+    def _group(self, batch: Batch, chunks: list[int], window: int | None) -> _Group:
         counts = np.diff(batch.offsets)
         count = int(counts[chunks[0]])
-        lengths = batch.starts[chunks] + count
-        longest = int(lengths.max())
+        starts = batch.starts[chunks]
+        skipped = _blocks_before(starts, window, self._layout.block_size)
+        starts = starts - skipped * self._layout.block_size
+        longest = int(starts.max()) + count
         width = -(-longest // self._layout.block_size)
         # Short tables are padded with their own first block: memory that exists, masked out below.
         table = np.empty((len(chunks), width), np.int64)
         for row, chunk in enumerate(chunks):
-            ids = batch.tables[batch.table_offsets[chunk] : batch.table_offsets[chunk + 1]]
+            first = batch.table_offsets[chunk] + skipped[row]
+            ids = batch.tables[first : batch.table_offsets[chunk + 1]]
             table[row, : len(ids)] = ids
             table[row, len(ids) :] = ids[0]
         heads = table[:, None, :] * self._block_heads
@@ -125,16 +149,30 @@ class PagedAttention:
             count=count,
             length=longest,
             heads=torch.from_numpy(heads.reshape(-1)).to(self._device),
-            mask=self._mask(batch.starts[chunks], count, longest),
+            mask=self._mask(starts, count, longest, window),
         )
 
-    def _mask(self, starts: np.ndarray, count: int, length: int) -> torch.Tensor | None:
-        if count == 1 and (starts + 1 == length).all():
+    def _mask(
+        self, starts: np.ndarray, count: int, length: int, window: int | None
+    ) -> torch.Tensor | None:
+        """`starts`: of the queries, counted from the first gathered key."""
+        narrow = window is not None and length > window
+        if count == 1 and (starts + 1 == length).all() and not narrow:
             return None
-        last = starts[:, None] + np.arange(count)
-        mask = np.arange(length) <= last[:, :, None]
+        last = (starts[:, None] + np.arange(count))[:, :, None]
+        mask = np.arange(length) <= last
+        if window is not None and narrow:
+            mask &= np.arange(length) > last - window
         mask = np.tile(mask[:, None], (1, 1, self._groups, 1))
         return torch.from_numpy(mask).to(self._device)
+
+
+def _blocks_before(starts: np.ndarray, window: int | None, block_size: int) -> np.ndarray:
+    """How many whole blocks lie before everything that queries from `starts` on can see."""
+    if window is None:
+        return np.zeros_like(starts)
+    blocks: np.ndarray = np.maximum(starts - (window - 1), 0) // block_size
+    return blocks
 
 
 def _group_chunks(batch: Batch) -> list[list[int]]:

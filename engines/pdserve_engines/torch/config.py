@@ -7,39 +7,65 @@ lacks is refused here by name, before any weight is read.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pdserve.errors import UnsupportedCheckpoint
+from pdserve_engines.torch.config_keys import Json, flag, number, positive
+from pdserve_engines.torch.config_rope import (
+    RopeConfig,
+    max_positions,
+    parse_local_rope,
+    parse_rope,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-Family = Literal["llama", "qwen2", "qwen3", "mistral"]
+Family = Literal["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3"]
 
 ARCHITECTURES: Mapping[str, Family] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
 }
 
-Json = dict[str, Any]
+_GEMMA3_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+"""What published configurations of this family leave out: multimodal ones say little of their text
+part."""
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding. The fields after `theta` matter only to the kinds that name them."""
+class ExpertsConfig:
+    """Feed-forward layers of which every token uses a few."""
 
-    kind: Literal["default", "linear", "llama3"]
-    theta: float
-    factor: float = 1.0
-    """`linear`, `llama3`: how much longer the context is than the one first trained on."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_positions: int = 0
-    """`llama3`: the context first trained on, in tokens."""
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalized: bool
+    """The weights of a token's experts are made to add up to one."""
+    dense_layers: tuple[int, ...]
+    """Layers with one ordinary feed-forward instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +92,39 @@ class ModelConfig:
     qk_norm: bool
     """RMS norm over each head of q and k, before the rotary embedding."""
     sliding_window: int | None
-    """Tokens a query may look back; None: all of them."""
+    """Tokens a query sees, itself included, in the layers that have a window; None: none has."""
     dtype: str | None
     """The dtype the checkpoint says it has."""
     eos_token_ids: tuple[int, ...]
+    # What follows is at its default in most families; see `facts.compat_hash`.
+    full_layers: tuple[int, ...] = ()
+    """Layers without a window where others have one."""
+    local_rope: RopeConfig | None = None
+    """Of the layers with a window; None: like the others'."""
+    experts: ExpertsConfig | None = None
+    gelu: bool = False
+    """The feed-forward's activation is GELU in its tanh form, not SiLU."""
+    float_norms: bool = False
+    """Norms are computed in float32, by their weights plus one."""
+    out_norms: bool = False
+    """What attention and feed-forward return is normalised too."""
+    embed_scale: float = 1.0
+    query_scalar: float | None = None
+    """Scores are divided by its root; None: by that of `head_dim`."""
 
     @property
     def groups(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.kv_heads
+
+    def window(self, layer: int) -> int | None:
+        """Tokens a query of `layer` sees; None: all before it."""
+        return None if layer in self.full_layers else self.sliding_window
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """The rotary embedding of `layer`."""
+        local = self.local_rope if self.window(layer) is not None else None
+        return local or self.rope
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -90,48 +140,52 @@ def read_config(directory: Path) -> ModelConfig:
 def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     """`read_config` for JSON already at hand."""
     family = _family(raw)
-    _refuse_the_unbuilt(raw)
-    hidden, heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")
-    kv_heads = _positive(raw, "num_key_value_heads", heads)
+    if family == "gemma3":
+        raw = _gemma3_text(raw)
+    _refuse_the_unbuilt(raw, family)
+    hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
+    kv_heads = positive(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedCheckpoint(
             f"config.json: num_attention_heads {heads} is no multiple of "
             f"num_key_value_heads {kv_heads}"
         )
     head_dim = _head_dim(raw, hidden, heads)
-    bias = _flag(raw, "attention_bias")
+    bias = flag(raw, "attention_bias")
+    layers = positive(raw, "num_hidden_layers")
+    window, full_layers = _windows(raw, family, layers)
+    rope = parse_rope(raw, family)
+    gemma3 = family == "gemma3"
     return ModelConfig(
         family=family,
-        vocab_size=_positive(raw, "vocab_size"),
+        vocab_size=positive(raw, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_positive(raw, "intermediate_size"),
-        num_layers=_positive(raw, "num_hidden_layers"),
+        intermediate_size=positive(raw, "intermediate_size"),
+        num_layers=layers,
         num_heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_eps=_number(raw, "rms_norm_eps", 1e-6),
-        rope=_rope(raw),
-        max_positions=_positive(raw, "max_position_embeddings"),
-        tied=_flag(raw, "tie_word_embeddings"),
+        rms_eps=number(raw, "rms_norm_eps", 1e-6),
+        rope=rope,
+        max_positions=max_positions(raw, rope),
+        tied=flag(raw, "tie_word_embeddings"),
         # Qwen2 has the three biases and no key that says so; Mistral has none and ignores the key.
-        qkv_bias=family == "qwen2" or (bias and family != "mistral"),
-        o_bias=bias and family in ("llama", "qwen3"),
-        mlp_bias=_flag(raw, "mlp_bias") and family == "llama",
-        qk_norm=family == "qwen3",
-        sliding_window=_sliding_window(raw, family),
+        qkv_bias=family == "qwen2" or (bias and family not in ("mistral", "mixtral")),
+        o_bias=bias and family in ("llama", "qwen3", "qwen3_moe", "gemma3"),
+        mlp_bias=flag(raw, "mlp_bias") and family == "llama",
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
+        sliding_window=window,
         dtype=raw.get("dtype") or raw.get("torch_dtype"),
         eos_token_ids=_eos_token_ids(raw, generation or {}),
+        full_layers=full_layers,
+        local_rope=parse_local_rope(raw) if gemma3 else None,
+        experts=_experts(raw, family, layers),
+        gelu=gemma3,
+        float_norms=gemma3,
+        out_norms=gemma3,
+        embed_scale=math.sqrt(hidden) if gemma3 else 1.0,
+        query_scalar=number(raw, "query_pre_attn_scalar") if gemma3 else None,
     )
-
-
-def check_window(config: ModelConfig, max_model_len: int) -> None:
-    """Refuse a sliding window that would matter: full attention is all this engine computes."""
-    window = config.sliding_window
-    if window is not None and window < max_model_len:
-        raise UnsupportedCheckpoint(
-            f"config.json: sliding_window {window} is not supported; sequences up to {window} "
-            f"tokens do not need it, so --max-model-len {window} would serve this checkpoint"
-        )
 
 
 def _read_json(path: Path) -> Json:
@@ -158,17 +212,37 @@ def _family(raw: Json) -> Family:
     )
 
 
-def _refuse_the_unbuilt(raw: Json) -> None:
+def _gemma3_text(raw: Json) -> Json:
+    """The text part: of a multimodal model the rest is not served."""
+    text = raw.get("text_config", raw)
+    if not isinstance(text, dict):
+        raise UnsupportedCheckpoint("config.json: text_config is not a JSON object")
+    shared = ("quantization_config", "eos_token_id", "dtype", "torch_dtype")
+    merged = dict(_GEMMA3_DEFAULTS) | text | {key: raw[key] for key in shared if key in raw}
+    if flag(merged, "use_bidirectional_attention"):
+        raise UnsupportedCheckpoint("config.json: use_bidirectional_attention is not supported")
+    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if merged.get(key) is not None:
+            raise UnsupportedCheckpoint(f"config.json: {key} is not supported")
+    return merged
+
+
+def _refuse_the_unbuilt(raw: Json, family: Family) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedCheckpoint(f"config.json: quantization_config ({method}) is not supported")
-    act = raw.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        raise UnsupportedCheckpoint(f"config.json: hidden_act {act!r} is not supported, only silu")
-    if _number(raw, "partial_rotary_factor", 1.0) != 1.0:
+    key, possible = "hidden_act", ["silu", "swish"]
+    if family == "gemma3":
+        key, possible = "hidden_activation", ["gelu_pytorch_tanh"]
+    act = raw.get(key, possible[0])
+    if act not in possible:
+        raise UnsupportedCheckpoint(
+            f"config.json: {key} {act!r} is not supported, only {possible[0]}"
+        )
+    if number(raw, "partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedCheckpoint("config.json: partial_rotary_factor is not supported")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if raw.get(key):
+        if raw.get(key) and family not in _EXPERTS:
             raise UnsupportedCheckpoint(f"config.json: {key}: experts are not supported")
 
 
@@ -178,58 +252,80 @@ def _head_dim(raw: Json, hidden: int, heads: int) -> int:
             f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads} "
             "and there is no head_dim"
         )
-    head_dim = _positive(raw, "head_dim", hidden // heads)
+    head_dim = positive(raw, "head_dim", hidden // heads)
     if head_dim % 2:
         raise UnsupportedCheckpoint(f"config.json: head_dim {head_dim} is odd")
     return head_dim
 
 
-def _rope(raw: Json) -> RopeConfig:
-    """Both spellings: `rope_parameters` (newer), or `rope_theta` beside `rope_scaling`."""
-    rope: Json = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    theta = _number(rope, "rope_theta", _number(raw, "rope_theta", 10000.0))
-    if "mrope_section" in rope or _number(rope, "partial_rotary_factor", 1.0) != 1.0:
+def _windows(raw: Json, family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """The window, where any layer uses one, and the layers that do not."""
+    # A configuration without the key means the family's default.
+    window = raw.get("sliding_window", None if family == "mixtral" else 4096)
+    windowed = _windowed_layers(raw, family, layers)
+    if not any(windowed) or (window is None and family != "gemma3"):
+        return None, ()
+    full = tuple(index for index, has in enumerate(windowed) if not has)
+    return positive({"sliding_window": window}, "sliding_window"), full
+
+
+def _windowed_layers(raw: Json, family: Family, layers: int) -> list[bool]:
+    if family in ("mistral", "mixtral"):
+        return [True] * layers
+    if family == "llama" or (family != "gemma3" and not flag(raw, "use_sliding_window")):
+        return [False] * layers
+    if family == "qwen3_moe":
+        return [True] * layers
+    if raw.get("layer_types") is not None:
+        return _layer_types(raw["layer_types"], layers)
+    if family == "gemma3":
+        pattern = positive(raw, "sliding_window_pattern", 6)
+        return [(index + 1) % pattern != 0 for index in range(layers)]
+    # Zero: every layer has the window.
+    first = 0 if raw.get("max_window_layers") == 0 else positive(raw, "max_window_layers", 28)
+    return [index >= first for index in range(layers)]
+
+
+def _layer_types(types: Any, layers: int) -> list[bool]:
+    names = {"full_attention": False, "sliding_attention": True}
+    if not isinstance(types, list) or len(types) != layers:
+        raise UnsupportedCheckpoint(f"config.json: layer_types must name {layers} layers")
+    for name in types:
+        if name not in names:
+            raise UnsupportedCheckpoint(f"config.json: layer_types: {name!r} is not supported")
+    return [names[name] for name in types]
+
+
+_EXPERTS = ("mixtral", "qwen3_moe")
+
+
+def _experts(raw: Json, family: Family, layers: int) -> ExpertsConfig | None:
+    if family not in _EXPERTS:
+        return None
+    mixtral = family == "mixtral"
+    # Both spellings, whichever tool wrote it.
+    count = positive(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts")
+    per_token = positive(raw, "num_experts_per_tok")
+    if per_token > count:
         raise UnsupportedCheckpoint(
-            "config.json: rope with mrope_section or partial_rotary_factor is not supported"
+            f"config.json: num_experts_per_tok {per_token} is more than the {count} experts"
         )
-    if kind == "default":
-        return RopeConfig("default", theta)
-    if kind == "linear":
-        return RopeConfig("linear", theta, factor=_number(rope, "factor"))
-    if kind == "llama3":
-        return RopeConfig(
-            "llama3",
-            theta,
-            factor=_number(rope, "factor"),
-            low_freq_factor=_number(rope, "low_freq_factor"),
-            high_freq_factor=_number(rope, "high_freq_factor"),
-            original_max_positions=_positive(rope, "original_max_position_embeddings"),
-        )
-    raise UnsupportedCheckpoint(
-        f"config.json: rope type {kind!r} is not supported, only default, linear and llama3"
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        intermediate_size=positive(
+            raw, "intermediate_size" if mixtral else "moe_intermediate_size"
+        ),
+        normalized=mixtral or flag(raw, "norm_topk_prob"),
+        dense_layers=() if mixtral else _dense_layers(raw, layers),
     )
 
 
-def _sliding_window(raw: Json, family: Family) -> int | None:
-    """The window, where any layer uses one."""
-    # A Mistral configuration without the key means the family's default.
-    window = raw.get("sliding_window", 4096 if family == "mistral" else None)
-    if window is None or not _windowed_layers(raw, family):
-        return None
-    return _positive({"sliding_window": window}, "sliding_window")
-
-
-def _windowed_layers(raw: Json, family: Family) -> bool:
-    if family in ("llama", "mistral"):
-        return family == "mistral"
-    if not _flag(raw, "use_sliding_window"):
-        return False
-    layers = raw.get("layer_types")
-    if layers is not None:
-        return "sliding_attention" in layers
-    # Without a list, layers from `max_window_layers` on have the window.
-    return _positive(raw, "max_window_layers", 28) < _positive(raw, "num_hidden_layers")
+def _dense_layers(raw: Json, layers: int) -> tuple[int, ...]:
+    step, listed = positive(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise UnsupportedCheckpoint("config.json: mlp_only_layers must be a list")
+    return tuple(index for index in range(layers) if index in listed or (index + 1) % step)
 
 
 def _eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:
@@ -244,28 +340,3 @@ def _eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:
                 raise UnsupportedCheckpoint(f"{name}: eos_token_id {token!r} is no token id")
             ids.append(token)
     return tuple(dict.fromkeys(ids))
-
-
-def _positive(raw: Json, key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if type(value) is not int or value < 1:
-        raise UnsupportedCheckpoint(f"config.json: {key} must be a positive integer, is {value!r}")
-    return value
-
-
-def _number(raw: Json, key: str, default: float | None = None) -> float:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UnsupportedCheckpoint(f"config.json: {key} must be a number, is {value!r}")
-    return float(value)
-
-
-def _flag(raw: Json, key: str) -> bool:
-    value = raw.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise UnsupportedCheckpoint(f"config.json: {key} must be true or false, is {value!r}")
-    return bool(value)

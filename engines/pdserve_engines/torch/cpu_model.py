@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MAX_HEAD_DIM = 512
 
 
-def unsupported_reason(config: ModelConfig, device: torch.device) -> str | None:
+def unsupported_reason(config: ModelConfig, device: torch.device, max_model_len: int) -> str | None:
     """Why the native kernels cannot compute this model here; None if they can."""
     if device.type != "cpu":
         return f"the device is {device}"
@@ -33,6 +33,12 @@ def unsupported_reason(config: ModelConfig, device: torch.device) -> str | None:
         return accel.REASON
     if config.hidden_size % 2 or config.intermediate_size % 2 or config.head_dim > _MAX_HEAD_DIM:
         return "the model's sizes are odd or its heads too large"
+    if config.experts is not None:
+        return "the model has experts"
+    if config.float_norms or config.out_norms or config.gelu or config.query_scalar is not None:
+        return f"they know no layers like those of {config.family}"
+    if config.sliding_window is not None and config.sliding_window < max_model_len:
+        return f"sequences can outgrow the sliding window of {config.sliding_window} tokens"
     return None
 
 

@@ -8,14 +8,17 @@ weights and what was read of the checkpoint; on a GPU each computes in a stream 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
 from pdserve.engine.executor import StepPlan, StepResult
+from pdserve.engine.guide import Guides, read_tokenizer
 from pdserve.engine.region import layout_of, region_in_memory
 from pdserve.errors import ConfigError
 from pdserve.transfer.base import Region
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from pdserve.engine.executor import Chunk, ModelInfo, ProgressFn
     from pdserve.engine.sequence import Sequence
     from pdserve.messages.engine import EngineSpec
-    from pdserve.messages.request import TokenLogprob
+    from pdserve.messages.request import SamplingParams, TokenLogprob
     from pdserve_engines.torch.config import ModelConfig
     from pdserve_engines.torch.model import After, Model
     from pdserve_engines.torch.settings import Settings
@@ -48,6 +51,9 @@ _log = logging.getLogger(__name__)
 
 _QUICK = 16
 """Tokens of a step that takes little longer than reading the weights once."""
+
+_NO_NUMBERS = "the model computed no numbers for its next token (NaN)"
+_NO_FAULTS: Mapping[int, str] = MappingProxyType({})
 
 _LOGITS_AT_ONCE = 32 << 20
 """Elements of logits held at one time while prompt logprobs are computed."""
@@ -99,6 +105,10 @@ class TorchExecutor:
         self.info = model_info(
             spec, loaded.config, loaded.settings, loaded.model.weight_bytes, loaded.identity
         )
+        self._sampler.masks.guides = guides = Guides(
+            read_tokenizer(Path(spec.model)), self.info.vocab_size, self.info.eos_token_ids
+        )
+        guides.warm()
         return self.info
 
     def _read(self, spec: EngineSpec, progress: ProgressFn) -> _Loaded:
@@ -154,6 +164,11 @@ class TorchExecutor:
             return region_in_memory(layout, pool.memory)
         return Region(layout, pool.num_blocks, address=pool.tensor.data_ptr())
 
+    def expect(self, sampling: SamplingParams) -> None:
+        """See `pdserve.engine.executor.Expecting`."""
+        if self._sampler.masks.guides is not None:
+            self._sampler.masks.guides.expect(sampling)
+
     def release(self, sequences: Seq[Sequence]) -> None:
         self._sampler.forget(sequence.key for sequence in sequences)
         self._pooler.forget(sequence.key for sequence in sequences if sequence.pools)
@@ -165,6 +180,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         self._loaded = None
+        self._sampler.close()
         if self._model is not None:
             self._model.close()
             self._model = None
@@ -222,7 +238,8 @@ class TorchExecutor:
             return _checked(StepResult(tokens, [None] * len(tokens)), wanted)
         with torch.inference_mode():
             hidden = model.forward(batch, self._after(plan))
-            return _checked(self._choose(plan.chunks, wanted, sequences, hidden), wanted)
+            result = self._choose(plan.chunks, wanted, sequences, hidden)
+            return _checked(result, wanted, self._sampler.faults(sequences))
 
     def _choose(
         self, chunks: Seq[Chunk], wanted: Wanted, sequences: Seq[Sequence], hidden: torch.Tensor
@@ -266,12 +283,13 @@ class TorchExecutor:
         return found
 
 
-def _checked(result: StepResult, wanted: Wanted) -> StepResult:
-    """With the sequences for which there is no next token named."""
+def _checked(result: StepResult, wanted: Wanted, why: Mapping[int, str] = _NO_FAULTS) -> StepResult:
+    """With the sequences for which there is no next token named. `why`: by row, if somebody knows
+    more of it than that there are no numbers."""
     if result.tokens and min(result.tokens) < 0:
-        for index, token in zip(wanted.sampling, result.tokens, strict=True):
+        for row, (index, token) in enumerate(zip(wanted.sampling, result.tokens, strict=True)):
             if token < 0:
-                result.faults[index] = "the model computed no numbers for its next token (NaN)"
+                result.faults[index] = why.get(row, _NO_NUMBERS)
     return result
 
 
@@ -280,7 +298,7 @@ def make_model(config: ModelConfig, settings: Settings, progress: ProgressFn) ->
 
     Errors: `ConfigError` if the kernels that were asked for cannot be had.
     """
-    reason = unsupported_reason(config, settings.device)
+    reason = unsupported_reason(config, settings.device, settings.max_model_len)
     if settings.kernels == "torch":
         reason = "they were not asked for"
     elif settings.kernels != "auto" and reason is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from pdserve.engine.executor import KvLayout, ModelInfo
+from pdserve.engine.guide import guided_features
 from pdserve_engines.torch.host import available_memory
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def model_info(
         ),
         compat_hash=compat_hash(config, layout, dtype, identity),
         embedding_size=config.hidden_size,
-        features=("bans",),
+        features=("bans", *guided_features(Path(spec.model))),
     )
 
 
@@ -69,9 +71,18 @@ def propose_kv_memory(layout: KvLayout, max_model_len: int, max_sequences: int, 
 
 
 def compat_hash(config: ModelConfig, layout: KvLayout, dtype: str, identity: bytes) -> str:
-    """Equal exactly for workers whose blocks are interchangeable; limits and ends do not matter."""
+    """Equal exactly for workers whose blocks are interchangeable; limits and ends do not matter.
+
+    What is at its default is left out, so that a new field separates only models that use it from
+    the same models of an older release.
+    """
     facts = asdict(config)
     for irrelevant in ("max_positions", "dtype", "eos_token_ids"):
         del facts[irrelevant]
+    for field in fields(config):
+        if facts.get(field.name, field) == field.default:
+            del facts[field.name]
+    if config.rope.yarn is None:
+        del facts["rope"]["yarn"]
     text = repr((KV_FORMAT, sorted(facts.items()), asdict(layout), dtype)).encode()
     return hashlib.sha256(text + identity).hexdigest()[:32]

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from pdserve_engines.torch.attention import PagedAttention
+from pdserve_engines.torch.experts import feed_experts
 from pdserve_engines.torch.rope import rope_table
 from pdserve_engines.torch.sampler import argmax
 
@@ -97,8 +98,11 @@ class TorchModel:
         self._dtype, self._device = settings.dtype, settings.device
         self._weights: _Weights | None = weights or _Weights(config.num_layers)
         """None once closed; whoever shares them has a reference of its own."""
-        table = rope_table(config.rope, config.head_dim, settings.max_model_len)
-        self._rope = table.to(settings.device)
+        self._ropes = {
+            rope: rope_table(rope, config.head_dim, settings.max_model_len).to(settings.device)
+            for rope in {config.rope_of(layer) for layer in range(config.num_layers)}
+        }
+        self._windows = {config.window(layer) for layer in range(config.num_layers)}
         self._pool: KvPool | None = None
 
     @property
@@ -115,12 +119,16 @@ class TorchModel:
         return sum(tensor.nbytes for group in groups for tensor in group.values())
 
     def place(self, param: Param, parts: list[torch.Tensor]) -> None:
-        tensor = torch.empty(param.shape, dtype=self._dtype, device=self._device)
+        group, _, name = param.key.rpartition(".")
+        float_norm = self._config.float_norms and name.endswith("norm")
+        dtype = torch.float32 if float_norm else self._dtype
+        tensor = torch.empty(param.shape, dtype=dtype, device=self._device)
         row = 0
         for part in parts:
             tensor[row : row + len(part)].copy_(part)
             row += len(part)
-        group, _, name = param.key.rpartition(".")
+        if float_norm:
+            tensor += 1
         weights = self._held
         owner = weights.layers[int(group.removeprefix("layers."))] if group else weights.params
         owner[name] = tensor
@@ -134,24 +142,28 @@ class TorchModel:
 
     def forward(self, batch: Batch, after: After | None = None) -> torch.Tensor:
         assert self._pool is not None, "bind comes before forward"
-        weights = self._held
-        attention = PagedAttention(batch, self._pool, self._config.groups)
-        positions = torch.from_numpy(batch.positions).to(self._device)
-        cosines, sines = self._rope[positions].unsqueeze(1).unbind(2)
-        rows = torch.from_numpy(batch.rows).to(self._device)
-        x = functional.embedding(
-            torch.from_numpy(batch.tokens).to(self._device), weights.params["embed"]
+        weights, config = self._held, self._config
+        attention = PagedAttention(
+            batch, self._pool, config.groups, self._windows, config.query_scalar
         )
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        angles = {
+            rope: table[positions].unsqueeze(1).unbind(2) for rope, table in self._ropes.items()
+        }
+        rows = torch.from_numpy(batch.rows).to(self._device)
+        x = self._embed(torch.from_numpy(batch.tokens).to(self._device))
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            mixed = self._attend(index, layer, x, attention, cosines, sines)
+            mixed = self._attend(index, layer, x, attention, *angles[config.rope_of(index)])
             if after is not None:
                 after(index + 1)
             if index == last and len(rows) < len(x):
                 # Nobody reads the other rows any more; their keys and values are stored.
                 mixed, x = mixed[rows], x[rows]
-            x = x + functional.linear(mixed, layer["o"], layer.get("o_bias"))
-            x = x + self._feed_forward(layer, x)
+            mixed = functional.linear(mixed, layer["o"], layer.get("o_bias"))
+            x = x + (self._norm(mixed, layer["attn_out_norm"]) if config.out_norms else mixed)
+            fed = self._feed_forward(layer, x)
+            x = x + (self._norm(fed, layer["mlp_out_norm"]) if config.out_norms else fed)
         return self._norm(x, weights.params["norm"])
 
     def greedy(self, batch: Batch, after: After | None = None) -> list[int]:
@@ -171,6 +183,13 @@ class TorchModel:
     def _held(self) -> _Weights:
         assert self._weights is not None, "the model is closed"
         return self._weights
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = functional.embedding(tokens, self._held.params["embed"])
+        if self._config.embed_scale == 1.0:
+            return x
+        # Models were trained with the scale rounded to the weights' dtype.
+        return x * torch.tensor(self._config.embed_scale, dtype=x.dtype)
 
     def _attend(
         self,
@@ -193,19 +212,24 @@ class TorchModel:
             turned = torch.cat((queries, keys), dim=1)
         turned = _rotate(turned, cosines, sines)
         attention.write(index, turned[:, config.num_heads :], values)
-        return attention.attend(index, turned[:, : config.num_heads]).flatten(1)
+        queries = turned[:, : config.num_heads]
+        return attention.attend(index, queries, config.window(index)).flatten(1)
 
     def _feed_forward(self, layer: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        normed = self._norm(x, layer["mlp_norm"])
+        config, normed = self._config, self._norm(x, layer["mlp_norm"])
+        if config.experts is not None and "router" in layer:
+            return feed_experts(config.experts, layer, normed)
         gate, up = functional.linear(normed, layer["gate_up"], layer.get("gate_up_bias")).chunk(
             2, dim=-1
         )
-        return functional.linear(
-            functional.silu(gate).mul_(up), layer["down"], layer.get("down_bias")
-        )
+        active = functional.gelu(gate, approximate="tanh") if config.gelu else functional.silu(gate)
+        return functional.linear(active.mul_(up), layer["down"], layer.get("down_bias"))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self._config.rms_eps)
+        eps = self._config.rms_eps
+        if weight.dtype == x.dtype:
+            return functional.rms_norm(x, weight.shape, weight, eps)
+        return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
 def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:

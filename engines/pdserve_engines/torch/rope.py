@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from pdserve_engines.torch.config import RopeConfig
+    from pdserve_engines.torch.config_rope import RopeConfig, YarnConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -22,6 +22,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _llama3(frequencies, rope)
+    if rope.yarn is not None:
+        return _yarn(frequencies, rope, rope.yarn, head_dim)
     return frequencies
 
 
@@ -34,9 +36,32 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
+def _yarn(
+    frequencies: torch.Tensor, rope: RopeConfig, yarn: YarnConfig, head_dim: int
+) -> torch.Tensor:
+    """Pairs that turn slowly are stretched by `factor`, quick ones kept, those between blended by
+    their place."""
+
+    def place(turns: float) -> float:
+        """The pair, as a dimension, that turns so often in the original context."""
+        span = rope.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(span) / (2 * math.log(rope.theta))
+
+    low, high = place(yarn.beta_fast), place(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step, not a division by zero
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    blend = ((pairs - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies / rope.factor * blend + frequencies * (1 - blend)
+
+
 def rope_table(rope: RopeConfig, head_dim: int, positions: int) -> torch.Tensor:
     """Cosines, then sines: `[positions, 2, head_dim / 2]`, float32 on the CPU."""
     angles = torch.outer(
         torch.arange(positions, dtype=torch.float32), inverse_frequencies(rope, head_dim)
     )
-    return torch.stack((angles.cos(), angles.sin()), dim=1)
+    scale = 1.0 if rope.yarn is None else rope.yarn.attention_factor
+    return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1)

@@ -12,7 +12,6 @@ import torch
 
 from pdserve import accel
 from pdserve.errors import ConfigError
-from pdserve_engines.torch.config import check_window
 from pdserve_engines.torch.host import available_cpus
 
 if TYPE_CHECKING:
@@ -34,14 +33,13 @@ class Settings:
 
 
 def settle(spec: EngineSpec, config: ModelConfig) -> Settings:
-    """Errors: `ConfigError` for what cannot be had, `UnsupportedCheckpoint` for a window."""
+    """Errors: `ConfigError` for what cannot be had."""
     max_model_len = spec.max_model_len or config.max_positions
     if max_model_len > config.max_positions:
         raise ConfigError(
             f"--max-model-len of {max_model_len} is over the checkpoint's limit of "
             f"{config.max_positions} tokens"
         )
-    check_window(config, max_model_len)
     device = choose_device(spec.device)
     return Settings(
         device=device,

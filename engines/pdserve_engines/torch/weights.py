@@ -18,7 +18,7 @@ from pdserve_engines.torch.checkpoint import DTYPES, Checkpoint, Entry
 
 if TYPE_CHECKING:
     from pdserve.engine.executor import ProgressFn
-    from pdserve_engines.torch.config import ModelConfig
+    from pdserve_engines.torch.config import ExpertsConfig, ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -76,9 +76,35 @@ def _layer(config: ModelConfig, index: int) -> Iterator[Param]:
         yield vector("q_norm", "self_attn.q_norm", config.head_dim)
         yield vector("k_norm", "self_attn.k_norm", config.head_dim)
     yield from stacked("o", "self_attn", config.o_bias, q, o=hidden)
-    yield vector("mlp_norm", "post_attention_layernorm", hidden)
+    if config.out_norms:
+        yield vector("attn_out_norm", "post_attention_layernorm", hidden)
+        yield vector("mlp_norm", "pre_feedforward_layernorm", hidden)
+        yield vector("mlp_out_norm", "post_feedforward_layernorm", hidden)
+    else:
+        yield vector("mlp_norm", "post_attention_layernorm", hidden)
+    if config.experts is not None and index not in config.experts.dense_layers:
+        yield from _experts(config, config.experts, source, key)
+        return
     yield from stacked("gate_up", "mlp", config.mlp_bias, hidden, gate=inner, up=inner)
     yield from stacked("down", "mlp", config.mlp_bias, inner, down=hidden)
+
+
+def _experts(config: ModelConfig, experts: ExpertsConfig, source: str, key: str) -> Iterator[Param]:
+    """The router, and the experts' matrices, one expert after the other."""
+    hidden, inner = config.hidden_size, experts.intermediate_size
+    module, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if config.family == "mixtral":
+        module, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    stem = f"{source}.{module}"
+    yield Param(f"{key}.router", ((f"{stem}.gate.weight", (experts.count, hidden)),))
+    names = [f"{stem}.experts.{expert}" for expert in range(experts.count)]
+    yield Param(
+        f"{key}.experts_gate_up",
+        tuple((f"{name}.{part}.weight", (inner, hidden)) for name in names for part in (gate, up)),
+    )
+    yield Param(
+        f"{key}.experts_down", tuple((f"{name}.{down}.weight", (hidden, inner)) for name in names)
+    )
 
 
 _STEMS = ("model.", "", "language_model.model.", "model.language_model.")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transformers
 
+from pdserve import accel
+
 # Its progress bars come with a thread that outlives the test.
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
@@ -27,6 +29,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+}
+"""The tests' sequences are longer than the original context."""
+WINDOW = 12
+"""Shorter than the tests' prompts, and no multiple of a block."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,8 @@ class Tiny:
             "eos_token_id": 7,
             "bos_token_id": 1,
         }
-        return getattr(transformers, f"{self.family}Config")(**common | self.fields)
+        suffix = "TextConfig" if self.family == "Gemma3" else "Config"
+        return getattr(transformers, self.family + suffix)(**common | self.fields)
 
 
 TINY = {
@@ -70,7 +82,61 @@ TINY = {
         "Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}
     ),
     "mistral": Tiny("Mistral", {"head_dim": 24, "num_key_value_heads": 4, "sliding_window": None}),
+    "qwen3_yarn": Tiny("Qwen3", {"head_dim": 12, "rope_parameters": YARN_ROPE}, seed=1),
+    "mistral_windowed": Tiny("Mistral", {"sliding_window": WINDOW}),
+    "qwen2_windowed": Tiny(
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+            "rope_parameters": YARN_ROPE
+            | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 8, "truncate": False},
+        },
+    ),
+    "mixtral": Tiny(
+        "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
+    ),
+    "qwen3_moe": Tiny(
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+        seed=3,
+    ),
+    "gemma3": Tiny(
+        "Gemma3",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 20,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
 }
+NATIVE = ("llama", "llama_biased", "qwen2", "qwen3", "qwen3_biased", "mistral", "qwen3_yarn")
+"""Those of `TINY` that the native kernels compute; torch computes all of them."""
+
+
+def kernels_of(name: str) -> list[str]:
+    """What can compute `TINY[name]`, or the bundled model, here."""
+    native = accel.NATIVE and (name in NATIVE or name not in TINY)
+    return ["torch", "native"] if native else ["torch"]
+
+
+WITH_KERNELS = [(name, kernels) for name in TINY for kernels in kernels_of(name)]
+"""Every configuration with everything that can compute it."""
 
 
 def build(tiny: Tiny) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdserve.errors import UnsupportedCheckpoint
-from pdserve_engines.torch.config import check_window, parse_config, read_config
+from pdserve_engines.torch.config import ExpertsConfig, parse_config, read_config
+from pdserve_engines.torch.config_rope import YarnConfig
 from tests.engines.torch.checkpoints import TINY
 
 if TYPE_CHECKING:
@@ -26,6 +28,18 @@ LLAMA: dict[str, Any] = {
 }
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16}
 
 
 def test_a_minimal_configuration_gets_the_families_defaults() -> None:
@@ -90,9 +104,10 @@ def test_what_transformers_writes_can_be_read(name: str, tmp_path: Path) -> None
     written.architectures = [f"{TINY[name].family}ForCausalLM"]
     written.save_pretrained(tmp_path)
     config = read_config(tmp_path)
-    assert config.family == TINY[name].family.lower()
+    assert config.family == TINY[name].family.lower().replace("moe", "_moe")
     assert config.kv_heads == written.num_key_value_heads
-    assert config.rope.kind == written.rope_parameters["rope_type"]
+    rope = written.rope_parameters
+    assert config.rope.kind == rope.get("full_attention", rope)["rope_type"]
     assert config.eos_token_ids == (7,)
 
 
@@ -100,17 +115,31 @@ def test_what_transformers_writes_can_be_read(name: str, tmp_path: Path) -> None
     ("fields", "named"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM"),
         ({"architectures": None}, "architecture none"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config (awq)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
         ({"rope_scaling": {"type": "default", "mrope_section": [1, 1]}}, "mrope_section"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by layer"),
+        ({"rope_scaling": {"type": "yarn", "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+        ({"rope_scaling": {"type": "yarn", "factor": "large"}}, "factor"),
+        (MIXTRAL | {"num_experts_per_tok": 5}, "num_experts_per_tok 5"),
+        (MIXTRAL | {"num_local_experts": None}, "num_local_experts"),
+        (QWEN3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size"),
+        (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers"),
+        (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3 | {"hidden_activation": "relu"}, "hidden_activation 'relu'"),
+        (GEMMA3 | {"sliding_window": None}, "sliding_window"),
+        (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types must name 2"),
+        (GEMMA3 | {"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention'"),
+        (GEMMA3 | {"text_config": 3}, "text_config"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"hidden_size": 66}, "hidden_size 66"),
         ({"head_dim": 15}, "head_dim 15"),
@@ -130,40 +159,117 @@ def test_what_the_engine_lacks_is_refused_by_name(fields: dict[str, Any], named:
 
 
 @pytest.mark.parametrize(
-    ("raw", "window"),
+    ("raw", "windows"),
     [
-        (MISTRAL, 4096),
-        (MISTRAL | {"sliding_window": 64}, 64),
-        (MISTRAL | {"sliding_window": None}, None),
-        (LLAMA | {"sliding_window": 64}, None),
-        (QWEN2 | {"sliding_window": 64}, None),
-        (QWEN2 | {"sliding_window": 64, "use_sliding_window": True}, None),
+        (MISTRAL, [4096, 4096]),
+        (MISTRAL | {"sliding_window": 64}, [64, 64]),
+        (MISTRAL | {"sliding_window": None}, [None, None]),
+        (MIXTRAL, [None, None]),
+        (MIXTRAL | {"sliding_window": 64}, [64, 64]),
+        (LLAMA | {"sliding_window": 64}, [None, None]),
+        (QWEN2 | {"sliding_window": 64}, [None, None]),
+        (QWEN2 | {"sliding_window": 64, "use_sliding_window": True}, [None, None]),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}, [4096, 4096]),
         (
             QWEN2 | {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
-            64,
+            [None, 64],
         ),
         (
             QWEN2
             | {
                 "sliding_window": 64,
                 "use_sliding_window": True,
-                "layer_types": ["full_attention", "sliding_attention"],
+                "layer_types": ["sliding_attention", "full_attention"],
             },
-            64,
+            [64, None],
         ),
+        (QWEN3_MOE | {"sliding_window": 64}, [None, None]),
+        (QWEN3_MOE | {"sliding_window": 64, "use_sliding_window": True}, [64, 64]),
+        (GEMMA3, [4096, 4096]),
+        (GEMMA3 | {"sliding_window": 64, "sliding_window_pattern": 2}, [64, None]),
+        (GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"]}, [None, 4096]),
     ],
 )
-def test_a_sliding_window_counts_only_where_a_layer_uses_it(
-    raw: dict[str, Any], window: int | None
-) -> None:
-    assert parse_config(raw).sliding_window == window
+def test_each_layer_has_its_window(raw: dict[str, Any], windows: list[int | None]) -> None:
+    config = parse_config(raw)
+    assert [config.window(layer) for layer in range(2)] == windows
 
 
-def test_a_window_is_refused_only_if_sequences_can_outgrow_it() -> None:
-    config = parse_config(MISTRAL | {"sliding_window": 64})
-    check_window(config, 64)
-    with pytest.raises(UnsupportedCheckpoint, match="--max-model-len 64 would serve"):
-        check_window(config, 65)
+def test_yarn_stretches_the_context_and_sharpens_attention() -> None:
+    """Published long-context settings: the other key still says the original length."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config = parse_config(LLAMA | {"rope_scaling": scaling})
+    assert config.max_positions == 2048
+    assert config.rope.yarn == YarnConfig(32.0, 1.0, 0.1 * math.log(4.0) + 1.0, True)
+    config = parse_config(LLAMA | {"max_position_embeddings": 4096, "rope_scaling": scaling})
+    assert config.max_positions == 4096
+    config = parse_config(LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+    assert (config.rope.original_max_positions, config.max_positions) == (512, 1024)
+    config = parse_config(
+        LLAMA | {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 128}}
+    )
+    assert config.rope.factor == 4.0
+    config = parse_config(
+        LLAMA | {"rope_scaling": scaling | {"attention_factor": 1.5, "truncate": False}}
+    )
+    assert config.rope.yarn == YarnConfig(32.0, 1.0, 1.5, False)
+
+
+def test_experts_are_read_in_every_spelling() -> None:
+    mixtral = parse_config(MIXTRAL).experts
+    assert mixtral == ExpertsConfig(4, 2, 96, normalized=True, dense_layers=())
+    qwen = QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert parse_config(qwen).experts == ExpertsConfig(8, 3, 24, False, dense_layers=(0, 2, 3))
+    renamed = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"}
+    assert (
+        parse_config(renamed | {"num_local_experts": 8}).experts == parse_config(QWEN3_MOE).experts
+    )
+
+
+def test_both_spellings_of_a_gemma3_mean_the_same() -> None:
+    older = GEMMA3 | {
+        "rope_theta": 2e6,
+        "rope_local_base_freq": 3e4,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    newer = GEMMA3 | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+        }
+    }
+    assert parse_config(older) == parse_config(newer)
+    config = parse_config(older | {"sliding_window_pattern": 2})
+    assert [config.rope_of(layer).theta for layer in range(2)] == [3e4, 2e6]
+    assert [config.rope_of(layer).kind for layer in range(2)] == ["default", "linear"]
+
+
+def test_a_multimodal_gemma3_is_its_text_part() -> None:
+    """As published: little is said of the text part, the rest is the family's."""
+    raw = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152},
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+    }
+    config = parse_config(raw)
+    assert (config.hidden_size, config.num_heads, config.kv_heads, config.head_dim) == (
+        2560,
+        8,
+        4,
+        256,
+    )
+    assert (config.vocab_size, config.max_positions, config.tied) == (262208, 131072, True)
+    assert (config.eos_token_ids, config.dtype) == ((1, 106), "bfloat16")
+    assert [layer for layer in range(34) if config.window(layer) is None] == [5, 11, 17, 23, 29]
+    assert config.rope.theta == 1e6
 
 
 def test_unreadable_configurations_are_refused_with_the_file(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from pdserve_engines.torch.model import Model, TorchModel
 from pdserve_engines.torch.pool import KvPool
 from pdserve_engines.torch.settings import Settings
 from pdserve_engines.torch.weights import params
-from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint
+from tests.engines.torch.checkpoints import NATIVE, VOCAB, checkpoint
 from tests.engines.torch.driver import Driver, loaded, sequence, spec
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def test_no_bit_depends_on_scheduling(kernels: str, dtype: str, name: str) -> No
 
 @needs_native
 @pytest.mark.parametrize("kernels", SETS)
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("name", NATIVE)
 def test_each_instruction_set_gives_the_tokens_of_the_torch_model(name: str, kernels: str) -> None:
     outputs = []
     for choice in ("torch", kernels):
@@ -298,9 +298,9 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 # ---------------------------------------------------------------- which one serves
 
 
-def stages(**fields: object) -> list[str]:
+def stages(name: str = "llama", **fields: object) -> list[str]:
     executor, seen = TorchExecutor(), []
-    executor.load(spec(checkpoint("llama")[0], **fields), lambda stage, _: seen.append(stage))
+    executor.load(spec(checkpoint(name)[0], **fields), lambda stage, _: seen.append(stage))
     executor.close()
     return [stage for stage in seen if stage.startswith("kernels")]
 
@@ -310,6 +310,26 @@ def test_loading_says_which_kernels_serve() -> None:
     assert stages(threads=2) == [f"kernels: native {SETS[0]}, 2 threads"]
     line = "kernels: torch on cpu, 1 threads (no native kernels: they were not asked for)"
     assert stages(options={"kernels": "torch"}) == [line]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mistral_windowed", "sequences can outgrow the sliding window of 12 tokens"),
+        ("mixtral", "the model has experts"),
+        ("gemma3", "they know no layers like those of gemma3"),
+    ],
+)
+def test_what_the_native_kernels_lack_torch_computes_and_says_why(name: str, reason: str) -> None:
+    assert stages(name) == [f"kernels: torch on cpu, 1 threads (no native kernels: {reason})"]
+    with pytest.raises(ConfigError, match=f"kernels=native: not possible, {reason}"):
+        stages(name, options={"kernels": "native"})
+
+
+@needs_native
+def test_a_window_that_no_sequence_outgrows_is_no_obstacle() -> None:
+    assert stages("mistral_windowed", max_model_len=12)[0].startswith("kernels: native")
 
 
 def test_without_the_extension_torch_serves_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pdserve import accel
 from pdserve.engine.executor import Chunk, StepPlan
 from pdserve.messages.request import SamplingParams
 from tests.engines.torch.checkpoints import (
-    TINY,
     VOCAB,
+    WITH_KERNELS,
     checkpoint,
     oracle_generate,
     oracle_logprobs,
@@ -33,15 +32,21 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-@pytest.fixture(params=list(TINY))
-def family(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+@pytest.fixture(params=WITH_KERNELS, ids="-".join)
+def computed(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A configuration and what computes it."""
+    pair: tuple[str, str] = request.param
+    return pair
 
 
-@pytest.fixture(params=["torch", "native"] if accel.NATIVE else ["torch"])
-def kernels(request: pytest.FixtureRequest) -> dict[str, str]:
-    return {"kernels": request.param}
+@pytest.fixture
+def family(computed: tuple[str, str]) -> str:
+    return computed[0]
+
+
+@pytest.fixture
+def kernels(computed: tuple[str, str]) -> dict[str, str]:
+    return {"kernels": computed[1]}
 
 
 @pytest.fixture
@@ -56,6 +61,18 @@ def test_greedy_output_is_that_of_transformers_at_every_chunk_size(
     family: str, executor: TorchExecutor, chunk: int
 ) -> None:
     prompt = prompt_of(21)
+    driver = Driver(executor)
+    sequence = driver.add(prompt)
+    driver.finish([sequence], OUTPUTS, chunk)
+    assert sequence.output == oracle_generate(checkpoint(family)[1], prompt, OUTPUTS)
+
+
+@pytest.mark.parametrize("chunk", [47, 1000])
+def test_what_scaled_contexts_hold_is_that_of_transformers(
+    family: str, executor: TorchExecutor, chunk: int
+) -> None:
+    """Longer than every window and than what every scaled context was stretched from."""
+    prompt = prompt_of(190, seed=7)
     driver = Driver(executor)
     sequence = driver.add(prompt)
     driver.finish([sequence], OUTPUTS, chunk)

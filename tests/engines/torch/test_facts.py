@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,7 +14,7 @@ from pdserve_engines.torch.facts import compat_hash, propose_kv_memory
 from pdserve_engines.torch.host import available_memory
 from tests.engines.torch.checkpoints import checkpoint
 from tests.engines.torch.driver import spec
-from tests.engines.torch.test_config import LLAMA
+from tests.engines.torch.test_config import LLAMA, MISTRAL, QWEN2
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LAYOUT = KvLayout(num_layers=2, kv_heads=2, block_size=32, head_dim=16, itemsize=4)
 CONFIG = parse_config(LLAMA)
+YARN = {"type": "yarn", "factor": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,9 @@ CONFIG = parse_config(LLAMA)
     [
         (replace(CONFIG, rms_eps=1e-5), LAYOUT, "float32", b"w"),
         (replace(CONFIG, rope=replace(CONFIG.rope, theta=5e5)), LAYOUT, "float32", b"w"),
+        (parse_config(LLAMA | {"rope_scaling": YARN}), LAYOUT, "float32", b"w"),
+        (replace(CONFIG, sliding_window=64), LAYOUT, "float32", b"w"),
+        (replace(CONFIG, embed_scale=2.0), LAYOUT, "float32", b"w"),
         (CONFIG, replace(LAYOUT, block_size=16), "float32", b"w"),
         (CONFIG, replace(LAYOUT, kv_heads=4), "float32", b"w"),
         (CONFIG, LAYOUT, "bfloat16", b"w"),
@@ -40,6 +44,22 @@ def test_blocks_of_different_models_never_look_compatible(
     other: tuple[ModelConfig, KvLayout, str, bytes],
 ) -> None:
     assert compat_hash(*other) != compat_hash(CONFIG, LAYOUT, "float32", b"w")
+
+
+@pytest.mark.parametrize(
+    ("raw", "known"),
+    [
+        (LLAMA, "a0afd1c05815f07ecb5d58443e845b33"),
+        (MISTRAL, "c1497a99368b74bbb4b9ae25b7a7c894"),
+        (
+            QWEN2 | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "0523cbcf9a8fe33dc3fe9d7128ba06f3",
+        ),
+    ],
+)
+def test_blocks_of_the_release_before_are_still_understood(raw: dict[str, Any], known: str) -> None:
+    """While workers are replaced one by one, the old and the new hand over to each other."""
+    assert compat_hash(parse_config(raw), LAYOUT, "float32", b"w") == known
 
 
 def test_limits_and_ends_do_not_separate_workers() -> None:

@@ -17,7 +17,7 @@ from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.handover import Pair, make_pair
 from pdserve.testing.inline import InlineEngine
 from pdserve_engines.torch.executor import TorchExecutor
-from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint
+from tests.engines.torch.checkpoints import VOCAB, WITH_KERNELS, checkpoint
 from tests.engines.torch.driver import loaded, sequence, spec
 
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ def test_the_last_chunk_goes_out_layer_by_layer(both: Pair) -> None:
     assert both.handoffs[handle].handoff.parts == 2 + 2
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("name", "kernels"), WITH_KERNELS)
 def test_every_family_can_be_handed_over(name: str, kernels: str) -> None:
     pair = make_pair(TorchExecutor, engine_spec(checkpoint(name)[0], kernels))
     compare(pair, request(prompt_of(27), temperature=1.0, seed=1))

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from pdserve.testing.handover import Pair, make_pair
 from pdserve.testing.inline import InlineEngine
 from pdserve_engines.torch.executor import TorchExecutor
-from tests.engines.torch.checkpoints import TINY, checkpoint
+from tests.engines.torch.checkpoints import WITH_KERNELS, checkpoint
 from tests.engines.torch.test_handoff import (
     BLOCK,
     BUNDLED,
@@ -87,8 +87,9 @@ def test_every_kind_of_request_goes_on(kernels: str, name: str) -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("name", [*TINY, "bundled"])
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "kernels"), [*WITH_KERNELS, *(("bundled", kernels) for kernels in KERNELS)]
+)
 def test_every_family_goes_on(name: str, kernels: str) -> None:
     """As an engine would that is alone with it."""
     chance = random.Random(f"{name} {kernels}")

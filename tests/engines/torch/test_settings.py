@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.errors import ConfigError, UnsupportedCheckpoint
+from pdserve.errors import ConfigError
 from pdserve_engines.torch.config import parse_config
 from pdserve_engines.torch.settings import choose_device, choose_dtype, settle
 from tests.engines.torch.driver import spec
@@ -61,8 +61,6 @@ def test_a_length_over_the_checkpoints_is_refused() -> None:
         settle(spec(Path("x"), max_model_len=600), parse_config(LLAMA))
 
 
-def test_a_window_counts_against_the_length_that_was_asked_for() -> None:
+def test_a_window_does_not_limit_the_length() -> None:
     config = parse_config(MISTRAL | {"sliding_window": 64})
-    assert settle(spec(Path("x"), max_model_len=64), config).max_model_len == 64
-    with pytest.raises(UnsupportedCheckpoint, match="sliding_window 64"):
-        settle(spec(Path("x")), config)
+    assert settle(spec(Path("x")), config).max_model_len == 512

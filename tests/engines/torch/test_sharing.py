@@ -12,7 +12,7 @@ from pdserve import accel
 from pdserve.errors import ConfigError
 from pdserve_engines.torch.cpu_model import CpuModel
 from pdserve_engines.torch.model import TorchModel
-from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint, oracle_generate
+from tests.engines.torch.checkpoints import VOCAB, WITH_KERNELS, checkpoint, oracle_generate
 from tests.engines.torch.driver import Driver, loaded, spec
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.executor import TorchExecutor
 
 KERNELS = ["torch", "native"] if accel.NATIVE else ["torch"]
-pytestmark = pytest.mark.parametrize("kernels", KERNELS)
+every_kernels = pytest.mark.parametrize("kernels", KERNELS)
 
 
 def pair(name: str, kernels: str, threads: int = 1) -> tuple[TorchExecutor, TorchExecutor]:
@@ -51,9 +51,9 @@ def outputs(executor: TorchExecutor, wanted: Sequence[list[int]], chunk: int) ->
     return [sequence.tokens[sequence.prompt_len :][:12] for sequence in sequences]
 
 
-@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize(("name", "kernels"), WITH_KERNELS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_two_that_compute_at_once_get_what_each_would_alone(name: str, threads: int, kernels: str):
+def test_two_that_compute_at_once_get_what_each_would_alone(name: str, kernels: str, threads: int):
     executors = pair(name, kernels, threads)
     model = checkpoint(name)[1]
     wanted = [prompts(8), prompts(9)]
@@ -75,6 +75,7 @@ def test_two_that_compute_at_once_get_what_each_would_alone(name: str, threads: 
         executor.close()
 
 
+@every_kernels
 def test_there_is_one_copy_of_the_weights(kernels: str):
     first, second = pair("qwen3", kernels)
     assert first.info is not None
@@ -98,6 +99,7 @@ def test_there_is_one_copy_of_the_weights(kernels: str):
     second.close()
 
 
+@every_kernels
 @pytest.mark.parametrize("closed", [0, 1])
 def test_either_may_close_first(closed: int, kernels: str):
     executors = pair("llama", kernels)
@@ -109,6 +111,7 @@ def test_either_may_close_first(closed: int, kernels: str):
     other.close()
 
 
+@every_kernels
 def test_a_third_comes_from_the_second_when_the_first_is_gone(kernels: str):
     first, second = pair("llama", kernels)
     first.close()
@@ -122,6 +125,7 @@ def test_a_third_comes_from_the_second_when_the_first_is_gone(kernels: str):
     third.close()
 
 
+@every_kernels
 def test_the_sibling_of_a_closed_one_reads_for_itself(kernels: str):
     directory, model = checkpoint("llama")
     options = {"kernels": kernels}
@@ -137,6 +141,7 @@ def test_the_sibling_of_a_closed_one_reads_for_itself(kernels: str):
     second.close()
 
 
+@every_kernels
 def test_one_that_closes_before_its_sibling_loads_takes_the_weights_along(
     kernels: str, caplog: pytest.LogCaptureFixture
 ):
@@ -154,6 +159,7 @@ def test_one_that_closes_before_its_sibling_loads_takes_the_weights_along(
     second.close()
 
 
+@every_kernels
 def test_kernels_are_common_because_weights_are_packed_for_them(kernels: str):
     directory = checkpoint("llama")[0]
     first = loaded(directory, options={"kernels": kernels})

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from pdserve.errors import UnsupportedCheckpoint
 from pdserve_engines.torch.executor import TorchExecutor
-from tests.engines.torch.checkpoints import TINY, checkpoint
+from tests.engines.torch.checkpoints import TINY, checkpoint, oracle_generate
 from tests.engines.torch.driver import Driver, loaded, spec
 
 if TYPE_CHECKING:
@@ -107,6 +108,35 @@ def test_the_names_may_begin_otherwise(tmp_path: Path, name: str, stem: str) -> 
         executor.close()
     assert outputs[0] == outputs[1]
     assert hashes[0] == hashes[1]
+
+
+def test_of_a_multimodal_model_the_text_part_is_served(tmp_path: Path) -> None:
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(
+        text_config=TINY["gemma3"].config().to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    torch.manual_seed(0)
+    whole: Any = transformers.Gemma3ForConditionalGeneration(config).eval()
+    whole.model.language_model.load_state_dict(checkpoint("gemma3")[1].model.state_dict())
+    whole.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("vision_tower.") for name in names)
+    executor = loaded(tmp_path)
+    driver = Driver(executor)
+    prompt = list(range(20))
+    sequence = driver.add(prompt)
+    driver.finish([sequence], 8, chunk=7)
+    executor.close()
+    assert sequence.output == oracle_generate(checkpoint("gemma3")[1], prompt, 8)
+    assert sequence.output == oracle_generate(whole, prompt, 8)
 
 
 def test_loading_reports_bytes_from_start_to_end() -> None:
