@@ -19,11 +19,15 @@ from pdserve.text.parts import CallArguments, CallBegin, Content, Reasoning, mer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.messages.request import Finish, TokenDelta, TokenLogprob
+    from pdserve.messages.request import TokenDelta, TokenLogprob
     from pdserve.openai.responses import FinishReason
     from pdserve.text.incremental import Detokenizer
     from pdserve.text.parts import Part, PartParser
+    from pdserve.text.repetition import Repetition
     from pdserve.text.stop import StopMatcher
+
+REPETITION = "repetition_detected"
+"""The `stop_reason` of an output that said the same over and over; vLLM's word."""
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ class ChoiceText:
         "_matcher",
         "_parser",
         "_pending",
+        "_repetition",
         "completion_tokens",
         "finish_reason",
         "stop_reason",
@@ -76,15 +81,18 @@ class ChoiceText:
         *,
         one_call: bool = False,
         hides_reasoning: bool = False,
+        repetition: Repetition | None = None,
     ) -> None:
         """Args: `start` is the length of the text before the output (an echoed prompt);
-        `one_call`: a second call of a tool is not told, and ends the choice.
+        `one_call`: a second call of a tool is not told, and ends the choice; `repetition` ends it,
+        too.
         """
         self._hides_reasoning = hides_reasoning
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._parser = parser
         self._calls = Calls(one_call)
+        self._repetition = repetition
         self._chars = start
         self._pending = Piece("")
         self.completion_tokens = 0
@@ -110,8 +118,12 @@ class ChoiceText:
             if self._calls.too_many:
                 self._end("", "stop", None, pieces)
                 return pieces
+            more = delta.finish is None or index + 1 < len(delta.tokens)
+            if self._repetition is not None and self._repetition.feed(token) and more:
+                self._finish("repetition", REPETITION, pieces)
+                return pieces
         if delta.finish is not None:
-            self._finish(delta.finish, pieces)
+            self._finish(delta.finish.reason, delta.finish.stop_reason, pieces)
         return pieces
 
     def _token(self, token: int, logprob: TokenLogprob | None) -> str:
@@ -151,7 +163,9 @@ class ChoiceText:
             return
         self._take(pieces)
 
-    def _finish(self, finish: Finish, pieces: list[Piece]) -> None:
+    def _finish(
+        self, reason: FinishReason, stop_reason: int | str | None, pieces: list[Piece]
+    ) -> None:
         rest = self._detokenizer.flush()
         matched = None
         if self._matcher is not None:
@@ -163,7 +177,7 @@ class ChoiceText:
         if matched is not None:
             self._end(rest, "stop", matched, pieces)
         else:
-            self._end(rest, finish.reason, finish.stop_reason, pieces)
+            self._end(rest, reason, stop_reason, pieces)
 
     def _end(
         self,

@@ -17,6 +17,7 @@ from pdserve.frontend.output import ChoiceText
 from pdserve.messages.request import GenerateRequest
 from pdserve.openai.schema import Tool
 from pdserve.text.parts import PartParser
+from pdserve.text.repetition import Repetition
 from pdserve.text.stop import StopMatcher
 
 if TYPE_CHECKING:
@@ -79,6 +80,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     reasons: bool = False
     """The parser tells reasoning apart."""
     include_reasoning: bool = True
+    repetition: Callable[[], Repetition] | None = None
+    """A fresh detector for each choice; None: an output may repeat itself."""
+    prompt_logprobs: int | None = None
+    """Told beside the output, with so many alternatives each; None: they are not."""
+    tokens_as_ids: bool = False
+    """Logprobs name tokens by their ids."""
+    stream_interval: int = 1
+    """Tokens per chunk of a stream."""
     dialect: Dialect | None = None
     """Words the answer for another API than OpenAI's chat and completions; `n` is 1 then."""
 
@@ -97,6 +106,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             or self.echo
             or self.continuous_usage
             or self.one_call
+            or self.repetition is not None
+            or (self.stream and self.stream_interval > 1)
         )
 
     def detokenizer(self, prompt: Prompt) -> Detokenizer:
@@ -117,6 +128,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             None if self.parser is None else self.parser(),
             one_call=self.one_call,
             hides_reasoning=not self.include_reasoning,
+            repetition=None if self.repetition is None else self.repetition(),
         )
 
     def matcher(self) -> StopMatcher | None:

@@ -19,13 +19,17 @@ from pdserve.frontend.models import ServedModel
 from pdserve.frontend.naming import NAMELESS, Naming
 from pdserve.frontend.plan import Plan, Prompt
 from pdserve.frontend.sampling import (
+    bad_word_ids,
     check_answer,
+    check_bans,
     check_prompt_logprobs,
     check_prompt_tokens,
     choices,
+    repetition,
     sampling_params,
     scores_only,
     stop_strings,
+    truncated,
 )
 from pdserve.ids import Seconds, new_seed
 from pdserve.messages.request import GenerateRequest
@@ -44,6 +48,10 @@ if TYPE_CHECKING:
 
     from pdserve.messages.card import ModelCard
 
+_MAX_CHARS = 1 << 20
+"""Text that is tokenised at once: tokenizers need about 150 bytes a character meanwhile."""
+_MAX_CONTEXT_CHARS = 8
+"""Per token of the context, if that is more: what a model takes can also be counted."""
 _MESSAGE_CHARS = 64
 """What an empty message costs, in characters of text: many of them are long work, too."""
 
@@ -151,10 +159,22 @@ def _render_and_encode(
 def _encode_chat(request: ChatRequest | TokenizeRequest, text: str, context: Context) -> Prompt:
     model = context.model
     if isinstance(request, ChatRequest):
-        check_prompt_chars(text, model, "messages")
+        _check_chars(text, request, model, "messages")
     begun = model.reasoning is not None and opens_reasoning(text, model.reasoning)
     tokens = model.tokenizer.encode(text, bool(request.add_special_tokens))
-    return Prompt(tokens, reasoning=begun)
+    if not isinstance(request, ChatRequest):
+        return Prompt(tokens, reasoning=begun)
+    return Prompt(truncated(tokens, request, model.card), _chat_echo(request), reasoning=begun)
+
+
+def _chat_echo(request: ChatRequest) -> str:
+    """The last message's text, if the model was the one who said it."""
+    message = request.messages[-1]
+    if not request.echo or message.role != "assistant" or message.content is None:
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    return "".join([part.text or "" for part in message.content])
 
 
 def _options(request: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> dict[str, Any]:
@@ -234,20 +254,28 @@ async def _completion_prompts(request: CompletionRequest, context: Context) -> l
     encoded: Iterator[list[int]] = iter(())
     if texts:  # then all of them are
         size = sum(map(len, texts))
-        encoded = iter(await context.pool.run(size, _encode, texts, names, special, context.model))
+        encoded = iter(
+            await context.pool.run(size, _encode, texts, names, special, request, context.model)
+        )
     prompts = []
     for name, prompt in zip(names, given, strict=True):
         ids = next(encoded) if isinstance(prompt, str) else prompt
         check_prompt_tokens(ids, context.model.card, name)
-        prompts.append(Prompt(ids, await _echo(request, prompt, context)))
+        kept = truncated(ids, request, context.model.card)
+        told = prompt if len(kept) == len(ids) else kept
+        prompts.append(Prompt(kept, await _echo(request, told, context)))
     return prompts
 
 
 def _encode(
-    texts: Sequence[str], names: Sequence[str], special: bool, model: ServedModel
+    texts: Sequence[str],
+    names: Sequence[str],
+    special: bool,
+    request: CompletionRequest,
+    model: ServedModel,
 ) -> list[list[int]]:
     for text, name in zip(texts, names, strict=True):
-        check_prompt_chars(text, model, name)
+        _check_chars(text, request, model, name)
     return model.tokenizer.encode_batch(texts, special)
 
 
@@ -293,6 +321,25 @@ def _is_batch(prompt: str | list[str | int | list[int]]) -> bool:
 # ---------------------------------------------------------------- both
 
 
+def _check_chars(
+    text: str, request: ChatRequest | CompletionRequest, model: ServedModel, param: str
+) -> None:
+    """Of a prompt that is cut all of it is encoded first: that has a bound of its own."""
+    if request.truncate_prompt_tokens is None:
+        check_prompt_chars(text, model, param)
+    elif len(text) > (most := most_chars(model.card)):
+        raise InvalidRequest(
+            f"the prompt has {len(text)} characters; {most} may be sent with "
+            "'truncate_prompt_tokens': shorten it",
+            param=param,
+        )
+
+
+def most_chars(card: ModelCard) -> int:
+    """How long a text may be that is encoded whatever becomes of it."""
+    return max(_MAX_CHARS, _MAX_CONTEXT_CHARS * card.max_model_len)
+
+
 def check_prompt_chars(text: str, model: ServedModel, param: str) -> None:
     """Spare the work of encoding what cannot fit.
 
@@ -326,6 +373,8 @@ async def _plan(
         raise InvalidRequest("'stream_options' needs 'stream': true", param="stream_options")
     options = request.stream_options
     continuous = options is not None and bool(options.continuous_usage_stats)
+    check_bans(request, card)
+    repeats = repetition(request)
     requests = await _submissions(request, context, prompts, n, card)
     check_answer(request, len(prompts) * n, context.config.max_answer)
     return Plan(
@@ -344,12 +393,16 @@ async def _plan(
         spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
         continues_text=not chat or bool(getattr(request, "continue_final_message", False)),
         logprobs=requests[0].sampling.logprobs is not None,
-        echo=isinstance(request, CompletionRequest) and bool(request.echo),
+        echo=bool(request.echo) and (not chat or bool(prompts[0].echo)),
         scores_only=scores_only(request),
         token_ids=bool(request.return_token_ids),
         stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=continuous,
+        repetition=repeats,
+        prompt_logprobs=request.prompt_logprobs,
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        stream_interval=request.stream_interval or 1,
     )
 
 
@@ -366,12 +419,13 @@ async def _submissions(
     salt = shared_salt(wanted) if context.key is None else context.key.cache_salt(wanted)
     tokens = [prompt.tokens for prompt in prompts]
     names = await context.naming.of(card, salt, tokens, context.pool)
+    bad_words = await _bad_words(request, context)
     return [
         GenerateRequest(
             request_id=context.request_id,
             model=card.name,
             prompt=prompt.tokens,
-            sampling=sampling_params(request, card, len(prompt.tokens), seed),
+            sampling=sampling_params(request, card, len(prompt.tokens), seed, bad_words),
             n=n,
             prompt_index=index,
             cache_salt=salt,
@@ -382,3 +436,13 @@ async def _submissions(
         )
         for index, (prompt, named) in enumerate(zip(prompts, names, strict=True))
     ]
+
+
+async def _bad_words(
+    request: ChatRequest | CompletionRequest, context: Context
+) -> tuple[tuple[int, ...], ...]:
+    words = request.bad_words
+    if not words:
+        return ()
+    size = 2 * sum(map(len, words))
+    return await context.pool.run(size, bad_word_ids, words, context.model.tokenizer)

@@ -372,7 +372,9 @@ def repetition(request: GenerationRequest) -> Callable[[], Repetition] | None:
             f"({wanted.max_pattern_size})",
             param="repetition_detection.min_pattern_size",
         )
-    return partial(Repetition, wanted.max_pattern_size, wanted.min_count, least)
+    return partial(
+        Repetition, wanted.max_pattern_size, wanted.min_count, least, request.min_tokens or 0
+    )
 
 
 def check_prompt_tokens(ids: Sequence[int], card: ModelCard, param: str) -> None:

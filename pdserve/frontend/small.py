@@ -16,7 +16,7 @@ import msgspec
 from pdserve import __version__
 from pdserve.errors import DeadlineExceeded, InvalidRequest
 from pdserve.frontend.models import ModelDirectory, ServedModel, describe
-from pdserve.frontend.prompts import Context, chat_tokens
+from pdserve.frontend.prompts import Context, chat_tokens, most_chars
 from pdserve.frontend.replies import Reply
 from pdserve.frontend.sampling import check_prompt_tokens
 from pdserve.frontend.unknown import UnknownFields
@@ -44,10 +44,6 @@ if TYPE_CHECKING:
 
 _encode = msgspec.json.Encoder().encode
 _CHARS_PER_TOKEN = 4
-_MAX_CHARS = 1 << 20
-"""Text that is tokenised at once: tokenizers need about 150 bytes a character meanwhile."""
-_MAX_CONTEXT_CHARS = 8
-"""Per token of the context, if that is more: what a model takes can also be counted."""
 
 
 class SmallEndpoints:
@@ -219,7 +215,7 @@ def _json(call: Call, answer: msgspec.Struct, status: int = 200) -> Reply:
 
 def _check_chars(text: str, model: ServedModel) -> None:
     """Errors: `InvalidRequest` for a text that would take seconds and hundreds of megabytes."""
-    limit = max(_MAX_CHARS, _MAX_CONTEXT_CHARS * model.card.max_model_len)
+    limit = most_chars(model.card)
     if len(text) > limit:
         raise InvalidRequest(
             f"'prompt' has {len(text)} characters; the limit is {limit}: send it in parts",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.frontend.answer import Answer, Choice
+from pdserve.frontend.interval import Interval
 from pdserve.frontend.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -267,6 +268,7 @@ class RichChoice:
         self._pace = answer.metrics.inter_token_latency
         self._last: Seconds | None = None
         self._held: list[Piece] = []
+        self._interval = Interval(plan.stream_interval) if plan.stream_interval > 1 else None
         self._echo_due = plan.echo
         self._prompt_due = plan.token_ids and not plan.chat
         """The prompt's ids go out with the first chunk; a chat's have gone out with the role."""
@@ -286,19 +288,36 @@ class RichChoice:
         if self._plan.scores_only:
             pieces = [Piece("")] if self.done else []
         for number, piece in enumerate(pieces, 1):
-            self._take(piece, last=self.done and number == len(pieces))
+            self._gather(piece, last=self.done and number == len(pieces))
 
     def flush(self) -> None:
         """Write what was held back while the client did not read, as one chunk."""
+        rest = None if self._interval is None else self._interval.rest()
+        if rest is not None:
+            self._count(rest)
+            self._held.append(rest)
+            self._wire.held += _size(rest)
         if self._held:
             self._wire.held -= sum(map(_size, self._held))
             piece, self._held = join(self._held), []
             self._write(piece, last=False)
 
-    def _take(self, piece: Piece, *, last: bool) -> None:
+    def _gather(self, piece: Piece, *, last: bool) -> None:
+        """A chunk may be wanted for several tokens only."""
+        if self._interval is None:
+            self._take(piece, last=last)
+            return
+        whole = self._interval.take(piece, _size(piece), last=last)
+        if whole is not None:
+            self._take(whole, last=last)
+
+    def _count(self, piece: Piece) -> None:
         # Told tokens, not fed ones: usage on a chunk counts what the client has seen.
         self.completion_tokens += len(piece.tokens)
         self.reasoning_tokens += piece.reasoning_tokens
+
+    def _take(self, piece: Piece, *, last: bool) -> None:
+        self._count(piece)
         if last:
             self.flush()
             self._write(piece, last=True)
@@ -331,23 +350,24 @@ class RichChoice:
     def _logprobs(self, piece: Piece) -> bytes:
         if not self._plan.logprobs:
             return NULL
-        tokenizer = self._plan.model.tokenizer
+        tokenizer, as_ids = self._plan.model.tokenizer, self._plan.tokens_as_ids
         if self._plan.chat:
-            return _json(chat_logprobs(tokenizer, piece.logprobs))
-        return _json(completion_logprobs(tokenizer, piece.logprobs, piece.offsets))
+            return _json(chat_logprobs(tokenizer, piece.logprobs, as_ids))
+        return _json(completion_logprobs(tokenizer, piece.logprobs, piece.offsets, as_ids))
 
     def _write_echo(self, delta: TokenDelta) -> None:
-        """The prompt, as the choice's first chunk."""
+        """The prompt, or a chat's last message, as the choice's first chunk."""
         self._echo_due = False
         plan, prompt = self._plan, self._prompt
         logprobs: CompletionLogprobs | None = None
-        if plan.logprobs:
+        if plan.logprobs and not plan.chat:
             logprobs = prompt_logprobs(
                 plan.model.tokenizer,
                 prompt.tokens,
                 prompt.echo,
                 delta.prompt_logprobs or [],
                 plan.skip_special_tokens,
+                plan.tokens_as_ids,
             )
         extras = Extras(
             logprobs=NULL if logprobs is None else _json(logprobs),

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from pdserve.frontend.answer import Answer, Choice
 from pdserve.frontend.gathered import size_of
 from pdserve.frontend.logprobs import (
+    best_of,
     chat_logprobs,
     completion_logprobs,
     concatenate,
     prompt_logprobs,
+    scored_prompt,
 )
 from pdserve.frontend.output import ChoiceText, Piece, join
 from pdserve.frontend.parts import message_of
@@ -26,6 +29,7 @@ from pdserve.openai.responses import (
     CompletionLogprobs,
     FinishReason,
 )
+from pdserve.text.parts import Content
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from pdserve.messages.request import TokenLogprob
     from pdserve.observe.instruments import Histogram
     from pdserve.observe.metrics import Metrics
+    from pdserve.openai.responses import ScoredToken
 
 _encode = msgspec.json.Encoder().encode
 
@@ -148,9 +153,17 @@ class GatheredChoice:
             self._plan.model.tokenizer,
             self.prompt.tokens,
             self.prompt.echo,
-            self._prompt_logprobs,
+            best_of(self._prompt_logprobs, self._plan.requests[0].sampling.logprobs or 0),
             self._plan.skip_special_tokens,
+            self._plan.tokens_as_ids,
         )
+
+    def scores(self) -> list[ScoredToken] | UnsetType:
+        """The prompt's logprobs by token id, if they are to be told beside the output."""
+        most = self._plan.prompt_logprobs
+        if most is None:
+            return UNSET
+        return scored_prompt(self._plan.model.tokenizer, best_of(self._prompt_logprobs, most))
 
 
 class UnaryAnswer(Answer):
@@ -188,11 +201,13 @@ class UnaryAnswer(Answer):
         tokens = self.completion_tokens
         if plan.parser is not None:
             tokens *= _PARSING_WORK
-        if not plan.logprobs:
-            return tokens
-        if plan.echo:
-            tokens += plan.n * plan.prompt_tokens
-        return tokens * _LOGPROB_WORK * (1 + (plan.requests[0].sampling.logprobs or 0))
+        sampling = plan.requests[0].sampling
+        if plan.logprobs:
+            tokens *= _LOGPROB_WORK * (1 + (sampling.logprobs or 0))
+        if sampling.prompt_logprobs is not None:
+            scores = plan.n * plan.prompt_tokens * (1 + sampling.prompt_logprobs)
+            tokens += _LOGPROB_WORK * scores
+        return tokens
 
     def body(self) -> bytes:
         """The answer as JSON. May run in a thread: nothing else touches a finished answer."""
@@ -213,26 +228,29 @@ class UnaryAnswer(Answer):
         )
         if plan.token_ids:
             answer.prompt_token_ids = plan.prompts[0].tokens
+        answer.prompt_logprobs = self.choices[0].scores()
         return answer
 
     def _chat_choice(self, choice: GatheredChoice) -> ChatChoice:
         plan, output = self.plan, choice.output()
         answer = ChatChoice(
             index=choice.index,
-            message=self._message(output),
+            message=self._message(choice.prompt.echo, output),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
         )
         if plan.logprobs:
-            answer.logprobs = chat_logprobs(plan.model.tokenizer, output.logprobs)
+            tokenizer = plan.model.tokenizer
+            answer.logprobs = chat_logprobs(tokenizer, output.logprobs, plan.tokens_as_ids)
         if plan.token_ids:
             answer.token_ids = output.tokens
         return answer
 
-    def _message(self, output: Piece) -> AssistantMessage:
+    def _message(self, echo: str, output: Piece) -> AssistantMessage:
         if self.plan.parser is None:
-            return AssistantMessage(content=output.text)
-        return message_of(output.parts, self.plan.call_id)
+            return AssistantMessage(content=echo + output.text)
+        parts = [Content(echo), *output.parts] if echo else output.parts
+        return message_of(parts, self.plan.call_id)
 
     def _completion(self) -> Completion:
         plan = self.plan
@@ -254,9 +272,12 @@ class UnaryAnswer(Answer):
             stop_reason=choice.stop_reason,
         )
         if plan.logprobs:
-            own = completion_logprobs(plan.model.tokenizer, output.logprobs, output.offsets)
+            own = completion_logprobs(
+                plan.model.tokenizer, output.logprobs, output.offsets, plan.tokens_as_ids
+            )
             answer.logprobs = concatenate(choice.echoed_logprobs(), own)
         if plan.token_ids:
             answer.token_ids = output.tokens
             answer.prompt_token_ids = choice.prompt.tokens
+        answer.prompt_logprobs = choice.scores()
         return answer

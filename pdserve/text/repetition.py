@@ -16,9 +16,13 @@ __all__ = ["Repetition"]
 class Repetition:
     """Told every token of one output, in order."""
 
-    __slots__ = ("_least", "_most", "_places", "_runs", "_seen", "_times")
+    __slots__ = ("_after", "_least", "_most", "_places", "_runs", "_seen", "_times")
 
-    def __init__(self, max_pattern_size: int, min_count: int, min_pattern_size: int = 1) -> None:
+    def __init__(
+        self, max_pattern_size: int, min_count: int, min_pattern_size: int = 1, after: int = 0
+    ) -> None:
+        """Args: before `after` tokens nothing is found."""
+        self._after = after
         self._most = max_pattern_size
         self._least = min_pattern_size
         self._times = min_count - 1
@@ -41,4 +45,6 @@ class Repetition:
             if distance >= self._least
         }
         places.append(place)
+        if self._seen < self._after:
+            return False
         return any(run >= distance * self._times for distance, run in now.items())

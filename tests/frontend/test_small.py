@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from pdserve import __version__
-from pdserve.frontend import small as small_module
+from pdserve.frontend import prompts as prompts_module
 from tests.frontend.support import TOKENIZER, card, frontend, tokens
 
 
@@ -50,7 +50,7 @@ async def test_text_becomes_tokens_and_tokens_text():
 
 
 async def test_a_text_is_bounded_beyond_what_the_context_takes(monkeypatch):
-    monkeypatch.setattr(small_module, "_MAX_CHARS", 10)
+    monkeypatch.setattr(prompts_module, "_MAX_CHARS", 10)
     limit = 8 * card().max_model_len
     async with frontend() as client:
         status, _, answer = await client.post("/tokenize", {"prompt": "a" * limit})
