@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from pdserve.frontend import prompts
@@ -191,7 +192,7 @@ async def test_continue_final_message_leaves_the_last_turn_open():
 
 
 async def test_add_generation_prompt_and_special_tokens_are_the_callers_to_choose():
-    raw = builders.byte_level()
+    raw = Tokenizer.from_str(builders.byte_level().to_str())  # the other one is shared
     raw.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     model = card(tokenizer_json=raw.to_str().encode())
     async with frontend(saying(), models={MODEL: model}) as client:
