@@ -27,6 +27,7 @@ from pdserve.frontend.parts import delta_of
 from pdserve.openai.chunks import NULL, ChunkForm, ChunkWriter, Extras
 from pdserve.openai.errors import error_body
 from pdserve.openai.sse import DONE_EVENT, encode_event
+from pdserve.text.parts import Content
 from pdserve.text.pieces import json_escape
 
 if TYPE_CHECKING:
@@ -382,9 +383,18 @@ class PartChoice(RichChoice):
 
     def __init__(self, answer: StreamAnswer, index: int, prompt: Prompt) -> None:
         super().__init__(answer, index, prompt)
+        plan = answer.plan
         self._index = index
+        self._bare = not (plan.logprobs or plan.token_ids or plan.continuous_usage)
+        """Chunks carry parts alone, until the last."""
 
     def _write(self, piece: Piece, *, last: bool) -> None:
+        if self._bare and not last and len(piece.parts) == 1:
+            part = piece.parts[0]
+            if isinstance(part, Content):  # most of them: spare the records
+                form = self._form
+                self._wire.write_parts(form.head, json_escape(part.text), form.tail)
+                return
         delta = _json(delta_of(piece.parts, self._plan.call_id))
         extras = self._extras(piece, last=last)
         self._wire.write(self._answer.chunks.delta(self._index, delta, extras))
