@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from pdserve.engine.executor import Executor, ModelInfo, StepPlan, StepResult
     from pdserve.engine.mover import Moved, Mover
     from pdserve.ids import Seconds
-    from pdserve.messages.request import TokenDelta
+    from pdserve.messages.request import SamplingParams, TokenDelta
     from pdserve.transfer.base import Region
 
 __all__ = ["STATS_INTERVAL", "Core", "EngineCore", "immovable"]
@@ -236,6 +236,8 @@ class EngineCore:
 
     def handle(self, command: Command) -> None:
         """Submissions that cannot be taken end with a `Rejected` event."""
+        if isinstance(command, Submit | SubmitRemote | Prefill):
+            self._expect(command.request.sampling)
         match command:
             case Submit():
                 self._submit(command)
@@ -329,6 +331,11 @@ class EngineCore:
             self._reject(command.handle, error)
         else:
             self._deltas += ended
+
+    def _expect(self, sampling: SamplingParams) -> None:
+        expect = getattr(self._executor, "expect", None)
+        if expect is not None and sampling.grammar:
+            expect(sampling)
 
     def _rekey(self, secret: bytes) -> None:
         names = self._names

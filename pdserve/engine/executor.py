@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from pdserve.engine.sequence import Sequence
     from pdserve.messages.engine import EngineSpec
-    from pdserve.messages.request import TokenLogprob
+    from pdserve.messages.request import SamplingParams, TokenLogprob
     from pdserve.transfer.base import Region
 
 ProgressFn = Callable[[str, float | None], None]
@@ -143,7 +143,8 @@ class StepResult:
 class Executor(Protocol):
     """Computes steps. Every method runs in the core's thread; none may be called concurrently.
 
-    An executor may also offer `sibling()`, see `Sharing`, and `region()`, see `Movable`.
+    An executor may also offer `sibling()`, `region()` and `expect()`: see `Sharing`, `Movable` and
+    `Expecting`.
     """
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
@@ -173,6 +174,15 @@ class Movable(Protocol):
     def region(self) -> Region | None:
         """Its KV storage, once it is allocated; peers may write to blocks that are in no plan. None
         if there is nothing that could be moved."""
+        ...
+
+
+class Expecting(Protocol):
+    """What an executor offers besides if some requests need preparing."""
+
+    def expect(self, sampling: SamplingParams) -> None:
+        """A request with these parameters was submitted. Returns at once, and need not be right: it
+        may be refused yet."""
         ...
 
 

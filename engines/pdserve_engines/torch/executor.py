@@ -8,7 +8,6 @@ weights and what was read of the checkpoint; on a GPU each computes in a stream 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from pdserve_engines.torch.settings import settle
 from pdserve_engines.torch.wanted import Wanted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as Seq
     from contextlib import AbstractContextManager
 

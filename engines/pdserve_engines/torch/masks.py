@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from pdserve.engine.guide import GrammarFault, is_guided
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    import torch
-
+    from pdserve.engine.guide import Guides
     from pdserve.engine.sequence import Sequence
     from pdserve.ids import SequenceKey
 
@@ -16,9 +20,60 @@ if TYPE_CHECKING:
 class Masks:
     """Follows the sequences that are steered, until `forget`."""
 
+    def __init__(self) -> None:
+        self.guides: Guides | None = None
+        """Set once the vocabulary is known; without it, nobody has been promised anything."""
+        self.faults: dict[SequenceKey, str] = {}
+        """Why sequences of the last step cannot go on; their rows hold no number."""
+        self.ended: frozenset[int] = frozenset()
+        """Rows of the last step for which nothing but their end is left, wanted or not."""
+
     def apply(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
         """Minus infinity where row i of `logits` `[n, vocab]`, which continues `sequences[i]`, may
         not go; in place."""
+        self.faults.clear()
+        self.ended = frozenset()
+        guided = [row for row, each in enumerate(sequences) if is_guided(each.sampling)]
+        if not guided:
+            return
+        masks: dict[int, bytes] = {}
+        for row in guided:
+            mask = self._mask(sequences[row])
+            if mask is not None:
+                masks[row] = mask
+        self.ended = frozenset(row for row in masks if self._at_end(sequences[row]))
+        if masks:
+            _apply(logits, masks)
 
     def forget(self, key: SequenceKey) -> None:
         """Drop what is remembered of this sequence; unknown ones are ignored."""
+        self.faults.pop(key, None)
+        if self.guides is not None:
+            self.guides.release(key)
+
+    def _mask(self, sequence: Sequence) -> bytes | None:
+        """Empty for one that cannot go on."""
+        try:
+            if self.guides is None:
+                raise GrammarFault("this engine follows no grammars")
+            return self.guides.allowed(sequence)
+        except GrammarFault as fault:
+            self.faults[sequence.key] = str(fault)
+            return b""
+
+    def _at_end(self, sequence: Sequence) -> bool:
+        return self.guides is not None and self.guides.at_end(sequence)
+
+
+def _apply(logits: torch.Tensor, masks: dict[int, bytes]) -> None:
+    """All rows in one go: a bit per token travels to the device."""
+    vocab = logits.shape[-1]
+    width = -(-vocab // 8)
+    packed = np.zeros((len(masks), width), np.uint8)
+    for at, mask in enumerate(masks.values()):
+        packed[at, : len(mask)] = np.frombuffer(mask, np.uint8)[:width]
+    rows = torch.tensor(list(masks), device=logits.device)
+    bits = torch.from_numpy(packed).to(logits.device).unsqueeze(-1)
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = ((bits >> places) & 1).flatten(1)[:, :vocab].bool()
+    logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)

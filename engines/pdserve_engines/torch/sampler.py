@@ -23,7 +23,7 @@ from pdserve_engines.torch.masks import Masks
 from pdserve_engines.torch.noise import uniforms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
     from collections.abc import Sequence as Seq
 
     from pdserve.engine.sequence import Sequence
@@ -100,12 +100,22 @@ class Sampler:
             self.masks.forget(key)
             self.bans.forget(key)
 
+    def faults(self, sequences: Seq[Sequence]) -> dict[int, str]:
+        """Why rows of the last step have no token, as far as that was not the model."""
+        faults = self.masks.faults
+        return {row: faults[each.key] for row, each in enumerate(sequences) if each.key in faults}
+
+    def close(self) -> None:
+        """End what goes on besides; idempotent."""
+        if self.masks.guides is not None:
+            self.masks.guides.close()
+
     def _adjust(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
         """Bias, masks and penalties, in place."""
         self.masks.apply(logits, sequences)
         self.bans.apply(logits, sequences)
         _add_bias(logits, [sequence.sampling for sequence in sequences])
-        _mask_ends(logits, sequences)
+        _mask_ends(logits, sequences, self.masks.ended)
         penalised = [row for row, seq in enumerate(sequences) if _is_penalised(seq.sampling)]
         if penalised:
             self._penalise(logits, sequences, penalised)
@@ -277,12 +287,13 @@ def _add_bias(logits: torch.Tensor, params: Seq[SamplingParams]) -> None:
         logits[rows, ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
 
 
-def _mask_ends(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+def _mask_ends(logits: torch.Tensor, sequences: Seq[Sequence], ended: Container[int] = ()) -> None:
+    """`ended`: rows that have nothing else to say."""
     rows: list[int] = []
     ids: list[int] = []
     for row, sequence in enumerate(sequences):
         param = sequence.sampling
-        if sequence.num_output >= param.min_tokens:
+        if sequence.num_output >= param.min_tokens or row in ended:
             continue
         ends = (
             param.stop_token_ids if param.ignore_eos else param.stop_token_ids + param.eos_token_ids

@@ -1,0 +1,446 @@
+"""What may come next in sequences that follow a grammar or have an end to their reasoning.
+
+A `Guide` follows one sequence's tokens and nothing else: whoever has the tokens has the state. So a
+sequence that was preempted, handed over, moved or begun as one of several choices needs no care.
+Grammars are compiled by llguidance, in a thread of `Guides`' own, and kept for the next sequence.
+
+An executor owns one `Guides` and asks it, in the core's thread, before it chooses tokens. It knows
+nothing of logits. Masks have a bit per token, the lowest bit of each byte first.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from pdserve.messages.grammar import PARSER_LIMITS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as Seq
+    from pathlib import Path
+
+    from pdserve.engine.sequence import Sequence
+    from pdserve.ids import Bytes, Seconds, SequenceKey, TokenId
+    from pdserve.messages.request import SamplingParams
+
+__all__ = [
+    "GrammarFault",
+    "Guide",
+    "Guides",
+    "guided_features",
+    "is_guided",
+    "make_tokenizer",
+    "pick",
+    "read_tokenizer",
+]
+
+T = TypeVar("T")
+
+PATIENCE: Final[Seconds] = 5.0
+"""How long a step waits for a grammar; it has been compiling since the prompt's first chunk."""
+MOST_COMPILED: Final = 256
+MOST_TEXT: Final[Bytes] = 8 << 20
+"""Of all grammars that are kept, as text; compiled they take some times as much."""
+
+
+class GrammarFault(Exception):
+    """A sequence cannot go on; in words for whoever waits for it."""
+
+
+class _Phase(enum.Enum):
+    OPENING = "opening"
+    """Reasoning may begin here, or the answer."""
+    INSIDE = "inside"
+    """Of the reasoning."""
+    ANSWER = "answer"
+
+
+class Guide:
+    """One sequence's way through reasoning and grammar, token by token."""
+
+    __slots__ = (
+        "_ended",
+        "_ends",
+        "_inside",
+        "_matcher",
+        "_pending",
+        "_phase",
+        "_recent",
+        "_size",
+        "_thinking",
+    )
+
+    def __init__(
+        self, sampling: SamplingParams, matcher: LLMatcher | None, vocab_size: int
+    ) -> None:
+        """`matcher`: at its beginning, and this guide's own; None: there is no grammar."""
+        thinking = self._thinking = sampling.thinking
+        self._matcher = matcher
+        self._size = vocab_size
+        self._ends = tuple(end for end in sampling.eos_token_ids if end < vocab_size)
+        self._ended = False
+        """The grammar has come to its end and an end token has said so."""
+        self._pending: list[TokenId] = []
+        """A beginning of the reasoning's start, or of the answer: it is not known yet."""
+        self._inside = 0
+        """Tokens of the reasoning, its end's included."""
+        self._recent: list[TokenId] = []
+        """As many of them, the last ones, as its end has."""
+        self._phase = _Phase.ANSWER
+        if thinking is not None:
+            self._phase = _Phase.INSIDE if thinking.begun else _Phase.OPENING
+
+    # ------------------------------------------------------------------ tokens
+
+    def take_all(self, tokens: Iterable[TokenId]) -> None:
+        """The sequence's next tokens. Errors: `GrammarFault`."""
+        for token in tokens:
+            self.take(token)
+
+    def take(self, token: TokenId) -> None:
+        """The next one. Errors: `GrammarFault`."""
+        if self._phase is _Phase.ANSWER:
+            self._answer(token)
+        elif self._phase is _Phase.INSIDE:
+            self._reason(token)
+        else:
+            self._open(token)
+
+    def _open(self, token: TokenId) -> None:
+        assert self._thinking is not None
+        start = self._thinking.start
+        self._pending.append(token)
+        if tuple(self._pending) == start:
+            self._pending.clear()
+            self._phase = _Phase.INSIDE
+        elif start[: len(self._pending)] != tuple(self._pending):
+            pending, self._pending = self._pending, []
+            self._phase = _Phase.ANSWER
+            for each in pending:
+                self._answer(each)
+
+    def _reason(self, token: TokenId) -> None:
+        assert self._thinking is not None
+        end = self._thinking.end
+        self._inside += 1
+        self._recent = [*self._recent, token][-len(end) :]
+        if tuple(self._recent) == end:
+            self._phase = _Phase.ANSWER
+
+    def _answer(self, token: TokenId) -> None:
+        matcher = self._matcher
+        if matcher is None or self._ended:
+            return
+        if token in self._ends and matcher.is_accepting():
+            self._ended = True
+        elif not matcher.consume_token(token):
+            raise GrammarFault(f"the output does not fit its grammar: {matcher.get_error()}")
+
+    # ------------------------------------------------------------------ masks
+
+    def allowed(self) -> bytes | None:
+        """What may come next; None: anything. Errors: `GrammarFault`, also if nothing may."""
+        if self._phase is _Phase.INSIDE:
+            return self._allowed_inside()
+        if self._matcher is None:
+            return None
+        if self._phase is _Phase.OPENING:
+            return self._allowed_first(self._matcher)
+        return self._allowed_answer(self._matcher)
+
+    def _allowed_inside(self) -> bytes | None:
+        """An answer that has to fit a grammar cannot be left out, so nothing ends before it."""
+        assert self._thinking is not None
+        budget, end = self._thinking.budget, self._thinking.end
+        begun = self._begun_end(end)
+        if budget is not None and self._inside - begun >= budget:
+            return self._only((end[begun],))
+        if self._matcher is None:
+            return None
+        mask = int.from_bytes(self._only(range(self._size)), "little")
+        for token in self._ends:
+            mask &= ~(1 << token)
+        return mask.to_bytes(self._bytes, "little")
+
+    def _begun_end(self, end: tuple[TokenId, ...]) -> int:
+        """How many tokens of the reasoning's end the last ones are."""
+        recent = tuple(self._recent)
+        counts = range(min(len(end) - 1, len(recent)), 0, -1)
+        return next((count for count in counts if recent[-count:] == end[:count]), 0)
+
+    def _allowed_first(self, matcher: LLMatcher) -> bytes:
+        """The answer's first tokens, or the reasoning's start."""
+        assert self._thinking is not None
+        begin = self._only((self._thinking.start[len(self._pending)],))
+        if self._pending:
+            matcher = matcher.deep_copy()
+            if matcher.try_consume_tokens(self._pending) < len(self._pending):
+                return begin
+        return _either(self._allowed_answer(matcher), begin)
+
+    def _allowed_answer(self, matcher: LLMatcher) -> bytes:
+        """llguidance knows some end tokens, the request says which they are."""
+        if self._ended or (matcher.is_stopped() and not matcher.is_error()):
+            mask = bytes(self._bytes)
+        else:
+            mask = self._cut(matcher.compute_bitmask())
+        if matcher.is_error():
+            raise GrammarFault(f"its grammar leads nowhere: {matcher.get_error()}")
+        over = self._ended or matcher.is_accepting()
+        mask = _either(mask, self._only(self._ends)) if over else mask
+        if not any(mask):
+            said = "is at its end and the model has no end token" if over else "allows no token"
+            raise GrammarFault(f"its grammar {said}")
+        return mask
+
+    @property
+    def at_end(self) -> bool:
+        """The answer is whole and cannot go on: only end tokens may come."""
+        matcher = self._matcher
+        if matcher is None or self._phase is not _Phase.ANSWER:
+            return False
+        return self._ended or matcher.is_stopped()
+
+    @property
+    def _bytes(self) -> int:
+        return -(-self._size // 8)
+
+    def _cut(self, mask: bytes) -> bytes:
+        """Of the vocabulary's size; llguidance rounds up, and its own idea of ends is dropped."""
+        number = int.from_bytes(mask, "little") & ((1 << self._size) - 1)
+        for token in self._ends:
+            number &= ~(1 << token)
+        return number.to_bytes(self._bytes, "little")
+
+    def _only(self, tokens: Iterable[TokenId]) -> bytes:
+        if isinstance(tokens, range):
+            return ((1 << len(tokens)) - 1).to_bytes(self._bytes, "little")
+        mask = bytearray(self._bytes)
+        for token in tokens:
+            mask[token >> 3] |= 1 << (token & 7)
+        return bytes(mask)
+
+
+def _either(a: bytes, b: bytes) -> bytes:
+    found = int.from_bytes(a, "little") | int.from_bytes(b, "little")
+    return found.to_bytes(len(a), "little")
+
+
+class _Followed:
+    """A guide and how many output tokens it has seen."""
+
+    __slots__ = ("guide", "seen")
+
+    def __init__(self, guide: Guide) -> None:
+        self.guide = guide
+        self.seen = 0
+
+
+class Guides:
+    """All sequences of one executor. See above for who calls."""
+
+    def __init__(
+        self,
+        tokenizer_json: bytes,
+        vocab_size: int,
+        eos_token_ids: Seq[TokenId] = (),
+        *,
+        inline: bool = False,
+        patience: Seconds = PATIENCE,
+    ) -> None:
+        """`eos_token_ids`: some ends that grammars should never go through. `inline`: compile in
+        the caller's thread, where time is not to be real."""
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._ends = [token for token in eos_token_ids if token < vocab_size]
+        self._patience = patience
+        self._tokenizer: LLTokenizer | None = None
+        self._limits = LLParserLimits(**PARSER_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
+        self._threads = None if inline else ThreadPoolExecutor(1, "pdserve-grammar")
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        """By grammar, least recently used first. Whoever wants to follow one takes a copy."""
+        self._text = 0
+        self._followed: dict[SequenceKey, _Followed] = {}
+
+    def __len__(self) -> int:
+        """Sequences that are followed."""
+        return len(self._followed)
+
+    @property
+    def compiled(self) -> int:
+        """Grammars that are kept."""
+        return len(self._compiled)
+
+    def warm(self) -> None:
+        """Look at the vocabulary ahead of the first grammar; returns at once."""
+        if self._threads is not None:
+            self._threads.submit(self._vocabulary)
+
+    def expect(self, sampling: SamplingParams) -> None:
+        """A sequence with these parameters will be asked about; returns at once."""
+        if sampling.grammar:
+            self._compile(sampling.grammar)
+
+    def allowed(self, sequence: Sequence) -> bytes | None:
+        """A mask of what may come next; None: anything.
+
+        Waits for the grammar, `patience` at most. Errors: `GrammarFault`; concerns this one only.
+        """
+        followed = self._follow(sequence)
+        if followed is None:
+            return None
+        return _guarded(followed.guide.allowed)
+
+    def at_end(self, sequence: Sequence) -> bool:
+        """Of what `allowed` has said of this sequence, only end tokens are left."""
+        followed = self._followed.get(sequence.key)
+        return followed is not None and followed.guide.at_end
+
+    def release(self, key: SequenceKey) -> None:
+        """Forget a sequence; unknown ones are ignored."""
+        self._followed.pop(key, None)
+
+    def close(self) -> None:
+        """What is compiling ends unheard. Idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._followed.clear()
+        self._compiled.clear()
+
+    # ------------------------------------------------------------------ sequences
+
+    def _follow(self, sequence: Sequence) -> _Followed | None:
+        sampling = sequence.sampling
+        if not is_guided(sampling):
+            return None
+        followed = self._followed.get(sequence.key)
+        if followed is None or followed.seen > sequence.num_output:
+            matcher = self._matcher(sampling.grammar) if sampling.grammar else None
+            followed = _Followed(Guide(sampling, matcher, self._vocab_size))
+            self._followed[sequence.key] = followed
+        fresh = sequence.tokens[sequence.prompt_len + followed.seen :]
+        if fresh:
+            _guarded(partial(followed.guide.take_all, fresh))
+            followed.seen += len(fresh)
+        return followed
+
+    # ------------------------------------------------------------------ grammars
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        compiling = self._compile(grammar)
+        try:
+            pristine = compiling.result(self._patience)
+        except TimeoutError:
+            raise GrammarFault(
+                f"its grammar was not compiled within {self._patience:g} s"
+            ) from None
+        return pristine.deep_copy()
+
+    def _compile(self, grammar: str) -> Future[LLMatcher]:
+        found = self._compiled.get(grammar)
+        if found is not None:
+            self._compiled.move_to_end(grammar)
+            return found
+        if self._threads is not None:
+            future = self._threads.submit(self._make, grammar)
+        else:
+            future = Future()
+            try:
+                future.set_result(self._make(grammar))
+            except GrammarFault as fault:
+                future.set_exception(fault)
+        self._compiled[grammar] = future
+        self._text += len(grammar)
+        while len(self._compiled) > MOST_COMPILED or self._text > MOST_TEXT:
+            old, _ = self._compiled.popitem(last=False)
+            self._text -= len(old)
+        return future
+
+    def _make(self, grammar: str) -> LLMatcher:
+        matcher = _guarded(
+            lambda: LLMatcher(self._vocabulary(), grammar, log_level=0, limits=self._limits)
+        )
+        if matcher.is_error():
+            raise GrammarFault(f"its grammar cannot be compiled: {matcher.get_error()}")
+        return matcher
+
+    def _vocabulary(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            text = self._tokenizer_json.decode()
+            self._tokenizer = make_tokenizer(text, self._vocab_size, self._ends)
+            self._tokenizer_json = b""
+        return self._tokenizer
+
+
+def read_tokenizer(directory: Path) -> bytes:
+    """A checkpoint's `tokenizer.json`; empty if it has none that can be read."""
+    try:
+        return (directory / "tokenizer.json").read_bytes()
+    except OSError:
+        return b""
+
+
+def guided_features(directory: Path) -> tuple[str, ...]:
+    """Of `ModelCard.features`, what an engine has that asks `Guides`."""
+    return ("thinking", "grammar") if (directory / "tokenizer.json").is_file() else ("thinking",)
+
+
+def is_guided(sampling: SamplingParams) -> bool:
+    """A sequence with these parameters is followed."""
+    thinking = sampling.thinking
+    return bool(sampling.grammar) or (thinking is not None and thinking.budget is not None)
+
+
+def make_tokenizer(tokenizer_json: str, vocab_size: int, ends: Seq[TokenId]) -> LLTokenizer:
+    """The vocabulary as grammars see it. Takes a second for the largest.
+
+    Errors: `GrammarFault`.
+    """
+    eos = list(ends) or None
+    try:
+        return _guarded(lambda: LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos))
+    except ValueError as error:
+        raise GrammarFault(f"grammars cannot be followed with this tokenizer: {error}") from None
+
+
+def _guarded(function: Callable[[], T]) -> T:
+    """A panic of the library is no `Exception`, and the end of one sequence only."""
+    try:
+        return function()
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise GrammarFault(f"the grammar cannot be followed: {error}") from None
+
+
+# ---------------------------------------------------------------- engines that invent tokens
+
+_PLAINEST = 4
+"""Allowed tokens of the lowest ids: where vocabularies begin with single characters, as most do,
+what closes strings and lists is among them."""
+
+
+def pick(mask: bytes, words: Seq[TokenId], number: int, ends: Iterable[TokenId]) -> TokenId:
+    """One allowed token, chosen by `number`: an end as soon as one may come, else often one of
+    `words`, and now and then one that leads out of what has begun."""
+    allowed = [
+        byte << 3 | bit
+        for byte, bits in enumerate(mask)
+        if bits
+        for bit in range(8)
+        if bits >> bit & 1
+    ]
+    known = set(allowed)
+    over = [end for end in ends if end in known]
+    if over:
+        return over[0]
+    chosen = words[number % len(words)]
+    if chosen in known and number // len(words) % 3:
+        return chosen
+    return allowed[number // 7 % min(len(allowed), _PLAINEST)]

@@ -1,0 +1,33 @@
+"""How large a grammar may be: what frontends check and engines rely on, in the same numbers.
+
+A grammar is text that a client has written. Compiling it and following it are bounded by counts,
+not by a clock, so that it fits everywhere or nowhere.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.ids import Bytes
+
+__all__ = ["MAX_GRAMMAR", "PARSER_LIMITS"]
+
+MAX_GRAMMAR: Final[Bytes] = 256 * 1024
+"""Of its text. It travels with each request, and again with each move."""
+
+PARSER_LIMITS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "initial_lexer_fuel": 1_000_000,
+        "step_lexer_fuel": 200_000,
+        "step_max_items": 50_000,
+        "max_items_in_row": 2_000,
+        "max_lexer_states": 50_000,
+        "max_grammar_size": 100_000,
+    }
+)
+"""As `llguidance.LLParserLimits` names them: about 20 ms of compiling, 15 ms of one step and 100 MB
+at the very most; usual schemas need a hundredth."""
