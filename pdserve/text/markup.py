@@ -8,14 +8,18 @@ and leave `at`), or the answer would depend on where the text was cut.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Iterable
 
     from pdserve.text.parts import Part
 
     State = Callable[[], bool]
+
+_LONGEST: Final = 32
+"""Characters; no marker is longer."""
 
 
 def overlap(text: str, markers: Iterable[str], at: int = 0) -> int:
@@ -79,46 +83,79 @@ class Reader:
         self.at = at
         return at < len(text)
 
-    def meets(self, markers: Iterable[str]) -> str | None:
+    def meets(self, markers: Iterable[str], at: int | None = None) -> str | None:
         """The marker that stands at `at`; "" if none can; None if more text may complete one."""
-        text, at = self.text, self.at
-        rest = len(text) - at
+        text = self.text
+        at = self.at if at is None else at
+        rest = text[at : at + _LONGEST]
         waits = False
         for marker in markers:
-            if text.startswith(marker, at):
+            if rest.startswith(marker):
                 return marker
-            waits = waits or (rest < len(marker) and marker.startswith(text[at:]))
+            waits = waits or (len(rest) < len(marker) and marker.startswith(rest))
         return None if waits and not self.last else ""
+
+    def drop_half(self, markers: Iterable[str]) -> None:
+        """Where the text has ended in a marker that only began, inside of markup: it is no text."""
+        rest = self.text[self.at : self.at + _LONGEST]
+        if self.last and rest and any(each.startswith(rest) for each in markers):
+            self.at = len(self.text)
+
+    def seek(self, pattern: re.Pattern[str], markers: Iterable[str]) -> tuple[str, str]:
+        """The text up to the next match of `pattern`, and the match; the reader moves past both.
+
+        Without one: all the text that cannot belong to one of the `markers` that it looks for.
+        """
+        begin = self.at
+        found = pattern.search(self.text, begin)
+        if found is not None:
+            self.at = found.end()
+            return self.text[begin : found.start()], found[0]
+        self.at = len(self.text) - (0 if self.last else overlap(self.text, markers, begin))
+        return self.text[begin : self.at], ""
 
 
 class Layout:
     """Blank space around pieces of shown text: kept back until text follows that it sets apart."""
 
-    __slots__ = ("_bare", "_held", "_trims")
+    __slots__ = ("_bare", "_before", "_held", "_trims")
 
     def __init__(self, *, bare: bool) -> None:
         """`bare`: blank space at both ends is not shown."""
         self._bare = bare
         self._trims = bare
         self._held: list[str] = []
+        self._before = ""
+        """The space before markup; shown if there is none after it."""
 
     def add(self, text: str) -> str:
         """What is to be shown now that `text` has come."""
         bare = text.rstrip()
         shown = ""
         if bare:
-            shown = bare.lstrip() if self._bare else "".join([*self._held, bare])
+            shown = self._join(bare)
             self._held.clear()
-            self._bare = False
         if len(bare) < len(text):
             self._held.append(text[len(bare) :])
         return shown
 
-    def trim(self, *, begins: bool) -> None:
-        """From here on, blank space at the end is not shown; nor is any so far if the text only
-        `begins`."""
+    def _join(self, text: str) -> str:
+        if self._bare:
+            self._bare = False
+            self._before = ""
+            return text.lstrip()
+        inside = text.lstrip()
+        space = "".join(self._held) + text[: len(text) - len(inside)]
+        space, self._before = space or self._before, ""
+        return space + inside
+
+    def markup(self, *, first: bool) -> None:
+        """Markup follows. Blank space at the end is not shown from here on; nor is any so far if
+        the markup comes `first`."""
         self._trims = True
-        self._bare = self._bare or begins
+        self._bare = self._bare or first
+        self._before = self._before or "".join(self._held)
+        self._held.clear()
 
     def flush(self) -> str:
         """The text has ended: the space at its end."""

@@ -13,7 +13,8 @@ from pdserve.text.markup import Layout, Reader
 from pdserve.text.parts import CallArguments, CallBegin, Content
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    import re
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pdserve.openai.schema import Tool
     from pdserve.text.markup import State
@@ -70,16 +71,35 @@ class CallReader(Reader):
         self._shown = False
 
     def say(self, text: str) -> None:
-        """Content; blank space beside calls is layout."""
+        """Content."""
         shown = self._layout.add(text)
         if shown:
             self._shown = True
             self.parts.append(Content(shown))
 
+    def say_blank(self) -> bool:
+        """Pass over blank space, which may be content; whether anything follows it."""
+        begin = self.at
+        found = self.skip_blank()
+        self.say(self.text[begin : self.at])
+        return found
+
+    def mark(self) -> None:
+        """Markup was read: blank space beside it is layout."""
+        self._layout.markup(first=not self._shown)
+
     def begin(self, name: str) -> None:
-        self._layout.trim(begins=not self._shown)
+        self.mark()
         self.parts.append(CallBegin(self.calls, name))
         self.calls += 1
+
+    def seek_call(self, pattern: re.Pattern[str], markers: Iterable[str]) -> str:
+        """Give out content up to one of `markers`, which `pattern` matches; the marker, if any."""
+        text, marker = self.seek(pattern, markers)
+        self.say(text)
+        if marker:
+            self.mark()
+        return marker
 
     def argue(self, text: str) -> None:
         """More arguments of the call that began last."""

@@ -24,6 +24,9 @@ _SPACING: Final = {
 }
 
 
+ANY: Final = "/(?s:.*)/"
+
+
 def call_id() -> str:
     """A fresh id with 96 random bits."""
     return f"call_{secrets.token_hex(12)}"
@@ -71,6 +74,9 @@ class Grammar:
             raise ValueError(f"there is no tool to call: {choice!r}")
         self.parallel = parallel
         self._special = special or {}
+        self._rules: list[str] = []
+        self._terminals: list[str] = []
+        self._names = 0
 
     def is_special(self, marker: str) -> bool:
         return marker in self._special
@@ -88,25 +94,75 @@ class Grammar:
     def arguments(self, tool: Tool) -> str:
         return guided(parameters(tool), strict=bool(tool.function.strict))
 
-    def tagged(self, start: str, opening: str, calls: Sequence[str], closing: str) -> str:
-        """Calls that begin with the marker `start`: `opening`, one of `calls`, `closing`.
+    def any_call(self, calls: Sequence[str]) -> str:
+        """Makes a rule of each of `calls`; a term for any of them."""
+        return "(" + " | ".join(self.rule("call", call) for call in calls) + ")"
 
-        In free text the marker is the trigger: what follows it is enforced.
+    def rule(self, stem: str, body: str) -> str:
+        """Adds a rule; its name."""
+        name = self.name(stem)
+        self.define(name, body)
+        return name
+
+    def name(self, stem: str) -> str:
+        """Of a rule that is still to be defined."""
+        self._names += 1
+        return f"{stem}_{self._names}"
+
+    def define(self, name: str, body: str) -> None:
+        self._rules.append(f"{name}: {body}")
+
+    def sequence(self, call: str, between: str) -> str:
+        """One call, or several if they may be parallel."""
+        return f"{call} ({between} {call})*" if self.parallel else call
+
+    def tagged(
+        self, start: str, body: str, *, between: str = "", again: bool = True, bans: str = ""
+    ) -> str:
+        """Calls that begin with the marker `start`, followed by `body`.
+
+        In free text the marker is the trigger: what follows it is enforced. `bans`: text that would
+        be read as a call, too. `again`: the marker may stand more than once.
         """
-        rules = [f"call_{at}: {call}" for at, call in enumerate(calls)]
-        any_call = " | ".join(f"call_{at}" for at in range(len(calls)))
-        rules.append(f"call: {opening} ({any_call}) {closing}")
-        more = "*" if self.parallel else "?"
+        begin = self.marker(start)
+        again = again and self.parallel
         if not self.free:
-            begin = self.marker(start)
-            again = f' ("\\n"? {begin} call)*' if self.parallel else ""
-            rules.append(f"start: {begin} call{again}")
-        elif self.is_special(start):
-            rules.append(f"start: (TEXT {self.marker(start)} call){more} TEXT")
-            rules.append("TEXT: /(?s:.*)/")
-        else:
-            rules.append(f"start: (before call){more} after")
-            rules.append(f"before[lazy]: /(?s:.*)/ {quoted(start)}")
-            rules.append("after: AFTER")
-            rules.append(f"AFTER: /(?s:.*)/ & ~(/(?s:.*)/ {quoted(start)} /(?s:.*)/)")
-        return "%llguidance {}\n" + "\n".join(rules) + "\n"
+            more = f" ({between} {begin} {body})*" if again else ""
+            return self.text(f"{begin} {body}{more}")
+        more = "*" if again else "?"
+        banned = [each for each in ("" if self.is_special(start) else start, bans) if each]
+        self._terminals.append(f"FREE: {without(banned)}")
+        if self.is_special(start):
+            return self.text(f"(FREE {begin} {body}){more} FREE")
+        self._rules.append(f"before[lazy]: FREE {begin}")
+        return self.text(f"(before {body}){more} FREE")
+
+    def whole(self, first: str, body: str, *, tag: str, closing: str = "") -> str:
+        """An answer that is nothing but calls, and known by the character it begins with.
+
+        `tag`: the marker that may stand before them, after text, where it is a token of its own.
+        """
+        if not self.free:
+            return self.text(body)
+        calls = self.rule("calls", body)
+        banned = "" if self.is_special(tag) else f" & {without([tag])}"
+        self._terminals.append(f"FREE: /\\s*([^\\s\\{first}](?s:.*))?/{banned}")
+        end = self.marker(closing)
+        tagged = f" | FREE {self.marker(tag)} {calls} {end}" if self.is_special(tag) else ""
+        return self.text(f"FREE | {calls}{tagged}")
+
+    def text(self, start: str) -> str:
+        """The grammar, once all its rules are there."""
+        lines = ["%llguidance {}", f"start: {start}", *self._rules, *self._terminals]
+        return "\n".join(lines) + "\n"
+
+    def terminal(self, line: str) -> None:
+        if line not in self._terminals:
+            self._terminals.append(line)
+
+
+def without(banned: Sequence[str]) -> str:
+    """A terminal: any text that has none of these in it."""
+    if not banned:
+        return ANY
+    return f"{ANY} & ~({ANY} ({' | '.join(map(quoted, banned))}) {ANY})"

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from pdserve.text.markup import overlap
 from pdserve.text.tools.base import CallReader
-from pdserve.text.tools.grammar import Grammar, call_id, quoted
+from pdserve.text.tools.grammar import Grammar, call_id
 from pdserve.text.tools.json_call import CallObject
 
 if TYPE_CHECKING:
@@ -42,7 +41,8 @@ class Hermes:
     ) -> str:
         grammar = Grammar(tools, choice, parallel, special)
         calls = [grammar.json_call(tool, "arguments") for tool in grammar.tools]
-        return grammar.tagged(START, quoted("\n"), calls, quoted("\n") + grammar.marker(END))
+        body = f'"\\n" {grammar.any_call(calls)} "\\n" {grammar.marker(END)}'
+        return grammar.tagged(START, body, between='"\\n"')
 
     def call_id(self) -> str:
         return call_id()
@@ -56,22 +56,17 @@ class _Parser(CallReader):
         self._call = CallObject()
 
     def _content(self) -> bool:
-        found = _MARKER.search(self.text, self.at)
-        if found is not None:
-            self.say(self.text[self.at : found.start()])
-            self.at = found.end()
-            return self.turn(self._block) if found[0] == START else True
-        stop = len(self.text) - (0 if self.last else overlap(self.text, (START, END), self.at))
-        self.say(self.text[self.at : stop])
-        self.at = stop
-        return False
+        marker = self.seek_call(_MARKER, (START, END))
+        if marker == START:
+            return self.turn(self._block)
+        return bool(marker)
 
     def _block(self) -> bool:
         """Between the start of a block and its object, or between two objects."""
-        begin = self.at
-        found = self.skip_blank()
-        self.say(self.text[begin : self.at])
-        if not found:
+        if not self.say_blank():
+            return False
+        self.drop_half((START, END))
+        if self.at == len(self.text):
             return False
         if self.text[self.at] == "{":
             self._call = CallObject((START, END))

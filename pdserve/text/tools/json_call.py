@@ -56,8 +56,9 @@ class JsonValue:
             marker = reader.meets(self._closings)
             if marker is None:
                 return False
-            if marker:
-                self.broken = True
+            reader.drop_half(self._closings)
+            self.broken = bool(marker)
+            if self.broken or reader.at == len(reader.text):
                 return False
         if char in '"{}[]':
             self._turn(char)
@@ -298,8 +299,7 @@ class CallObject:
 
     def _named(self, reader: CallReader) -> None:
         name = _loaded("".join(self._held))
-        known = self._known is None or name in self._known
-        if isinstance(name, str) and name and known:
+        if isinstance(name, str) and name and (self._known is None or name in self._known):
             self._name = name
             self._pair(reader)
         else:
@@ -324,10 +324,14 @@ class CallObject:
 
 
 def _loaded(text: str) -> Any:
+    """None for what is no JSON, or cannot be written as UTF-8."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if isinstance(value, str):
+            value.encode()
     except (ValueError, RecursionError):
         return None
+    return value
 
 
 def _object_text(text: str) -> str | None:

@@ -1,9 +1,114 @@
-"""Not read yet: its calls are content."""
+"""Llama 3.1 to 3.3: the whole answer is `{"name": ..., "parameters": {...}}`.
+
+Nothing but its names tells a call from an answer in JSON, so an object is a call only if it names a
+tool of the request. After the token `<|python_tag|>`, which may follow text, any name makes one.
+Several calls are set apart by `;`.
+"""
 
 from __future__ import annotations
 
-from pdserve.text.tools.hermes import Hermes
+import re
+from typing import TYPE_CHECKING, Final
+
+from pdserve.text.tools.base import CallReader
+from pdserve.text.tools.grammar import Grammar, call_id
+from pdserve.text.tools.json_call import CallObject
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.openai.schema import Tool
+    from pdserve.text.parts import PartParser
+    from pdserve.text.tools.base import Choice
+
+TAG: Final = "<|python_tag|>"
+_TAG: Final = re.compile(re.escape(TAG))
 
 
-class Llama3Json(Hermes):
-    name = "llama3_json"  # type: ignore[misc]
+class Llama3Json:
+    name: Final = "llama3_json"
+    markers: Final = (TAG,)
+
+    def parser(self, tools: Sequence[Tool]) -> PartParser:
+        return _Parser(tools)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: Choice,
+        parallel: bool,
+        special: Mapping[str, int] | None = None,
+    ) -> str:
+        """In free text, what begins with a brace is a call; so is what follows the tag, if that is
+        a token of its own."""
+        grammar = Grammar(tools, choice, parallel, special)
+        calls = [grammar.json_call(tool, "parameters") for tool in grammar.tools]
+        return grammar.whole("{", grammar.sequence(grammar.any_call(calls), '"; "'), tag=TAG)
+
+    def call_id(self) -> str:
+        return call_id()
+
+
+class _Parser(CallReader):
+    __slots__ = ("_call", "_joint", "_known", "_tagged")
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(self._first)
+        self._known = {tool.function.name: not tool.function.parameters for tool in tools}
+        """Of each tool: it takes no arguments."""
+        self._call = CallObject()
+        self._tagged = False
+        self._joint = ""
+        """What was read between two calls."""
+
+    def _first(self) -> bool:
+        """The answer begins, or what follows a call."""
+        if not self.say_blank():
+            return False
+        marker = self.meets((TAG,))
+        if marker is None:
+            return False
+        if marker:
+            self.at += len(marker)
+            self._tagged = True
+            return True
+        if self.calls:
+            self.drop_half((TAG,))
+            if self.at == len(self.text):
+                return False
+        if self.text[self.at] == "{":
+            known = None if self._tagged else self._known
+            self._call = CallObject((TAG,), known=known, bare=self._tagged)
+            return self.turn(self._object)
+        self.say(self._joint)
+        return self.turn(self._content)
+
+    def _content(self) -> bool:
+        marker = self.seek_call(_TAG, (TAG,))
+        if not marker:
+            return False
+        self._tagged = True
+        self._joint = ""
+        return self.turn(self._first)
+
+    def _object(self) -> bool:
+        if not self._call.read(self):
+            return False
+        if self._call.failed:
+            self.say(self._joint + self._call.raw)
+            return self.turn(self._content)
+        self._joint = ""
+        return self.turn(self._surplus)
+
+    def _surplus(self) -> bool:
+        """After a call: a bracket too many is a slip of the pen, a semicolon announces another."""
+        if not self.skip_blank():
+            return False
+        char = self.text[self.at]
+        if char not in "};":
+            return self.turn(self._first)
+        self.at += 1
+        if char == ";":
+            self._joint = char
+            return self.turn(self._first)
+        return True
