@@ -177,7 +177,8 @@ async def test_one_call_at_a_time_ends_at_the_second(stream):
 
 
 @pytest.mark.parametrize(
-    "extra", [{"stop": ["zzz"]}, {"logprobs": True}, {"return_token_ids": True}]
+    "extra",
+    [{"stop": ["zzz"]}, {"logprobs": True}, {"return_token_ids": True}, {"stream_interval": 7}],
 )
 async def test_what_else_is_asked_for_changes_no_call(extra):
     fields = {"tools": TOOLS, "stream_options": {"continuous_usage_stats": True}} | extra

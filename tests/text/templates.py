@@ -158,6 +158,40 @@ MISTRAL = """\
 {%- endfor %}
 """  # noqa: E501
 
+MISTRAL_TOOLS = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is defined and tools is not none and loop.last %}
+            {{- "[AVAILABLE_TOOLS][" }}
+            {%- for tool in tools %}
+                {{- '{"type": "function", "function": ' + tool.function | tojson + "}" }}
+                {{- ", " if not loop.last else "" }}
+            {%- endfor %}
+            {{- "][/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {{- "[INST]" + message["content"] + "[/INST]" }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- "[TOOL_CALLS][" }}
+        {%- for tool_call in message.tool_calls %}
+            {%- set call = tool_call.function | tojson %}
+            {{- call[:-1] }}
+            {%- if tool_call.id is not defined or tool_call.id | length != 9 %}
+                {{- raise_exception("Tool call IDs must have length 9!") }}
+            {%- endif %}
+            {{- ', "id": "' + tool_call.id + '"}' }}
+            {{- ", " if not loop.last else "]" + eos_token }}
+        {%- endfor %}
+    {%- elif message["role"] == "assistant" %}
+        {{- message["content"] + eos_token }}
+    {%- elif message["role"] == "tool" %}
+        {{- '[TOOL_RESULTS]{"content": ' + message.content | string }}
+        {{- ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+"""Insists on the form of a call's id."""
+
 GEMMA = """\
 {{ bos_token }}
 {%- if messages[0]['role'] == 'system' -%}
@@ -240,6 +274,7 @@ ALL = {
     "llama3": LLAMA3,
     "qwen": QWEN,
     "mistral": MISTRAL,
+    "mistral_tools": MISTRAL_TOOLS,
     "gemma": GEMMA,
     "rag": RAG,
 }

@@ -271,6 +271,26 @@ def test_arguments_reach_a_template_that_prints_objects(family):
     assert '{"a": 1}' in ChatTemplate(templates.ALL[family], SPECIAL).render(messages)
 
 
+def test_the_ids_of_calls_reach_a_template_that_looks_at_them():
+    call = {"id": "abcdefghi", "type": "function", "function": TOOL_CALL["function"]}
+    messages: list[dict[str, Any]] = [
+        USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"},
+    ]
+    text = ChatTemplate(templates.MISTRAL_TOOLS, SPECIAL).render(messages, tools=[TOOL])
+    assert '"arguments": {"city": "Köln", "days": [1, 2]}, "id": "abcdefghi"}]</s>' in text
+    assert text.endswith('[TOOL_RESULTS]{"content": sunny, "call_id": "abcdefghi"}[/TOOL_RESULTS]')
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_reaches_a_template_by_each_of_its_names(name):
+    said = {"role": "assistant", "content": "So.", name: "hm"}
+    for looked_for in ("reasoning", "reasoning_content", "thinking"):
+        template = ChatTemplate("{{ messages[0]." + looked_for + " }}")
+        assert template.render([said]) == "hm"
+
+
 def test_arguments_reach_a_template_that_takes_text():
     function: dict[str, Any] = {"name": "f", "arguments": '{"a":1}'}
     call: dict[str, Any] = {
