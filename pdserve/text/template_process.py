@@ -12,16 +12,7 @@ between them. It knows nothing of threads or event loops; `pool.py` owns one and
 
 from __future__ import annotations
 
-import contextlib
-import os
-import resource
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
-import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +20,7 @@ import msgspec
 
 from pdserve.errors import Draining, InvalidRequest, Unavailable
 from pdserve.text.chat_template import ChatTemplate
+from pdserve.text.child import Child, allow_processor_time, jobs, send
 from pdserve.text.sandbox import TemplateLimits
 
 if TYPE_CHECKING:
@@ -47,9 +39,6 @@ STARTUP: Seconds = 20.0
 """Time a child has to start, on a busy machine; it takes a fifth of a second."""
 _GRACE: Seconds = 0.5
 """Past the meter's own time limit before the child is killed, so that its own words are heard."""
-_KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
-_LENGTH = struct.Struct("<I")
-_MAX_FRAME: Bytes = 256 * 2**20
 
 
 class _Job(msgspec.Struct, array_like=True):
@@ -166,92 +155,22 @@ class TemplateProcess:
             raise Draining("chat templates are no longer rendered: shutting down")
 
 
-class _Child:
-    """The parent's end of one child."""
+class _Child(Child):
+    """One that renders."""
 
     def __init__(self, memory: Bytes) -> None:
-        self._socket, theirs = socket.socketpair()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(memory)],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=_environment(),
-                cwd="/",
-                start_new_session=True,  # a Ctrl-C at the terminal is the parent's business
-            )
-        except BaseException:
-            self._socket.close()
-            raise
-        finally:
-            theirs.close()
-
-    def wait_ready(self, seconds: Seconds) -> None:
-        """Wait for its first frame. Errors as of `ask`."""
-        self._receive(time.monotonic() + seconds)
-
-    def ended(self) -> bool:
-        """Whether the process is gone."""
-        return self._process.poll() is not None
-
-    def end(self) -> None:
-        """Kill the process. Any thread may; reading from it ends."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """Kill the process and collect everything."""
-        self._process.kill()
-        self._process.wait()
-        self._socket.close()
-
-    def ask(self, frame: bytes, seconds: Seconds) -> bytes:
-        """One job, one answer. Errors: `TimeoutError`, `OSError`, `EOFError`; then `close` it."""
-        deadline = time.monotonic() + seconds
-        self._socket.settimeout(seconds)
-        self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
-        return self._receive(deadline)
-
-    def _receive(self, deadline: Seconds) -> bytes:
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline))
-        if length > _MAX_FRAME:
-            raise EOFError("a frame of impossible length")
-        return self._exactly(length, deadline)
-
-    def _exactly(self, count: int, deadline: Seconds) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left)
-            more = self._socket.recv(min(count - len(data), 2**20))
-            if not more:
-                raise EOFError("the process ended")
-            data += more
-        return bytes(data)
-
-
-def _environment() -> dict[str, str]:
-    """Enough to find the same interpreter's modules and libraries, and none of the secrets."""
-    paths = [os.path.abspath(path) for path in sys.path]
-    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "LC_ALL": "C.UTF-8"}
+        super().__init__(__name__, memory)
 
 
 # -------------------------------------------------------------------- the child
 
 
 def main() -> None:
-    """Answer jobs from standard input, a socket, until the other end closes it."""
-    with socket.socket(fileno=os.dup(0)) as parent:
-        _confine(int(sys.argv[1]))
-        _send(parent, b"")  # ready
-        stream = parent.makefile("rb")
-        while header := stream.read(_LENGTH.size):
-            frame = stream.read(_LENGTH.unpack(header)[0])
-            job = msgspec.msgpack.decode(frame, type=_Job)
-            _allow_processor_time(job.limits[-1])
-            _send(parent, msgspec.msgpack.encode(_outcome(job)))
+    """Answer jobs until there are no more."""
+    for parent, frame in jobs():
+        job = msgspec.msgpack.decode(frame, type=_Job)
+        allow_processor_time(job.limits[-1])
+        send(parent, msgspec.msgpack.encode(_outcome(job)))
 
 
 def _outcome(job: _Job) -> _Outcome:
@@ -273,31 +192,6 @@ def _compiled(
     source: str, special_tokens: tuple[tuple[str, str], ...], limits: tuple[Any, ...]
 ) -> ChatTemplate:
     return ChatTemplate(source, dict(special_tokens), limits=TemplateLimits(*limits))
-
-
-def _confine(memory: Bytes) -> None:
-    """No core files, no writing of files, no processes, bounded memory."""
-    limits = {
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_AS: memory,
-    }
-    for kind, most in limits.items():
-        with contextlib.suppress(ValueError, OSError):  # macOS does not limit address space
-            resource.setrlimit(kind, (most, most))
-
-
-def _allow_processor_time(seconds: Seconds) -> None:
-    """A child whose parent was killed in the middle of a job ends as well."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    most = int(used.ru_utime + used.ru_stime + seconds) + 2
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-
-
-def _send(parent: socket.socket, data: bytes) -> None:
-    parent.sendall(_LENGTH.pack(len(data)) + data)
 
 
 if __name__ == "__main__":
