@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import openai
 import psutil
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
 
 from tests.e2e.server import Server, serving
 
@@ -265,3 +268,40 @@ def test_health_is_good_and_the_loop_was_never_blocked(server):
 
 def uses_torch(process: psutil.Process) -> bool:
     return any("libtorch" in mapped.path for mapped in process.memory_maps())
+
+
+def test_texts_are_scored_as_lm_eval_asks(client, tiny_model):
+    """Its whole request, and what it makes of the answer: token ids in batches, echoed with their
+    logprobs; the sum from the context's end to the last token but one, which is the generated one.
+    """
+    config = transformers.LlamaConfig.from_pretrained(str(tiny_model))
+    model: Any = transformers.LlamaForCausalLM(config).float().eval()
+    model.load_state_dict(load_file(tiny_model / "model.safetensors"))
+    texts, contexts = [[5, 60, 70, 80, 90], [7, 60, 61], [100, 99, 98, 97, 96, 95]], [2, 1, 5]
+    answer = client.post(
+        "/completions",
+        cast_to=dict[str, Any],
+        body={
+            "model": "tiny",
+            "prompt": texts,
+            "temperature": 0,
+            "max_tokens": 1,
+            "logprobs": 1,
+            "seed": 1234,
+            "echo": True,
+        },
+    )
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    for ids, context, choice in zip(texts, contexts, choices, strict=True):
+        told = choice["logprobs"]
+        with torch.inference_mode():
+            rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)[context - 1 : -1]
+        own = rows.gather(1, torch.tensor(ids[context:]).unsqueeze(1))
+        assert sum(told["token_logprobs"][context:-1]) == pytest.approx(float(own.sum()), abs=1e-3)
+        greedy = [
+            score == max(top.values())
+            for score, top in zip(
+                told["token_logprobs"][context:-1], told["top_logprobs"][context:-1], strict=True
+            )
+        ]
+        assert greedy == (own.squeeze(1) == rows.amax(-1)).tolist()
