@@ -80,7 +80,7 @@ class ResponsesDialect:
     def error(self, error: PdserveError) -> bytes:
         begun = b"" if self._number else self._begun()
         code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
-        events = self._items.close("incomplete")
+        events = self._items.abandon()
         failed = replace(
             self._said,
             status="failed",
@@ -100,7 +100,7 @@ class ResponsesDialect:
             items.add(Reasoning(message.reasoning), [])
         if message.content:
             logprobs = choice.logprobs.content if choice.logprobs is not None else None
-            items.add(Content(message.content), (logprobs or [])[reasoning_tokens(answer.usage) :])
+            items.add(Content(message.content), _said(message.content, logprobs or []))
         for index, call in enumerate(calls):
             items.add(CallBegin(index, call.function.name), [])
             items.add(CallArguments(index, call.function.arguments), [])
@@ -200,6 +200,10 @@ class Items:
             events = self._switch(MessageItem)
         return events + self._close(status)
 
+    def abandon(self) -> list[Event]:
+        """What was begun stays as it is."""
+        return self._close("incomplete")
+
     def _switch(self, kind: type[ReasoningItem | MessageItem]) -> list[Event]:
         """An item of this kind is open afterwards."""
         if self._open is not None and isinstance(self._open.item, kind):
@@ -270,6 +274,17 @@ def _part(item: OutputItem, text: str, logprobs: list[ChatLogprob]) -> dict[str,
     if isinstance(item, ReasoningItem):
         return {"part": ReasoningText(text=text)}
     return {"part": OutputText(text=text, logprobs=logprobs)}
+
+
+def _said(content: str, logprobs: list[ChatLogprob]) -> list[ChatLogprob]:
+    """Those of the tokens from the content's first one on; what the model thought is before it."""
+    begins = b"".join([bytes(entry.bytes or ()) for entry in logprobs]).rfind(content.encode())
+    ends = 0
+    for place, entry in enumerate(logprobs):
+        ends += len(entry.bytes or ())
+        if ends > begins:
+            return logprobs[place:]
+    return []
 
 
 # ---------------------------------------------------------------- what is known beforehand
