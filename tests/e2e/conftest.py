@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.model import write_model
+from tests.e2e.model import MARKERS, THINKS, write_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,3 +23,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint directory."""
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose template knows of tools and reasoning."""
+    folder = tmp_path_factory.mktemp("model") / "tools"
+    return write_model(folder, template=THINKS, markers=MARKERS)

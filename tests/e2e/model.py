@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
 
 from tests.text import builders
+from tests.text.templates import QWEN
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,10 +24,24 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, *, hidden: int = HIDDEN, inner: int = INNER) -> Path:
-    """Write the checkpoint to `folder`; the same bytes every time."""
+THINKS = QWEN + "{% if thinks %}{{ '<think>\\n' }}{% endif %}"
+"""A template that knows of tools, and opens the reasoning if it is told to."""
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def write_model(
+    folder: Path,
+    *,
+    hidden: int = HIDDEN,
+    inner: int = INNER,
+    template: str = TEMPLATE,
+    markers: tuple[str, ...] = (),
+) -> Path:
+    """Write the checkpoint to `folder`; the same bytes every time. `markers`: special tokens
+    besides the tokenizer's own."""
     folder.mkdir(parents=True)
-    tokenizer = builders.byte_level()
+    tokenizer = Tokenizer.from_str(builders.byte_level().to_str())
+    tokenizer.add_special_tokens(list(markers))
     vocab = tokenizer.get_vocab_size()
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -46,7 +62,7 @@ def write_model(folder: Path, *, hidden: int = HIDDEN, inner: int = INNER) -> Pa
         "torch_dtype": "float32",
     }
     _write(folder / "config.json", config)
-    _write(folder / "tokenizer_config.json", {"chat_template": TEMPLATE})
+    _write(folder / "tokenizer_config.json", {"chat_template": template})
     _write(folder / "generation_config.json", {"eos_token_id": 1})
     save_file(
         _weights(vocab, hidden, inner), folder / "model.safetensors", metadata={"format": "pt"}
