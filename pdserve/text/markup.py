@@ -95,10 +95,15 @@ class Reader:
             waits = waits or (len(rest) < len(marker) and marker.startswith(rest))
         return None if waits and not self.last else ""
 
+    def ends_in_half(self, markers: Iterable[str], at: int | None = None) -> bool:
+        """The text has ended, and all that is left of it is the beginning of a marker."""
+        at = self.at if at is None else at
+        rest = self.text[at : at + _LONGEST]
+        return self.last and bool(rest) and any(each.startswith(rest) for each in markers)
+
     def drop_half(self, markers: Iterable[str]) -> None:
-        """Where the text has ended in a marker that only began, inside of markup: it is no text."""
-        rest = self.text[self.at : self.at + _LONGEST]
-        if self.last and rest and any(each.startswith(rest) for each in markers):
+        """Inside of markup, a marker that only began is no text."""
+        if self.ends_in_half(markers):
             self.at = len(self.text)
 
     def seek(self, pattern: re.Pattern[str], markers: Iterable[str]) -> tuple[str, str]:

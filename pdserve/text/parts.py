@@ -6,8 +6,12 @@ They carry text only; ids of calls are the frontend's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +66,19 @@ class PartParser(Protocol):
         ...
 
 
-def merged(parts: list[Part]) -> list[Part]:
+def merged(parts: Iterable[Part]) -> list[Part]:
     """The same with neighbours of one kind joined: what every way of cutting has in common."""
     found: list[Part] = []
-    for part in parts:
-        last = found[-1] if found else None
-        match part, last:
-            case Content(text), Content(before):
-                found[-1] = Content(before + text)
-            case Reasoning(text), Reasoning(before):
-                found[-1] = Reasoning(before + text)
-            case CallArguments(index, text), CallArguments(same, before) if index == same:
-                found[-1] = CallArguments(index, before + text)
-            case _:
-                found.append(part)
+    for _, run in groupby(parts, _kind):
+        first, *others = run
+        if isinstance(first, CallBegin):
+            found += [first, *others]
+        else:
+            texts = [first.text, *(each.text for each in others if not isinstance(each, CallBegin))]
+            found.append(replace(first, text="".join(texts)))
     return found
+
+
+def _kind(part: Part) -> tuple[type[Part], int]:
+    """Equal for parts whose texts belong together."""
+    return type(part), part.index if isinstance(part, CallArguments) else 0

@@ -77,6 +77,10 @@ class CallReader(Reader):
             self._shown = True
             self.parts.append(Content(shown))
 
+    def say_raw(self, text: str, markers: re.Pattern[str]) -> None:
+        """As content, what has turned out not to be a call."""
+        self.say(markers.sub("", text))
+
     def say_blank(self) -> bool:
         """Pass over blank space, which may be content; whether anything follows it."""
         begin = self.at

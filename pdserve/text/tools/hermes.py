@@ -65,6 +65,8 @@ class _Parser(CallReader):
         """Between the start of a block and its object, or between two objects."""
         if not self.say_blank():
             return False
+        if self.meets((START, END)) is None:
+            return False
         self.drop_half((START, END))
         if self.at == len(self.text):
             return False
@@ -77,7 +79,7 @@ class _Parser(CallReader):
         if not self._call.read(self):
             return False
         if self._call.failed:
-            self.say(self._call.raw)
+            self.say_raw(self._call.raw, _MARKER)
             return self.turn(self._content)
         return self.turn(self._surplus)
 

@@ -31,12 +31,14 @@ class JsonValue:
     wherever it stands, in a string only at the beginning of a line, where JSON allows none.
     """
 
-    __slots__ = ("_closings", "_depth", "_line_closings", "_string", "broken", "done")
+    __slots__ = ("_closings", "_depth", "_line_closings", "_scalar", "_string", "broken", "done")
 
     def __init__(self, closings: tuple[str, ...] = ()) -> None:
         self._closings = closings
         self._line_closings = tuple(end + each for each in closings for end in ("\n", "\r\n"))
         self._depth = 0
+        self._scalar = False
+        """It is neither string, object nor array, and some of it was read."""
         self._string = False
         self.done = False
         self.broken = False
@@ -61,6 +63,9 @@ class JsonValue:
             if self.broken or reader.at == len(reader.text):
                 return False
         if char in '"{}[]':
+            self.done = self._scalar
+            if self.done:
+                return False
             self._turn(char)
             if self.broken:
                 return False
@@ -82,6 +87,7 @@ class JsonValue:
             return False
         taken.append(found[0])
         reader.at = found.end()
+        self._scalar = not self._depth
         return True
 
     def _turn(self, char: str) -> None:
@@ -226,8 +232,8 @@ class CallObject:
         return True
 
     def _cut_short(self, reader: CallReader) -> None:
-        """There is no more of it: a name is enough to save it as a call."""
-        if not self.begun and self._name:
+        """There is no more of it: if no arguments are asked for, a name is enough for a call."""
+        if not self.begun and self._name and self._bare:
             self._begin(reader)
         self.done = self.begun
         self.failed = not self.begun

@@ -63,7 +63,7 @@ class _Parser(CallReader):
 
     def _first(self) -> bool:
         """The answer begins, or what follows a call."""
-        if not self.say_blank():
+        if not (self.skip_blank() if self._joint else self.say_blank()):
             return False
         marker = self.meets((TAG,))
         if marker is None:
@@ -95,7 +95,7 @@ class _Parser(CallReader):
         if not self._call.read(self):
             return False
         if self._call.failed:
-            self.say(self._joint + self._call.raw)
+            self.say_raw(self._joint + self._call.raw, _TAG)
             return self.turn(self._content)
         self._joint = ""
         return self.turn(self._surplus)
@@ -109,6 +109,6 @@ class _Parser(CallReader):
             return self.turn(self._first)
         self.at += 1
         if char == ";":
-            self._joint = char
+            self._joint = "; "
             return self.turn(self._first)
         return True

@@ -91,7 +91,7 @@ class _Parser(CallReader):
         return bool(marker) and self.turn(self._head)
 
     def _give_up(self) -> bool:
-        self.say(self._raw)
+        self.say_raw(self._raw, _START)
         self._raw = ""
         return self.turn(self._content)
 

@@ -94,7 +94,7 @@ class _Parser(CallReader):
         return bool(marker)
 
     def _give_up(self) -> bool:
-        self.say("".join(self._raw).removeprefix(","))
+        self.say_raw("".join(self._raw).removeprefix(","), _MARKER)
         self._raw.clear()
         return self.turn(self._content)
 

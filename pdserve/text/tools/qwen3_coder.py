@@ -135,7 +135,7 @@ class _Parser(CallReader):
         if not self._object.read(self):
             return False
         if self._object.failed:
-            self.say(self._object.raw)
+            self.say_raw(self._object.raw, _MARKER)
             return self.turn(self._content)
         return self.turn(self._block_ends)
 
@@ -195,11 +195,17 @@ class _Parser(CallReader):
         if marker:
             self.at += len(marker) if marker == FUNCTION_END else 0
             return self._close()
-        end = self.text.find("<", self.at + 1)
-        end = len(self.text) if end < 0 else end
-        self._junk.append(self.text[self.at : end])
-        self.at = end
-        return True
+        self._junk.append(self.text[self.at])
+        self.at += 1
+        return self.turn(self._words)
+
+    def _words(self) -> bool:
+        """Text where a parameter should be, up to what may be one."""
+        end = self.text.find("<", self.at)
+        stop = len(self.text) if end < 0 else end
+        self._junk.append(self.text[self.at : stop])
+        self.at = stop
+        return (end >= 0 or self.last) and self.turn(self._between)
 
     def _close(self, *, cut_short: bool = False) -> bool:
         """`cut_short`: nothing says whether there are arguments if there are none so far."""
@@ -304,6 +310,8 @@ class _Parser(CallReader):
             return -1
         if blank.end() == len(self.text):
             proven: str | None = " " if self.last else None
+        elif self.ends_in_half(follows, blank.end()):
+            proven = " "
         else:
             proven = self.meets(follows, blank.end())
         if not proven:
