@@ -3,13 +3,21 @@
 import json
 import random
 import re
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from pdserve.frontend.markup import read_markup
+from pdserve.frontend.models import ServedModel
+from pdserve.frontend.plan import Plan, Prompt
+from pdserve.frontend.stream import stream_answer
+from pdserve.messages.request import SamplingParams
 from pdserve.openai.responses import ChatChunk, ChatCompletion
+from pdserve.openai.schema import ChatRequest
+from pdserve.openai.sse import SseDecoder
 from pdserve.testing.fake_backend import Script
+from tests.frontend.clusters import request, world
 from tests.frontend.markup import (
     CLOCK,
     END,
@@ -22,6 +30,7 @@ from tests.frontend.markup import (
     without_ids,
 )
 from tests.frontend.support import HELLO, MODEL, frontend
+from tests.net.world import virtually
 
 CHAT = "/v1/chat/completions"
 TOOLS = [WEATHER, CLOCK]
@@ -205,6 +214,68 @@ async def test_a_stop_string_is_looked_for_in_the_text_as_the_model_writes_it():
         (choice,) = (await client.chat(tools=TOOLS, stop="</tool_call>"))["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "</tool_call>")
     assert [name for name, _ in functions(choice["message"])] == ["weather"]
+
+
+class Told:
+    """Stands for a stream's wire: keeps the chunks."""
+
+    paused, started, ended, held = False, True, False, 0
+
+    def __init__(self) -> None:
+        self.chunks: list[Any] = []
+
+    def on_resume(self, callback: Any) -> None:
+        """A client that is never behind."""
+
+    def write(self, events: bytes) -> None:
+        decoded = SseDecoder().feed(events)
+        self.chunks += [json.loads(event.data) for event in decoded if not event.done]
+
+    def write_parts(self, head: bytes, text: bytes, tail: bytes) -> None:
+        self.write(head + text + tail)
+
+    end = write
+
+
+@virtually
+async def test_calls_go_on_at_another_worker() -> None:
+    text = f"<think>\nso\n</think>\nWell. {PARIS}{NOON}"
+    ids = tokens(text)
+    chat = msgspec.convert(HELLO | {"tools": TOOLS}, ChatRequest)
+    plain = Plan(
+        chat=True,
+        model=ServedModel.from_card(card()),
+        model_name=MODEL,
+        answer_id="chatcmpl-1",
+        created=1,
+        prompts=[Prompt([7, 8, 9])],
+        requests=[request(sampling=SamplingParams(max_tokens=len(ids)))],
+        n=1,
+        include_usage=True,
+    )
+    plan = read_markup(plain, chat, tuple(chat.tools or ()))
+    async with world() as w:
+        await w.router("r")
+        first, second = await w.worker("a"), await w.worker("b")
+        await w.ready()
+        wire = Told()
+        answer = stream_answer(plan, w.backend.metrics, 0.0, w.nodes.loop.time, cast("Any", wire))
+        (sink,) = answer.sinks
+        sink.opened(await w.backend.open(plan.requests[0], sink, on_placed=sink.on_placed))
+        begun = len(ids) // 2  # in the middle of a call's arguments
+        first.say(*ids[:begun])
+        await w.nodes.until(lambda: answer.completion_tokens > begun - 20)
+        await w.nodes.crash("a")
+        await w.nodes.until(lambda: bool(second.running), 60.0)
+        second.say(*ids[begun:], end=True)
+        await w.nodes.until(answer.finished.done)
+        answer.finish()
+    message = message_of(wire.chunks)
+    assert (message["reasoning"], message["content"]) == ("so", "Well.")
+    assert [name for name, _ in functions(message)] == ["weather", "clock"]
+    assert wire.chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    assert wire.chunks[-1]["usage"]["pdserve"]["migrations"] == 1
+    assert wire.chunks[-1]["usage"]["completion_tokens"] == len(ids)
 
 
 # ---------------------------------------------------------------- what the template sees
