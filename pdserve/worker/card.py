@@ -1,7 +1,8 @@
 """From a checkpoint's directory and what the engine made of it, to the card frontends serve by.
 
-Only small JSON files are read, never weights. Reading blocks for some milliseconds: call it in a
-thread. What the template or the tokenizer mean is the frontend's business.
+Only small JSON files are read, never weights. Reading blocks for some milliseconds, or for seconds
+where a `tekken.json` has to be converted: call it in a thread. What the template or the tokenizer
+mean is the frontend's business.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 from pdserve.errors import ConfigError
 from pdserve.messages.card import GenerationDefaults, ModelCard
 from pdserve.text.reasoning import detect as detect_reasoning
+from pdserve.text.tekken import from_tekken
 from pdserve.text.tokenizer_config import parse_tokenizer_config
 from pdserve.text.tools import detect as detect_tools
 from pdserve.worker.pooling import Asked, Vectors, find_vectors
@@ -41,6 +43,12 @@ class _TokenizerFile(msgspec.Struct):
     """The part of `tokenizer.json` that is read here; the rest is skipped unread."""
 
     added_tokens: list[_Added] = []
+
+
+class _TemplateFile(msgspec.Struct):
+    """`chat_template.json`: the template in an entry of its own."""
+
+    chat_template: str
 
 
 class _Recommended(msgspec.Struct):
@@ -72,8 +80,7 @@ def read_card(
     Errors: `ConfigError` names the file that is missing or broken.
     """
     vectors = _vectors(path, pooling, capabilities)
-    tokenizer = _required(path / "tokenizer.json")
-    config = _optional(path / "tokenizer_config.json") or b"{}"
+    tokenizer, config = _tokenizer_files(path)
     recommended = _recommended(path / "generation_config.json")
     template = _chat_template(path, config)
     return ModelCard(
@@ -123,11 +130,27 @@ def _vectors(path: Path, asked: Asked, capabilities: EngineCapabilities) -> Vect
     raise ConfigError(f"--pooling={asked}: engine {capabilities.engine!r} makes no vectors")
 
 
+def _tokenizer_files(path: Path) -> tuple[bytes, bytes]:
+    """`tokenizer.json` and its configuration, made of `tekken.json` where that is all there is."""
+    config = _optional(path / "tokenizer_config.json")
+    tekken = _optional(path / "tekken.json")
+    if tekken is None or (path / "tokenizer.json").is_file():
+        return _required(path / "tokenizer.json"), config or b"{}"
+    tokenizer, made = from_tekken(tekken)
+    return tokenizer, config or made
+
+
 def _chat_template(path: Path, tokenizer_config: bytes) -> str | None:
     """A file of its own wins over the entry in the tokenizer's configuration."""
     source = _optional(path / "chat_template.jinja")
     if source is not None:
         return source.decode()
+    older = _optional(path / "chat_template.json")
+    if older is not None:
+        try:
+            return msgspec.json.decode(older, type=_TemplateFile).chat_template
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"chat_template.json is not what it should be: {error}") from None
     templates = parse_tokenizer_config(tokenizer_config).chat_templates
     return templates.get("default")
 

@@ -18,8 +18,11 @@ import threading
 import time
 from typing import Any
 
-PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model*")
 """Nothing that would be executed, nothing that no engine reads."""
+
+SECOND_COPIES = ("consolidated*.safetensors",)
+"""The same weights in another tool's layout, beside those that are read."""
 
 _PR_SET_PDEATHSIG = 1
 _REPORT_EVERY = 0.2
@@ -69,6 +72,7 @@ def _download(repo: str, revision: str | None, cache_dir: str | None) -> str:
         revision=revision,
         cache_dir=cache_dir,
         allow_patterns=list(PATTERNS),
+        ignore_patterns=list(SECOND_COPIES),
         tqdm_class=_progress_class(repo),
     )
 

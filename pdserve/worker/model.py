@@ -116,7 +116,8 @@ def _checked(path: Path) -> Path:
     if not path.is_dir():
         raise ConfigError(f"model {str(path)!r} is a file: give the directory that holds it")
     for name in ("config.json", "tokenizer.json"):
-        if not (path / name).is_file():
+        instead = path / "tekken.json" if name == "tokenizer.json" else path / name
+        if not (path / name).is_file() and not instead.is_file():
             raise ConfigError(f"model directory {str(path)!r} has no {name}{_hint(path, name)}")
     return path
 
@@ -128,6 +129,13 @@ def _hint(path: Path, missing: str) -> str:
     inner = sorted(child.parent.name for child in path.glob("*/config.json"))
     if missing == "config.json" and inner:
         return f": did you mean {str(path / inner[0])!r}?"
-    if missing == "tokenizer.json" and (path / "tokenizer.model").is_file():
-        return ": convert tokenizer.model with transformers' AutoTokenizer.save_pretrained first"
+    pieces = sorted(path.glob("tokenizer.model*"))
+    if missing == "tokenizer.json" and pieces:
+        found = pieces[0].name
+        copy = "" if found == "tokenizer.model" else "copy it to tokenizer.model, then "
+        return (
+            f": convert {found} first, with transformers and sentencepiece installed: {copy}"
+            f"python -c 'from transformers import AutoTokenizer as T; "
+            f'T.from_pretrained("{path}").save_pretrained("{path}")\''
+        )
     return ": a Hugging Face checkpoint directory is needed"

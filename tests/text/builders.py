@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from functools import cache
+from typing import TYPE_CHECKING
 
 from tokenizers import (
     AddedToken,
@@ -14,6 +17,11 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
+
+from pdserve.text.pieces import byte_level_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 12:30, isn't it?",
@@ -175,3 +183,43 @@ KINDS = {
     "odd_byte_level": ("window", odd_byte_level),
 }
 """Name -> (the kind `pieces.py` must find, how to build it)."""
+
+
+TEKKEN_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def tekken_file(
+    words: Sequence[bytes], named: Mapping[int, str], specials: int = 20, **changes: object
+) -> bytes:
+    """Content of a `tekken.json` with `words` by rank and some of its special tokens named."""
+    content = {
+        "config": {
+            "pattern": TEKKEN_PATTERN,
+            "num_vocab_tokens": len(words),
+            "default_vocab_size": len(words) + specials,
+            "default_num_special_tokens": specials,
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(word).decode(), "token_str": None}
+            for rank, word in enumerate(words)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": name, "is_control": True} for rank, name in named.items()
+        ],
+    }
+    return json.dumps(content | changes).encode()
+
+
+@cache
+def tekken_words() -> list[bytes]:
+    """As training finds them: the bytes, then what merging makes of a corpus."""
+    raw = byte_level()
+    merged = sorted((id, token) for token, id in raw.get_vocab(with_added_tokens=False).items())
+    found = [byte_level_bytes(token) for _, token in merged if token not in SPECIAL]
+    single = [bytes([value]) for value in range(256)]
+    return single + [word for word in found if len(word) > 1]

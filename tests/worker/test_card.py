@@ -5,7 +5,9 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.messages.card import GenerationDefaults
 from pdserve.messages.engine import EngineCapabilities
+from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.card import read_card
+from tests.text.builders import tekken_file
 
 CAPABILITIES = EngineCapabilities(
     engine="instant",
@@ -109,6 +111,33 @@ def test_a_template_file_wins_over_the_entry(checkpoint):
     assert card(path).chat_template == "file"
 
 
+def test_an_older_template_file_wins_over_the_entry_too(checkpoint):
+    path = checkpoint(
+        tokenizer_config={"chat_template": "entry"}, chat_template={"chat_template": "older"}
+    )
+    assert card(path).chat_template == "older"
+    (path / "chat_template.jinja").write_text("file")
+    assert card(path).chat_template == "file"
+
+
+def test_a_tekken_file_becomes_the_tokenizer(checkpoint):
+    words = [bytes([value]) for value in range(256)] + [b"th", b"the"]
+    tekken = tekken_file(words, {1: "<s>", 2: "</s>"}, specials=10)
+    path = checkpoint(tokenizer=None, tekken=json.loads(tekken), config={"eos_token_id": 2})
+    found = card(path)
+    tokenizer = Tokenizer.from_card(found)
+    assert tokenizer.encode("the") == [1, 10 + 257]
+    assert found.eos_token_ids == (7, 2)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<SPECIAL_4>"}')
+    assert Tokenizer.from_card(card(path)).bos_token_id == 4
+
+
+def test_a_tokenizer_of_the_usual_form_wins_over_tekken(checkpoint):
+    path = checkpoint(tekken="not read")
+    assert card(path).tokenizer_json == (path / "tokenizer.json").read_bytes()
+
+
 def test_the_default_among_named_templates_is_taken(checkpoint):
     templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     path = checkpoint(tokenizer_config={"chat_template": templates})
@@ -123,6 +152,8 @@ def test_the_default_among_named_templates_is_taken(checkpoint):
         ({"config": None}, r"has no config\.json"),
         ({"tokenizer": None}, r"has no tokenizer\.json"),
         ({"tokenizer": "[]"}, r"tokenizer\.json is not what it should be"),
+        ({"tokenizer": None, "tekken": "{}"}, r"tekken\.json is not what it should be"),
+        ({"chat_template": []}, r"chat_template\.json is not what it should be"),
         ({"generation_config": {"temperature": "hot"}}, r"generation_config\.json is not what"),
         ({"tokenizer_config": "{"}, r"tokenizer_config\.json is not a JSON object"),
     ],

@@ -63,6 +63,11 @@ def test_an_incomplete_directory_names_what_is_missing(checkpoint, missing):
         locate(str(checkpoint))
 
 
+def test_a_tekken_file_does_for_the_tokenizer(checkpoint):
+    (checkpoint / "tokenizer.json").rename(checkpoint / "tekken.json")
+    assert locate(str(checkpoint)) == LocalModel(checkpoint, checkpoint.name)
+
+
 def test_the_parent_of_a_checkpoint_gets_a_hint(checkpoint):
     with pytest.raises(ConfigError, match=r"did you mean .*some-model"):
         locate(str(checkpoint.parent))
@@ -71,7 +76,10 @@ def test_the_parent_of_a_checkpoint_gets_a_hint(checkpoint):
 def test_gguf_and_sentencepiece_get_a_hint(checkpoint):
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "tokenizer.model").touch()
-    with pytest.raises(ConfigError, match=r"convert tokenizer\.model"):
+    with pytest.raises(ConfigError, match=r"convert tokenizer\.model first.*: python -c"):
+        locate(str(checkpoint))
+    (checkpoint / "tokenizer.model").rename(checkpoint / "tokenizer.model.v3")
+    with pytest.raises(ConfigError, match=r"copy it to tokenizer\.model, then python -c"):
         locate(str(checkpoint))
     (checkpoint / "weights.gguf").touch()
     with pytest.raises(ConfigError, match="GGUF files are not supported"):
