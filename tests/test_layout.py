@@ -46,6 +46,7 @@ ASYNCIO = {
     "pdserve/frontend/bodies.py": "reads bodies under a deadline",
     "pdserve/frontend/channel.py": "waits until a worker has taken a request",
     "pdserve/frontend/cluster.py": "waits for routers and for channels to workers",
+    "pdserve/frontend/embeddings.py": "inputs wait until those before them are done",
     "pdserve/frontend/explain.py": "ends an explanation at its deadline",
     "pdserve/frontend/generation.py": "one request's life, cancelled with its connection",
     "pdserve/frontend/group.py": "asks siblings under one deadline",

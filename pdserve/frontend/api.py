@@ -20,11 +20,13 @@ from pdserve.errors import EngineError, MethodNotAllowed, PdserveError, RouteNot
 from pdserve.frontend.call import Call
 from pdserve.frontend.dialects.messages import plan_messages
 from pdserve.frontend.dialects.responses import plan_responses
+from pdserve.frontend.embeddings import plan_embeddings
 from pdserve.frontend.generation import Generations, Route
 from pdserve.frontend.identity import request_id_from
 from pdserve.frontend.prompts import plan_chat, plan_completion
 from pdserve.frontend.replies import Reply, error_reply
 from pdserve.openai.decode import CHAT, COMPLETION
+from pdserve.openai.embeddings import EMBEDDING
 from pdserve.openai.fields import shorten
 from pdserve.openai.messages_api import COUNT_TOKENS, MESSAGES, TokenTotal, messages_error_body
 from pdserve.openai.responses_api import RESPONSES, InputTokens
@@ -66,6 +68,7 @@ _COMPLETION = Route(COMPLETION, plan_completion)
 _RESPONSES = Route(RESPONSES, plan_responses)
 _MESSAGES = Route(MESSAGES, plan_messages)
 _COUNT_TOKENS = Route(COUNT_TOKENS, plan_messages)
+_EMBEDDINGS = Route(EMBEDDING, plan_embeddings)
 _MESSAGES_PATH = "/v1/messages"
 
 
@@ -96,6 +99,7 @@ class Api:
             for target in (
                 Target("/v1/chat/completions", {"POST": self._chat}),
                 Target("/v1/completions", {"POST": self._completion}),
+                Target("/v1/embeddings", {"POST": self._embed}),
                 Target("/v1/responses", {"POST": self._respond}),
                 Target("/v1/responses/input_tokens", {"POST": self._input_tokens}),
                 Target(_MESSAGES_PATH, {"POST": self._message}),
@@ -180,6 +184,9 @@ class Api:
 
     async def _completion(self, call: Call) -> web.StreamResponse:
         return await self._generations.serve(_COMPLETION, call)
+
+    async def _embed(self, call: Call) -> web.StreamResponse:
+        return await self._generations.serve(_EMBEDDINGS, call)
 
     async def _respond(self, call: Call) -> web.StreamResponse:
         return await self._generations.serve(_RESPONSES, call)

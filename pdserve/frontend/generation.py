@@ -24,6 +24,7 @@ from pdserve.errors import (
 )
 from pdserve.frontend.answer import Answer
 from pdserve.frontend.call import Call
+from pdserve.frontend.embeddings import VectorAnswer
 from pdserve.frontend.gathered import Gathered
 from pdserve.frontend.hints import NO_HINTS, Hints, hints_of
 from pdserve.frontend.identity import check_request_id
@@ -37,6 +38,7 @@ from pdserve.frontend.unknown import UnknownFields
 from pdserve.frontend.wire import EventWire, Flusher
 from pdserve.ids import Seconds
 from pdserve.observe.metrics import Metrics, outcome_of
+from pdserve.openai.embeddings import EmbeddingRequest
 from pdserve.openai.messages_api import CountTokensRequest, MessagesRequest
 from pdserve.openai.responses_api import ResponsesRequest
 from pdserve.openai.schema import ChatRequest, CompletionRequest
@@ -62,7 +64,13 @@ _NOTICED: Final[Seconds] = 0.1
 """What has passed of a request's time and is worth a copy of it."""
 
 R = TypeVar(
-    "R", ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest
+    "R",
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
 )
 
 
@@ -259,6 +267,25 @@ class Generations:
         exchange.answer = answer
         await answer.finished
 
+    async def _dispatch_in_turn(self, plan: Plan, answer: VectorAnswer, exchange: Exchange) -> None:
+        """No more at a time than a request may have prompts: inputs may be many more. The first
+        that fails ends them all."""
+        exchange.answer = answer
+        left = zip(plan.requests, answer.sinks, answer.choices, strict=True)
+
+        async def one_by_one() -> None:
+            for request, sink, choice in left:
+                await self._open(request, sink, exchange)
+                await choice.over.wait()
+
+        try:
+            async with asyncio.TaskGroup() as lanes:
+                for _ in range(min(len(plan.requests), self._config.max_prompts)):
+                    lanes.create_task(one_by_one())
+                await answer.finished
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
     async def _open_all(
         self, prompts: list[tuple[GenerateRequest, PromptSink]], exchange: Exchange
     ) -> None:
@@ -282,9 +309,13 @@ class Generations:
     # ------------------------------------------------------------------ the answer
 
     async def _whole(self, plan: Plan, exchange: Exchange) -> Reply:
-        answer = UnaryAnswer(plan, self._metrics, exchange.arrival, self._time, self.gathered)
+        kind = UnaryAnswer if plan.vectors is None else VectorAnswer
+        answer = kind(plan, self._metrics, exchange.arrival, self._time, self.gathered)
         try:
-            await self._dispatch(plan, answer, exchange)
+            if isinstance(answer, VectorAnswer):
+                await self._dispatch_in_turn(plan, answer, exchange)
+            else:
+                await self._dispatch(plan, answer, exchange)
             exchange.composing = True
             body = await self._pool.run(answer.work, answer.body)
             lines = exchange.call.headers + _seed_line(plan) + answer.served_lines()
@@ -390,4 +421,6 @@ def _expire(exchange: Exchange, limit: Seconds) -> None:
 
 def _seed_line(plan: Plan) -> bytes:
     """The seed that was used, so that an answer can be had again."""
+    if plan.vectors is not None:
+        return b""
     return b"x-pdserve-seed: %d\r\n" % plan.requests[0].sampling.seed

@@ -14,6 +14,7 @@ import msgspec
 from pdserve.frontend.dialect import Dialect
 from pdserve.frontend.models import ServedModel
 from pdserve.frontend.output import ChoiceText
+from pdserve.frontend.vectors import Shape
 from pdserve.messages.request import GenerateRequest
 from pdserve.openai.schema import Tool
 from pdserve.text.parts import PartParser
@@ -88,6 +89,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Logprobs name tokens by their ids."""
     stream_interval: int = 1
     """Tokens per chunk of a stream."""
+    vectors: Shape | None = None
+    """The prompts become vectors that look so; None: they are answered with text."""
     dialect: Dialect | None = None
     """Words the answer for another API than OpenAI's chat and completions; `n` is 1 then."""
 

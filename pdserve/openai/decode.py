@@ -49,7 +49,7 @@ MAX_VALUES = 1 << 21
 """Values of one body: a prompt of two million token ids."""
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.S)
 
-_ALLOWED = {"role": get_args(Role)}
+_ALLOWED = {"role": get_args(Role), "encoding_format": ("float", "base64")}
 _PYTHONS = re.compile(r"\b(?:int|float|str|bool)\b")
 _JSONS = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
@@ -186,10 +186,11 @@ def _invalid(message: str) -> InvalidRequest:
     if what.startswith("Invalid enum value"):
         allowed = _ALLOWED.get(path.rpartition(".")[2], ())
         what = f"expected one of {', '.join(allowed)}"
-    elif what.startswith("Integer value out of range"):
-        what = "the integer is out of range"
-    what = what[:1].lower() + what[1:].replace("`", "")
-    what = _PYTHONS.sub(lambda found: _JSONS[found[0]], what)
+    else:
+        if what.startswith("Integer value out of range"):
+            what = "the integer is out of range"
+        what = what[:1].lower() + what[1:].replace("`", "")
+        what = _PYTHONS.sub(lambda found: _JSONS[found[0]], what)
     if not path:
         return InvalidRequest(f"the body is not valid: {what}")
     where = f"'{path}'" if match["key"] is None else f"'{path}', in a key"

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.openai import messages_api, responses, responses_api, schema
+from pdserve.openai import embeddings, messages_api, responses, responses_api, schema
 from pdserve.openai.errors import ErrorBody
 
 _REF = "#/components/schemas/{name}"
@@ -14,6 +14,7 @@ _REF = "#/components/schemas/{name}"
 _RECORDS = (
     schema.ChatRequest,
     schema.CompletionRequest,
+    embeddings.EmbeddingRequest,
     responses_api.ResponsesRequest,
     responses_api.ResponseObject,
     responses_api.InputTokens,
@@ -27,6 +28,7 @@ _RECORDS = (
     responses.ChatCompletion,
     responses.ChatChunk,
     responses.Completion,
+    embeddings.EmbeddingList,
     responses.RouteExplanation,
     responses.ModelList,
     responses.Model,
@@ -125,6 +127,7 @@ def _paths() -> dict[str, Any]:
                 _ANTHROPIC,
             )
         },
+        "/v1/embeddings": {"post": _embeddings()},
         "/route": {"post": _explanation()},
         "/v1/models": {"get": _get("List the models served here", "ModelList", "401")},
         "/v1/models/{id}": {
@@ -177,6 +180,12 @@ def _stored_response() -> dict[str, Any]:
         "get": operation,
         "delete": operation,
     }
+
+
+def _embeddings() -> dict[str, Any]:
+    operation = _post("Turn texts into vectors", "EmbeddingRequest", "EmbeddingList")
+    operation["responses"]["504"] = {"$ref": "#/components/responses/Error504"}
+    return operation
 
 
 def _explanation() -> dict[str, Any]:

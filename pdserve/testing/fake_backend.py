@@ -58,6 +58,8 @@ class Script:
     hold_open: Seconds = 0.0
     """How long `open` takes."""
     cached_tokens: int = 0
+    vector: Callable[[GenerateRequest], bytes] | None = None
+    """What a prompt becomes if a vector is asked for; None: tokens come all the same."""
     placement: Any = None
     """A frontend's `Placement`, told before the first token."""
 
@@ -124,7 +126,20 @@ class FakeStream:
         if self._open:
             self._schedule()
 
+    def _vector(self, vector: bytes) -> TokenDelta:
+        self._outputs[0].append(0)
+        finish = Finish(
+            reason="stop",
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self._script.cached_tokens,
+            embedding=vector,
+        )
+        started = Started(self._script.cached_tokens, 0.001, 0.002, 0.002)
+        return TokenDelta(0, 0, [], finish, started=started)
+
     def _delta(self, choice: int) -> TokenDelta:
+        if self.request.pooling and self._script.vector is not None:
+            return self._vector(self._script.vector(self.request))
         output = self._outputs[choice]
         first = not output
         tokens: list[int] = []

@@ -40,7 +40,7 @@ async def test_an_unknown_path_is_a_404_in_openais_shape(path):
         ("/v1/v1/completions", "did you mean '/v1/completions'?"),
         ("/v1/chat/completions/", "did you mean '/v1/chat/completions'?"),
         ("/healthz", "did you mean '/health'?"),
-        ("/v1/embeddings", "see /openapi.json"),
+        ("/v1/edits", "see /openapi.json"),
         ("/" + "x" * 5000, "see /openapi.json"),
     ],
 )

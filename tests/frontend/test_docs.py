@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pdserve import errors
 from pdserve.frontend.keys import _ENTRY, KeyLimits, parse_keys
+from pdserve.openai.embeddings import EmbeddingRequest
 from pdserve.openai.fields import REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS, WITHOUT_EFFECT
 from pdserve.openai.openapi import document
 from pdserve.openai.schema import ChatRequest, CompletionRequest
@@ -18,6 +19,7 @@ NAMED = set(re.findall(r"`([^`]+)`", API))
 
 def test_every_field_of_a_request_is_named():
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    fields |= set(EmbeddingRequest.__struct_fields__)
     nested = {"stream_options"}  # by its own fields
     assert fields - nested <= NAMED
 

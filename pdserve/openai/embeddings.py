@@ -1,0 +1,58 @@
+"""`POST /v1/embeddings`: what can be asked, and what is answered.
+
+Like `schema` and `responses`, for the one endpoint that makes vectors instead of text.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.openai.decode import RequestDecoder
+from pdserve.openai.responses import Usage
+from pdserve.openai.schema import Priority, Token
+
+MAX_INPUTS: Final = 2048
+"""Of one request: OpenAI's limit."""
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/embeddings`.
+
+    `input` is a string, a list of strings, one list of token ids, or a list of such lists.
+    """
+
+    input: str | list[str | Token | list[Token]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    priority: Priority | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    session_id: Annotated[str, Meta(max_length=256)] | None = None
+    request_id: str | None = None
+    user: str | None = None
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    """The vector of one input."""
+
+    index: int
+    embedding: list[float] | str
+    """Numbers, or base64 of them as float32 in little endian."""
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    """The answer of `POST /v1/embeddings`, in the order of the inputs."""
+
+    data: list[Embedding]
+    model: str
+    usage: Usage
+    object: Literal["list"] = "list"
+
+
+EMBEDDING = RequestDecoder(EmbeddingRequest, {})
