@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Schemas", "written"]
 
-_INTEGER: Final = re.compile(r"[+-]?\d{1,4000}")
+_INTEGER: Final = re.compile(r"[+-]?\d{1,4000}", re.ASCII)
+_NUMBER: Final = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _STRING: Final = ("string",)
 _DEEPEST: Final = 16
 """References and unions in each other that are followed."""
@@ -106,6 +107,8 @@ def _integer(text: str) -> str | None:
 
 
 def _number(text: str) -> str | None:
+    if _NUMBER.fullmatch(text):
+        return text
     if _INTEGER.fullmatch(text):
         return str(int(text))
     number = _float(text)
