@@ -12,7 +12,8 @@ from pdserve.frontend.markup import read_markup
 from pdserve.frontend.models import ServedModel
 from pdserve.frontend.plan import Plan, Prompt
 from pdserve.frontend.stream import stream_answer
-from pdserve.messages.request import SamplingParams
+from pdserve.messages.request import SamplingParams, TokenDelta
+from pdserve.observe.metrics import Metrics
 from pdserve.openai.responses import ChatChunk, ChatCompletion
 from pdserve.openai.schema import ChatRequest
 from pdserve.openai.sse import SseDecoder
@@ -227,6 +228,9 @@ class Told:
     def on_resume(self, callback: Any) -> None:
         """A client that is never behind."""
 
+    def hold(self, size: int) -> None:
+        self.held += size
+
     def write(self, events: bytes) -> None:
         decoded = SseDecoder().feed(events)
         self.chunks += [json.loads(event.data) for event in decoded if not event.done]
@@ -237,10 +241,8 @@ class Told:
     end = write
 
 
-@virtually
-async def test_calls_go_on_at_another_worker() -> None:
-    text = f"<think>\nso\n</think>\nWell. {PARIS}{NOON}"
-    ids = tokens(text)
+def planned(ids: list[int]) -> Plan:
+    """The plan of a stream that calls tools."""
     chat = msgspec.convert(HELLO | {"tools": TOOLS}, ChatRequest)
     plain = Plan(
         chat=True,
@@ -253,7 +255,36 @@ async def test_calls_go_on_at_another_worker() -> None:
         n=1,
         include_usage=True,
     )
-    plan = read_markup(plain, chat, tuple(chat.tools or ()))
+    return read_markup(plain, chat, tuple(chat.tools or ()))
+
+
+THOUGHT = f"<think>\nso\n</think>\nWell. {PARIS}{NOON}"
+
+
+async def test_a_slow_client_gets_what_waited_in_one_chunk() -> None:
+    ids, wire = tokens(THOUGHT), Told()
+    answer = stream_answer(planned(ids), Metrics(), 0.0, lambda: 0.0, cast("Any", wire))
+    (choice,) = answer.choices
+    wire.paused = True
+    for token in ids:
+        choice.on_delta(TokenDelta(0, 0, [token]), 0.0)
+    assert wire.held >= len(THOUGHT) - 80
+    assert not wire.chunks
+    wire.paused = False
+    answer._flush()
+    (chunk,) = wire.chunks
+    assert wire.held == 0
+    delta = chunk["choices"][0]["delta"]
+    assert list(delta) == ["content", "reasoning", "reasoning_content", "tool_calls"]
+    assert [one["function"]["name"] for one in delta["tool_calls"]] == ["weather", "clock"]
+    assert functions(message_of(wire.chunks)) == ANSWERS["two calls"][2]
+    answer.finished.cancel()
+
+
+@virtually
+async def test_calls_go_on_at_another_worker() -> None:
+    ids = tokens(THOUGHT)
+    plan = planned(ids)
     async with world() as w:
         await w.router("r")
         first, second = await w.worker("a"), await w.worker("b")
