@@ -100,6 +100,21 @@ class ChoiceText:
         """Set with the last piece."""
         self.stop_reason: int | str | None = None
 
+    @property
+    def settled(self) -> bool:
+        """Whatever comes before the end is content as it stands: `pass_on` is enough."""
+        return (
+            self._parser is not None
+            and self._parser.settled
+            and self._matcher is None
+            and not self._pending.tokens
+        )
+
+    def pass_on(self, tokens: Sequence[int]) -> bytes:
+        """The content of tokens, once `settled`, for the inside of a JSON string."""
+        self.completion_tokens += len(tokens)
+        return self._detokenizer.feed_json(tokens)
+
     def feed(self, delta: TokenDelta) -> list[Piece]:
         """The pieces that a delta makes final: one per token that shows something.
 

@@ -278,10 +278,7 @@ class RichChoice:
         self.done = False
 
     def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
-        count = len(delta.tokens)
-        if self._last is not None and count:
-            self._pace.observe((now - self._last) / count, count)
-        self._last = now
+        self._keep_pace(len(delta.tokens), now)
         if self._echo_due:
             self._write_echo(delta)
         pieces = self._text.feed(delta)
@@ -290,6 +287,11 @@ class RichChoice:
             pieces = [Piece("")] if self.done else []
         for number, piece in enumerate(pieces, 1):
             self._gather(piece, last=self.done and number == len(pieces))
+
+    def _keep_pace(self, count: int, now: Seconds) -> None:
+        if self._last is not None and count:
+            self._pace.observe((now - self._last) / count, count)
+        self._last = now
 
     def flush(self) -> None:
         """Write what was held back while the client did not read, as one chunk."""
@@ -387,6 +389,26 @@ class PartChoice(RichChoice):
         self._index = index
         self._bare = not (plan.logprobs or plan.token_ids or plan.continuous_usage)
         """Chunks carry parts alone, until the last."""
+        self._settled = False
+
+    def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
+        if not self._settled:
+            super().on_delta(delta, now)
+            self._settled = self._bare and self._interval is None and self._text.settled
+        elif delta.finish is not None or self._wire.paused or self._held:
+            super().on_delta(delta, now)
+        else:
+            self._pass_on(delta.tokens, now)
+
+    def _pass_on(self, tokens: list[int], now: Seconds) -> None:
+        """After the reasoning, as fast as a `PlainChoice`."""
+        self._keep_pace(len(tokens), now)
+        self.completion_tokens += len(tokens)
+        form = self._form
+        for token in tokens:
+            text = self._text.pass_on((token,))
+            if text:
+                self._wire.write_parts(form.head, text, form.tail)
 
     def _write(self, piece: Piece, *, last: bool) -> None:
         if self._bare and not last and len(piece.parts) == 1:

@@ -52,6 +52,10 @@ class Reader:
     def in_reasoning(self) -> bool:
         return False
 
+    @property
+    def settled(self) -> bool:
+        return False
+
     def feed(self, text: str) -> list[Part]:
         self.text = self.text[self.at :] + text
         self.at = 0

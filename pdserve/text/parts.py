@@ -57,6 +57,11 @@ class PartParser(Protocol):
         """What comes next belongs to the model's reasoning, as far as can be told."""
         ...
 
+    @property
+    def settled(self) -> bool:
+        """Nothing is held back, and whatever comes is content as it stands."""
+        ...
+
     def feed(self, text: str) -> list[Part]:
         """Everything that `text` makes certain; what may still be markup is held back."""
         ...

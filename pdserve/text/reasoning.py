@@ -88,6 +88,10 @@ class ReasoningParser(Reader):
     def in_reasoning(self) -> bool:
         return self.state in (self._block, self._again)
 
+    @property
+    def settled(self) -> bool:
+        return self._then is None and self.state == self._answer
+
     def finish(self) -> list[Part]:
         parts = super().finish()
         return parts if self._then is None else parts + self._then.finish()
