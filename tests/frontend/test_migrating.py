@@ -79,6 +79,28 @@ async def test_a_stream_goes_on_at_another_worker_when_its_own_dies() -> None:
 
 
 @virtually
+async def test_a_vector_begins_anew_at_another_worker() -> None:
+    async with world() as w:
+        await w.router("r")
+        first, second = await w.worker("a"), await w.worker("b")
+        await w.ready()
+        sink = Sink()
+        asked = request(pooling="mean", sampling=SamplingParams(max_tokens=1))
+        await w.backend.open(asked, sink)
+        await begun(w, first)
+        await w.nodes.crash("a")
+        await begun(w, second)
+        assert second.requests == [asked]
+        (engine,) = second.running.values()
+        finish = Finish(reason="stop", embedding=b"1234")
+        engine.on_delta(TokenDelta(1, 0, [], finish, started=Started(0, 0.0, 0.1, 0.1)))
+        await w.nodes.until(partial(ended, sink))
+        assert (sink.tokens, sink.errors) == ([], [])
+        assert [delta.finish for delta in sink.deltas] == [finish]
+        assert outcomes(w) == {("worker_lost", "completed"): 1}
+
+
+@virtually
 async def test_what_an_engine_fails_at_is_tried_elsewhere() -> None:
     for error, reason in (
         (EngineDied("it died"), "engine_died"),
