@@ -44,6 +44,10 @@ def test_a_key_is_found_by_its_bearer_token():
         max_concurrent_requests=8, requests_per_minute=600, tokens_per_minute=100000
     )
     assert ring.authenticate("bearer  sk-other ").tenant == "other"
+    assert ring.authenticate(None, "sk-other").tenant == "other"
+    assert ring.authenticate("Bearer sk-other", "sk-nobody").tenant == "other"
+    with pytest.raises(Unauthorized):
+        ring.authenticate(None, "sk-nobody")
     assert len(ring) == 2
 
 

@@ -292,6 +292,7 @@ async def test_tokens_are_counted_as_an_answer_reports_them():
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 99999}, "max_tokens"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},

@@ -37,3 +37,13 @@ def test_streams_and_errors_are_described():
     post = DOCUMENT["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert "text/event-stream" in post["200"]["content"]
     assert {"400", "401", "404", "429", "503", "504"} <= set(post)
+
+
+def test_both_other_apis_are_described_in_their_own_words():
+    paths = DOCUMENT["paths"]
+    for path, error in (("/v1/responses", "Error400"), ("/v1/messages", "MessagesError400")):
+        answers = paths[path]["post"]["responses"]
+        assert answers["400"] == {"$ref": f"#/components/responses/{error}"}
+        assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
+        assert "504" in answers
+    assert set(paths["/v1/responses/{id}"]["get"]["responses"]) == {"401", "404"}

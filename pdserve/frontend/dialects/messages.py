@@ -148,6 +148,8 @@ class _Conversation:
         content = message.content
         if message.role not in ("user", "assistant", "system"):
             raise unsupported(f"{where}.role", message.role, "use user, assistant or system")
+        if not content:
+            raise InvalidRequest(f"'{where}.content' must not be empty", param=f"{where}.content")
         if isinstance(content, str) or message.role == "system":
             self.say(message.role, _texts(content, f"{where}.content"))  # type: ignore[arg-type]
             return
