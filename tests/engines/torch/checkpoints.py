@@ -84,16 +84,6 @@ TINY = {
     "mistral": Tiny("Mistral", {"head_dim": 24, "num_key_value_heads": 4, "sliding_window": None}),
     "qwen3_yarn": Tiny("Qwen3", {"head_dim": 12, "rope_parameters": YARN_ROPE}, seed=1),
     "mistral_windowed": Tiny("Mistral", {"sliding_window": WINDOW}),
-    "qwen2_windowed": Tiny(
-        "Qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "max_window_layers": 1,
-            "rope_parameters": YARN_ROPE
-            | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 8, "truncate": False},
-        },
-    ),
     "mixtral": Tiny(
         "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
     ),
@@ -125,6 +115,45 @@ TINY = {
         },
     ),
 }
+RARE = {
+    "qwen2": Tiny(
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+            "rope_parameters": YARN_ROPE
+            | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 8, "truncate": False},
+        },
+    ),
+    "qwen3": Tiny(
+        "Qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": YARN_ROPE | {"attention_factor": 1.3},
+        },
+    ),
+    "qwen3_moe": Tiny(
+        "Qwen3Moe",
+        {
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "attention_bias": True,
+        },
+    ),
+    "mixtral": Tiny("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 8}),
+    "gemma3": Tiny(
+        "Gemma3", {"num_hidden_layers": 7, "head_dim": 8, "sliding_window": 5, "hidden_size": 40}
+    ),
+}
+"""What one look at is enough for: other ways through code that `TINY` goes through."""
 NATIVE = ("llama", "llama_biased", "qwen2", "qwen3", "qwen3_biased", "mistral", "qwen3_yarn")
 """Those of `TINY` that the native kernels compute; torch computes all of them."""
 
@@ -154,10 +183,10 @@ def build(tiny: Tiny) -> Any:
 
 
 @functools.cache
-def checkpoint(name: str) -> tuple[Path, Any]:
-    """(directory, `transformers` model) of `TINY[name]`; made once per test run."""
-    model = build(TINY[name])
-    directory = Path(_home().name) / name
+def checkpoint(name: str, rare: bool = False) -> tuple[Path, Any]:
+    """(directory, `transformers` model) of `TINY[name]`, or `RARE`; made once per test run."""
+    model = build((RARE if rare else TINY)[name])
+    directory = Path(_home().name) / ("rare" if rare else "tiny") / name
     model.save_pretrained(directory)
     return directory, model
 

@@ -11,6 +11,7 @@ import torch
 from pdserve.engine.executor import Chunk, StepPlan
 from pdserve.messages.request import SamplingParams
 from tests.engines.torch.checkpoints import (
+    RARE,
     VOCAB,
     WITH_KERNELS,
     checkpoint,
@@ -77,6 +78,19 @@ def test_what_scaled_contexts_hold_is_that_of_transformers(
     sequence = driver.add(prompt)
     driver.finish([sequence], OUTPUTS, chunk)
     assert sequence.output == oracle_generate(checkpoint(family)[1], prompt, OUTPUTS)
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_what_few_checkpoints_ask_for_is_that_of_transformers(name: str) -> None:
+    directory, model = checkpoint(name, rare=True)
+    executor = loaded(directory, block_size=BLOCK)
+    driver = Driver(executor)
+    prompts = [prompt_of(length, seed=length) for length in (3, 40)]
+    sequences = [driver.add(prompt) for prompt in prompts]
+    driver.finish(sequences, OUTPUTS, chunk=7)
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert sequence.output == oracle_generate(model, prompt, OUTPUTS)
+    executor.close()
 
 
 def test_logprobs_are_within_1e_4_of_transformers(family: str, executor: TorchExecutor) -> None:
