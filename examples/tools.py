@@ -54,7 +54,13 @@ def main() -> None:
         for turn in range(MOST_TURNS):
             choice: Any = arguments.first if turn == 0 else "auto"
             answer = client.chat.completions.create(
-                model=model, messages=messages, tools=TOOLS, tool_choice=choice, max_tokens=256
+                model=model,
+                messages=messages,
+                tools=TOOLS,
+                tool_choice=choice,
+                parallel_tool_calls=False,  # one by one, the last one's result in view
+                max_tokens=arguments.max_tokens,
+                extra_body={"thinking_token_budget": arguments.thoughts},
             )
             message = answer.choices[0].message
             if message.content:
@@ -78,6 +84,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("question", nargs="?", default="Is it warmer in Rome or in Oslo?")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--key", default="none", help="API key")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of each answer")
+    parser.add_argument("--thoughts", type=int, help="tokens of reasoning at most, if it reasons")
     parser.add_argument("--model", help="without it, the first one served")
     parser.add_argument(
         "--first",

@@ -66,8 +66,18 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def fields(**more: Any) -> dict[str, Any]:
-    asked = {"model": "tiny", "messages": ASK, "tools": TOOLS, "max_tokens": 200, "seed": 3}
-    return asked | {"temperature": 1.0} | more
+    """A question. A random model would think, and call, for ever: it thinks a few tokens, if it
+    does, and calls once."""
+    return {
+        "model": "tiny",
+        "messages": ASK,
+        "tools": TOOLS,
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+        "temperature": 1.0,
+        "seed": 3,
+        "extra_body": {"thinking_token_budget": 4},
+    } | more
 
 
 def check_call(name: str, arguments: str) -> None:
@@ -115,12 +125,15 @@ def _plain(call: Any) -> tuple[str, str]:
 
 
 @NEEDS_GRAMMAR
-def test_one_call_at_a_time(client: Any) -> None:
-    for seed in range(3):
-        asked = fields(tool_choice="required", parallel_tool_calls=False, seed=seed)
-        (choice,) = client.chat.completions.create(**asked).choices
-        assert len(choice.message.tool_calls) == 1
-        assert choice.finish_reason == "tool_calls"
+def test_several_calls_are_made_where_they_may_be(client: Any) -> None:
+    asked = fields(tool_choice="required", parallel_tool_calls=True, n=6, max_tokens=120)
+    choices = client.chat.completions.create(**asked).choices
+    assert any(len(choice.message.tool_calls) > 1 for choice in choices)
+    for choice in choices:
+        assert choice.finish_reason in ("tool_calls", "length")
+        *whole, last = choice.message.tool_calls
+        for call in whole if choice.finish_reason == "length" else [*whole, last]:
+            check_call(call.function.name, call.function.arguments)
 
 
 @NEEDS_GRAMMAR
@@ -179,8 +192,9 @@ def test_a_tool_that_is_not_there_is_refused_by_name(client: Any) -> None:
 
 @NEEDS_GRAMMAR
 def test_the_example_runs(server: Server) -> None:
+    flags = ("--first", "required", "--thoughts", "4", "--max-tokens", "100")
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--url", server.url, "--first", "required"],
+        [sys.executable, str(EXAMPLE), "--url", server.url, *flags],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
