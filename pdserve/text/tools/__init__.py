@@ -29,14 +29,19 @@ def detect(template: str | None) -> str:
     """The name of the format that a chat template asks for; empty if it knows of no tools."""
     if template is None or "tools" not in template:
         return ""
-    if "<function=" in template and "<parameter=" in template:
-        return "qwen3_coder"
     if "<tool_call>" in template:
-        return "hermes"
+        if "<arg_key>" in template:  # a form of its own
+            return ""
+        coder = "<function=" in template and "<parameter=" in template
+        return "qwen3_coder" if coder else "hermes"
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<|python_start|>" in template or "[func_name1(" in template:
         return "pythonic"
-    if "<|python_tag|>" in template or '"parameters": ' in template:
+    if "<|python_tag|>" in template or _is_llama3(template):
         return "llama3_json"
     return ""
+
+
+def _is_llama3(template: str) -> bool:
+    return "<|start_header_id|>" in template and '"parameters": ' in template

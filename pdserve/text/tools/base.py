@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pdserve.text.markup import Layout, Reader
-from pdserve.text.parts import CallArguments, CallBegin, Content
+from pdserve.text.parts import CallArguments, CallBegin, Content, merged
 
 if TYPE_CHECKING:
     import re
@@ -110,7 +110,11 @@ class CallReader(Reader):
         if text:
             self.parts.append(CallArguments(self.calls - 1, text))
 
+    def feed(self, text: str) -> list[Part]:
+        parts = super().feed(text)
+        return merged(parts) if len(parts) > 1 else parts
+
     def finish(self) -> list[Part]:
         parts = super().finish()
         space = self._layout.flush()
-        return [*parts, Content(space)] if space else parts
+        return merged([*parts, Content(space)] if space else parts)

@@ -287,7 +287,7 @@ def arguments_json(items: Sequence[str]) -> str | None:
             if at == last and not item.strip():
                 break  # no arguments, or a comma after the last
             matched = _ITEM.fullmatch(item)
-            if matched is None or matched[1] in found:
+            if matched is None or not matched[2].strip() or matched[1] in found:
                 return None
             found[matched[1]] = _value(ast.parse(f"({matched[2]}\n)", mode="eval").body)
         written = json.dumps(found, ensure_ascii=False, allow_nan=False)

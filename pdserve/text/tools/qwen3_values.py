@@ -82,10 +82,10 @@ def _type_of(value: Any) -> str:
 
 
 def written(text: str, types: tuple[str, ...]) -> str:
-    """`text` as JSON of the first type that it can be read as; as a string if of none."""
+    """`text` as JSON of the narrowest of the types that it fits; as a string if it fits none."""
     bare = text.strip()
-    for kind in sorted(types, key=_ORDER.index) if set(types) <= set(_ORDER) else ():
-        found = _READERS[kind](bare)
+    for kind, read in _READERS.items():
+        found = read(bare) if kind in types else None
         if found is not None:
             return found
     return json.dumps(text, ensure_ascii=False)
@@ -159,7 +159,5 @@ _READERS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "number": _number,
     "object": _object,
     "array": _array,
-    "string": lambda text: None,
 }
-_ORDER: Final = tuple(_READERS)
 """The narrower type first; whatever else it may be, text is a string."""

@@ -274,6 +274,9 @@ def test_a_long_call_arrives_whole(name: str):
         ("pythonic", "{% if tools %}[func_name1(params_name1=params_value1)]"),
         ("pythonic", "{% if tools %}<|python_start|>"),
         ("", "{% if tools %}tell me"),
+        ("", "{% if tools %}<tool_call>{{ name }}<arg_key>"),
+        ("", "{% if tools %}<other:tool_call><function=f><parameter=p>"),
+        ("", '{% if tools %}{"name": "f", "parameters": {}}'),
     ],
 )
 def test_a_template_tells_the_format(name: str, template: str | None):
