@@ -11,6 +11,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from pdserve.errors import DeadlineExceeded, LinkLost, PdserveError
 from pdserve.messages.node import model_card
 from pdserve.runtime.models import catalogue, difference
@@ -44,6 +46,12 @@ class _Known:
     offer: ModelOffer
     card: ModelCard
     last_seen: Seconds
+
+    def limit(self, features: tuple[str, ...]) -> None:
+        """At once, for there is nothing to fetch: a worker that lacks one may have come."""
+        if self.offer.features != features:
+            self.offer = replace(self.offer, features=features)
+            self.card = replace(self.card, features=features)
 
 
 class Offers:
@@ -101,6 +109,7 @@ class Offers:
             known = self._known.get(name)
             if known is not None:
                 known.last_seen = now
+                known.limit(names[name].offer.features)
             if known is None or not _same(known.offer, names[name].offer):
                 self._fetch(names[name])
         gone = sorted(self._known.keys() - served, key=lambda name: self._known[name].last_seen)

@@ -31,6 +31,7 @@ from pdserve.frontend.sampling import (
     stop_strings,
     truncated,
 )
+from pdserve.frontend.structure import grammar_of, thinking_of
 from pdserve.ids import Seconds, new_seed
 from pdserve.messages.request import GenerateRequest
 from pdserve.openai.schema import (
@@ -71,12 +72,6 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
 
 async def plan_chat(request: ChatRequest, context: Context) -> Plan:
     """Errors: `InvalidRequest` and its kin, `Overloaded`."""
-    if request.response_format is not None and request.response_format.type != "text":
-        raise InvalidRequest(
-            '\'response_format\' may only be {"type": "text"}: structured output is not '
-            "supported yet",
-            param="response_format.type",
-        )
     check_reasoning(request, context.model)
     tools = callable_tools(request, context.model)
     prompt = await _chat_prompt(request, tools, context)
@@ -420,12 +415,16 @@ async def _submissions(
     tokens = [prompt.tokens for prompt in prompts]
     names = await context.naming.of(card, salt, tokens, context.pool)
     bad_words = await _bad_words(request, context)
+    grammar = await grammar_of(request, context)
+    thoughts = [thinking_of(request, context.model, each.reasoning) for each in prompts]
     return [
         GenerateRequest(
             request_id=context.request_id,
             model=card.name,
             prompt=prompt.tokens,
-            sampling=sampling_params(request, card, len(prompt.tokens), seed, bad_words),
+            sampling=sampling_params(
+                request, card, len(prompt.tokens), seed, bad_words, grammar, thinking
+            ),
             n=n,
             prompt_index=index,
             cache_salt=salt,
@@ -434,7 +433,9 @@ async def _submissions(
             block_names=named.hashes,
             names_id=named.id,
         )
-        for index, (prompt, named) in enumerate(zip(prompts, names, strict=True))
+        for index, (prompt, named, thinking) in enumerate(
+            zip(prompts, names, thoughts, strict=True)
+        )
     ]
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes
     from pdserve.messages.card import ModelCard
+    from pdserve.messages.request import Thinking
     from pdserve.text.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16
@@ -41,10 +42,13 @@ def sampling_params(
     prompt_tokens: int,
     seed: int,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: str = "",
+    thinking: Thinking | None = None,
 ) -> SamplingParams:
     """Parameters for one prompt of the request.
 
-    Args: `seed` is used when the request has none; `bad_words` are its bad words as tokens.
+    Args: `seed` is used when the request has none; `bad_words` are its bad words as tokens;
+    `grammar` and `thinking` are what `structure` made of it.
     Errors: `ContextLengthExceeded`, `InvalidRequest`.
     """
     limit, asked_by = _max_tokens(request, card, prompt_tokens)
@@ -72,6 +76,8 @@ def sampling_params(
         ignore_eos=bool(request.ignore_eos),
         seed=seed if request.seed is None else request.seed & _SEED_BITS,
         allowed_token_ids=_allowed(request, card),
+        grammar=grammar,
+        thinking=thinking,
         bad_words=bad_words,
         logprob_token_ids=_logprob_token_ids(request, card),
     )

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -27,7 +29,8 @@ class Served:
     """One name, and everybody who serves it."""
 
     offer: ModelOffer
-    """Of the worker that has served it longest."""
+    """Of the worker that has served it longest, with the features that all have who serve it or
+    prefill for it: a request may come to any of them."""
     holder: NodeId
     """That worker: whoever else serves the name may name other parts, or have other aliases."""
     workers: tuple[NodeId, ...]
@@ -54,6 +57,7 @@ def catalogue(members: Iterable[Member]) -> Catalogue:
     ]
     held: dict[str, tuple[ModelOffer, NodeId]] = {}
     workers: dict[str, list[NodeId]] = {}
+    features: dict[str, tuple[str, ...]] = {}
     conflicts: dict[NodeId, str] = {}
     # Prefill workers last: one that means another model must not shut out those who serve.
     for _, node, card in sorted(cards, key=lambda one: (one[2].mode == "prefill", *one[:2])):
@@ -65,9 +69,16 @@ def catalogue(members: Iterable[Member]) -> Catalogue:
         for offer in offers:
             for name in _names(offer):
                 held.setdefault(name, (offer, node))
+                had = features.get(name, offer.features)
+                features[name] = tuple(one for one in had if one in offer.features)
                 if card.mode != "prefill":
                     workers.setdefault(name, []).append(node)
-    names = {name: Served(*held[name], tuple(sorted({*nodes}))) for name, nodes in workers.items()}
+    names = {
+        name: Served(
+            replace(held[name][0], features=features[name]), held[name][1], tuple(sorted({*nodes}))
+        )
+        for name, nodes in workers.items()
+    }
     return Catalogue(names, conflicts)
 
 

@@ -4,9 +4,9 @@ A bounded number of threads works; a bounded number of jobs waits; at the bound 
 once with `Overloaded`, since a queue in front of the tokenizer only hides that the frontend is too
 slow. Short work runs in place, where it costs less than handing it over.
 
-It knows nothing of what it runs, save that a template brought along by a request goes to a process
-that can be killed (`template_process.py`). Its owner, the frontend's service, makes one and closes
-it.
+It knows nothing of what it runs, save that a template or a grammar brought along by a request goes
+to a process that can be killed (`template_process.py`, `grammar_process.py`). Its owner, the
+frontend's service, makes one and closes it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from pdserve.errors import Draining, Overloaded
+from pdserve.text.grammar_process import GrammarProcess
 from pdserve.text.template_process import TemplateProcess
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.text.chat_messages import Message
+    from pdserve.text.structured import Source
     from pdserve.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
@@ -59,14 +61,18 @@ class TextPool:
         inline_chars: int = INLINE_CHARS,
         max_foreign: int = 8,
         foreign: TemplateProcess | None = None,
+        max_grammars: int = 64,
+        grammars: GrammarProcess | None = None,
     ) -> None:
         """`max_jobs` counts running and waiting jobs together, `max_foreign` those of templates
         that requests brought along: they run one at a time, in `foreign`, so that bad ones delay
-        each other only."""
+        each other only. So do `max_grammars` in `grammars`."""
         self._inline_chars = inline_chars
         self._work = _Lane("pdserve-text", threads, max_jobs)
         self._foreign_lane = _Lane("pdserve-template", 1, max_foreign)
         self._foreign = foreign or TemplateProcess()
+        self._grammar_lane = _Lane("pdserve-structure", 1, max_grammars)
+        self._grammars = grammars or GrammarProcess()
         self._closed = False
         self._inline = 0
 
@@ -118,9 +124,22 @@ class TextPool:
             lambda: self._foreign.render(source, special_tokens, messages, options)
         )
 
+    async def compile_grammar(self, tokenizer: Tokenizer, vocab_size: int, source: Source) -> str:
+        """The grammar of `source`, compiled in a process that can be killed, unless it is known.
+
+        See `GrammarProcess.compile` for errors, `run` for the rest.
+        """
+        self._refuse_when_closed()
+        known = self._grammars.known(tokenizer, vocab_size, source)
+        if known is not None:
+            return known
+        return await self._grammar_lane.submit(
+            lambda: self._grammars.compile(tokenizer, vocab_size, source)
+        )
+
     def statistics(self) -> TextPoolStats:
         """What the pool does now and has done."""
-        lanes = (self._work, self._foreign_lane)
+        lanes = (self._work, self._foreign_lane, self._grammar_lane)
         return TextPoolStats(
             jobs=sum(len(lane.jobs) for lane in lanes),
             inline=self._inline,
@@ -136,11 +155,14 @@ class TextPool:
         self._closed = True
         self._work.stop()
         self._foreign_lane.stop()
+        self._grammar_lane.stop()
         self._foreign.close()
+        self._grammars.close()
         try:
             async with asyncio.timeout(timeout):
                 await self._work.wait_idle()
                 await self._foreign_lane.wait_idle()
+                await self._grammar_lane.wait_idle()
         except TimeoutError:
             return False
         return True

@@ -11,6 +11,7 @@ and `encode_batch` release the interpreter lock while they work; `decode` does n
 
 from __future__ import annotations
 
+import hashlib
 import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,16 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Tokens in the vocabulary, added ones included; the model may have more rows."""
         return self._raw.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def json(self) -> bytes:
+        """Content of the `tokenizer.json` that it was made from."""
+        return self._json
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that stand for it."""
+        return hashlib.blake2b(self._json, digest_size=16).digest()
 
     @property
     def special_ids(self) -> frozenset[int]:

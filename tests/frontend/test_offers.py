@@ -222,3 +222,22 @@ async def test_what_is_remembered_is_bounded() -> None:
                 publish(nodes.nodes["a"], model(name))
                 await nodes.until(partial(reader.serves, name))
             assert set(reader.offers.cards()) == {"m1", "m2", "m3"}
+
+
+@virtually
+async def test_a_worker_that_lacks_a_feature_takes_it_from_the_card_at_once() -> None:
+    """It would ignore what it does not know, and answer as if nothing had been asked."""
+    async with cluster() as nodes:
+        reader = await start(nodes, "a", "b")
+        publish(nodes.nodes["a"], model(features=("bans", "grammar")))
+        await nodes.until(lambda: reader.offers.any_worker)
+        assert reader.offers.cards()["tiny"].features == ("bans", "grammar")
+        publish(nodes.nodes["b"], model(), started=2)
+        await nodes.until(lambda: len(reader.offers.workers("tiny")) == 2)
+        assert reader.offers.cards()["tiny"].features == ()
+        before = reader.offers.cards()["tiny"]
+        reader.offers.refresh()
+        assert reader.offers.cards()["tiny"] is before
+        publish(nodes.nodes["b"], started=2)
+        await nodes.until(lambda: len(reader.offers.workers("tiny")) == 1)
+        assert reader.offers.cards()["tiny"].features == ("bans", "grammar")

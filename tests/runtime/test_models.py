@@ -132,3 +132,15 @@ def test_the_order_of_the_members_does_not_matter(seed: int) -> None:
     once = catalogue(members)
     random.shuffle(members)
     assert catalogue(members) == once
+
+
+def test_a_name_has_the_features_that_all_have_who_take_part_in_it() -> None:
+    first = worker("a", offered(features=("bans", "grammar")))
+    same = worker("b", offered(features=("grammar", "bans", "thinking")), started=2)
+    assert catalogue([first, same]).names["tiny"].offer.features == ("bans", "grammar")
+    older = worker("c", offered(), started=3)
+    assert catalogue([first, older]).names["tiny"].offer.features == ()
+    first_tokens = prefiller("p", offered(features=("bans",)), started=3)
+    assert catalogue([first, first_tokens]).names["tiny"].offer.features == ("bans",)
+    stranger = worker("d", offered(compat_hash="y"), started=3)
+    assert catalogue([first, stranger]).names["tiny"].offer.features == ("bans", "grammar")
