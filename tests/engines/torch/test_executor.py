@@ -85,12 +85,15 @@ def test_what_few_checkpoints_ask_for_is_that_of_transformers(name: str) -> None
     directory, model = checkpoint(name, rare=True)
     executor = loaded(directory, block_size=BLOCK)
     driver = Driver(executor)
-    prompts = [prompt_of(length, seed=length) for length in (3, 40)]
-    sequences = [driver.add(prompt) for prompt in prompts]
-    driver.finish(sequences, OUTPUTS, chunk=7)
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert sequence.output == oracle_generate(model, prompt, OUTPUTS)
+    prompt = prompt_of(40)
+    sequence = driver.add(prompt, SamplingParams(max_tokens=99, temperature=0.0, prompt_logprobs=0))
+    driver.finish([sequence], OUTPUTS, chunk=7)
     executor.close()
+    assert sequence.output == oracle_generate(model, prompt, OUTPUTS)
+    found = [record for result in driver.results for record in result.prompt_logprobs.get(0, [])]
+    assert len(found) == len(prompt) - 1
+    for record, row in zip(found, oracle_logprobs(model, prompt), strict=False):
+        assert record.logprob == pytest.approx(float(row[record.token]), abs=1e-4)
 
 
 def test_logprobs_are_within_1e_4_of_transformers(family: str, executor: TorchExecutor) -> None:
