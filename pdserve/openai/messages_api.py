@@ -121,9 +121,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: MaxTokens
 
 
+_NO_EDITS = ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+
 REFUSED_BY_MESSAGES: dict[str, Refusal] = {
     "container": Refusal("no code is run here; leave it out"),
-    "context_management": Refusal("shorten `messages` yourself"),
+    "context_management": Refusal("shorten `messages` yourself", _NO_EDITS),
     "inference_geo": Refusal("where a model runs is its operator's choice; leave it out"),
     "mcp_servers": Refusal("call tools yourself and send `tool_result` blocks", ([],)),
     "response_format": Refusal("use `output_config.format`"),

@@ -8,7 +8,9 @@ from pdserve import errors
 from pdserve.frontend.keys import _ENTRY, KeyLimits, parse_keys
 from pdserve.openai.embeddings import EmbeddingRequest
 from pdserve.openai.fields import REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS, WITHOUT_EFFECT
+from pdserve.openai.messages_api import REFUSED_BY_MESSAGES, MessagesRequest
 from pdserve.openai.openapi import document
+from pdserve.openai.responses_api import REFUSED_BY_RESPONSES, ResponsesRequest
 from pdserve.openai.schema import ChatRequest, CompletionRequest
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -32,6 +34,13 @@ def test_every_refused_field_is_named():
 
 def test_every_field_without_effect_is_named():
     assert WITHOUT_EFFECT <= NAMED
+
+
+def test_every_field_of_the_other_apis_is_named():
+    fields = {*ResponsesRequest.__struct_fields__, *MessagesRequest.__struct_fields__}
+    nested = {"text", "reasoning", "output_config"}  # by their own fields
+    assert fields - nested <= NAMED
+    assert {*REFUSED_BY_RESPONSES, *REFUSED_BY_MESSAGES} - {"reasoning_effort"} <= NAMED
 
 
 def test_every_endpoint_is_named():

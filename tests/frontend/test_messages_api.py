@@ -248,6 +248,36 @@ async def test_thinking_is_asked_of_the_template(thinking, mark):
     assert shown == (["text"] if mark == "?" else ["thinking", "text"])
 
 
+@pytest.mark.parametrize(
+    "thinking", [{"type": "disabled"}, {"type": "adaptive", "display": "omitted"}]
+)
+async def test_thinking_that_is_not_wanted_is_not_shown(thinking):
+    fields = ASKED | {"thinking": thinking, "tools": [WEATHER]}
+    async with answering(CALLING) as client, official(client) as api:
+        whole = await api.messages.create(**fields)
+        async with api.messages.stream(**fields) as stream:
+            streamed = await stream.get_final_message()
+    assert [block.type for block in whole.content] == ["text", "tool_use", "tool_use"]
+    assert bare(streamed) == bare(whole)
+    assert whole.usage.output_tokens_details.thinking_tokens > 0
+
+
+async def test_agents_that_send_more_are_answered():
+    async with answering(PLAIN) as client, official(client) as api:
+        answer = await api.beta.messages.create(
+            **ASKED,
+            betas=["context-management-2025-06-27"],
+            context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            system=[{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}],
+            metadata={"user_id": "u"},
+            output_config={"effort": "high"},
+        )
+        edits = [{"type": "clear_tool_uses_20250919"}]
+        error = await refused(client, context_management={"edits": edits})
+    assert answer.content[0].text == PLAIN
+    assert error["details"]["param"] == "context_management"
+
+
 async def test_sampling_comes_through():
     async with answering(PLAIN) as client:
         await ask(client, temperature=0.5, top_p=0.25, top_k=7, seed=11, min_p=0.125)
