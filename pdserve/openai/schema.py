@@ -18,6 +18,12 @@ INT64_MAX = 2**63 - 1
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 
+
+def says(text: str) -> Meta:
+    """What a field is for, for people: `/openapi.json` and the table of fields show it."""
+    return Meta(description=text)
+
+
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")]
@@ -169,65 +175,187 @@ class Message(msgspec.Struct, kw_only=True):
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """The fields that chat and plain completions share."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Choices | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
-    seed: Seed | None = None
-    stop: Stop | None = None
-    stop_token_ids: StopTokens | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: TokenCount | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    priority: Priority | None = None
-    request_id: str | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    session_id: Annotated[str, Meta(max_length=256)] | None = None
-    user: str | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    prompt_logprobs: TopLogprobs | None = None
-    logprob_token_ids: Annotated[list[Token], Meta(max_length=128)] | None = None
-    allowed_token_ids: Annotated[list[Token], Meta(max_length=65536)] | None = None
-    bad_words: Words | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    return_tokens_as_token_ids: bool | None = None
-    stream_interval: Annotated[int, Meta(ge=1, le=65536)] | None = None
-    repetition_detection: RepetitionDetection | None = None
+    model: Annotated[
+        str | None, says("A name or an alias; may be left out where one model is served.")
+    ] = None
+    stream: Annotated[bool | None, says("Server-sent events, as tokens come.")] = None
+    stream_options: Annotated[
+        StreamOptions | None, says("What a stream carries beyond its text; needs `stream`.")
+    ] = None
+    n: Annotated[
+        Choices | None, says("Choices; prompts times `n` are bounded by --max-choices.")
+    ] = None
+    temperature: Annotated[
+        Temperature | None, says("0 is greedy; without a word the model's recommendation, else 1.")
+    ] = None
+    top_p: Annotated[
+        TopP | None, says("Nucleus sampling; 1 is off. The model's recommendation, else off.")
+    ] = None
+    top_k: Annotated[
+        TopK | None, says("0 and -1 are off. The model's recommendation, else off.")
+    ] = None
+    min_p: Annotated[MinP | None, says("Relative to the likeliest token; 0 is off.")] = None
+    frequency_penalty: Annotated[Penalty | None, says("Per occurrence in the output.")] = None
+    presence_penalty: Annotated[Penalty | None, says("Once for what is in the output.")] = None
+    repetition_penalty: Annotated[
+        RepetitionPenalty | None, says("Over prompt and output; 1 is off.")
+    ] = None
+    logit_bias: Annotated[LogitBias | None, says("By token id.")] = None
+    seed: Annotated[
+        Seed | None, says("Drawn if absent; the header `x-pdserve-seed` says which.")
+    ] = None
+    stop: Annotated[
+        Stop | None, says("Strings that end a choice, wherever they lie between tokens.")
+    ] = None
+    stop_token_ids: Annotated[StopTokens | None, says("Tokens that end a choice.")] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, says("The stop string is part of the text.")
+    ] = None
+    ignore_eos: Annotated[bool | None, says("The model's own end tokens are ordinary ones.")] = None
+    min_tokens: Annotated[
+        TokenCount | None, says("Until then nothing ends a choice but `max_tokens`.")
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, says("They are left out of the text; true unless said otherwise.")
+    ] = None
+    spaces_between_special_tokens: Annotated[bool | None, says("True unless said otherwise.")] = (
+        None
+    )
+    add_special_tokens: Annotated[
+        bool | None,
+        says(
+            "The tokenizer's first and last tokens; completions: true, chat: false, for templates "
+            "write them."
+        ),
+    ] = None
+    return_token_ids: Annotated[
+        bool | None, says("`token_ids` of each choice or chunk, and `prompt_token_ids`.")
+    ] = None
+    priority: Annotated[Priority | None, says("Higher is sooner.")] = None
+    request_id: Annotated[
+        str | None,
+        says("1 to 128 printable ASCII characters, instead of the header `x-request-id`."),
+    ] = None
+    cache_salt: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=256)] | None,
+        says("KV of equal prompts is shared only under equal salts."),
+    ] = None
+    session_id: Annotated[
+        Annotated[str, Meta(max_length=256)] | None,
+        says("Requests of one conversation or agent; policies that keep one together go by it."),
+    ] = None
+    user: Annotated[str | None, says("Who asks; nothing depends on it.")] = None
+    response_format: Annotated[
+        ResponseFormat | None, says("What the answer has to look like: JSON, or JSON of a schema.")
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        says(
+            "The same in vLLM's words: `json`, `regex`, `choice`, `grammar`, `json_object` or "
+            "`structural_tag`."
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        TopLogprobs | None,
+        says(
+            "Of the prompt's tokens, by token id, with so many alternatives; not streamed. Prompt "
+            "tokens x choices x (1 + it) may be 524,288."
+        ),
+    ] = None
+    logprob_token_ids: Annotated[
+        Annotated[list[Token], Meta(max_length=128)] | None,
+        says("Tokens whose logprobs are told at every place; needs `logprobs`."),
+    ] = None
+    allowed_token_ids: Annotated[
+        Annotated[list[Token], Meta(max_length=65536)] | None,
+        says("No others are sampled; not together with structured output."),
+    ] = None
+    bad_words: Annotated[
+        Words | None,
+        says(
+            "Are not said, neither at a text's begin nor after a space; not together with "
+            "structured output."
+        ),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None,
+        says(
+            "Only the prompt's last tokens are used; -1: as many as leave room for `max_tokens`, "
+            "or for 16."
+        ),
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, says("Logprobs name tokens `token_id:N`.")
+    ] = None
+    stream_interval: Annotated[
+        Annotated[int, Meta(ge=1, le=65536)] | None,
+        says("A chunk per so many tokens, after the first one."),
+    ] = None
+    repetition_detection: Annotated[
+        RepetitionDetection | None,
+        says("Ends a choice that says the same over and over: `finish_reason` is `repetition`."),
+    ] = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
-    logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
-    echo: bool | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoice | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: ReasoningEffort | None = None
-    include_reasoning: bool | None = None
-    thinking_token_budget: TokenCount | None = None
-    documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    messages: Annotated[
+        Annotated[list[Message], Meta(min_length=1)],
+        says("The conversation; contents are strings or parts of type `text`."),
+    ]
+    max_tokens: Annotated[
+        MaxTokens | None, says("Output tokens at most; the older name of `max_completion_tokens`.")
+    ] = None
+    max_completion_tokens: Annotated[
+        MaxTokens | None,
+        says("Output tokens at most; the model's recommendation, else what fits the context."),
+    ] = None
+    logprobs: Annotated[bool | None, says("Of the output's tokens.")] = None
+    top_logprobs: Annotated[
+        TopLogprobs | None, says("Alternatives at each place; needs `logprobs`.")
+    ] = None
+    echo: Annotated[
+        bool | None,
+        says(
+            "The answer begins with the last message, if the model is the one who said it; see "
+            "`continue_final_message`."
+        ),
+    ] = None
+    tools: Annotated[Tools | None, says("Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        ToolChoice | NamedTool | None,
+        says("Whether and what is called: `none`, `auto`, `required` or one by its name."),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, says("False: one call at most.")] = None
+    reasoning_effort: Annotated[
+        ReasoningEffort | None, says("Handed to the template; `none` asks it for no reasoning.")
+    ] = None
+    include_reasoning: Annotated[bool | None, says("False: reasoning is not told.")] = None
+    thinking_token_budget: Annotated[
+        TokenCount | None, says("Reasoning is ended after so many tokens.")
+    ] = None
+    documents: Annotated[
+        Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None,
+        says("Handed to the template."),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        says(
+            "The name of one of the model's templates; source only with "
+            "--trust-request-chat-template."
+        ),
+    ] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, says("Variables for the template.")] = (
+        None
+    )
+    add_generation_prompt: Annotated[
+        bool | None,
+        says("The template opens the model's turn; true unless the last message is continued."),
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, says("The model goes on with the last message.")
+    ] = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -236,31 +364,59 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     `prompt` is a string, a list of strings, one list of token ids, or a list of such lists.
     """
 
-    prompt: str | list[str | Token | list[Token]]
-    max_tokens: TokenCount | None = None
-    echo: bool | None = None
-    logprobs: TopLogprobs | None = None
-    best_of: Choices | None = None
+    prompt: Annotated[
+        str | list[str | Token | list[Token]],
+        says("A string, a list of strings, one list of token ids, or a list of such lists."),
+    ]
+    max_tokens: Annotated[
+        TokenCount | None,
+        says(
+            "16 unless said otherwise; 0 with `echo`: the prompt is scored, nothing is generated."
+        ),
+    ] = None
+    echo: Annotated[bool | None, says("The text begins with the prompt.")] = None
+    logprobs: Annotated[
+        TopLogprobs | None,
+        says(
+            "Of the output's tokens, with so many alternatives; with `echo` of the prompt's, too."
+        ),
+    ] = None
+    best_of: Annotated[Choices | None, says("Has to equal `n`.")] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /tokenize`: exactly one of `prompt` and `messages`."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    tools: Tools | None = None
-    documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    model: Annotated[
+        str | None, says("A name or an alias; may be left out where one model is served.")
+    ] = None
+    prompt: Annotated[str | None, says("A text; or `messages`.")] = None
+    messages: Annotated[
+        Annotated[list[Message], Meta(min_length=1)] | None, says("A conversation; or `prompt`.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, says("The tokenizer's first and last tokens; text: true, chat: false.")
+    ] = None
+    return_token_strs: Annotated[bool | None, says("Each token's text, too.")] = None
+    tools: Annotated[Tools | None, says("Handed to the template.")] = None
+    documents: Annotated[
+        Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None,
+        says("Handed to the template."),
+    ] = None
+    chat_template: Annotated[str | None, says("As in chat completions.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, says("Variables for the template.")] = (
+        None
+    )
+    add_generation_prompt: Annotated[bool | None, says("The template opens the model's turn.")] = (
+        None
+    )
+    continue_final_message: Annotated[bool | None, says("The last message is left open.")] = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /detokenize`."""
 
-    model: str | None = None
-    tokens: list[Token]
+    model: Annotated[
+        str | None, says("A name or an alias; may be left out where one model is served.")
+    ] = None
+    tokens: Annotated[list[Token], says("Token ids.")]

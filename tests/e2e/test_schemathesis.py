@@ -70,7 +70,16 @@ AS_DESCRIBED: list[Any] = [
 def server(tiny_model: Path) -> Iterator[Server]:
     """One whose answers are short."""
     engine = "torch" if is_long() else "instant"
-    flags = ("--engine", engine, "--max-model-len", "192", "--max-choices", "4", "--threads", "1")
+    flags: tuple[str, ...] = (
+        "--engine",
+        engine,
+        "--max-model-len",
+        "192",
+        "--max-choices",
+        "4",
+        "--threads",
+        "1",
+    )
     flags += ("--pooling", "mean") if is_long() else ()
     with serving(tiny_model, "--served-model-name", "tiny", *flags) as server:
         yield server

@@ -300,3 +300,32 @@ async def test_repetition_detection_ends_what_says_the_same_over_and_over(stream
             repetition_detection={"max_pattern_size": 1, "min_count": 2, "min_pattern_size": 2},
         )
         assert error["param"] == "repetition_detection.min_pattern_size"
+
+
+async def test_penalties_and_ends_reach_the_engine():
+    fields = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "ignore_eos": True}
+    async with frontend(saying()) as client:
+        await client.chat(**fields)
+        sampling = client.backend.requests[-1].sampling
+        assert {name: getattr(sampling, name) for name in fields} == fields
+
+
+async def test_include_stop_str_in_output_leaves_the_stop_string_in():
+    async with frontend(saying()) as client:
+        for include, expected in ((True, "one two three"), (False, "one two ")):
+            answer = await client.chat(stop="three", include_stop_str_in_output=include)
+            assert answer["choices"][0]["message"]["content"] == expected
+
+
+async def test_spaces_between_special_tokens_are_the_callers_to_choose():
+    raw = builders.word_level()
+    model = card(tokenizer_json=raw.to_str().encode(), vocab_size=raw.get_vocab_size())
+    special = [raw.get_vocab()["<s>"]] * 3
+    script = Script(tokens=special, repeat=False)
+    seen = []
+    async with frontend(script, models={MODEL: model}) as client:
+        for spaces in (True, False):
+            plan = {"skip_special_tokens": False, "ignore_eos": True}
+            answer = await client.chat(spaces_between_special_tokens=spaces, **plan)
+            seen.append(answer["choices"][0]["message"]["content"])
+    assert seen == ["<s> <s> <s>", "<s><s><s>"]
