@@ -128,7 +128,7 @@ class Grammar:
         again = again and self.parallel
         if not self.free:
             more = f" ({between} {begin} {body})*" if again else ""
-            return self.text(f"{begin} {body}{more}")
+            return self._forced(f"{begin} {body}{more}")
         more = "*" if again else "?"
         banned = [each for each in ("" if self.is_special(start) else start, bans) if each]
         self._terminals.append(f"FREE: {without(banned)}")
@@ -143,13 +143,18 @@ class Grammar:
         `tag`: the marker that may stand before them, after text, where it is a token of its own.
         """
         if not self.free:
-            return self.text(body)
+            return self._forced(body)
         calls = self.rule("calls", body)
         banned = "" if self.is_special(tag) else f" & {without([tag])}"
         self._terminals.append(f"FREE: /\\s*([^\\s\\{first}](?s:.*))?/{banned}")
         end = self.marker(closing)
         tagged = f" | FREE {self.marker(tag)} {calls} {end}" if self.is_special(tag) else ""
         return self.text(f"FREE | {calls}{tagged}")
+
+    def _forced(self, start: str) -> str:
+        """Nothing but calls; models that have reasoned are used to beginning on a new line."""
+        self._terminals.append(r"LINES: /\n{1,2}/")
+        return self.text(f"LINES? {start}")
 
     def text(self, start: str) -> str:
         """The grammar, once all its rules are there."""

@@ -54,6 +54,13 @@ def _value(grammar: Grammar, tool: Tool, name: str, schema: Any) -> str:
         grammar.terminal(f"PARAMETER_TEXT: {without(_ENDS)}")
         grammar.terminal(f"PARAMETER_VALUE: PARAMETER_TEXT {quoted(_END)}")
         return "PARAMETER_VALUE"
+    described = {**_shared(tool, schema), **schema}
+    return f"{guided(described, strict=bool(tool.function.strict))} {quoted(_END)}"
+
+
+def _shared(tool: Tool, schema: Any) -> dict[str, Any]:
+    """What the schema of one parameter may refer to in the tool's."""
+    if '"$ref"' not in json.dumps(schema):
+        return {}
     root = tool.function.parameters or {}
-    shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return f"{guided({**shared, **schema}, strict=bool(tool.function.strict))} {quoted(_END)}"
+    return {key: root[key] for key in ("$defs", "definitions") if key in root}

@@ -45,7 +45,7 @@ every_sample = pytest.mark.parametrize(
 )
 PAIRS_UP_TO = 200 if is_long() else 48
 """Characters of a sample that is cut at every two places."""
-EXAMPLES = 2000 if is_long() else 40
+EXAMPLES = 2000 if is_long() else 25
 SEED = number_for(run_seed(), __name__)
 
 

@@ -219,7 +219,7 @@ VALUE_PIECES = (
 
 
 @seed(SEED)
-@settings(max_examples=1000 if is_long() else 100, deadline=None, database=None)
+@settings(max_examples=1000 if is_long() else 50, deadline=None, database=None)
 @given(st.lists(st.sampled_from(VALUE_PIECES), max_size=6).map("".join))
 def test_a_string_that_the_grammar_of_qwen3_coder_allows_is_read_back(value: str):
     format = TOOL_FORMATS["qwen3_coder"]
