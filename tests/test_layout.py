@@ -32,6 +32,8 @@ ASYNCIO = {
     "pdserve/cli/drain.py": "asks again until nodes have gone",
     "pdserve/cli/status.py": "one question to the cluster, on a loop of its own",
     "pdserve/cli/top.py": "the same once a second, and keys in between",
+    "pdserve/client/stream.py": "waits for the end of a connection, under a deadline",
+    "pdserve/client/transport.py": "deadlines around every wait, pauses between attempts",
     "pdserve/engine/carrier.py": "starts and watches the core's process",
     "pdserve/engine/client.py": "the engine port is asynchronous; one task keeps the core alive",
     "pdserve/engine/connection.py": "the node's end of the core's socket",

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from pdserve.cli.conversation import Conversation, printable
 from pdserve.cli.parser import Parser
@@ -24,11 +22,12 @@ from pdserve.launch import exit_codes
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
-    import aiohttp
+    from pdserve.client import Client
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-_CONNECT_TIMEOUT = 10.0
-"""Seconds to reach the server."""
+_RETRIES = 2
+"""Of a busy server; a person would rather be told than wait."""
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _SILENCE_TIMEOUT = 600.0
 """Seconds without a byte before the server is given up; it may be busy with a long prompt."""
 
@@ -46,14 +45,21 @@ class _Server:
     model: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def session(self) -> aiohttp.ClientSession:
-        import aiohttp
+    def client(self) -> Client:
+        """Of one event loop's life."""
+        from pdserve.client import Client, Timeouts
 
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=_CONNECT_TIMEOUT, sock_read=_SILENCE_TIMEOUT
-        )
-        return aiohttp.ClientSession(headers=headers, timeout=timeout)
+        timeouts = Timeouts(first=_SILENCE_TIMEOUT, between=_SILENCE_TIMEOUT)
+        return Client(self.url, self.api_key or None, timeout=timeouts, retries=_RETRIES)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some of an answer."""
+
+    text: str
+    thought: bool = False
+    """Of the model's reasoning: shown, but no part of the conversation."""
 
 
 def run(arguments: list[str]) -> int:
@@ -91,15 +97,12 @@ def _make_parser() -> Parser:
 
 def _address(url: str) -> str:
     """The server's URL without the API's own path. Errors: `ConfigError`."""
-    whole = url if "://" in url else f"http://{url}"
     try:
-        parts = urlsplit(whole)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable or " " in url:
-        raise ConfigError(f"--url: {url!r} is no address such as {DEFAULT_URL}")
-    return whole.rstrip("/").removesuffix("/v1")
+        from pdserve.client.client import address_of
+
+        return address_of(url)
+    except ConfigError as error:
+        raise ConfigError(f"--url: {error.message}") from None
 
 
 def _answer_piped(server: _Server, conversation: Conversation) -> int:
@@ -113,8 +116,9 @@ def _answer_piped(server: _Server, conversation: Conversation) -> int:
 
     async def answer() -> None:
         await _choose_model(server)
+        shown = _Shown()
         async for piece in _stream(server, conversation):
-            _show(piece)
+            shown.piece(piece)
 
     asyncio.run(answer())
     _show("\n")
@@ -148,19 +152,23 @@ class _Terminal:
 
     def _answer(self, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         pieces: list[str] = []
+        shown = _Shown()
 
         async def answer() -> None:
             async for piece in _stream(self._server, self._conversation):
-                pieces.append(piece)
-                _show(piece)
+                if not piece.thought:
+                    pieces.append(piece.text)
+                shown.piece(piece)
 
         try:
             run(answer())
-            print()
+            end = ""
         except KeyboardInterrupt:
-            print("\n(stopped)")
+            end = "\n(stopped)"
         except ChatError as error:
-            print(f"\n{error.message}")
+            end = f"\n{error.message}"
+        shown.close()
+        print(end)
         if pieces:
             self._conversation.answered("".join(pieces))
         else:
@@ -169,36 +177,28 @@ class _Terminal:
 
 async def _choose_model(server: _Server) -> None:
     """Ask what is served, which also tells whether anybody is there."""
-    async with _request(server, "GET", "/v1/models") as response:
-        try:
-            models = [_text(entry["id"]) for entry in (await response.json())["data"]]
-        except (ValueError, KeyError, TypeError):
-            raise _stranger(server) from None
+    async with _told(server), server.client() as client:
+        models = await client.models()
     if not models:
         raise ChatError(f"the server at {server.url} serves no model yet")
-    server.model = server.model or models[0]
+    server.model = server.model or models[0].id
 
 
-async def _stream(server: _Server, conversation: Conversation) -> AsyncIterator[str]:
+async def _stream(server: _Server, conversation: Conversation) -> AsyncIterator[Piece]:
     """Pieces of the answer as they come. Closing it ends the request at the server."""
-    from pdserve.openai.sse import SseDecoder
-
-    body = {"model": server.model, "messages": conversation.to_send(), "stream": True}
-    decoder = SseDecoder()
-    async with _request(server, "POST", "/v1/chat/completions", body | server.settings) as response:
-        async for chunk in response.content.iter_any():
-            for event in decoder.feed(chunk):
-                if event.done:
-                    return
-                if piece := _piece(server, event.data):
-                    yield piece
-    raise ChatError("the connection ended before the answer did")
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("not a string")
-    return value
+    messages = conversation.to_send()
+    async with (
+        _told(server),
+        server.client() as client,
+        client.chat_stream(messages, model=server.model, **server.settings) as answer,
+    ):
+        async for chunk in answer:
+            for choice in chunk.choices:
+                delta = choice.delta
+                if thought := delta.reasoning or delta.reasoning_content:
+                    yield Piece(thought, thought=True)
+                if delta.content:
+                    yield Piece(delta.content)
 
 
 def _printed(text: str) -> str:
@@ -206,61 +206,54 @@ def _printed(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _piece(server: _Server, data: str) -> str:
-    """The text of one chunk. Errors: `ChatError` if it reports one, or is none."""
-    try:
-        chunk = json.loads(data)
-        error = chunk.get("error")
-        if not error:
-            choices = chunk.get("choices") or [{}]
-            return str(choices[0].get("delta", {}).get("content") or "")
-        message = error.get("message", error)
-    except (ValueError, AttributeError, LookupError, TypeError):
-        raise _stranger(server) from None
-    raise ChatError(f"the server failed: {message}")
-
-
-def _stranger(server: _Server) -> ChatError:
-    return ChatError(f"what answers at {server.url} does not speak the OpenAI API")
-
-
 @contextlib.asynccontextmanager
-async def _request(
-    server: _Server, method: str, path: str, body: dict[str, Any] | None = None
-) -> AsyncIterator[aiohttp.ClientResponse]:
-    """One request whose status is good. Errors: `ChatError` in words for a person."""
-    import aiohttp
+async def _told(server: _Server) -> AsyncIterator[None]:
+    """The client's errors in words for a person, as `ChatError`."""
+    from pdserve.client import APIError, BadAnswer, ClientError, ConnectionFailed
 
     try:
-        async with (
-            server.session() as session,
-            session.request(method, server.url + path, json=body) as response,
-        ):
-            if response.status != 200:
-                raise ChatError(await _refusal(response))
-            yield response
-    except aiohttp.ClientConnectorError:
+        yield
+    except APIError as error:
+        raise ChatError(f"refused ({error.status}): {error.message}") from None
+    except BadAnswer:
+        raise ChatError(f"what answers at {server.url} does not speak the OpenAI API") from None
+    except ConnectionFailed as error:
         raise ChatError(
-            f"no server answers at {server.url}: start one with `pdserve` in another terminal, "
-            "or name one with --url"
+            f"{error.message}: start one with `pdserve` in another terminal, or name one with --url"
+            if error.refused
+            else error.message
         ) from None
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ChatError(f"the connection to {server.url} broke: {error}") from None
+    except ClientError as error:
+        raise ChatError(error.message) from None
 
 
-async def _refusal(response: aiohttp.ClientResponse) -> str:
-    """The server's own words, if it is one of ours."""
-    text = await response.text()
-    try:
-        message = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = text[:200] or response.reason
-    return f"refused ({response.status}): {message}"
-
-
-def _show(piece: str) -> None:
-    sys.stdout.write(printable(piece))
+def _show(text: str) -> None:
+    sys.stdout.write(printable(text))
     sys.stdout.flush()
+
+
+class _Shown:
+    """Prints an answer; what the model thinks is dim on a terminal, and left out of a pipe."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._thinking = False
+
+    def piece(self, piece: Piece) -> None:
+        """One more."""
+        if piece.thought and not self._terminal:
+            return
+        self._style(piece.thought)
+        _show(piece.text)
+
+    def close(self) -> None:
+        """Back to plain text."""
+        self._style(False)
+
+    def _style(self, thinking: bool) -> None:
+        if thinking != self._thinking:
+            sys.stdout.write(_DIM if thinking else f"{_PLAIN}\n")
+            self._thinking = thinking
 
 
 def _read_line() -> str | None:

@@ -1,0 +1,316 @@
+"""What a program calls: one method for each thing that a server can be asked.
+
+Owns one session of connections. All methods may be used at once from many tasks of one loop.
+Cancelling a call closes its connection, and the server ends what it was doing for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from pdserve.client.errors import BadAnswer, NotFound, Unavailable
+from pdserve.client.policy import Retries, Timeouts
+from pdserve.client.stream import ChatStream, CompletionStream
+from pdserve.client.transport import Call, Transport
+from pdserve.errors import ConfigError
+from pdserve.ids import new_request_id
+from pdserve.openai.embeddings import EmbeddingList
+from pdserve.openai.responses import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Health,
+    RouteExplanation,
+    Tokenized,
+    Version,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Self, Unpack
+
+    from pdserve.client.fields import (
+        ChatFields,
+        CompletionFields,
+        EmbedFields,
+        Messages,
+        TokenizeFields,
+    )
+    from pdserve.client.policy import Attempt
+    from pdserve.client.transport import Answered
+    from pdserve.ids import Seconds
+
+__all__ = ["Client", "ServedModel"]
+
+T = TypeVar("T")
+_encode = msgspec.json.Encoder().encode
+
+
+class ServedModel(msgspec.Struct, kw_only=True):
+    """One model; only its name is sure to be said by every server."""
+
+    id: str
+    created: int = 0
+    owned_by: str = ""
+    root: str | None = None
+    max_model_len: int | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+
+
+class _ServedModels(msgspec.Struct, kw_only=True):
+    data: list[ServedModel]
+
+
+class Client:
+    """A server of the OpenAI API."""
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8000",
+        api_key: str | None = None,
+        *,
+        model: str | None = None,
+        timeout: Timeouts | Seconds | None = None,
+        retries: Retries | int | None = None,
+        headers: Mapping[str, str] | None = None,
+        random: Random | None = None,
+        watch: Callable[[Attempt], None] | None = None,
+    ) -> None:
+        """Args: `url` may end in `/v1`; `model` is asked where a call names none, by default the
+        first that is served; `timeout` is a number for all of a request, or `Timeouts`; `retries`
+        is how often a request is tried again, or `Retries`; `watch` hears of failed attempts.
+        Errors: `ConfigError` for what is no address."""
+        self.url = address_of(url)
+        self._model = model
+        self._timeouts = _timeouts(timeout, Timeouts())
+        whole = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        policy = Retries(attempts=retries + 1) if isinstance(retries, int) else retries or Retries()
+        self._transport = Transport(
+            self.url, {**whole, **(headers or {})}, policy, random or Random(), watch
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End every connection, and with them what is under way."""
+        await self._transport.close()
+
+    # ---------------------------------------------------------------- generation
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: Timeouts | Seconds | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> ChatCompletion:
+        """The whole answer. Errors: any `ClientError`."""
+        body = {"messages": _messages(messages), "model": model, **fields}
+        return await self._post(_CHAT, body, ChatCompletion, headers, timeout)
+
+    def chat_stream(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: Timeouts | Seconds | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> ChatStream:
+        """The answer as it comes; nothing is asked before it is read."""
+        body = {"messages": _messages(messages), "model": model, **fields}
+        return ChatStream(lambda: self._stream(_CHAT, body, headers, timeout))
+
+    async def complete(
+        self,
+        prompt: str | Sequence[Any],
+        *,
+        model: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: Timeouts | Seconds | None = None,
+        **fields: Unpack[CompletionFields],
+    ) -> Completion:
+        """The whole continuation of a text, of token ids, or of several of either."""
+        body = {"prompt": prompt, "model": model, **fields}
+        return await self._post(_COMPLETION, body, Completion, headers, timeout)
+
+    def complete_stream(
+        self,
+        prompt: str | Sequence[Any],
+        *,
+        model: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: Timeouts | Seconds | None = None,
+        **fields: Unpack[CompletionFields],
+    ) -> CompletionStream:
+        """The continuation as it comes."""
+        body = {"prompt": prompt, "model": model, **fields}
+        return CompletionStream(lambda: self._stream(_COMPLETION, body, headers, timeout))
+
+    async def embed(
+        self,
+        input: str | Sequence[Any],
+        *,
+        model: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: Timeouts | Seconds | None = None,
+        **fields: Unpack[EmbedFields],
+    ) -> EmbeddingList:
+        """The vectors of one or more texts."""
+        body = {"input": input, "model": model, **fields}
+        return await self._post("/v1/embeddings", body, EmbeddingList, headers, timeout)
+
+    # ---------------------------------------------------------------- the small ones
+
+    async def models(self) -> list[ServedModel]:
+        """What is served."""
+        return (await self._get("/v1/models", _ServedModels)).data
+
+    async def model(self, name: str) -> ServedModel:
+        """One of them. Errors: `NotFound`."""
+        return await self._get(f"/v1/models/{quote(name)}", ServedModel)
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        model: str | None = None,
+        **fields: Unpack[TokenizeFields],
+    ) -> Tokenized:
+        """The token ids of a text, or of a conversation as the model would see it."""
+        body: dict[str, Any] = {"model": model, **fields}
+        if prompt is not None:
+            body["prompt"] = prompt
+        if messages is not None:
+            body["messages"] = _messages(messages)
+        return await self._post("/tokenize", body, Tokenized)
+
+    async def detokenize(self, tokens: Sequence[int], *, model: str | None = None) -> str:
+        """The text of token ids."""
+        body = {"tokens": tokens, "model": model}
+        return (await self._post("/detokenize", body, Detokenized)).prompt
+
+    async def route(
+        self, messages: Messages, *, model: str | None = None, **fields: Unpack[ChatFields]
+    ) -> RouteExplanation:
+        """Which worker a router would choose for this chat, and why."""
+        body = {"messages": _messages(messages), "model": model, **fields}
+        return await self._post("/route", body, RouteExplanation)
+
+    async def health(self) -> Health:
+        """How the server is; one that is not ready says so here, too, and is not asked again."""
+        call = self._call("GET", "/health", None, None, None)
+        try:
+            answered = await self._transport.ask(call, retry=False)
+        except Unavailable as error:
+            return _decoded(Health, error.body)
+        return _decoded(Health, await answered.body())
+
+    async def version(self) -> str:
+        """The server's."""
+        return (await self._get("/version", Version)).version
+
+    # ---------------------------------------------------------------- inside
+
+    async def _get(self, path: str, record: type[T]) -> T:
+        answered = await self._transport.ask(self._call("GET", path, None, None, None))
+        return _decoded(record, await answered.body())
+
+    async def _post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        record: type[T],
+        headers: Mapping[str, str] | None = None,
+        timeout: Timeouts | Seconds | None = None,
+    ) -> T:
+        body["model"] = await self._name(body["model"])
+        answered = await self._transport.ask(self._call("POST", path, body, headers, timeout))
+        return _decoded(record, await answered.body())
+
+    async def _stream(
+        self,
+        path: str,
+        body: dict[str, Any],
+        headers: Mapping[str, str] | None,
+        timeout: Timeouts | Seconds | None,
+    ) -> Answered:
+        body["model"] = await self._name(body["model"])
+        whole = {"stream_options": {"include_usage": True}, **body, "stream": True}
+        return await self._transport.ask(self._call("POST", path, whole, headers, timeout))
+
+    async def _name(self, given: str | None) -> str:
+        """The model to ask; found out once."""
+        if given is not None:
+            return given
+        if self._model is None:
+            served = await self.models()
+            if not served:
+                raise NotFound(f"the server at {self.url} serves no model yet", status=404)
+            self._model = served[0].id
+        return self._model
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        headers: Mapping[str, str] | None,
+        timeout: Timeouts | Seconds | None,
+    ) -> Call:
+        given = None if body is None else body.get("request_id")
+        return Call(
+            method=method,
+            path=path,
+            request_id=given or new_request_id(),
+            timeouts=_timeouts(timeout, self._timeouts),
+            body=None if body is None else _encode(body),
+            headers=headers or {},
+        )
+
+
+_CHAT = "/v1/chat/completions"
+_COMPLETION = "/v1/completions"
+
+
+def address_of(url: str) -> str:
+    """The server's URL without the API's own path. Errors: `ConfigError`."""
+    whole = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(whole)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or " " in url:
+        raise ConfigError(f"{url!r} is no address such as http://127.0.0.1:8000")
+    return whole.rstrip("/").removesuffix("/v1")
+
+
+def _messages(messages: Messages) -> Any:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+
+def _timeouts(given: Timeouts | Seconds | None, default: Timeouts) -> Timeouts:
+    if given is None or isinstance(given, Timeouts):
+        return given or default
+    return replace(default, total=given)
+
+
+def _decoded(record: type[T], body: bytes) -> T:
+    try:
+        return msgspec.json.decode(body, type=record)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise BadAnswer(f"the answer is not of the OpenAI API: {error}") from None

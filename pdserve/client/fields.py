@@ -1,0 +1,112 @@
+"""What can be asked, for the type checker: the fields of `pdserve.openai.schema` as keywords.
+
+Records of that module and plain dictionaries are equally good. A test compares the names with the
+records; what the server makes of each is in docs/api.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from pdserve.openai import schema
+
+Plain = Mapping[str, Any]
+Messages = str | Sequence[schema.Message | Plain]
+"""A conversation; a string is one message of the user's."""
+Tools = Sequence[schema.Tool | Plain]
+
+
+class GenerationFields(TypedDict, total=False):
+    """Of chat and plain completions."""
+
+    stream_options: schema.StreamOptions | Plain
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float] | Mapping[str, float]
+    seed: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    min_tokens: int
+    max_tokens: int
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    add_special_tokens: bool
+    return_token_ids: bool
+    priority: int
+    request_id: str
+    cache_salt: str
+    session_id: str
+    user: str
+    echo: bool
+    response_format: schema.ResponseFormat | Plain
+    structured_outputs: schema.StructuredOutputs | Plain
+    prompt_logprobs: int
+    logprob_token_ids: Sequence[int]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    truncate_prompt_tokens: int
+    return_tokens_as_token_ids: bool
+    stream_interval: int
+    repetition_detection: schema.RepetitionDetection | Plain
+
+
+class ChatFields(GenerationFields, total=False):
+    """Of `chat` and `chat_stream`."""
+
+    max_completion_tokens: int
+    logprobs: bool
+    top_logprobs: int
+    tools: Tools
+    tool_choice: schema.ToolChoice | schema.NamedTool | Plain
+    parallel_tool_calls: bool
+    reasoning_effort: schema.ReasoningEffort
+    include_reasoning: bool
+    thinking_token_budget: int
+    documents: Sequence[Plain]
+    chat_template: str
+    chat_template_kwargs: Plain
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+class CompletionFields(GenerationFields, total=False):
+    """Of `complete` and `complete_stream`."""
+
+    logprobs: int
+    best_of: int
+
+
+class EmbedFields(TypedDict, total=False):
+    """Of `embed`."""
+
+    encoding_format: Literal["float", "base64"]
+    dimensions: int
+    add_special_tokens: bool
+    truncate_prompt_tokens: int
+    priority: int
+    cache_salt: str
+    session_id: str
+    request_id: str
+    user: str
+
+
+class TokenizeFields(TypedDict, total=False):
+    """Of `tokenize`."""
+
+    add_special_tokens: bool
+    return_token_strs: bool
+    tools: Tools
+    documents: Sequence[Plain]
+    chat_template: str
+    chat_template_kwargs: Plain
+    add_generation_prompt: bool
+    continue_final_message: bool
