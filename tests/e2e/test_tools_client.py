@@ -184,6 +184,7 @@ def test_a_tool_that_is_not_there_is_refused_by_name(client: Any) -> None:
     assert refused.value.param == "tool_choice.function.name"
 
 
+@pytest.mark.parametrize("server", ["disaggregated"], indirect=True)
 def test_the_example_runs(server: Server) -> None:
     flags = ("--first", "required", "--thoughts", "4", "--max-tokens", "100")
     done = subprocess.run(

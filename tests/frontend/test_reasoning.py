@@ -58,7 +58,7 @@ async def test_reasoning_is_a_field_of_its_own(name):
 @pytest.mark.parametrize("name", CASES)
 async def test_a_stream_adds_up_to_the_whole_answer_wherever_tokens_end(name):
     template, text, _, _ = CASES[name]
-    for seed in range(6):
+    for seed in range(4):
         cuts = random.Random(seed)
         async with serving(text, cuts=cuts, template=template, burst=1 + seed % 3) as client:
             whole = await client.chat()
@@ -128,7 +128,7 @@ async def test_reasoning_can_be_left_out(extra):
 
 async def test_reasoning_and_a_call_of_a_tool():
     text = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}{call('weather', city='Rome')}"
-    for seed in range(6):
+    for seed in range(4):
         async with serving(text, cuts=random.Random(seed)) as client:
             (choice,) = (await client.chat(tools=[WEATHER]))["choices"]
             chunks = await client.chunks(tools=[WEATHER])
