@@ -164,7 +164,7 @@ def test_vectors_outlive_their_worker_and_are_computed_where_they_are_wanted(
         assert raw.headers["x-pdserve-prefill"].startswith("local; ")
         assert "reason=embedding" in raw.headers["x-pdserve-prefill"]
 
-        prompts = [[rng.randrange(3, 200) for _ in range(1500)] for _ in range(48)]
+        prompts = [[rng.randrange(3, 200) for _ in range(1200)] for _ in range(40)]
         answers: list[Any] = []
 
         def ask() -> None:
@@ -181,10 +181,10 @@ def test_vectors_outlive_their_worker_and_are_computed_where_they_are_wanted(
         told = json.loads(answer.text)["usage"]
     assert len(found) == len(prompts)
     hidden_states = oracle(tiny_model)
-    for index in (0, 1, 23, 46, 47):
+    for index in (0, 1, 20, 38, 39):
         theirs = hidden_states(prompts[index]).mean(0)
         assert np.abs(found[index] - theirs).max() < 1e-4
-    assert told["prompt_tokens"] == 48 * 1500
+    assert told["prompt_tokens"] == 40 * 1200
     assert told["prompt_tokens_details"]["cached_tokens"] == 0
     assert told["pdserve"]["migrations"] >= 1
     assert front.metric('pdserve_migrations_total{outcome="completed",reason="worker_lost"}') >= 1

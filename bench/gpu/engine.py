@@ -1,0 +1,333 @@
+"""The torch engine beside the device's limits: decode by bandwidth, prefill by matrix rate.
+
+    bench/gpu/run.sh                                  # all of it, on a GPU, in under ten minutes
+    python bench/gpu/engine.py --dry                  # tiny sizes, on whatever there is
+
+The executor runs plans as the scheduler makes them, with random weights of real sizes in bfloat16.
+A decode step reads every weight and the KV of every sequence once: these bytes per second are
+compared with those of a copy. A prefill's products and attention per second are compared with the
+best product. Both limits are measured in the same call. Times are medians; nothing is a pass or
+fail. What the time does not suffice for is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "engines"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from bench.gpu import limits, shapes
+from bench.machine import facts
+from pdserve.engine.executor import Chunk, StepPlan
+from pdserve.engine.sequence import Sequence
+from pdserve.messages.engine import EngineSpec
+from pdserve.messages.request import GenerateRequest, SamplingParams
+from pdserve_engines.torch.executor import TorchExecutor
+from pdserve_engines.torch.model import TorchModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from collections.abc import Sequence as Seq
+
+    from bench.gpu.limits import Budget, Limits
+    from bench.gpu.shapes import Shape
+
+BLOCK = 32
+ITEM = 2
+"""Bytes of a number in bfloat16."""
+WARM = 3
+"""Steps before those that are timed."""
+LOADING = 60.0
+"""Seconds that have to be left for a model to be begun."""
+SAMPLING = SamplingParams(max_tokens=10**6, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured of each model."""
+
+    models: tuple[str, ...] = ("llama-3.2-1b", "llama-3.1-8b")
+    batches: tuple[int, ...] = (1, 8, 64)
+    contexts: tuple[int, ...] = (512, 2048)
+    """Tokens that each decoding sequence has."""
+    prompts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    steps: int = 30
+    """Of decoding, each timed."""
+
+
+DRY = Plan(("tiny",), (1, 3), (40,), (24, 64), 4)
+
+
+@dataclass(slots=True)
+class Row:
+    """One measurement."""
+
+    model: str
+    what: str
+    seconds: float
+    """Of one step, the median."""
+    rate: float
+    """Tokens per second."""
+    used: float
+    """Of the limit."""
+
+
+@dataclass(slots=True)
+class Report:
+    """All of it."""
+
+    machine: dict[str, str]
+    limits: Limits
+    rows: list[Row] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def main(arguments: Seq[str] | None = None) -> None:
+    """Measure, print, write."""
+    options = _arguments(arguments)
+    device = torch.device(options.device)
+    plan = Plan(models=tuple(options.models))
+    if options.dry:
+        plan = DRY
+        torch.set_num_threads(1)
+    budget = limits.Budget(options.budget)
+    begin = time.perf_counter()
+    found = limits.measure(device, budget, dry=options.dry)
+    report = Report(limits.machine(device), found)
+    try:
+        for model in plan.models:
+            _measure_model(model, plan, device, budget, report)
+    finally:
+        report.left_out = budget.left_out
+        report.machine["seconds"] = f"{time.perf_counter() - begin:.0f}"
+        _write(report, options.out, dry=options.dry)
+
+
+def _arguments(arguments: Seq[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", choices=shapes.SHAPES, default=Plan().models)
+    parser.add_argument("--budget", type=float, default=420.0, help="seconds to measure")
+    parser.add_argument("--out", type=Path, help="folder for gpu.json and gpu.md")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, to see that it works")
+    return parser.parse_args(arguments)
+
+
+def _write(report: Report, folder: Path | None, *, dry: bool) -> None:
+    text = markdown(report, dry=dry)
+    print(text)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "gpu.md").write_text(text)
+        (folder / "gpu.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
+
+
+# ---------------------------------------------------------------- one model
+
+
+def _measure_model(
+    name: str, plan: Plan, device: torch.device, budget: Budget, report: Report
+) -> None:
+    if report.rows and not budget.allows(name, LOADING):
+        return
+    shape = shapes.SHAPES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            engine = Engine(shapes.write(shape, Path(folder)), shape, device, _tokens(plan))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            budget.left_out.append(f"{name}: {_first_line(error)}")
+            return
+        try:
+            for what, measured in _quantities(name, plan, engine, report.limits):
+                if budget.allows(f"{name}, {what}"):
+                    _note(measured, what, name, budget, report)
+        finally:
+            engine.close()
+
+
+def _note(
+    measured: Callable[[], Row], what: str, name: str, budget: Budget, report: Report
+) -> None:
+    try:
+        row = measured()
+    except torch.OutOfMemoryError as error:
+        budget.left_out.append(f"{name}, {what}: {_first_line(error)}")
+        return
+    print(f"{name}, {what}: {row.seconds * 1e3:.2f} ms, {row.used:.1%}", flush=True)
+    report.rows.append(row)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]
+
+
+def _tokens(plan: Plan) -> int:
+    """For which there has to be KV."""
+    widest = max(plan.batches) * (max(plan.contexts) + plan.steps + 2 * BLOCK)
+    return max(widest, max(plan.prompts) + BLOCK)
+
+
+class Engine:
+    """An executor with random weights, and its blocks."""
+
+    def __init__(self, folder: Path, shape: Shape, device: torch.device, tokens: int) -> None:
+        self.shape = shape
+        self.device = device
+        self.executor = TorchExecutor()
+        spec = EngineSpec(
+            engine="torch",
+            model=str(folder),
+            device=str(device),
+            dtype="bfloat16",
+            block_size=BLOCK,
+            threads=torch.get_num_threads(),
+            options={"kernels": "torch"},
+        )
+        self.executor.load(spec, lambda stage, fraction: None)
+        model = self.executor._model
+        assert isinstance(model, TorchModel)
+        with torch.inference_mode():
+            for group in (model._held.params, *model._held.layers):
+                shapes.fill(group.values())
+        self.executor.allocate(self._blocks(tokens))
+        assert self.executor.pool is not None
+        self.executor.pool.tensor.normal_()
+
+    def _blocks(self, tokens: int) -> int:
+        """As many as are wanted, or as fit: what needs more is left out then."""
+        wanted = -(-tokens // BLOCK)
+        if self.device.type != "cuda":
+            return wanted
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return min(wanted, int(0.6 * free) // (BLOCK * self.shape.kv_bytes(ITEM)))
+
+    def sequences(self, count: int, tokens: int, room: int) -> list[Sequence]:
+        """So many, side by side, with blocks for `room` tokens more."""
+        assert self.executor.pool is not None
+        width = -(-(tokens + room) // BLOCK)
+        if count * width > self.executor.pool.num_blocks:
+            raise torch.OutOfMemoryError(f"{count * width} blocks do not fit beside the weights")
+        return [self._sequence(row, tokens, width) for row in range(count)]
+
+    def _sequence(self, row: int, tokens: int, width: int) -> Sequence:
+        prompt = torch.randint(3, self.shape.vocab, (tokens,)).tolist()
+        request = GenerateRequest(request_id=str(row), model="", prompt=prompt, sampling=SAMPLING)
+        blocks = list(range(row * width, (row + 1) * width))
+        return Sequence(row, 0, request, list(prompt), tokens, 0.0, blocks=blocks)
+
+    def step(self, sequences: Seq[Sequence]) -> None:
+        """Compute all that they lack; their next tokens are appended."""
+        chunks = [
+            Chunk(each, each.num_computed, len(each.tokens) - each.num_computed, True)
+            for each in sequences
+        ]
+        result = self.executor.execute(StepPlan(chunks))
+        for each, token in zip(sequences, result.tokens, strict=True):
+            each.num_computed = len(each.tokens)
+            each.tokens.append(token)
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        self.executor.close()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def _quantities(
+    name: str, plan: Plan, engine: Engine, found: Limits
+) -> Iterator[tuple[str, Callable[[], Row]]]:
+    for context, batch in itertools.product(plan.contexts, plan.batches):
+        what = f"decode {batch} × {context}"
+        yield what, partial(_decode, name, what, engine, found, batch, context, plan.steps)
+    for tokens in plan.prompts:
+        what = f"prefill {tokens}"
+        yield what, partial(_prefill, name, what, engine, found, tokens)
+
+
+def _decode(
+    name: str, what: str, engine: Engine, found: Limits, batch: int, context: int, steps: int
+) -> Row:
+    """Steps of a batch whose sequences have `context` tokens, and soon some more."""
+    sequences = engine.sequences(batch, context + 1, WARM + steps + 1)
+    for each in sequences:
+        each.num_computed = context
+    times = limits.timed(
+        lambda: engine.step(sequences), engine.device, warm=WARM, least=steps, most=steps
+    )
+    seconds = statistics.median(times)
+    tokens = batch * (context + WARM + steps // 2)
+    moved = ITEM * engine.shape.step_parameters + tokens * engine.shape.kv_bytes(ITEM)
+    return Row(name, what, seconds, batch / seconds, moved / seconds / found.bandwidth)
+
+
+def _prefill(name: str, what: str, engine: Engine, found: Limits, tokens: int) -> Row:
+    """One prompt in one step, again and again."""
+    (sequence,) = engine.sequences(1, tokens, 1)
+
+    def anew() -> None:
+        sequence.num_computed = 0
+        del sequence.tokens[tokens:]
+        engine.step([sequence])
+
+    seconds = statistics.median(limits.timed(anew, engine.device, warm=2, least=3, most=20))
+    operations = engine.shape.prefill_operations(tokens)
+    return Row(name, what, seconds, tokens / seconds, operations / seconds / found.matmul)
+
+
+# ---------------------------------------------------------------- the report
+
+
+def markdown(report: Report, *, dry: bool = False) -> str:
+    """For people."""
+    found = report.limits
+    lines = ["# The torch engine on an accelerator", ""]
+    lines += ["Made by `bench/gpu/run.sh`.", ""]
+    if dry:
+        lines += ["A dry run with tiny sizes: the numbers mean nothing.", ""]
+    lines += [f"- {name}: {value}" for name, value in report.machine.items()]
+    lines += [f"- {fact}" for fact in facts()]
+    lines += [
+        "",
+        f"Copying moves {found.bandwidth / 1e9:,.1f} GB/s, read and written; the best product in "
+        f"bfloat16 does {found.matmul / 1e12:,.2f} TFLOP/s.",
+        "",
+        "| bytes copied | GB/s | | rows of a product | TFLOP/s |",
+        "|---|---|---|---|---|",
+    ]
+    copies = [f"{size >> 20} MiB | {rate / 1e9:,.1f}" for size, rate in found.copies.items()]
+    products = [f"{rows} | {rate / 1e12:,.2f}" for rows, rate in found.products.items()]
+    for copy, product in itertools.zip_longest(copies, products, fillvalue=" | "):
+        lines.append(f"| {copy} | | {product} |")
+    lines += [
+        "",
+        "A decode step of a batch × context is compared with copying, a prefill with the product.",
+        "",
+        "| model | step | ms, median | tokens/s | of the limit |",
+        "|---|---|---|---|---|",
+    ]
+    for row in report.rows:
+        cells = (row.model, row.what, f"{row.seconds * 1e3:.2f}", f"{row.rate:,.0f}")
+        lines.append(f"| {' | '.join(cells)} | {row.used:.1%} |")
+    if report.left_out:
+        lines += ["", "Not measured:", "", *(f"- {what}" for what in report.left_out)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What a device can do at best: bytes per second of copying, operations per second of multiplying.
+
+    python bench/gpu/limits.py [--device cuda] [--dry]
+
+A copy counts what it reads and what it writes. Both are medians of many repetitions, each waited
+for; of several sizes the best counts, since small ones cannot fill the device. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+COPIES = (64 << 20, 256 << 20, 1 << 30)
+"""Bytes."""
+PRODUCTS = (2048, 4096, 8192, 16384)
+"""Rows and columns of both factors."""
+DRY_COPIES, DRY_PRODUCTS = (1 << 20,), (64, 128)
+SECONDS_EACH = 3.0
+"""So long one quantity is measured at most."""
+
+
+class Budget:
+    """Time that is left of what was given."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+        self.left_out: list[str] = []
+        """What was not measured, and why."""
+
+    @property
+    def left(self) -> float:
+        """Seconds; negative when it is over."""
+        return self._end - time.perf_counter()
+
+    def allows(self, what: str, seconds: float = 0.0) -> bool:
+        """Whether there is time for `what`, which may take so long; if not, it is noted."""
+        if self.left > seconds:
+            return True
+        self.left_out.append(f"{what}: no time was left")
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one device."""
+
+    bandwidth: float
+    """Bytes per second, read and written."""
+    matmul: float
+    """Operations per second in bfloat16; a multiplication and an addition are two."""
+    copies: dict[int, float]
+    """By bytes copied."""
+    products: dict[int, float]
+    """By rows."""
+
+
+def timed(
+    work: Callable[[], object],
+    device: torch.device,
+    *,
+    warm: int = 3,
+    least: int = 5,
+    most: int = 50,
+    seconds: float = SECONDS_EACH,
+) -> list[float]:
+    """How long `work` takes, each time from an idle device to an idle device."""
+    for _ in range(warm):
+        work()
+    settle(device)
+    found: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(found) < least or (len(found) < most and time.perf_counter() < end):
+        begin = time.perf_counter()
+        work()
+        settle(device)
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def settle(device: torch.device) -> None:
+    """Wait until nothing is under way."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(device: torch.device, budget: Budget, *, dry: bool = False) -> Limits:
+    """At least one size of each is measured, whatever the budget says."""
+    copies: dict[int, float] = {}
+    for size in DRY_COPIES if dry else COPIES:
+        if not copies or budget.allows(f"copying {size >> 20} MiB", SECONDS_EACH):
+            copies[size] = 2 * size / _copy(size, device)
+    products: dict[int, float] = {}
+    for rows in DRY_PRODUCTS if dry else PRODUCTS:
+        if not products or budget.allows(f"a product of {rows} rows", SECONDS_EACH):
+            products[rows] = 2 * rows**3 / _product(rows, device)
+    return Limits(max(copies.values()), max(products.values()), copies, products)
+
+
+def _copy(size: int, device: torch.device) -> float:
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return statistics.median(timed(lambda: target.copy_(source), device))
+
+
+def _product(rows: int, device: torch.device) -> float:
+    left, right = (torch.randn(rows, rows, device=device).bfloat16() for _ in range(2))
+    out = torch.empty_like(left)
+    return statistics.median(timed(lambda: torch.matmul(left, right, out=out), device))
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What a result must say about where it was measured."""
+    found = {"torch": torch.__version__, "device": str(device)}
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        found |= {
+            "name": facts.name,
+            "memory": f"{facts.total_memory / 2**30:.1f} GiB",
+            "capability": f"{facts.major}.{facts.minor}",
+            "multiprocessors": str(facts.multi_processor_count),
+            "cuda": str(torch.version.cuda),
+        }
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, to see that it works")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    found = measure(device, Budget(120), dry=options.dry)
+    print(json.dumps({"machine": machine(device), "limits": asdict(found)}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

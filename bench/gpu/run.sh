@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# The GPU tests and the torch engine on CUDA, in one call of under ten minutes, without network.
+#
+#   bench/gpu/run.sh          # results: $OUT, or bench/results (gpu.md, gpu.json, gpu_tests.txt)
+#   bench/gpu/run.sh --dry    # tiny sizes on whatever there is, no tests: to see that it works
+#
+# It needs a checkout and a Python that has torch (2.11 or later for CUDA 13); nothing is built: what
+# the extension would do, its Python twins do. Packages that are missing are named, and what does not
+# need them still runs. Wheels of them in a folder are used if WHEELS names it (default: .whl).
+#
+#   PYTHON=python3  LIMIT=540 (seconds for all)  TESTS=150 (of those, for the tests)  MODELS="…"
+#
+# The status is 0 if what could run ran without failures, 1 otherwise.
+set -u
+cd "$(dirname "$0")/../.." || exit 1
+
+PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-540} TESTS=${TESTS:-150} WHEELS=${WHEELS:-.whl}
+OUT=${OUT:-bench/results} DRY=
+for word in "$@"; do
+  case $word in
+    --dry) DRY=--dry ;;
+    *) sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  esac
+done
+mkdir -p "$OUT" || exit 1
+OUT=$(cd "$OUT" && pwd)
+export PYTHONPATH="$PWD:$PWD/engines${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PDSERVE_PURE=${PDSERVE_PURE-1} HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
+failed=0
+
+if compgen -G "$WHEELS/*.whl" >/dev/null; then
+  site=$(mktemp -d) && trap 'rm -rf "$site"' EXIT
+  "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl &&
+    export PYTHONPATH="$site:$PYTHONPATH"
+fi
+
+left() { echo $((LIMIT - SECONDS)); }
+
+has() { "$PYTHON" bench/gpu/needs.py "$1"; }
+
+# The tests first: they are few, and a wrong engine need not be measured for long.
+run_tests() {
+  local files
+  mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
+  echo "== tests: ${files[*]}"
+  if [ -n "$DRY" ]; then
+    echo "left out: a dry run"
+  elif has tests; then
+    timeout "$TESTS" "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider -p no:xdist --continue-on-collection-errors "${files[@]}" \
+      2>&1 | tee "$OUT/gpu_tests.txt"
+    case ${PIPESTATUS[0]} in
+      0) ;;
+      5) echo "no test was there to run" ;;
+      124) echo "the tests took more than $TESTS s: stopped"; failed=1 ;;
+      *) failed=1 ;;
+    esac
+  else
+    echo "left out: packages are missing" | tee "$OUT/gpu_tests.txt"
+    failed=1
+  fi
+}
+
+run_engine() {
+  echo "== engine"
+  if has engine; then
+    # Half a minute is kept for importing torch and giving memory back.
+    # shellcheck disable=SC2086  # words of MODELS
+    timeout "$(left)" "$PYTHON" bench/gpu/engine.py $DRY --out "$OUT" \
+      --budget "$(($(left) - 30))" ${MODELS:+--models $MODELS} || failed=1
+    return
+  fi
+  failed=1
+  if has limits; then
+    echo "packages are missing: the device's limits alone"
+    timeout "$(left)" "$PYTHON" bench/gpu/limits.py $DRY | tee "$OUT/gpu.json"
+  fi
+}
+
+run_tests
+run_engine
+echo "== $SECONDS s; results in $OUT"
+exit $failed
