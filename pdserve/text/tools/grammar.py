@@ -34,7 +34,7 @@ def call_id() -> str:
 
 def quoted(text: str) -> str:
     """A string of Lark; nothing for the empty one."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return json.dumps(text) if text else ""
 
 
 def guided(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:

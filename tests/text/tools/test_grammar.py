@@ -46,7 +46,7 @@ TOOLS = (
         True,
         query={"type": "string"},
         opt_limit={"type": "integer"},
-        opt_kind={"enum": ["new", "</x>", 'it\'s "q"', ""]},
+        opt_kind={"enum": ["new", "</x>", 'it\'s "q"', "", "é😀\u2028\x7f"]},
         opt_ratio={"type": "number"},
     ),
     tool(
