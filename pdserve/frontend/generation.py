@@ -326,7 +326,9 @@ class Generations:
     async def _stream(self, plan: Plan, exchange: Exchange) -> web.StreamResponse:
         lines = exchange.call.headers + _seed_line(plan)
         wire = EventWire(exchange.call.http, lines, self._config.write_buffer, self._flusher)
-        answer = stream_answer(plan, self._metrics, exchange.arrival, self._time, wire)
+        answer = stream_answer(
+            plan, self._metrics, exchange.arrival, self._time, wire, self.gathered
+        )
         pulse = _Pulse(self._loop, answer, self._config.header_wait)
         pulse.begin(self._time() - exchange.arrival)
         try:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.frontend.answer import Answer, Choice
+from pdserve.frontend.gathered import size_of
 from pdserve.frontend.interval import Interval
 from pdserve.frontend.logprobs import (
     chat_logprobs,
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 
     from pdserve.errors import PdserveError
     from pdserve.frontend.dialect import Dialect
+    from pdserve.frontend.gathered import Gathered
     from pdserve.frontend.plan import Plan, Prompt
     from pdserve.frontend.wire import EventWire
-    from pdserve.ids import Seconds
+    from pdserve.ids import Bytes, Seconds
     from pdserve.messages.request import TokenDelta
     from pdserve.observe.metrics import Metrics
     from pdserve.openai.responses import CompletionLogprobs, FinishReason
@@ -141,9 +143,20 @@ class DialectAnswer(StreamAnswer):
         arrival: Seconds,
         time: Callable[[], Seconds],
         wire: EventWire,
+        gathered: Gathered,
     ) -> None:
+        """`gathered` bounds what the dialect may keep to tell it again at the end."""
         self.dialect = dialect
+        self._gathered = gathered
         super().__init__(plan, metrics, arrival, time, wire)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._gathered.forget(self)
+
+    def grow(self, more: Bytes) -> None:
+        """So much more may be kept."""
+        self._gathered.grow(self, more)
 
     def _choice(self, index: int, prompt: Prompt) -> Choice:
         self._only = DialectChoice(self, index, prompt, self.dialect)
@@ -166,11 +179,12 @@ def stream_answer(
     arrival: Seconds,
     time: Callable[[], Seconds],
     wire: EventWire,
+    gathered: Gathered,
 ) -> StreamAnswer:
     """The kind of answer that a plan asks for."""
     if plan.dialect is None:
         return StreamAnswer(plan, metrics, arrival, time, wire)
-    return DialectAnswer(plan.dialect, plan, metrics, arrival, time, wire)
+    return DialectAnswer(plan.dialect, plan, metrics, arrival, time, wire, gathered)
 
 
 class PlainChoice:
@@ -425,9 +439,15 @@ class PartChoice(RichChoice):
 class DialectChoice(RichChoice):
     """The one choice of an answer that a dialect words."""
 
-    def __init__(self, answer: StreamAnswer, index: int, prompt: Prompt, dialect: Dialect) -> None:
+    def __init__(self, answer: DialectAnswer, index: int, prompt: Prompt, dialect: Dialect) -> None:
         super().__init__(answer, index, prompt)
         self._dialect = dialect
+        self._grow = answer.grow
+
+    def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
+        if delta.logprobs:
+            self._grow(size_of(delta))
+        super().on_delta(delta, now)
 
     @property
     def outcome(self) -> tuple[FinishReason, int | str | None]:

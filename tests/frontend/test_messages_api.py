@@ -232,18 +232,20 @@ async def test_a_last_turn_of_the_assistant_is_gone_on_with():
 
 
 @pytest.mark.parametrize(
-    ("thinking", "mark"),
+    ("thinking", "mark", "budget"),
     [
-        (None, ""),
-        ({"type": "enabled", "budget_tokens": 64}, "!"),
-        ({"type": "adaptive"}, "!"),
-        ({"type": "disabled"}, "?"),
+        (None, "", None),
+        ({"type": "enabled", "budget_tokens": 64}, "!", 64),
+        ({"type": "adaptive"}, "!", None),
+        ({"type": "disabled"}, "?", None),
     ],
 )
-async def test_thinking_is_asked_of_the_template(thinking, mark):
+async def test_thinking_is_asked_of_the_template(thinking, mark, budget):
     async with answering(THINKING) as client:
         answer = await ask(client, thinking=thinking)
+        asked = client.backend.requests[-1].sampling.thinking
     assert prompt(client).endswith(f"assistant:{mark}")
+    assert (asked and asked.budget) == budget
     shown = [block["type"] for block in answer["content"]]
     assert shown == (["text"] if mark == "?" else ["thinking", "text"])
 

@@ -164,6 +164,17 @@ async def test_logprobs_are_those_of_what_is_said():
     assert streamed.output[1].content[0].logprobs == logprobs
 
 
+async def test_logprobs_that_a_stream_tells_again_at_its_end_are_bounded():
+    fields = ASKED | {"top_logprobs": 20, "max_output_tokens": 400}
+    async with frontend(Script(tokens=tokens("word ")), max_answer=100_000) as client:
+        events = await client.events(PATH, fields)
+        assert events[-1].event == "response.failed"
+        assert "bytes" in json.loads(events[-2].data)["message"]
+        assert client.service._generations.gathered.size == 0
+        plain = await client.events(PATH, ASKED | {"max_output_tokens": 400})
+        assert plain[-1].event == "response.incomplete"
+
+
 # ---------------------------------------------------------------------- what the model is given
 
 
