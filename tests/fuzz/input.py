@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["Input"]
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdserve.errors import PdserveError
+
+__all__ = ["Input", "look_at_refusal"]
 
 
 class Input:
@@ -24,3 +30,9 @@ class Input:
         """That many bytes, or what is left."""
         start, self._position = self._position, self._position + size
         return self._data[start : self._position]
+
+
+def look_at_refusal(error: PdserveError) -> None:
+    """It says something, in words that can be sent."""
+    assert error.message
+    json.dumps([error.message, error.param]).encode()

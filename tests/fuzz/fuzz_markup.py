@@ -1,0 +1,99 @@
+"""Fuzz target: what a model may write where calls of tools and reasoning are read.
+
+    python -m tests.fuzz markup -max_total_time=60
+
+Whatever it is and wherever it is cut, each format's parser ends, its parts are in order, and they
+add up to what the uncut text gives.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pdserve.openai.schema import FunctionSpec, Tool
+from pdserve.text.parts import CallArguments, CallBegin, Content, Reasoning, merged
+from pdserve.text.reasoning import REASONING_FORMATS
+from pdserve.text.tools import TOOL_FORMATS
+from tests.fuzz.input import Input
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pdserve.text.parts import Part, PartParser
+
+__all__ = ["PARSERS", "fuzz", "seeds"]
+
+_TYPES: Final = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "object"}}
+TOOLS: Final = [
+    Tool(function=FunctionSpec(name="f", parameters={"type": "object", "properties": _TYPES})),
+    Tool(function=FunctionSpec(name="g.h")),
+]
+PARSERS: Final = [
+    (tool, reasoning, begun)
+    for tool in (None, *sorted(TOOL_FORMATS))
+    for reasoning in (None, *sorted(REASONING_FORMATS))
+    for begun in (False, True)
+    if (tool or reasoning) and not (begun and reasoning is None)
+]
+
+
+def _parser(number: int) -> PartParser:
+    tool, reasoning, begun = PARSERS[number % len(PARSERS)]
+    inner = None if tool is None else TOOL_FORMATS[tool].parser(TOOLS)
+    if reasoning is not None:
+        return REASONING_FORMATS[reasoning].parser(begun, inner)
+    assert inner is not None  # PARSERS has no empty entry
+    return inner
+
+
+def fuzz(data: bytes) -> None:
+    """One input: a parser, how the text is cut, and the text."""
+    source = Input(data)
+    number, step = source.number(), 1 + source.number() % 7
+    text = source.bytes(len(data)).decode(errors="replace")
+    whole = _read(number, [text] if text else [])
+    cut = _read(number, [text[at : at + step] for at in range(0, len(text), step)])
+    assert cut == whole, (cut, whole)
+    _check(whole)
+    assert sum(len(part.text) for part in whole if isinstance(part, Content)) <= len(text)
+
+
+def _read(number: int, texts: Iterable[str]) -> list[Part]:
+    parser = _parser(number)
+    parts: list[Part] = []
+    for text in texts:
+        parts += parser.feed(text)
+    return merged([*parts, *parser.finish()])
+
+
+def _check(parts: list[Part]) -> None:
+    """Calls are numbered as they begin, and arguments are of a call that has begun."""
+    begun = 0
+    for part in parts:
+        match part:
+            case CallBegin(index, name):
+                assert index == begun
+                assert name
+                begun += 1
+            case CallArguments(index, text):
+                assert index < begun
+                assert text
+            case Content(text) | Reasoning(text):
+                assert text
+
+
+_TEXTS: Final = [
+    '<think>\nx\n</think>\n\nhi <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+    "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    '{"name": "f", "parameters": {"b": "\\u00e9"}}; {"name": "g.h", "parameters": {}}',
+    "[f(a=1, b='x\\n', c={'k': [True, None]}), g.h()]",
+    '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
+    '[THINK]x[/THINK][TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g.h[ARGS]{}',
+]
+
+
+def seeds() -> list[bytes]:
+    """Every form's calls for every parser."""
+    return [
+        bytes([number, number]) + text.encode() for number in range(len(PARSERS)) for text in _TEXTS
+    ]
