@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from pdserve.messages.grammar import PARSER_LIMITS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
     from collections.abc import Sequence as Seq
     from pathlib import Path
 
@@ -403,10 +403,13 @@ def make_tokenizer(tokenizer_json: str, vocab_size: int, ends: Seq[TokenId]) -> 
     Errors: `GrammarFault`.
     """
     eos = list(ends) or None
-    try:
-        return _guarded(lambda: LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos))
-    except ValueError as error:
-        raise GrammarFault(f"grammars cannot be followed with this tokenizer: {error}") from None
+    problem: Exception | None = None
+    for size in (vocab_size, None):  # a model may have fewer rows than that has tokens
+        try:
+            return _guarded(partial(LLTokenizer, tokenizer_json, n_vocab=size, eos_token=eos))
+        except ValueError as error:
+            problem = problem or error
+    raise GrammarFault(f"grammars cannot be followed with this tokenizer: {problem}")
 
 
 def _guarded(function: Callable[[], T]) -> T:
@@ -426,16 +429,24 @@ _PLAINEST = 4
 what closes strings and lists is among them."""
 
 
-def pick(mask: bytes, words: Seq[TokenId], number: int, ends: Iterable[TokenId]) -> TokenId:
+def pick(
+    mask: bytes,
+    words: Seq[TokenId],
+    number: int,
+    ends: Iterable[TokenId],
+    without: Container[TokenId] = (),
+) -> TokenId:
     """One allowed token, chosen by `number`: an end as soon as one may come, else often one of
-    `words`, and now and then one that leads out of what has begun."""
-    allowed = [
+    `words`, and now and then one that leads out of what has begun. None of `without`, if anything
+    else is left."""
+    every = [
         byte << 3 | bit
         for byte, bits in enumerate(mask)
         if bits
         for bit in range(8)
         if bits >> bit & 1
     ]
+    allowed = [token for token in every if token not in without] or every
     known = set(allowed)
     over = [end for end in ends if end in known]
     if over:

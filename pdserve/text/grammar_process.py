@@ -201,10 +201,13 @@ def main() -> None:
 def _learned(job: _Vocabulary) -> tuple[LLTokenizer | None, _Outcome]:
     from llguidance import LLTokenizer  # in the child only: the parent never needs it
 
-    try:
-        return LLTokenizer(job.tokenizer_json.decode(), n_vocab=job.vocab_size), _Outcome("")
-    except ValueError as error:
-        return None, _Outcome("", str(error))
+    problem = ""
+    for size in (job.vocab_size, None):  # a model may have fewer rows than that has tokens
+        try:
+            return LLTokenizer(job.tokenizer_json.decode(), n_vocab=size), _Outcome("")
+        except ValueError as error:
+            problem = problem or str(error)
+    return None, _Outcome("", problem)
 
 
 def _outcome(job: _Job, tokenizer: LLTokenizer) -> _Outcome:
