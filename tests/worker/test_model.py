@@ -21,6 +21,8 @@ FILES = {
     "tokenizer.json": b"{}",
     "model.safetensors": b"\0" * 300_000,
     "modeling_evil.py": b"raise SystemExit",
+    "consolidated.safetensors": b"\0" * 9,
+    "tokenizer.model.v3": b"\0",
 }
 
 
@@ -163,6 +165,8 @@ async def test_a_hub_model_is_downloaded_once_and_then_found_offline(hub, monkey
     assert model.name == REPO
     assert (model.path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert not (model.path / "modeling_evil.py").exists()
+    assert not (model.path / "consolidated.safetensors").exists()
+    assert (model.path / "tokenizer.model.v3").exists()
     assert stages
     assert all(stage == f"downloading {REPO}" for stage, _ in stages)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
