@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.engine.executor import KvLayout, ModelInfo, StepPlan, StepResult
+from pdserve.engine.guide import (
+    GrammarFault,
+    Guides,
+    guided_features,
+    is_guided,
+    read_tokenizer,
+)
 from pdserve.engine.region import layout_of, region_in_memory
 from pdserve_engines.sim.content import Content, Digests, Nothing
 from pdserve_engines.sim.core import SimCore
 from pdserve_engines.sim.settings import Options, Vocabulary, parse_options, read_model
 from pdserve_engines.sim.timing import Noise, Preset, preset_of, read_timing
-from pdserve_engines.sim.tokens import EMBEDDING_SIZE, ENTRY_BYTES, made_up
+from pdserve_engines.sim.tokens import EMBEDDING_SIZE, ENTRY_BYTES, guided, made_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -45,6 +52,8 @@ class SimExecutor:
     def __init__(self) -> None:
         self.content: Content | None = None
         self._capacity = 1
+        self._guides: Guides | None = None
+        """None with an invented vocabulary: it has no text that could fit anything."""
 
     def make_core(self, clock: Clock, mover: Mover | None = None) -> SimCore:
         """See `engine.load`."""
@@ -68,6 +77,11 @@ class SimExecutor:
             progress("pretending to load", 0.5)
             time.sleep(options.load_time)
         info = _model_info(spec, options, preset, self.vocabulary)
+        if info.features:
+            # In the core's thread, for time here is what the clock says.
+            self._guides = Guides(
+                read_tokenizer(Path(spec.model)), info.vocab_size, info.eos_token_ids, inline=True
+            )
         self._region_layout = layout_of(info)
         if not options.content:
             self._region_layout = msgspec.structs.replace(
@@ -95,20 +109,29 @@ class SimExecutor:
             content.copy(source, destination)
         tokens: list[TokenId] = []
         logprobs: list[TokenLogprob | None] = []
-        for chunk in plan.chunks:
+        faults: dict[int, str] = {}
+        for index, chunk in enumerate(plan.chunks):
             content.write(chunk)
             if chunk.samples:
                 token = content.next_token(chunk.sequence)
+                try:
+                    token = self._guided(chunk.sequence, token)
+                except GrammarFault as fault:
+                    faults[index] = str(fault)
                 tokens.append(token)
                 logprobs.append(self._logprob(chunk.sequence, token))
         vectors = {i: content.vector(c.sequence) for i, c in enumerate(plan.chunks) if c.vector}
-        return StepResult(tokens, logprobs, self._prompt_logprobs(plan), embeddings=vectors)
+        return StepResult(tokens, logprobs, self._prompt_logprobs(plan), faults, vectors)
 
     def release(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
             self._content.release(sequence)
+            if self._guides is not None:
+                self._guides.release(sequence.key)
 
     def close(self) -> None:
+        if self._guides is not None:
+            self._guides.close()
         if self.content is not None:
             self.content.close()
             self.content = None
@@ -144,9 +167,20 @@ class SimExecutor:
     def foresee(self, sequence: Sequence, steps: int) -> list[TokenId]:
         """The next output tokens, `steps` at most, up to and with one that may end the sequence;
         empty if they have to be computed one by one."""
-        if sequence.request.sampling.logprobs is not None:
+        sampling = sequence.request.sampling
+        if sampling.logprobs is not None or is_guided(sampling):
             return []
         return self._content.foreseen(sequence, steps)
+
+    def _guided(self, sequence: Sequence, word: TokenId) -> TokenId:
+        """The word, or what may come instead. Errors: `GrammarFault`."""
+        sampling = sequence.request.sampling
+        if self._guides is None or not is_guided(sampling):
+            return word
+        mask = self._guides.allowed(sequence)
+        if mask is None:
+            return word
+        return guided(self.vocabulary.words, word, mask, sampling, sequence.num_output)
 
     def _logprob(self, sequence: Sequence, token: TokenId) -> TokenLogprob | None:
         top = sequence.request.sampling.logprobs
@@ -198,5 +232,6 @@ def _model_info(
         weight_bytes=preset.weight_bytes,
         kv_memory=blocks * layout.block_bytes,
         compat_hash=f"sim {vocabulary.model_type} {vocabulary.size} {layout}",
+        features=() if options.vocab else guided_features(Path(spec.model)),
         embedding_size=EMBEDDING_SIZE,
     )

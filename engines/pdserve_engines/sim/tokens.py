@@ -11,11 +11,14 @@ import struct
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from pdserve.engine.guide import pick
+from pdserve.engine.sequence import Sequence
 from pdserve.messages.request import TokenLogprob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
+    from pdserve.engine.guide import Guides
     from pdserve.ids import TokenId
     from pdserve.messages.request import GenerateRequest, SamplingParams
     from pdserve_engines.sim.settings import Vocabulary
@@ -25,6 +28,7 @@ __all__ = [
     "ENTRY_BYTES",
     "chosen",
     "entry_of",
+    "guided",
     "made_up",
     "reference_tokens",
     "start_of",
@@ -110,6 +114,19 @@ def chosen(words: Seq[TokenId], number: int, sampling: SamplingParams, position:
     return words[number % size]
 
 
+# ---------------------------------------------------------------- with a guide
+
+
+def guided(
+    words: Seq[TokenId], word: TokenId, mask: bytes, sampling: SamplingParams, position: int
+) -> TokenId:
+    """What `word` becomes where only some tokens may come: another one that depends on it."""
+    state = blake2b(struct.pack("<II", word, position), digest_size=8)
+    number = int.from_bytes(state.digest(), "little")
+    without = _masked(sampling, position)
+    return pick(mask, words, number, stop_ids(sampling) or sampling.eos_token_ids, without)
+
+
 # ---------------------------------------------------------------- with content
 
 
@@ -129,9 +146,17 @@ def digested(digest: bytes, request: GenerateRequest, choice: int) -> int:
 
 
 def reference_tokens(
-    request: GenerateRequest, vocabulary: Vocabulary, choice: int = 0, *, content: bool
+    request: GenerateRequest,
+    vocabulary: Vocabulary,
+    choice: int = 0,
+    *,
+    content: bool,
+    guides: Guides | None = None,
 ) -> list[TokenId]:
-    """The output of one choice, computed alone and without blocks; includes given output."""
+    """The output of one choice, computed alone and without blocks; includes given output.
+
+    `guides`: for a request that follows a grammar or a bound on its reasoning; nobody else's.
+    """
     sampling, words = request.sampling, vocabulary.words
     output = list(request.output[choice]) if request.output else []
     stops = stop_ids(sampling)
@@ -149,10 +174,17 @@ def reference_tokens(
                 state.update(entry)
             computed = len(tokens)
             number = digested(state.digest(), request, choice)
-            output.append(chosen(words, number, sampling, position))
+            word = chosen(words, number, sampling, position)
         else:
-            output.append(word_at(words, start, position, sampling))
+            word = word_at(words, start, position, sampling)
+        mask = None if guides is None else guides.allowed(_alone(request, choice, output))
+        output.append(word if mask is None else guided(words, word, mask, sampling, position))
     return output
+
+
+def _alone(request: GenerateRequest, choice: int, output: list[TokenId]) -> Sequence:
+    prompt = request.prompt
+    return Sequence(-1, choice, request, [*prompt, *output], len(prompt), arrival=0.0)
 
 
 def _ended(output: list[TokenId], stops: frozenset[TokenId], sampling: SamplingParams) -> bool:
