@@ -191,6 +191,7 @@ class EngineCore:
             max_waiting=spec.max_waiting,
             unfilled=spec.transfer.unfilled if spec.transfer is not None else 0.0,
             embeds=info.embedding_size > 0,
+            generates=info.generates,
         )
         progress(Progress(stage="allocating KV blocks"))
         self._executor.allocate(sizing.num_blocks)

@@ -59,6 +59,8 @@ class ModelInfo:
     features: tuple[str, ...] = ()
     """As in `ModelCard`."""
     embedding_size: int = 0
+    generates: bool = True
+    """False: it has no output layer, vectors are all it makes."""
 
 
 @dataclass(slots=True)

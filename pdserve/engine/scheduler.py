@@ -78,6 +78,8 @@ class SchedulerLimits:
     """Of the pool, at most so much is set aside for prompts that others prefill."""
     embeds: bool = False
     """The executor makes vectors."""
+    generates: bool = True
+    """The executor makes text."""
 
     def __post_init__(self) -> None:
         if self.max_sequences < 1 or self.max_waiting < 1 or self.max_model_len < 2:
@@ -183,6 +185,11 @@ class Scheduler:
 
     def _build(self, handle: int, request: GenerateRequest, now: Seconds) -> list[Sequence]:
         limits = self.limits
+        if not (limits.generates or request.pooling):
+            raise InvalidRequest(
+                "this model has no output layer: it makes vectors (/v1/embeddings), not text",
+                param="model",
+            )
         check_request(
             request,
             max_model_len=limits.max_model_len,

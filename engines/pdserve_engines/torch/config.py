@@ -37,6 +37,14 @@ ARCHITECTURES: Mapping[str, Family] = {
     "Gemma3ForConditionalGeneration": "gemma3",
 }
 
+BARE: Mapping[str, Family] = {
+    "LlamaModel": "llama",
+    "Qwen2Model": "qwen2",
+    "Qwen3Model": "qwen3",
+    "MistralModel": "mistral",
+}
+"""As models made for embeddings call themselves: what comes after the final norm is not theirs."""
+
 _GEMMA3_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -111,6 +119,9 @@ class ModelConfig:
     embed_scale: float = 1.0
     query_scalar: float | None = None
     """Scores are divided by its root; None: by that of `head_dim`."""
+    headless: bool = False
+    """There may be, and once its tensors are known, there is no output layer: it makes vectors,
+    not text. `tied` is then said to be."""
 
     @property
     def groups(self) -> int:
@@ -185,6 +196,7 @@ def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
         out_norms=gemma3,
         embed_scale=math.sqrt(hidden) if gemma3 else 1.0,
         query_scalar=number(raw, "query_pre_attn_scalar") if gemma3 else None,
+        headless=not BARE.keys().isdisjoint(raw.get("architectures") or ()),
     )
 
 
@@ -203,8 +215,9 @@ def _read_json(path: Path) -> Json:
 def _family(raw: Json) -> Family:
     names = raw.get("architectures") or []
     for name in names:
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+        family = ARCHITECTURES.get(name) or BARE.get(name)
+        if family is not None:
+            return family
     found = ", ".join(map(str, names)) or "none"
     raise UnsupportedCheckpoint(
         f"config.json: architecture {found} is not supported; served are "
@@ -228,6 +241,11 @@ def _gemma3_text(raw: Json) -> Json:
 
 
 def _refuse_the_unbuilt(raw: Json, family: Family) -> None:
+    if raw.get("is_causal") is False or flag(raw, "use_bidirectional_attention"):
+        raise UnsupportedCheckpoint(
+            "config.json: its tokens see those after them (is_causal, use_bidirectional_attention),"
+            " which is not supported"
+        )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedCheckpoint(f"config.json: quantization_config ({method}) is not supported")

@@ -119,6 +119,8 @@ class TorchExecutor:
         torch.set_num_threads(settings.threads)
         with Checkpoint(directory) as checkpoint:
             checkpoint.entries = weights.canonical(checkpoint.entries)
+            embeds = (directory / "modules.json").exists()
+            config = weights.settle_head(config, checkpoint.entries, embeds=embeds)
             weights.check(config, checkpoint.entries)
             model = make_model(config, settings, progress)
             weights.load(config, checkpoint, model.place, progress)

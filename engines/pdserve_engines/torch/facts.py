@@ -48,6 +48,7 @@ def model_info(
         ),
         compat_hash=compat_hash(config, layout, dtype, identity),
         embedding_size=config.hidden_size,
+        generates=not config.headless,
         features=("bans", *guided_features(Path(spec.model))),
     )
 

@@ -8,7 +8,7 @@ models decide where a tensor goes and in which form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,6 +127,15 @@ def canonical(entries: Mapping[str, Entry]) -> dict[str, Entry]:
         else:
             named[f"model.{name.removeprefix(stem)}" if name.startswith(stem) else name] = entry
     return named
+
+
+def settle_head(config: ModelConfig, entries: Mapping[str, Entry], *, embeds: bool) -> ModelConfig:
+    """Whether there is an output layer. `embeds`: the checkpoint's other files say that it was made
+    for vectors; of any other a missing layer is missing."""
+    missing = not config.tied and "lm_head.weight" not in entries
+    if missing and (config.headless or embeds):
+        return replace(config, tied=True, headless=True)
+    return replace(config, headless=False)
 
 
 def check(config: ModelConfig, entries: Mapping[str, Entry]) -> None:

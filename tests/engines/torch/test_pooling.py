@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from pdserve import accel
 from pdserve.clock import ManualClock
 from pdserve.engine.core import EngineCore
 from pdserve.engine.load import load_core
-from pdserve.errors import StepFailed
+from pdserve.errors import InvalidRequest, StepFailed, UnsupportedCheckpoint
 from pdserve.messages.request import GenerateRequest, Pooling, SamplingParams
 from pdserve.testing.inline import InlineEngine
 from pdserve_engines.torch.executor import TorchExecutor
@@ -22,6 +23,8 @@ from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint, oracle_gene
 from tests.engines.torch.driver import spec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pdserve.messages.engine import EngineSpec, EngineStats
     from pdserve.testing.ledger import Ledger
 
@@ -210,3 +213,49 @@ def test_a_vector_without_numbers_is_a_failure(
     ledger = engine.submit(wants(prompt_of(9), pooling))
     engine.run()
     check(ledger)
+
+
+@pytest.mark.parametrize(("name", "tied"), [("qwen3", False), ("qwen3_biased", True)])
+@pytest.mark.parametrize("files", [True, False])
+def test_a_checkpoint_without_an_output_layer_makes_vectors(
+    tmp_path: Path, name: str, tied: bool, files: bool
+) -> None:
+    """As `transformers` saves a bare model: other names of tensors, perhaps no table to choose
+    tokens by. What it has in common with a damaged one is not taken for it."""
+    model = checkpoint(name)[1].model
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3Model"]
+    if files:
+        config["architectures"] = ["Qwen3ForCausalLM"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "modules.json").write_text("[]")
+    core = load_core("torch", ManualClock())
+    engine = InlineEngine(core, spec(tmp_path, block_size=BLOCK, kv_memory=1 << 20))
+    ledger = engine.submit(wants(prompt_of(20), "mean"))
+    said = engine.submit(text(prompt_of(5), 3))
+    engine.run()
+    check(ledger, name)
+    if tied:
+        assert len(said.tokens[0]) == 3
+    else:
+        assert isinstance(said.error, InvalidRequest)
+        assert "vectors" in said.error.message
+    assert engine.close() == 0
+
+
+def test_a_table_that_is_missing_without_a_word_is_missing(tmp_path: Path) -> None:
+    checkpoint("qwen3")[1].model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["Qwen3ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    core = load_core("torch", ManualClock())
+    with pytest.raises(UnsupportedCheckpoint, match=r"lm_head\.weight is missing"):
+        core.load(spec(tmp_path), lambda progress: None)
+    core.close()
+    config["is_causal"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    core = load_core("torch", ManualClock())
+    with pytest.raises(UnsupportedCheckpoint, match="is_causal"):
+        core.load(spec(tmp_path), lambda progress: None)
+    core.close()
