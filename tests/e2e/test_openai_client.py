@@ -305,3 +305,25 @@ def test_texts_are_scored_as_lm_eval_asks(client, tiny_model):
             )
         ]
         assert greedy == (own.squeeze(1) == rows.amax(-1)).tolist()
+
+
+def test_what_may_be_said_is_the_callers_to_choose(client):
+    """By the engine itself: of two tokens one is said, until a bad word leaves but the other."""
+    allowed = {"allowed_token_ids": [70, 80], "return_token_ids": True}
+    (choice,) = complete(client, extra_body=allowed).choices
+    assert set(choice.token_ids) <= {70, 80}
+    both = allowed | {"bad_words": [choice.text[:1]], "logprob_token_ids": [5, 6]}
+    (other,) = complete(client, extra_body=both, logprobs=0).choices
+    first, second = choice.token_ids[0], other.token_ids[0]
+    assert {first, second} == {70, 80}
+    assert set(other.token_ids) == {second}
+    assert all(len(top) == 3 for top in other.logprobs.top_logprobs)  # the two, and what was said
+
+
+def test_a_prompt_is_scored_beside_the_answer_as_an_echo_scores_it(client):
+    (echoed,) = complete(client, echo=True, logprobs=0).choices
+    (scored,) = complete(client, extra_body={"prompt_logprobs": 0}).choices
+    first, *rest = scored.prompt_logprobs
+    assert first is None
+    told = [entry["logprob"] for scores in rest for entry in scores.values()]
+    assert told == echoed.logprobs.token_logprobs[1 : len(rest) + 1]
