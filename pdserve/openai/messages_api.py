@@ -15,7 +15,15 @@ from pdserve.openai.decode import RequestDecoder
 from pdserve.openai.extensions import Extensions
 from pdserve.openai.fields import Refusal
 from pdserve.openai.responses import Served
-from pdserve.openai.schema import MAX_STOPS, MaxTokens, StopString, Temperature, TokenCount, TopP
+from pdserve.openai.schema import (
+    MAX_STOPS,
+    MaxTokens,
+    StopString,
+    Temperature,
+    TokenCount,
+    TopP,
+    says,
+)
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
@@ -93,35 +101,55 @@ class CountTokensRequest(Extensions, kw_only=True):
     """The body of `POST /v1/messages/count_tokens`: any body of `/v1/messages`, or that without
     `max_tokens`."""
 
-    messages: Annotated[list[InputMessage], Meta(min_length=1)]
+    messages: Annotated[
+        Annotated[list[InputMessage], Meta(min_length=1)],
+        says(
+            "The conversation; contents are texts or blocks. A last one of the assistant goes on."
+        ),
+    ]
     model: str | None = None
-    system: str | list[Block] | None = None
-    max_tokens: MaxTokens | None = None
-    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    system: Annotated[
+        str | list[Block] | None, says("Stands before the conversation, as the system's message.")
+    ] = None
+    max_tokens: Annotated[MaxTokens | None, says("Output tokens at most.")] = None
+    stop_sequences: Annotated[
+        Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None,
+        says("Strings that end the answer, wherever they lie between tokens."),
+    ] = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     tools: Annotated[list[MessagesTool], Meta(max_length=128)] | None = None
-    tool_choice: MessagesToolChoice | None = None
-    thinking: ThinkingConfig | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
-    """An older place of `output_config.format`."""
+    tool_choice: Annotated[
+        MessagesToolChoice | None, says("`auto`, `any`, `none`, or `tool` with its name.")
+    ] = None
+    thinking: Annotated[
+        ThinkingConfig | None,
+        says(
+            "`enabled` with `budget_tokens`, `adaptive` or `disabled`; else the template decides."
+        ),
+    ] = None
+    output_config: Annotated[
+        OutputConfig | None, says("`effort`, for the template, and `format`, a JSON schema.")
+    ] = None
+    output_format: Annotated[
+        OutputFormat | None, says("An older place of `output_config.format`.")
+    ] = None
     stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-    """Without effect."""
-    cache_control: dict[str, Any] | None = None
-    """Without effect: prefixes are cached in any case."""
-    service_tier: str | None = None
-    """Without effect."""
+    cache_control: Annotated[
+        dict[str, Any] | None, says("Without effect: prefixes are cached in any case.")
+    ] = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """The body of `POST /v1/messages`."""
 
-    max_tokens: MaxTokens
+    max_tokens: Annotated[MaxTokens, says("Output tokens at most.")]
 
 
-_NO_EDITS = ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+_NO_EDITS: tuple[object, ...] = (
+    {"edits": []},
+    {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+)
 
 REFUSED_BY_MESSAGES: dict[str, Refusal] = {
     "container": Refusal("no code is run here; leave it out"),

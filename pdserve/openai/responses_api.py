@@ -25,6 +25,7 @@ from pdserve.openai.schema import (
     TokenCount,
     TopLogprobs,
     TopP,
+    says,
 )
 
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
@@ -107,33 +108,45 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
 class ResponsesRequest(Extensions, kw_only=True):
     """The body of `POST /v1/responses`."""
 
-    input: str | list[InputItem]
+    input: Annotated[str | list[InputItem], says("A text, or the conversation as items.")]
     model: str | None = None
-    instructions: str | None = None
-    """Comes first, as the system's message."""
-    max_output_tokens: MaxTokens | None = None
+    instructions: Annotated[
+        str | None, says("Stands before the conversation, as the system's message.")
+    ] = None
+    max_output_tokens: Annotated[
+        MaxTokens | None,
+        says("Output tokens at most; the model's recommendation, else what fits the context."),
+    ] = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, says("Without effect.")] = None
     tools: Annotated[list[ResponsesTool], Meta(max_length=128)] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
-    top_logprobs: TopLogprobs | None = None
-    include: Annotated[list[str], Meta(max_length=32)] | None = None
-    """`message.output_text.logprobs` asks for logprobs; the others for nothing that there is."""
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
-    """Told again in the answer."""
+    text: Annotated[TextConfig | None, says("What the text has to look like, as `format`.")] = None
+    reasoning: Annotated[
+        ReasoningConfig | None, says("`effort` is handed to the template; the rest has no effect.")
+    ] = None
+    top_logprobs: Annotated[
+        TopLogprobs | None, says("Alternatives at each place; asks for logprobs by itself.")
+    ] = None
+    include: Annotated[
+        Annotated[list[str], Meta(max_length=32)] | None,
+        says(
+            "`message.output_text.logprobs` asks for logprobs; other known words for nothing that "
+            "there is."
+        ),
+    ] = None
+    metadata: Annotated[
+        Annotated[dict[str, str], Meta(max_length=16)] | None, says("Told again in the answer.")
+    ] = None
     user: str | None = None
-    truncation: str | None = None
-    """Only `disabled`."""
-    max_tool_calls: int | None = None
-    """Without effect: it limits tools that the server would call itself."""
-    background: bool | None = None
-    store: bool | None = None
-    """Without effect: nothing is stored, and answers say so."""
+    truncation: Annotated[str | None, says("Only `disabled`.")] = None
+    max_tool_calls: Annotated[
+        int | None, says("Without effect: it limits tools that a server would call itself.")
+    ] = None
+    background: Annotated[bool | None, says("Only false.")] = None
     stop: Stop | None = None
     thinking_token_budget: TokenCount | None = None
 
