@@ -241,8 +241,9 @@ def check_bans(request: GenerationRequest, card: ModelCard) -> None:
     """Whether the model's engine does what the request wants of single tokens, and whether another
     field wants something else of them. Errors: `InvalidRequest`."""
     for field in ("allowed_token_ids", "bad_words", "logprob_token_ids"):
-        if getattr(request, field) is None:
-            continue
+        asked = getattr(request, field)
+        if not asked and (asked is None or field != "allowed_token_ids"):
+            continue  # a list of nothing asks for nothing, unless it lists what is allowed
         if "bans" not in card.features:
             raise InvalidRequest(
                 f"'{field}' is not supported by the engine of '{card.name}'; leave it out",
@@ -325,7 +326,7 @@ def _logprob_token_ids(
     request: ChatRequest | CompletionRequest, card: ModelCard
 ) -> tuple[int, ...]:
     ids = request.logprob_token_ids
-    if ids is None:
+    if not ids:
         return ()
     if _logprobs(request) is None:
         raise InvalidRequest(

@@ -283,3 +283,11 @@ def test_a_pattern_is_at_most_as_long_as_the_longest():
     with pytest.raises(InvalidRequest) as caught:
         repetition(chat(repetition_detection=wrong))
     assert caught.value.param == "repetition_detection.min_pattern_size"
+
+
+def test_a_list_of_nothing_asks_for_nothing():
+    nothing = chat(bad_words=[], logprob_token_ids=[], response_format={"type": "json_object"})
+    check_bans(nothing, CARD)
+    assert params(nothing).logprob_token_ids == ()
+    with pytest.raises(InvalidRequest):
+        check_bans(chat(allowed_token_ids=[]), CARD)
