@@ -78,5 +78,8 @@ run_engine() {
 
 run_tests
 run_engine
+if [ $failed -ne 0 ] && ! has engine >/dev/null; then
+  echo "put wheels of what is missing, made for this Python and this machine, into $WHEELS"
+fi
 echo "== $SECONDS s; results in $OUT"
 exit $failed

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.engine.executor import Chunk
 from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Sequence
 from pdserve.kv.block_pool import BlockPool
+from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.exactness import SCENARIOS, Scenario, broken_off, mixed_requests
 from pdserve_engines.sim import SimExecutor
 from pdserve_engines.sim.content import Digests
 from pdserve_engines.sim.settings import Options, read_model
-from pdserve_engines.sim.tokens import reference_tokens
+from pdserve_engines.sim.tokens import EMBEDDING_SIZE, reference_tokens
 from tests.engines.sim.driver import Driver, request, spec
 
 if TYPE_CHECKING:
-    from pdserve.engine.sequence import Sequence
-    from pdserve.messages.request import GenerateRequest
+    from pdserve.messages.request import Pooling
 
 SPEC = spec(content="on")
 PLAIN = spec()
@@ -175,3 +177,42 @@ def test_a_cached_block_that_is_not_what_its_name_says_shows():
         assert ledgers[second].finishes[0].cached_tokens > 0  # type: ignore[union-attr]
     assert [ledgers[first].tokens] == reference([wanted], content=True)
     assert ledgers[second].tokens != ledgers[first].tokens
+
+
+def test_a_vector_depends_on_every_byte_of_every_block() -> None:
+    """However the prompt was cut; and not on what lies beyond it."""
+    digests = Digests(VOCABULARY.words, 4, 4)
+    found = set()
+    ways: list[tuple[Pooling, tuple[int, ...]]] = [("last", (10,)), ("last", (3, 7))]
+    for pooling, cuts in (*ways, ("mean", (10,)), ("mean", (1, 9))):
+        sequence = pooled(pooling)
+        start = 0
+        for count in cuts:
+            digests.write(Chunk(sequence, start, count, False))
+            start += count
+        found.add(digests.vector(sequence))
+        digests.release(sequence)
+    assert len(found) == 2
+    for block, byte in ((0, 0), (1, 63), (2, 15)):
+        sequence = pooled("last")
+        digests.write(Chunk(sequence, 0, 9, False))
+        digests.release(sequence)
+        digests.memory.view(block)[byte] ^= 1
+        digests.write(Chunk(sequence, 9, 1, False))
+        found.add(digests.vector(sequence))
+        digests.release(sequence)
+    assert len(found) == 5
+    assert all(len(vector) == 4 * EMBEDDING_SIZE for vector in found)
+    digests.close()
+
+
+def pooled(pooling: Pooling) -> Sequence:
+    """Ten tokens in three blocks, to become a vector."""
+    request = GenerateRequest(
+        request_id="r",
+        model="m",
+        prompt=list(range(10)),
+        sampling=SamplingParams(max_tokens=1),
+        pooling=pooling,
+    )
+    return Sequence(1, 0, request, list(range(10)), 10, 0.0, blocks=[0, 1, 2], pools=True)
