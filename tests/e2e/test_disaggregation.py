@@ -210,6 +210,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 1.1, "frequency_penalty": 0.6, "repetition_penalty": 1.2},
     "bias": {"logit_bias": {"700": 5.0, "701": -100.0}},
     "choices": {"n": 3, "temperature": 1.2, "seed": 5},
+    "a grammar": {
+        "structured_outputs": {"regex": "[0-9]{3}(, [0-9]{3}){9}"},
+        "temperature": 1.0,
+        "seed": 9,
+        "n": 2,
+        "max_tokens": 30,
+    },
     "one token": {"max_tokens": 1},
     "choices of one token": {"max_tokens": 1, "n": 4, "temperature": 1.0, "seed": 8},
 }

@@ -146,6 +146,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3, "temperature": 0.7, "seed": 3},
     "penalties": {"presence_penalty": 1.1, "frequency_penalty": 0.6, "repetition_penalty": 1.2},
     "bias": {"logit_bias": {700: 5.0, 701: -100.0}, "min_tokens": 30},
+    "a grammar": {
+        "grammar": "start: /[0-9]+(, [0-9]+)*/",
+        "eos_token_ids": (3,),
+        "temperature": 1.0,
+        "seed": 9,
+    },
 }
 
 
