@@ -27,6 +27,8 @@ SOURCES = {
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 ASYNCIO = {
+    "pdserve/cli/bench/command.py": "a run on a loop of its own",
+    "pdserve/cli/bench/runner.py": "sends requests by a schedule, and takes times",
     "pdserve/cli/chat.py": "one HTTP conversation, on a loop of its own",
     "pdserve/cli/disagg.py": "a question and some answers, on a loop of its own",
     "pdserve/cli/drain.py": "asks again until nodes have gone",

@@ -26,12 +26,12 @@ COMMANDS = {
     "disagg": ("pdserve.cli.disagg", "how decode workers choose where prompts are computed"),
     "drain": ("pdserve.cli.drain", "take nodes away without losing a request"),
     "simulate": ("pdserve.cli.simulate", "what a cluster would do with a trace of requests"),
+    "bench": ("pdserve.cli.bench.command", "load a server, and how it bore it"),
     "doctor": ("pdserve.cli.doctor", "what this machine has, and what pdserve will use"),
     "config": ("pdserve.cli.config", "the settings in force, and where each comes from"),
     "version": ("pdserve.cli.version", "the version"),
 }
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-UNBUILT = ("bench",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,8 +91,6 @@ def _command(arguments: list[str]) -> Callable[[list[str]], int]:
 def _unknown(name: str) -> ConfigError:
     import difflib
 
-    if name in UNBUILT:
-        return ConfigError(f"sub-command {name!r} is not built yet")
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ""
     return ConfigError(f"unknown sub-command {name!r}{hint} (try pdserve --help)")

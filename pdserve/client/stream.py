@@ -46,6 +46,8 @@ class Stream(Generic[C]):
         self._answered: Answered | None = None
         self._held = False
         self._text: list[str] = []
+        self.length = 0
+        """Characters of all choices, of their reasoning and of their calls so far."""
         self.usage: Usage | None = None
         """The last that came: of the whole answer at its end, if the server sends it."""
         self.finish_reason: str | None = None
@@ -168,12 +170,16 @@ class Stream(Generic[C]):
     def _note(self, chunk: C) -> None:
         if chunk.usage is not None:
             self.usage = chunk.usage
+        self.length += self._length_of(chunk)
         for choice in chunk.choices:
             if choice.index == 0:
                 self._text.append(self._text_of(chunk))
                 self.finish_reason = choice.finish_reason or self.finish_reason
 
     def _text_of(self, chunk: C) -> str:
+        raise NotImplementedError
+
+    def _length_of(self, chunk: C) -> int:
         raise NotImplementedError
 
 
@@ -186,6 +192,14 @@ class ChatStream(Stream[ChatChunk]):
     def _text_of(self, chunk: ChatChunk) -> str:
         return "".join(c.delta.content or "" for c in chunk.choices if c.index == 0)
 
+    def _length_of(self, chunk: ChatChunk) -> int:
+        length = 0
+        for choice in chunk.choices:
+            delta = choice.delta
+            length += len(delta.content or "") + len(delta.reasoning or "")
+            length += sum(len(call.function.arguments or " ") for call in delta.tool_calls or ())
+        return length
+
 
 class CompletionStream(Stream[Completion]):
     """Of `Client.complete_stream`."""
@@ -195,3 +209,6 @@ class CompletionStream(Stream[Completion]):
 
     def _text_of(self, chunk: Completion) -> str:
         return "".join(c.text for c in chunk.choices if c.index == 0)
+
+    def _length_of(self, chunk: Completion) -> int:
+        return sum(len(choice.text) for choice in chunk.choices)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from pdserve import __version__
-from pdserve.cli.main import COMMANDS, UNBUILT, main
+from pdserve.cli.main import COMMANDS, main
 from pdserve.cli.serve import make_parser
 from pdserve.launch import exit_codes
 from pdserve.launch.options import GROUPS, OPTIONS, UNBUILT_ROLES
@@ -66,7 +66,6 @@ def test_what_is_not_built_is_absent_from_help():
         (["--port", "1", "stray"], "unexpected argument 'stray'"),
         (["chatt"], "unknown sub-command 'chatt', did you mean 'chat'?"),
         (["xyzzy"], "unknown sub-command 'xyzzy' (try pdserve --help)"),
-        (["bench"], "sub-command 'bench' is not built yet"),
         (["drain"], "the following arguments are required: NODE[,NODE]"),
         (["drain", ""], "a name of a node is empty: give names as `pdserve status` shows them"),
         (["drain", "w,"], "a name of a node is empty"),
@@ -115,10 +114,6 @@ def test_every_command_has_a_help_of_its_own(capsys):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert "usage: pdserve" in capsys.readouterr().out
-
-
-def test_commands_and_unbuilt_ones_are_apart():
-    assert not set(COMMANDS) & set(UNBUILT)
 
 
 def test_help_imports_nothing_heavy():

@@ -212,7 +212,7 @@ async def test_silence_within_a_stream_has_a_deadline():
 
 
 @pytest.mark.parametrize(
-    ("timeouts", "stage"), [(Timeouts(first=0.05), "first"), (Timeouts(total=0.05), "total")]
+    ("timeouts", "stage"), [(Timeouts(first=0.4), "first"), (Timeouts(total=0.4), "total")]
 )
 async def test_silence_before_an_answer_has_a_deadline_and_no_second_attempt(timeouts, stage):
     async with scripted(b"HTTP/1.1 200 OK\r\n", hold=True) as server:

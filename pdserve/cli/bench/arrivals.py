@@ -1,0 +1,41 @@
+"""When requests are sent in an open loop: a rate and how even it is. Pure, from a seed."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.ids import Seconds
+
+__all__ = ["arrivals", "shape_of"]
+
+
+def shape_of(text: str) -> float:
+    """Of the gamma distribution between arrivals: 1 for `poisson`, 0 for `even`, or as
+    `gamma:SHAPE` says; below 1 is burstier than Poisson. Errors: `ConfigError`."""
+    if text in ("poisson", "even"):
+        return 1.0 if text == "poisson" else 0.0
+    kind, _, number = text.partition(":")
+    try:
+        shape = float(number)
+    except ValueError:
+        shape = 0.0
+    if kind != "gamma" or not 0 < shape < 1e6:
+        raise ConfigError(f"--arrivals: {text!r} is not poisson, even or gamma:SHAPE")
+    return shape
+
+
+def arrivals(rate: float, shape: float, seed: int) -> Iterator[Seconds]:
+    """Moments since the begin, without end. Args: `rate` is per second, `shape` of `shape_of`."""
+    if not shape:
+        yield from (number / rate for number in itertools.count())
+    random, at = Random(f"arrivals {seed}"), 0.0
+    while True:
+        yield at
+        at += random.gammavariate(shape, 1 / (rate * shape))

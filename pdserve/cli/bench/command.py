@@ -1,0 +1,446 @@
+"""`pdserve bench`: flags to a run, and a run to a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve import __version__
+from pdserve.cli.bench.arrivals import arrivals, shape_of
+from pdserve.cli.bench.report import comparison, plain, report
+from pdserve.cli.bench.summary import Slo, slo_of, summarise
+from pdserve.cli.bench.workload import Ask, generated, length, of_file, of_trace, warm_up
+from pdserve.cli.parser import Parser
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.launch import exit_codes, units
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+    from pdserve.cli.bench.runner import Load, Run, Target
+    from pdserve.client import Client
+    from pdserve.ids import Seconds
+
+__all__ = ["run"]
+
+_DRAW_EVERY: Final[Seconds] = 0.2
+_BAR: Final = 30
+_DEFAULT_REQUESTS: Final = 100
+
+
+class BenchError(PdserveError):
+    """Nothing can be measured."""
+
+
+def run(arguments: list[str]) -> int:
+    """Load the server, print a table, write what was asked for."""
+    parsed = _parser().parse(arguments)
+    if parsed.compare:
+        print(_compared(*map(Path, parsed.compare)))
+        return exit_codes.OK
+    plan = _plan(parsed)
+    if parsed.plot:
+        from pdserve.sim.replay.plot import check_library
+
+        check_library()
+    _check_writable(parsed)
+    measured, server = _measured(parsed, plan)
+    numbers = summarise(measured.records, measured.pace, plan.slo)
+    print(report(numbers))
+    if parsed.json:
+        _write(Path(parsed.json), _as_json(parsed, server, numbers, measured))
+    if parsed.plot:
+        from pdserve.cli.bench.plot import draw
+
+        draw(measured.records, Path(parsed.plot), _title(parsed, server))
+    return exit_codes.OK if numbers["completed"] else exit_codes.FAILED
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "pdserve bench",
+        "Load a server of the OpenAI API and tell how it bore it: time to the first token, gaps\n"
+        "between tokens, throughput, goodput. Times are taken here, tokens are the server's count.",
+        "PDSERVE_URL and PDSERVE_API_KEY stand in for --url and --api-key. Ctrl-C ends it in order "
+        "and reports\nwhat there is.",
+    )
+    _add_target(parser.add_argument_group("target: who is asked"))
+    _add_workload(parser.add_argument_group("workload: what is asked"))
+    _add_load(parser.add_argument_group("load: when it is asked"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--slo", metavar="LIMITS", default="", help=_SLO)
+    output.add_argument("--json", metavar="FILE", help="Write every request and number there.")
+    output.add_argument("--plot", metavar="FILE", help="Draw a PNG: times, and load over time.")
+    output.add_argument("--compare", metavar="FILE", nargs=2, help="Two JSON files side by side.")
+    return parser
+
+
+_SLO: Final = (
+    "Count requests as good within these milliseconds, such as ttft=500,itl=50,e2e=10000; itl is "
+    "the mean gap of a request."
+)
+
+
+def _add_target(group: argparse._ArgumentGroup) -> None:
+    url = os.environ.get("PDSERVE_URL", "http://127.0.0.1:8000")
+    group.add_argument("--url", default=url, metavar="URL", help=f"The server. [{url}]")
+    key = os.environ.get("PDSERVE_API_KEY", "")
+    group.add_argument("--api-key", default=key, metavar="KEY", help="If the server asks for one.")
+    group.add_argument("--model", default="", metavar="NAME", help="[the first one served]")
+    group.add_argument(
+        "--endpoint",
+        choices=("chat", "completions", "embeddings"),
+        help="[chat with --prompts, else completions]",
+    )
+    group.add_argument(
+        "--timeout", default="600s", metavar="TIME", help="Of one request in all. [600s]"
+    )
+    group.add_argument(
+        "--retries", default="0", metavar="N", help="Of what is refused or unreachable. [0]"
+    )
+
+
+def _add_workload(group: argparse._ArgumentGroup) -> None:
+    source = group.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="Lines of text, or JSON lines with prompt or messages, and max_tokens.",
+    )
+    source.add_argument("--trace", metavar="FILE", help="Mooncake's JSONL or Azure's CSV.")
+    group.add_argument("--input-tokens", default="512", metavar="LENGTH", help=_LENGTH + " [512]")
+    group.add_argument("--output-tokens", default="128", metavar="LENGTH", help="As above. [128]")
+    group.add_argument(
+        "--shared-prefix", default="0", metavar="N", help="Tokens before that all share. [0]"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="Answers are exactly as long as asked for."
+    )
+    group.add_argument("--temperature", type=float, metavar="X", help="Of sampling. [the server's]")
+    group.add_argument(
+        "--vocabulary", default="32000", metavar="N", help="Made-up ids are below. [32000]"
+    )
+    group.add_argument("--seed", default="0", metavar="N", help="Of all that is drawn. [0]")
+
+
+_LENGTH: Final = (
+    "Of made-up prompts: N, uniform:A:B, normal:MEAN:DEVIATION, lognormal:MEDIAN:SIGMA or "
+    "exponential:MEAN."
+)
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    kind = group.add_mutually_exclusive_group()
+    kind.add_argument("--concurrency", metavar="N", help="Closed loop: so many callers. [8]")
+    kind.add_argument("--rate", metavar="X", help="Open loop: requests per second.")
+    group.add_argument(
+        "--arrivals",
+        default="poisson",
+        metavar="HOW",
+        help="Of --rate: poisson, even or gamma:SHAPE. [poisson]",
+    )
+    group.add_argument(
+        "--speed", default="1", metavar="X", help="Of a trace's own moments, so many times. [1]"
+    )
+    group.add_argument("--requests", metavar="N", help="In all. [the file's; 100 of made-up ones]")
+    group.add_argument("--duration", metavar="TIME", help="Nothing is sent after it.")
+    group.add_argument(
+        "--warmup", default="2", metavar="N", help="Short requests before, left out. [2]"
+    )
+    group.add_argument(
+        "--max-in-flight", default="1024", metavar="N", help="Open loop: more are dropped. [1024]"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    target: Target
+    load: Load
+    asks: Iterator[Ask]
+    total: int
+    """Requests to be sent; 0: not known."""
+    warm: list[Ask]
+    slo: Slo | None
+    timeout: Seconds
+    retries: int
+
+
+def _plan(parsed: argparse.Namespace) -> _Plan:
+    """All flags, read before anything is asked. Errors: `ConfigError`."""
+    from pdserve.cli.bench.runner import Load, Target
+
+    endpoint = parsed.endpoint or ("chat" if parsed.prompts else "completions")
+    duration = _duration("--duration", parsed.duration) if parsed.duration else None
+    open_loop = parsed.rate or (parsed.trace and not parsed.concurrency)
+    concurrency = 0 if open_loop else _count("--concurrency", parsed.concurrency or "8", 1)
+    fields = {} if parsed.temperature is None else {"temperature": parsed.temperature}
+    words = endpoint == "chat"
+    vocabulary = _count("--vocabulary", parsed.vocabulary, 32)
+    asks, total = _asks(parsed, words, vocabulary, endless=duration is not None)
+    if parsed.rate:
+        asks = _timed(parsed, asks)
+    return _Plan(
+        Target(endpoint=endpoint, fields=fields, exact=parsed.ignore_eos),
+        Load(
+            concurrency=concurrency,
+            most_in_flight=_count("--max-in-flight", parsed.max_in_flight, 1),
+            duration=duration,
+        ),
+        asks,
+        total,
+        list(warm_up(_count("--warmup", parsed.warmup), words=words, vocabulary=vocabulary)),
+        slo_of(parsed.slo),
+        _duration("--timeout", parsed.timeout),
+        _count("--retries", parsed.retries),
+    )
+
+
+def _asks(
+    parsed: argparse.Namespace, words: bool, vocabulary: int, *, endless: bool
+) -> tuple[Iterator[Ask], int]:
+    """What is asked, and how much of it, 0 for not known."""
+    most = _count("--requests", parsed.requests, 1) if parsed.requests else 0
+    seed = _count("--seed", parsed.seed)
+    outputs = length("--output-tokens", parsed.output_tokens)
+    if parsed.trace:
+        return _traced(parsed, words, vocabulary, most)
+    asks: Iterator[Ask]
+    if parsed.prompts:
+        listed = of_file(Path(parsed.prompts), _fixed(parsed.output_tokens))
+        _check_prompts(listed, chat=words)
+        asks, default = itertools.cycle(listed), len(listed)
+    else:
+        asks, default = (
+            generated(
+                length("--input-tokens", parsed.input_tokens),
+                outputs,
+                shared_prefix=_count("--shared-prefix", parsed.shared_prefix),
+                words=words,
+                vocabulary=vocabulary,
+                seed=seed,
+            ),
+            _DEFAULT_REQUESTS,
+        )
+    total = most or (0 if endless else default)
+    return (itertools.islice(asks, total), total) if total else (asks, 0)
+
+
+def _check_prompts(asks: list[Ask], *, chat: bool) -> None:
+    """Errors: `ConfigError` for what the endpoint does not take."""
+    for ask in asks:
+        lists = isinstance(ask.prompt, list)
+        messages = lists and isinstance(ask.prompt[0], dict)
+        if lists and messages != chat:
+            wrong = "`messages` need --endpoint chat" if messages else "token ids are not for chat"
+            raise ConfigError(f"--prompts, request {ask.number + 1}: {wrong}")
+
+
+def _fixed(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _traced(
+    parsed: argparse.Namespace, words: bool, vocabulary: int, most: int
+) -> tuple[Iterator[Ask], int]:
+    from pdserve.sim.traces.load import open_trace
+    from pdserve.sim.traces.shape import Shape, shaped
+
+    shape = Shape(speed=_number("--speed", parsed.speed), limit=most)
+    trace = open_trace(Path(parsed.trace))
+    total = sum(1 for _ in shaped(trace, shape))  # also finds every bad line before the run
+    return of_trace(shaped(trace, shape), words=words, vocabulary=vocabulary), total
+
+
+def _timed(parsed: argparse.Namespace, asks: Iterator[Ask]) -> Iterator[Ask]:
+    """The rate's moments instead of the workload's."""
+    shape, rate = shape_of(parsed.arrivals), _number("--rate", parsed.rate)
+    moments = arrivals(rate, shape, _count("--seed", parsed.seed))
+    return (
+        Ask(ask.number, ask.prompt, ask.max_tokens, at)
+        for at, ask in zip(moments, asks, strict=False)
+    )
+
+
+def _count(flag: str, text: str, least: int = 0) -> int:
+    try:
+        return units.parse_count(text, least)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def _number(flag: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise ConfigError(f"{flag}: {text!r} is no number above 0")
+    return value
+
+
+def _duration(flag: str, text: str) -> Seconds:
+    try:
+        return units.parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+# ---------------------------------------------------------------- the run
+
+
+def _measured(parsed: argparse.Namespace, plan: _Plan) -> tuple[Run, dict[str, Any]]:
+    from pdserve.client import ClientError
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        try:
+            return runner.run(_load(parsed, plan))
+        except ClientError as error:
+            raise BenchError(f"{parsed.url}: {error.message}") from None
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+async def _load(parsed: argparse.Namespace, plan: _Plan) -> tuple[Run, dict[str, Any]]:
+    from pdserve.cli.bench.runner import Load, Run, measure
+    from pdserve.client import Client, Timeouts
+
+    timeouts = Timeouts(first=plan.timeout, between=plan.timeout, total=plan.timeout)
+    key, model = parsed.api_key or None, parsed.model or None
+    async with Client(
+        parsed.url, key, model=model, timeout=timeouts, retries=plan.retries
+    ) as client:
+        server = await _facts(client, model)
+        if plan.warm:
+            warmed = await measure(client, plan.target, Load(concurrency=2), iter(plan.warm))
+            if warmed.pace.interrupted:
+                return Run(pace=warmed.pace), server
+        progress = _Progress(plan.total, plan.load.duration)
+        measured = await measure(client, plan.target, plan.load, plan.asks, progress.show)
+        progress.close()
+    return measured, server
+
+
+async def _facts(client: Client, model: str | None) -> dict[str, Any]:
+    """Who is measured. Errors: `ClientError` if nobody is there."""
+    from pdserve.client import ClientError
+
+    served = [one.id for one in await client.models()]
+    try:
+        version = await client.version()
+    except ClientError:
+        version = ""  # a server of another make
+    return {
+        "url": client.url,
+        "model": model or (served[0] if served else ""),
+        "served": served,
+        "version": version,
+    }
+
+
+class _Progress:
+    """One line on a terminal's standard error; nothing elsewhere."""
+
+    def __init__(self, total: int, duration: Seconds | None) -> None:
+        self._total = total
+        self._duration = duration
+        self._shown = sys.stderr.isatty()
+        self._next = 0.0
+
+    def show(self, run: Run) -> None:
+        """How far it is; drawn now and then."""
+        if self._shown and (moment := time.monotonic()) >= self._next:
+            self._next = moment + _DRAW_EVERY
+            sys.stderr.write(f"\r{self.line(run)}\x1b[K")
+            sys.stderr.flush()
+
+    def line(self, run: Run) -> str:
+        """Its words."""
+        whole = run.ended / self._total if self._total else 0.0
+        if self._duration:
+            whole = max(whole, run.now() / self._duration)
+        full = min(_BAR, int(_BAR * whole))
+        of = f"/{self._total}" if self._total else ""
+        return (
+            f"[{'#' * full}{'.' * (_BAR - full)}] {run.ended}{of} requests, "
+            f"{run.in_flight} in flight, {run.now():.0f} s"
+        )
+
+    def close(self) -> None:
+        """Take it away."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+
+
+# ---------------------------------------------------------------- files
+
+
+def _as_json(
+    parsed: argparse.Namespace, server: dict[str, Any], numbers: dict[str, Any], measured: Run
+) -> str:
+    hidden = ("json", "plot", "api_key", "compare", "url")
+    settings = {name: value for name, value in vars(parsed).items() if name not in hidden}
+    whole = {
+        "settings": settings,
+        "server": server,
+        "client": {
+            "version": __version__,
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "cpus": os.cpu_count(),
+        },
+        "summary": numbers,
+        "requests": [plain(record) for record in measured.records],
+    }
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def _title(parsed: argparse.Namespace, server: dict[str, Any]) -> str:
+    load = f"{parsed.rate}/s" if parsed.rate else f"concurrency {parsed.concurrency or 8}"
+    if parsed.trace and not parsed.rate and not parsed.concurrency:
+        load = f"{Path(parsed.trace).name} at {parsed.speed}x"
+    return f"{server['model']}, {load}, seed {parsed.seed}"
+
+
+def _compared(first: Path, second: Path) -> str:
+    numbers = []
+    for path in (first, second):
+        try:
+            numbers.append(json.loads(path.read_bytes())["summary"])
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{path} is not what --json writes") from None
+    return comparison((first.name, second.name), *numbers)
+
+
+def _check_writable(parsed: argparse.Namespace) -> None:
+    """Before the work, not after it."""
+    for path in (Path(one) for one in (parsed.json, parsed.plot) if one):
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"{path} cannot be written: {reason}") from None

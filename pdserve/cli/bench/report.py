@@ -1,0 +1,114 @@
+"""A run's numbers as a person reads them, and two runs side by side. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.cli.bench.summary import warnings_of
+from pdserve.cli.conversation import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pdserve.cli.bench.record import Record
+
+__all__ = ["comparison", "plain", "report"]
+
+_COLUMNS: Final = ("mean", "p50", "p90", "p95", "p99", "max")
+_TIMES: Final = (
+    ("first token, ms", "ttft"),
+    ("between tokens, ms", "itl"),
+    ("  mean of a request", "tpot"),
+    ("whole answer, ms", "e2e"),
+)
+
+
+def report(numbers: dict[str, Any]) -> str:
+    """Everything on one screen."""
+    return "\n".join([*_heads(numbers), "", *_table(numbers), "", *_tails(numbers)])
+
+
+def _heads(numbers: dict[str, Any]) -> Iterator[str]:
+    end = ", interrupted" if numbers["interrupted"] else ""
+    yield (
+        f"{numbers['completed']} of {numbers['requests']} requests answered in "
+        f"{numbers['seconds']:.2f} s{end}"
+    )
+    for kind, count in sorted(numbers["errors"].items()):
+        yield f"  {count} failed: {printable(kind)}"
+
+
+def _table(numbers: dict[str, Any]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("", *_COLUMNS)]
+    for name, key in _TIMES:
+        if values := numbers[key]:
+            rows.append((name, *(f"{values[column] * 1e3:.2f}" for column in _COLUMNS)))
+    return _lines(rows)
+
+
+def _tails(numbers: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"throughput    {numbers['requests_per_second']:.2f} requests/s, "
+        f"{numbers['output_tokens_per_second']:.1f} output tokens/s"
+    )
+    prompt, output = numbers["prompt_tokens"], numbers["output_tokens"]
+    yield f"tokens        {prompt} of prompts, {output} of answers"
+    if numbers["cached_tokens"]:
+        share = numbers["cached_tokens"] / max(1, numbers["prompt_tokens"])
+        yield f"cached        {numbers['cached_tokens']} prompt tokens ({share:.1%})"
+    if numbers["good"] is not None:
+        yield (
+            f"goodput       {numbers['good']} requests ({numbers['good_share']:.1%}), "
+            f"{numbers['goodput']:.2f}/s"
+        )
+    if numbers["retries"]:
+        yield f"retries       {numbers['retries']}"
+    if numbers["workers"]:
+        counts = ", ".join(f"{printable(name)} {n}" for name, n in numbers["workers"].items())
+        yield f"by worker     {counts}"
+    slip, lag = (numbers[key].get("p99", 0.0) * 1e3 for key in ("slip", "lag"))
+    yield (
+        f"generator     {numbers['cpu_share']:.0%} of a core; sent late by {slip:.2f} ms, "
+        f"loop late by {lag:.2f} ms (p99)"
+    )
+    for warning in warnings_of(numbers):
+        yield f"WARNING: {warning}"
+
+
+def plain(record: Record) -> dict[str, Any]:
+    """One request for JSON, seconds since the run's begin."""
+    return {name: getattr(record, name) for name in record.__slots__} | {
+        "ttft": record.ttft,
+        "tpot": record.tpot,
+        "e2e": record.e2e,
+    }
+
+
+def comparison(names: Sequence[str], first: dict[str, Any], second: dict[str, Any]) -> str:
+    """The second run's numbers over the first's."""
+    rows: list[tuple[str, ...]] = [("", *names, "ratio")]
+    for key in ("requests_per_second", "output_tokens_per_second", "goodput", "completed"):
+        rows += _ratio(key.replace("_", " "), first.get(key), second.get(key), 1.0)
+    for name, key in _TIMES:
+        for column in ("p50", "p90", "p99"):
+            a, b = (one.get(key, {}).get(column) for one in (first, second))
+            rows += _ratio(f"{name.strip()} {column}", a, b, 1e3)
+    return "\n".join(_lines(rows))
+
+
+def _ratio(name: str, a: float | None, b: float | None, scale: float) -> Iterator[tuple[str, ...]]:
+    if a is None or b is None:
+        return
+    ratio = f"{b / a:.3f}" if a else "-"
+    yield (name, f"{a * scale:.2f}", f"{b * scale:.2f}", ratio)
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

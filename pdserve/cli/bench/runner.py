@@ -1,0 +1,217 @@
+"""Sends requests and takes times: a closed loop of so many callers, or an open one by schedule.
+
+An open loop never waits for answers: at `most_in_flight` a request is dropped and counted, and how
+much later than intended requests were sent is measured. Cancelling ends what is under way, and what
+there is is returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pdserve.cli.bench.record import Record
+from pdserve.cli.bench.summary import Pace
+from pdserve.client import ClientError
+from pdserve.client.errors import APIError, StreamBroken
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.cli.bench.workload import Ask
+    from pdserve.client import Client
+    from pdserve.ids import Seconds
+    from pdserve.openai.responses import Usage
+
+__all__ = ["Load", "Run", "Target", "measure"]
+
+_TICK: Seconds = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What each request is like."""
+
+    endpoint: str = "completions"
+    """chat, completions or embeddings."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Of every request, such as `ignore_eos`."""
+    exact: bool = False
+    """Answers are as long as asked for: `ignore_eos` and `min_tokens`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How requests follow each other."""
+
+    concurrency: int = 0
+    """Callers, each with one request at a time; 0: an open loop, by the workload's moments."""
+    most_in_flight: int = 1024
+    duration: Seconds | None = None
+    """Nothing is sent after it."""
+
+
+@dataclass(slots=True)
+class Run:
+    """What has been measured so far."""
+
+    records: list[Record] = field(default_factory=list)
+    pace: Pace = field(default_factory=Pace)
+    in_flight: int = 0
+    ended: int = 0
+    begin: Seconds = field(default_factory=time.perf_counter)
+
+    def now(self) -> Seconds:
+        """Since the begin."""
+        return time.perf_counter() - self.begin
+
+
+async def measure(
+    client: Client,
+    target: Target,
+    load: Load,
+    asks: Iterator[Ask],
+    show: Callable[[Run], None] = lambda run: None,
+) -> Run:
+    """Send all of `asks`. Cancellation: ends the requests under way, and returns what there is."""
+    run = Run()
+    cpu = time.process_time()
+    watch = asyncio.create_task(_watch(run, show))
+    try:
+        async with asyncio.TaskGroup() as group:
+            if load.concurrency:
+                for _ in range(load.concurrency):
+                    group.create_task(_caller(client, target, load, asks, run))
+            else:
+                await _schedule(group, client, target, load, asks, run)
+    except asyncio.CancelledError:
+        run.pace.interrupted = True
+        task = asyncio.current_task()
+        if task is not None:
+            task.uncancel()
+    finally:
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+    run.pace.cpu_share = (time.process_time() - cpu) / max(run.now(), 1e-9)
+    return run
+
+
+async def _caller(
+    client: Client, target: Target, load: Load, asks: Iterator[Ask], run: Run
+) -> None:
+    for ask in asks:
+        if load.duration is not None and run.now() >= load.duration:
+            return
+        run.in_flight += 1
+        await _one(client, target, ask, run, run.now())
+
+
+async def _schedule(
+    group: asyncio.TaskGroup,
+    client: Client,
+    target: Target,
+    load: Load,
+    asks: Iterator[Ask],
+    run: Run,
+) -> None:
+    for ask in asks:
+        at = ask.at or 0.0
+        if load.duration is not None and at >= load.duration:
+            return
+        # Sleeps even when late: answers must be read while requests are sent.
+        await asyncio.sleep(max(0.0, at - run.now()))
+        if run.in_flight >= load.most_in_flight:
+            run.pace.dropped += 1
+            continue
+        run.in_flight += 1
+        group.create_task(_one(client, target, ask, run, at))
+
+
+async def _one(client: Client, target: Target, ask: Ask, run: Run, intended: Seconds) -> None:
+    record = Record(ask.number, intended, sent=run.now())
+    run.records.append(record)
+    try:
+        if target.endpoint == "embeddings":
+            await _embed(client, ask, record)
+        else:
+            await _generate(client, target, ask, record, run)
+    except ClientError as error:
+        record.error, record.message = _kind(error), error.message
+        record.attempts = error.attempts
+    except asyncio.CancelledError:
+        record.error = "cancelled"
+        raise
+    finally:
+        record.ended = run.now()
+        run.in_flight -= 1
+        run.ended += 1
+
+
+async def _generate(client: Client, target: Target, ask: Ask, record: Record, run: Run) -> None:
+    fields = _fields(target, ask)
+    prompt: Any = ask.prompt
+    stream: Any = (
+        client.chat_stream(prompt, **fields)
+        if target.endpoint == "chat"
+        else client.complete_stream(prompt, **fields)
+    )
+    async with stream:
+        record.attempts = stream.attempts
+        record.worker = stream.headers.get("x-pdserve-worker", "")
+        length = 0
+        async for chunk in stream:
+            running = None if chunk.usage is None else chunk.usage.completion_tokens
+            brought = stream.length > length
+            length = stream.length
+            record.on_chunk(run.now(), running, brought)
+    record.finish_reason = stream.finish_reason or ""
+    _on_usage(record, stream.usage)
+
+
+def _fields(target: Target, ask: Ask) -> dict[str, Any]:
+    fields = {
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        **target.fields,
+    }
+    if ask.max_tokens is not None:
+        fields["max_tokens"] = ask.max_tokens
+        if target.exact:
+            fields |= {"ignore_eos": True, "min_tokens": ask.max_tokens}
+    return fields
+
+
+def _on_usage(record: Record, usage: Usage | None) -> None:
+    record.output_tokens = record.seen
+    if usage is None:
+        return
+    record.prompt_tokens = usage.prompt_tokens
+    record.output_tokens = usage.completion_tokens
+    if usage.prompt_tokens_details is not None:
+        record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+
+
+async def _embed(client: Client, ask: Ask, record: Record) -> None:
+    prompt: Any = ask.prompt
+    answer = await client.embed(prompt)
+    record.prompt_tokens = answer.usage.prompt_tokens
+
+
+def _kind(error: ClientError) -> str:
+    if isinstance(error, APIError):
+        return f"{error.status} {error.code or type(error).__name__}"
+    if isinstance(error, StreamBroken) and error.error is not None:
+        return f"stream broken: {error.error.code or type(error.error).__name__}"
+    return type(error).__name__
+
+
+async def _watch(run: Run, show: Callable[[Run], None]) -> None:
+    """Measures how late the loop is, and shows how it goes."""
+    while True:
+        before = run.now()
+        await asyncio.sleep(_TICK)
+        run.pace.lags.append(max(0.0, run.now() - before - _TICK))
+        show(run)

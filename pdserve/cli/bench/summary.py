@@ -1,0 +1,137 @@
+"""Records to numbers: percentiles, rates, goodput, and whether the generator kept up. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pdserve.cli.bench.record import Record
+    from pdserve.ids import Seconds
+
+__all__ = ["Pace", "Slo", "percentiles", "slo_of", "summarise", "warnings_of"]
+
+_SLIP: Final[Seconds] = 0.02
+"""A p99 of sending later than intended above this is told."""
+_BUSY: Final = 0.9
+"""So is a share of a core above this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request has to keep to be good; None: anything goes."""
+
+    ttft: Seconds | None = None
+    itl: Seconds | None = None
+    """Of the mean gap between a request's tokens."""
+    e2e: Seconds | None = None
+
+    def kept(self, record: Record) -> bool:
+        """By a request that was answered to its end."""
+        pairs = ((record.ttft, self.ttft), (record.tpot, self.itl), (record.e2e, self.e2e))
+        return record.completed and all(
+            most is None or value is None or value <= most for value, most in pairs
+        )
+
+
+def slo_of(text: str) -> Slo | None:
+    """Of `ttft=500,itl=50,e2e=10000`, in milliseconds. Errors: `ConfigError`."""
+    if not text:
+        return None
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            values[name.strip()] = float(number) / 1000
+        except ValueError:
+            values[""] = 0.0
+    if not set(values) <= {"ttft", "itl", "e2e"} or not all(value > 0 for value in values.values()):
+        raise ConfigError(f"--slo: {text!r} is not of the form ttft=500,itl=50,e2e=10000 (ms)")
+    return Slo(**values)
+
+
+@dataclass(slots=True)
+class Pace:
+    """How the generator itself fared."""
+
+    cpu_share: float = 0.0
+    """Of a core."""
+    lags: list[Seconds] = field(default_factory=list)
+    """By how much its event loop was late, once every few milliseconds."""
+    dropped: int = 0
+    """Requests of the open loop that were not sent: too many were under way."""
+    interrupted: bool = False
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float]:
+    """Mean, p50, p90, p95, p99 and max, by nearest rank; empty for no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    count = len(ordered)
+    ranks = {
+        f"p{share}": ordered[max(0, -(-share * count // 100) - 1)] for share in (50, 90, 95, 99)
+    }
+    return {"mean": sum(ordered) / count, **ranks, "max": ordered[-1]}
+
+
+def summarise(records: Sequence[Record], pace: Pace, slo: Slo | None) -> dict[str, Any]:
+    """All numbers of a run, seconds where they are times."""
+    done = [record for record in records if record.completed]
+    begin = min((record.sent for record in records), default=0.0)
+    end = max((record.ended or record.sent for record in records), default=0.0)
+    seconds = max(end - begin, 1e-9)
+    good = sum(slo.kept(record) for record in done) if slo else None
+    output = sum(record.output_tokens for record in done)
+    return {
+        "requests": len(records),
+        "completed": len(done),
+        "errors": dict(Counter(record.error for record in records if record.error)),
+        "retries": sum(record.attempts - 1 for record in records),
+        "dropped": pace.dropped,
+        "interrupted": pace.interrupted,
+        "seconds": seconds,
+        "requests_per_second": len(done) / seconds,
+        "prompt_tokens": sum(record.prompt_tokens for record in done),
+        "cached_tokens": sum(record.cached_tokens for record in done),
+        "output_tokens": output,
+        "output_tokens_per_second": output / seconds,
+        "ttft": percentiles(one for r in done if (one := r.ttft) is not None),
+        "itl": percentiles(gap for record in done for gap in record.gaps),
+        "tpot": percentiles(one for r in done if (one := r.tpot) is not None),
+        "e2e": percentiles(one for r in done if (one := r.e2e) is not None),
+        "good": good,
+        "good_share": None if good is None else good / max(1, len(records) + pace.dropped),
+        "goodput": None if good is None else good / seconds,
+        "workers": dict(sorted(Counter(r.worker for r in done if r.worker).items())),
+        "slip": percentiles(record.sent - record.intended for record in records),
+        "lag": percentiles(pace.lags),
+        "cpu_share": pace.cpu_share,
+        "tokens_from_usage": all(r.counted for r in done if r.first is not None),
+    }
+
+
+def warnings_of(numbers: dict[str, Any]) -> list[str]:
+    """Why the numbers may say less than they seem to."""
+    said = []
+    if numbers["dropped"]:
+        said.append(
+            f"{numbers['dropped']} requests were not sent: --max-in-flight were under way; "
+            "the server got less than the rate that was asked for"
+        )
+    if (slip := numbers["slip"].get("p99", 0.0)) > _SLIP:
+        said.append(f"requests were sent late (p99 {slip * 1e3:.0f} ms): load was not as intended")
+    if numbers["cpu_share"] > _BUSY:
+        said.append(
+            f"the generator used {numbers['cpu_share']:.0%} of a core: it may be what limited"
+        )
+    if (lag := numbers["lag"].get("p99", 0.0)) > _SLIP:
+        said.append(f"the generator's event loop was late (p99 {lag * 1e3:.0f} ms): so are times")
+    if not numbers["tokens_from_usage"]:
+        said.append("the server sends no running usage: gaps count each chunk as one token")
+    return said
