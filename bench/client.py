@@ -156,9 +156,9 @@ def report(rows: list[dict[str, float]], streams: int) -> str:
     lines = [
         "# What a streamed chunk costs a client",
         "",
-        f"`python -m bench.client --rounds {len(rows)} --streams {streams}`: CPU time of the "
-        f"client's process per chunk of a chat stream of {CHUNKS} chunks, medians of {len(rows)} rounds"
-        " (range); ratios are medians of each round's ratio.",
+        f"`python -m bench.client --rounds {len(rows)} --streams {streams}`: CPU time of the"
+        f" client's process per chunk of a chat stream of {CHUNKS} chunks, medians of {len(rows)}"
+        " rounds (range); ratios are medians of each round's ratio.",
         "",
         *(f"- {fact}" for fact in facts()),
         "",
