@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from pdserve.cli.outputs import check_writable, columns, write
 from pdserve.cli.parser import Parser
 from pdserve.errors import ConfigError
 from pdserve.launch import exit_codes, units
@@ -46,13 +47,13 @@ def run(arguments: list[str]) -> int:
     config.validate()
     trace, shape = _trace(parsed), _shape(parsed)
     outputs = [Path(path) for path in (parsed.json, parsed.plot) if path]
-    _check_writable(outputs)
+    check_writable(outputs)
     progress = Progress(_counted(shaped(trace, shape)))
     result = replay(config, shaped(trace, shape), progress.ended)
     progress.close()
     print(report(result))
     if parsed.json:
-        _write(Path(parsed.json), _as_text(parsed, result))
+        write(Path(parsed.json), _as_text(parsed, result))
     if parsed.plot:
         draw(result, Path(parsed.plot), _title(parsed))
     return exit_codes.OK
@@ -367,7 +368,7 @@ def report(result: Result) -> str:
         [
             f"{numbers['requests']} requests in {numbers['seconds']:.1f} s: {ended}",
             "",
-            *_lines(rows),
+            *columns(rows),
             "",
             f"good             {numbers['good']:7.1%}   {numbers['goodput']:.3f} requests/s",
             f"from the cache   {numbers['hit_rate']:7.1%}   of the prompt tokens",
@@ -409,22 +410,11 @@ def _predictions(buckets: dict[str, dict[str, float]]) -> Iterator[str]:
     for name, one in buckets.items():
         ratios = [f"{one[key]:.2f}" for key in ("ratio_p10", "ratio_p50", "ratio_p90")]
         rows.append((f"{name} tokens", f"{one['count']:.0f}", *ratios, f"{one['error_p50']:.0%}"))
-    yield from _lines(rows)
+    yield from columns(rows)
 
 
 def _row(name: str, values: dict[str, float]) -> tuple[str, ...]:
     return (name, *(f"{values[key]:.3f}" for key in ("mean", "p50", "p90", "p99")))
-
-
-def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
 
 
 # ---------------------------------------------------------------- files
@@ -453,18 +443,3 @@ def _as_text(parsed: argparse.Namespace, result: Result) -> str:
         settings["trace"] = Path(parsed.trace).name
     made = {"settings": settings, **result.plain()}
     return json.dumps(made, indent=1, sort_keys=True) + "\n"
-
-
-def _check_writable(paths: Iterable[Path]) -> None:
-    """Before the work, not after it."""
-    for path in paths:
-        if not path.parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"{path} cannot be written: {reason}") from None

@@ -18,6 +18,7 @@ from pdserve.cli.bench.arrivals import arrivals, shape_of
 from pdserve.cli.bench.report import comparison, plain, report
 from pdserve.cli.bench.summary import Slo, slo_of, summarise
 from pdserve.cli.bench.workload import Ask, generated, length, of_file, of_trace, warm_up
+from pdserve.cli.outputs import check_writable, write
 from pdserve.cli.parser import Parser
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.launch import exit_codes, units
@@ -52,12 +53,12 @@ def run(arguments: list[str]) -> int:
         from pdserve.sim.replay.plot import check_library
 
         check_library()
-    _check_writable(parsed)
+    check_writable(Path(path) for path in (parsed.json, parsed.plot) if path)
     measured, server = _measured(parsed, plan)
     numbers = summarise(measured.records, measured.pace, plan.slo)
     print(report(numbers))
     if parsed.json:
-        _write(Path(parsed.json), _as_json(parsed, server, numbers, measured))
+        write(Path(parsed.json), _as_json(parsed, server, numbers, measured))
     if parsed.plot:
         from pdserve.cli.bench.plot import draw
 
@@ -429,18 +430,3 @@ def _compared(first: Path, second: Path) -> str:
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{path} is not what --json writes") from None
     return comparison((first.name, second.name), *numbers)
-
-
-def _check_writable(parsed: argparse.Namespace) -> None:
-    """Before the work, not after it."""
-    for path in (Path(one) for one in (parsed.json, parsed.plot) if one):
-        if not path.parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"{path} cannot be written: {reason}") from None

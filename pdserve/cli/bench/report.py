@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.cli.bench.summary import warnings_of
 from pdserve.cli.conversation import printable
+from pdserve.cli.outputs import columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,7 +44,7 @@ def _table(numbers: dict[str, Any]) -> list[str]:
     for name, key in _TIMES:
         if values := numbers[key]:
             rows.append((name, *(f"{values[column] * 1e3:.2f}" for column in _COLUMNS)))
-    return _lines(rows)
+    return columns(rows)
 
 
 def _tails(numbers: dict[str, Any]) -> Iterator[str]:
@@ -93,7 +94,7 @@ def comparison(names: Sequence[str], first: dict[str, Any], second: dict[str, An
         for column in ("p50", "p90", "p99"):
             a, b = (one.get(key, {}).get(column) for one in (first, second))
             rows += _ratio(f"{name.strip()} {column}", a, b, 1e3)
-    return "\n".join(_lines(rows))
+    return "\n".join(columns(rows))
 
 
 def _ratio(name: str, a: float | None, b: float | None, scale: float) -> Iterator[tuple[str, ...]]:
@@ -101,14 +102,3 @@ def _ratio(name: str, a: float | None, b: float | None, scale: float) -> Iterato
         return
     ratio = f"{b / a:.3f}" if a else "-"
     yield (name, f"{a * scale:.2f}", f"{b * scale:.2f}", ratio)
-
-
-def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]

@@ -1,0 +1,41 @@
+"""What the commands that measure give out: files that somebody asked for, columns of numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+__all__ = ["check_writable", "columns", "write"]
+
+
+def check_writable(paths: Iterable[Path]) -> None:
+    """Before the work, not after it. Errors: `ConfigError`."""
+    for path in paths:
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
+def write(path: Path, text: str) -> None:
+    """Errors: `ConfigError`."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"{path} cannot be written: {reason}") from None
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, as wide as it needs be: names to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
