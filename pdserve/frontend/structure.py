@@ -7,9 +7,10 @@ engine gets can be followed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from pdserve.errors import InvalidRequest
 from pdserve.messages.grammar import MAX_GRAMMAR
@@ -50,7 +51,7 @@ async def grammar_of(request: GenerationRequest, context: Context) -> str:
     Errors: `InvalidRequest` that names the field and the place in it, `Overloaded`, `Unavailable`.
     """
     model = context.model
-    source = source_of(request, model)
+    source = await context.pool.run(_size(request), source_of, request, model)
     if source is None:
         return ""
     if "grammar" not in model.card.features:
@@ -65,6 +66,16 @@ async def grammar_of(request: GenerationRequest, context: Context) -> str:
                 param=field,
             )
     return await context.pool.compile_grammar(model.tokenizer, model.card.vocab_size, source)
+
+
+def _size(request: GenerationRequest) -> int:
+    """Of the tools that are enforced, about as many characters; nothing else takes long to read."""
+    if not isinstance(request, ChatRequest) or not _tools(request):
+        return 0
+    free = request.tool_choice in (None, "auto") and request.response_format is None
+    if free and not any(tool.function.strict for tool in _tools(request)):
+        return 0
+    return len(msgspec.json.encode(_tools(request)))
 
 
 def source_of(request: GenerationRequest, model: ServedModel) -> Source | None:
@@ -176,8 +187,8 @@ def _decoded(text: str, param: str) -> object:
 
 
 class _Tags(msgspec.Struct):
-    structures: list[TaggedStructure] | None = None
-    triggers: list[str] | None = None
+    structures: Annotated[list[TaggedStructure], Meta(max_length=128)] | None = None
+    triggers: Annotated[list[str], Meta(max_length=128)] | None = None
 
 
 def _structural_tag(given: str | dict[str, Any], param: str) -> _Tags:

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import msgspec
+
 from pdserve.errors import InvalidRequest
 from pdserve.messages.grammar import MAX_GRAMMAR
 
@@ -75,6 +77,7 @@ def from_schema(schema: Mapping[str, Any] | bool, param: str, style: Style = PLA
 
 def from_choice(choices: Sequence[str], param: str) -> Source:
     """Exactly one of these texts. Errors: `InvalidRequest`."""
+    _check_length(sum(map(len, choices)), param)
     for index, choice in enumerate(choices):
         if not choice:
             where = f"{param}[{index}]"
@@ -104,8 +107,10 @@ def from_tags(
     `special`: special tokens by their text; what is one of them is enforced as that token.
     Errors: `InvalidRequest`.
     """
+    _check_tags(structures, triggers, param, style)
     _check_triggers(structures, triggers, param)
     texts = [trigger for trigger in triggers if trigger not in special]
+    _check_size([each.schema for each in structures], param)
     schemas = [_json(_guided(each.schema, style, param), param) for each in structures]
     rules = [f"start: ({' | '.join(f'seg_{at}' for at in range(len(triggers)))})* after"]
     for at, trigger in enumerate(triggers):
@@ -146,6 +151,7 @@ def any_of(calls: str, text: Source) -> Source:
 
 
 def _guided(schema: Mapping[str, Any] | bool, style: Style, param: str) -> dict[str, Any]:
+    _check_size(schema, param)
     if isinstance(schema, bool):
         return {"x-guidance": style.options} if schema else {"enum": [], "x-guidance": {}}
     try:
@@ -168,6 +174,15 @@ def _closed(schema: Any) -> Any:
     if isinstance(kept.get("properties"), dict) and schema.get("type", "object") == "object":
         kept.setdefault("additionalProperties", False)
     return kept
+
+
+def _check_tags(
+    structures: Sequence[TaggedStructure], triggers: Sequence[str], param: str, style: Style
+) -> None:
+    """Of what is written down: each trigger before all others, and each schema's white space."""
+    written = len(triggers) * sum(map(len, triggers))
+    written += sum(len(each.begin) + len(each.end) for each in structures)
+    _check_length(written + len(structures) * len(style.whitespace or ""), param)
 
 
 def _check_triggers(
@@ -234,10 +249,24 @@ def _not_json(param: str) -> InvalidRequest:
 
 
 def _limited(text: str, param: str) -> str:
-    if len(text) > MAX_GRAMMAR:
+    _check_length(len(text), param)
+    return text
+
+
+def _check_size(value: object, param: str) -> None:
+    """Before anything is made of a value that would be too large in any form: a body may have some
+    megabytes, of which the least spelling costs a fraction of what is done with it below."""
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (OverflowError, UnicodeError, RecursionError):
+        return  # is found out below
+    _check_length(len(text), param)
+
+
+def _check_length(length: int, param: str) -> None:
+    if length > MAX_GRAMMAR:
         raise InvalidRequest(
-            f"'{param}' comes to {len(text)} characters; the limit is {MAX_GRAMMAR}: make it "
+            f"'{param}' comes to {length} characters or more; the limit is {MAX_GRAMMAR}: make it "
             "smaller",
             param=param,
         )
-    return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from pdserve.errors import InvalidRequest
 from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.models import ServedModel
 from pdserve.frontend.prompts import Context, plan_chat, plan_completion
+from pdserve.frontend.structure import source_of
 from pdserve.openai.decode import CHAT, COMPLETION
 from pdserve.text.grammar_process import GrammarProcess
 from pdserve.text.pool import TextPool
@@ -296,6 +298,50 @@ HOSTILE = {
         }
     },
 }
+
+
+LONG = [f"<{number:03}{'-' * 500}" for number in range(128)]
+HUGE: dict[str, Any] = {
+    "triggers": {
+        "type": "structural_tag",
+        "triggers": LONG,
+        "structures": [{"begin": begin, "schema": {}, "end": ">"} for begin in LONG],
+    },
+    "white space": {
+        "type": "structural_tag",
+        "triggers": ["<"],
+        "structures": [{"begin": "<", "schema": {}, "end": ">"}] * 128,
+    },
+    "choices": {"choice": ["-" * 4000] * 1000},
+    "a schema": {"json": {"enum": ["-" * 4_000_000]}, "disable_additional_properties": True},
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_what_is_too_large_is_refused_before_it_is_written_down(name):
+    """A body of some hundred kilobytes may come to gigabytes otherwise."""
+    fields: dict[str, Any] = HUGE[name]
+    if "type" in fields:
+        fields = {"structural_tag": fields, "whitespace_pattern": " " * 20_000}
+    body: dict[str, Any] = HELLO | {"structured_outputs": fields}
+    request = CHAT.decode(json.dumps(body).encode()).request
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="the limit is 262144"):
+            source_of(request, model())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 12e6
+
+
+async def test_large_tools_are_read_in_a_thread(own_pool):
+    values = [f"value {number}" for number in range(20_000)]
+    parameters = {"properties": {"a": {"enum": values}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    error = await refusal(own_pool, caller(), tools=[tool], tool_choice="required", max_tokens=1)
+    assert "come to a grammar" in error.message
+    assert own_pool.statistics().handed_over == 2  # the prompt is the other one
 
 
 @pytest.mark.timeout(120)
