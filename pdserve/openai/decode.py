@@ -12,7 +12,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
@@ -25,12 +25,11 @@ from pdserve.openai.fields import (
     shorten,
     unknown_fields,
 )
-from pdserve.openai.nested import Place, place_of, unknown_inside
+from pdserve.openai.nested import Place, place_of, unknown_inside, words_at
 from pdserve.openai.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Role,
     TokenizeRequest,
 )
 
@@ -49,7 +48,6 @@ MAX_VALUES = 1 << 21
 """Values of one body: a prompt of two million token ids."""
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.S)
 
-_ALLOWED = {"role": get_args(Role), "encoding_format": ("float", "base64")}
 _PYTHONS = re.compile(r"\b(?:int|float|str|bool)\b")
 _JSONS = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
@@ -103,7 +101,7 @@ class RequestDecoder(Generic[T]):
         try:
             request = self._typed.decode(body)
         except msgspec.ValidationError as error:
-            raise _invalid(str(error)) from None
+            raise _invalid(str(error), self.record) from None
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             _plain(body)
             raise InvalidRequest(_SURROGATE) from None
@@ -174,7 +172,7 @@ def _plain(body: bytes) -> dict[str, Any]:
     return found
 
 
-def _invalid(message: str) -> InvalidRequest:
+def _invalid(message: str, record: type[msgspec.Struct]) -> InvalidRequest:
     """msgspec's words, in JSON's terms, with the path in OpenAI's form (`messages[0].content`)."""
     match = _AT_PATH.match(message)
     assert match is not None  # every part of the pattern is optional
@@ -184,8 +182,7 @@ def _invalid(message: str) -> InvalidRequest:
         path = f"{path}.{missing['name']}" if path else missing["name"]
         return InvalidRequest(f"'{path}' is required", param=path)
     if what.startswith("Invalid enum value"):
-        allowed = _ALLOWED.get(path.rpartition(".")[2], ())
-        what = f"expected one of {', '.join(allowed)}"
+        what = f"expected one of {', '.join(words_at(record, path))}"
     else:
         if what.startswith("Integer value out of range"):
             what = "the integer is out of range"

@@ -17,7 +17,7 @@ from pdserve.openai.fields import NESTED_WITHOUT_EFFECT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Place", "place_of", "unknown_inside"]
+__all__ = ["Place", "place_of", "unknown_inside", "words_at"]
 
 
 @dataclass(slots=True)
@@ -82,6 +82,27 @@ def _fields(
         for one in kind.fields:
             fields[one.encode_name] = _place(one.type, known) or None
     return known[kind.cls]
+
+
+def words_at(record: type[msgspec.Struct], path: str) -> list[str]:
+    """The words of which one has to stand at `path` (`tools[0].type`); empty: it is not so."""
+    kinds = _alternatives(inspect.type_info(record))
+    for step in path.replace("[", ".[").split("."):
+        if step.startswith("["):
+            inner = [kind.item_type for kind in kinds if isinstance(kind, inspect.ListType)]
+        else:
+            fields = [f for k in kinds if isinstance(k, inspect.StructType) for f in k.fields]
+            inner = [field.type for field in fields if field.encode_name == step]
+        kinds = [kind for each in inner for kind in _alternatives(each)]
+    return [str(word) for k in kinds if isinstance(k, inspect.LiteralType) for word in k.values]
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    while isinstance(kind, inspect.Metadata):
+        kind = kind.type
+    if isinstance(kind, inspect.UnionType):
+        return [one for each in kind.types for one in _alternatives(each)]
+    return [kind]
 
 
 def unknown_inside(body: dict[str, Any], place: Place) -> list[str]:

@@ -141,7 +141,7 @@ async def test_a_matryoshka_vector_is_cut_and_has_length_1_again() -> None:
         ([[3], [10**6]], {}, "input[1][0]", "there is no token 1000000"),
         ([3] * 65, {}, "input", "65 tokens"),
         ("a", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
-        ("a", {"encoding_format": "hex"}, "encoding_format", "one of float, base64"),
+        ("a", {"encoding_format": "hex"}, "encoding_format", "one of base64, float"),
         ("a", {"dimensions": 0}, "dimensions", ">= 1"),
         ({"a": 1}, {}, "input", "expected"),
     ],

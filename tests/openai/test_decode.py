@@ -307,3 +307,21 @@ def test_good_requests_stay_good_whatever_unknown_fields_say(value):
     plain = "\\ud" not in text and not any(word in text for word in ("NaN", "Infinity"))
     if plain:
         assert CHAT.decode(text.encode()).unknown == ["nobody"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tool_choice": "x"}, "tool_choice", "none, auto, required"),
+        ({"tool_choice": {"type": "x"}}, "tool_choice.type", "function"),
+        ({"tools": [{"type": "x"}]}, "tools[0].type", "function"),
+        ({"response_format": {"type": "x"}}, "response_format.type", "text, json_object"),
+        ({"reasoning_effort": "x"}, "reasoning_effort", "none, minimal, low"),
+        ({"messages": [USER, {"role": "x"}]}, "messages[1].role", "system, developer"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_right_ones(fields, param, words):
+    error = refused(body(**fields))
+    assert error.param == param
+    told = error.message.partition("expected one of ")[2].split(", ")
+    assert set(words.split(", ")) <= set(told)
