@@ -298,7 +298,8 @@ async def test_an_open_loop_keeps_its_rate_while_no_answer_comes():
     assert run.pace.dropped == 5
     assert {record.error for record in run.records} == {"Timeout"}
     assert [record.intended for record in run.records] == [n * 0.01 for n in range(15)]
-    assert all(record.sent >= record.intended for record in run.records)
+    early = 0.001  # uvloop counts in whole milliseconds
+    assert all(record.sent >= record.intended - early for record in run.records)
 
 
 async def test_errors_by_kind_and_retries_are_counted():

@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from pdserve.frontend.gathered import Gathered
 from pdserve.frontend.markup import read_markup
 from pdserve.frontend.models import ServedModel
 from pdserve.frontend.plan import Plan, Prompt
@@ -258,12 +259,13 @@ def planned(ids: list[int]) -> Plan:
     return read_markup(plain, chat, tuple(chat.tools or ()))
 
 
+NO_BOUND = Gathered(1 << 20, 1 << 20)
 THOUGHT = f"<think>\nso\n</think>\nWell. {PARIS}{NOON}"
 
 
 async def test_a_slow_client_gets_what_waited_in_one_chunk() -> None:
     ids, wire = tokens(THOUGHT), Told()
-    answer = stream_answer(planned(ids), Metrics(), 0.0, lambda: 0.0, cast("Any", wire))
+    answer = stream_answer(planned(ids), Metrics(), 0.0, lambda: 0.0, cast("Any", wire), NO_BOUND)
     (choice,) = answer.choices
     wire.paused = True
     for token in ids:
@@ -290,7 +292,9 @@ async def test_calls_go_on_at_another_worker() -> None:
         first, second = await w.worker("a"), await w.worker("b")
         await w.ready()
         wire = Told()
-        answer = stream_answer(plan, w.backend.metrics, 0.0, w.nodes.loop.time, cast("Any", wire))
+        answer = stream_answer(
+            plan, w.backend.metrics, 0.0, w.nodes.loop.time, cast("Any", wire), NO_BOUND
+        )
         (sink,) = answer.sinks
         sink.opened(await w.backend.open(plan.requests[0], sink, on_placed=sink.on_placed))
         begun = len(ids) // 2  # in the middle of a call's arguments
