@@ -112,14 +112,22 @@ class Node(Server):
         eventually(ready, lambda: (self.name, self.health(), self.lines))
 
     def count(self, metric: str) -> float:
-        """One sample of its metrics."""
+        """One sample of its metrics. Errors: `LookupError` as long as there is none."""
         _, page = self.get("/metrics", self.probes)
-        (value,) = re.findall(rf"^{re.escape(metric)} (\S+)$", page, re.MULTILINE)
-        return float(value)
+        found = re.search(rf"^{re.escape(metric)} (\S+)$", page, re.MULTILINE)
+        if found is None:
+            raise LookupError(f"{self.name} has no {metric}")
+        return float(found[1])
 
     def wait_count(self, metric: str, value: float, timeout: float = PATIENCE) -> None:
-        """Until a sample has this value."""
-        eventually(lambda: self.count(metric) == value, f"{self.name}: {metric}", timeout)
+        """Until a sample is there and has this value."""
+
+        def reached() -> bool:
+            with contextlib.suppress(LookupError):
+                return self.count(metric) == value
+            return False
+
+        eventually(reached, f"{self.name}: {metric}", timeout)
 
     def rss(self) -> int:
         """Resident bytes of the process itself."""
