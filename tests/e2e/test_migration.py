@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import urllib.request
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,14 @@ COMPLETION = {
     "seed": 7,
     "frequency_penalty": 0.3,
     "n": 2,
+}
+GOVERNED = {
+    "model": "bundled",
+    "prompt": "Words: ",
+    "max_tokens": 400,
+    "temperature": 1.0,
+    "seed": 8,
+    "structured_outputs": {"regex": "([a-z]{1,7} ){60}[0-9]{3}"},
 }
 
 
@@ -48,12 +57,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 class Stream:
     """One streamed answer as it comes."""
 
-    def __init__(self, front: Server) -> None:
+    def __init__(self, front: Server, body: dict[str, Any]) -> None:
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        data = json.dumps(COMPLETION | options).encode()
+        data = json.dumps(body | options).encode()
         self.answer = urllib.request.urlopen(f"{front.url}/v1/completions", data, PATIENCE)
         self.texts = ["", ""]
-        self.chunks = 0
+        self.worker = self.answer.headers["x-pdserve-worker"]
         self.usage: Any = None
 
     def read(self, chunks: int = 1_000_000) -> None:
@@ -74,12 +83,22 @@ class Stream:
 def test_a_stream_outlives_its_worker(cluster: tuple[Server, dict[str, Server]]) -> None:
     front, workers = cluster
     calm = front.post("/v1/completions", COMPLETION)
-    stream = Stream(front)
+    fitting = front.post("/v1/completions", GOVERNED)["choices"][0]["text"]
+    assert re.fullmatch(GOVERNED["structured_outputs"]["regex"], fitting)  # type: ignore[index]
+    stream = Stream(front, COMPLETION)
     assert stream.answer.headers["x-pdserve-migrations"] is None
-    stream.read(40)
-    doomed = stream.answer.headers["x-pdserve-worker"]
+    doomed = stream.worker
+    governed = [Stream(front, GOVERNED)]
+    while governed[-1].worker != doomed:
+        assert len(governed) < 8, "all go to the other worker"
+        governed.append(Stream(front, GOVERNED))
+    for some in (stream, *governed):
+        some.read(20)
     workers[doomed].end(signal.SIGKILL)
-    stream.read()
+    for some in (stream, *governed):
+        some.read()
+    assert [some.texts[0] for some in governed] == [fitting] * len(governed)
+    assert governed[-1].usage["pdserve"]["migrations"] == 1
     assert stream.texts == [choice["text"] for choice in calm["choices"]]
     told = stream.usage.pop("pdserve")
     expected = dict(calm["usage"])
@@ -90,5 +109,6 @@ def test_a_stream_outlives_its_worker(cluster: tuple[Server, dict[str, Server]])
     (survivor,) = workers.keys() - {doomed}
     assert (told["migrations"], told["worker"]) == (1, survivor)
     name = 'pdserve_migrations_total{outcome="completed",reason="worker_lost"}'
-    assert front.metric(name) == 1
-    assert front.metric("pdserve_migration_gap_seconds_count") == 1
+    moved = 1 + sum(some.worker == doomed for some in governed)
+    assert front.metric(name) == moved
+    assert front.metric("pdserve_migration_gap_seconds_count") == moved
