@@ -27,6 +27,7 @@ from pdserve.text.structured import (
     from_schema,
     from_tags,
 )
+from pdserve.text.tools.grammar import guided_schema, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["grammar_of", "source_of", "thinking_of"]
 
+_MOST_BLAMED = 16
+"""Tools that are looked at one by one to say which is wrong: each takes its time to compile."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -65,7 +68,36 @@ async def grammar_of(request: GenerationRequest, context: Context) -> str:
                 f"'{field}' and '{source.param}' exclude each other: leave one of them out",
                 param=field,
             )
-    return await context.pool.compile_grammar(model.tokenizer, model.card.vocab_size, source)
+    compiling = context.pool.compile_grammar(model.tokenizer, model.card.vocab_size, source)
+    try:
+        return await compiling
+    except InvalidRequest as error:
+        if error.param == "tools" and isinstance(request, ChatRequest):
+            await _blame_tool(request, context)
+        raise
+
+
+async def _blame_tool(request: ChatRequest, context: Context) -> None:
+    """What is wrong with all tools together is told in words of a grammar that nobody has written.
+
+    Errors: `InvalidRequest` that names the place in the first schema that is wrong by itself.
+    """
+    model = context.model
+    for source in _schemas_of_tools(request)[:_MOST_BLAMED]:
+        await context.pool.compile_grammar(model.tokenizer, model.card.vocab_size, source)
+
+
+def _schemas_of_tools(request: ChatRequest) -> list[Source]:
+    """Each schema that has a part in the grammar of calls, as it has it there."""
+    choice = request.tool_choice
+    name = choice.function.name if isinstance(choice, NamedTool) else None
+    sources = []
+    for index, tool in enumerate(_tools(request)):
+        if name in (None, tool.function.name):
+            schema = guided_schema(parameters(tool), strict=bool(tool.function.strict))
+            text = msgspec.json.encode({"grammars": [{"json_schema": schema}]}).decode()
+            sources.append(Source("schema", text, f"tools[{index}].function.parameters"))
+    return sources
 
 
 def _size(request: GenerationRequest) -> int:

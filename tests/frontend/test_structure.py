@@ -239,6 +239,7 @@ REFUSED = [
         "begins with none",
     ),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "a{1000000}"}}, "structured_outputs.regex", "enforced"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "regex"),
     ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs.regex", "regex"),
@@ -429,7 +430,21 @@ async def test_tools_that_may_be_called_leave_the_answer_free(pool):
 async def test_a_strict_tool_that_cannot_be_enforced_is_refused(pool):
     function = {**STRICT["function"], "parameters": {"type": "object", "not": {}}}
     error = await refusal(pool, caller(), tools=[{"type": "function", "function": function}])
-    assert error.param == "tools"
+    assert error.param == "tools[0].function.parameters"
+    assert "%json" not in error.message
+
+
+async def test_the_tool_whose_schema_is_wrong_is_named_with_the_place_in_it(pool):
+    bad = {"type": "object", "properties": {"a": {"not": {}}}}
+    function = {"name": "second", "strict": True, "parameters": bad}
+    tools = [STRICT, {"type": "function", "function": function}]
+    error = await refusal(pool, caller(), tools=tools)
+    assert error.param == "tools[1].function.parameters.properties.a"
+    lost = {"name": "lost", "parameters": {"$ref": "#/nowhere"}}
+    tools = [TOOL, {"type": "function", "function": lost}]
+    error = await refusal(pool, caller(), tools=tools, tool_choice="required")
+    assert error.param == "tools[1].function.parameters"
+    assert "/nowhere" in error.message
 
 
 async def test_the_reasoning_goes_before_the_grammar(pool):

@@ -39,9 +39,14 @@ def quoted(text: str) -> str:
 
 def guided(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
     """A term that follows a JSON schema."""
+    return f"%json {json.dumps(guided_schema(schema, strict=strict))}"
+
+
+def guided_schema(schema: Mapping[str, Any] | bool, *, strict: bool) -> dict[str, Any]:
+    """The schema with word of how its JSON is spaced, and what to do about unknown keywords."""
     described = dict(schema) if isinstance(schema, dict) else ({} if schema else {"not": {}})
     described["x-guidance"] = _SPACING if strict else {**_SPACING, "lenient": True}
-    return f"%json {json.dumps(described)}"
+    return described
 
 
 def parameters(tool: Tool) -> dict[str, Any]:
