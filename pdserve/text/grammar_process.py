@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -41,6 +42,10 @@ MEMORY: Final[Bytes] = 1 << 30
 _STARTUP: Final[Seconds] = 20.0
 _MOST_KEPT: Final = 1024
 _MOST_KEPT_TEXT: Final[Bytes] = 16 << 20
+_STEPS_TRIED: Final = 8
+"""Tokens that a grammar is followed for: some fail, or become slow, only then."""
+_STEP_SECONDS: Final[Seconds] = 0.25
+"""Of processor time for one of them: whatever else an engine computes would wait so long."""
 _MOST_TRIALS: Final = 256
 """Compilations to find out what place of a schema is meant."""
 
@@ -236,7 +241,7 @@ def _lark(text: str) -> str:
 
 
 def _trial(grammar: str, tokenizer: LLTokenizer) -> str:
-    """Why engines could not follow it; empty: they can, at least for a token."""
+    """Why engines could not follow it; empty: they can, at least for some tokens."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**PARSER_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
@@ -244,10 +249,20 @@ def _trial(grammar: str, tokenizer: LLTokenizer) -> str:
     warnings = [] if matcher.is_error() else matcher.get_grammar_warnings()
     if warnings:
         return "; ".join(warnings)
-    if not matcher.is_error():
-        allowed = matcher.compute_bitmask()
-        if not matcher.is_error() and not any(allowed):
-            return "nothing fits it"
+    for place in range(_STEPS_TRIED):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        begun = time.process_time()
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        if time.process_time() - begun > _STEP_SECONDS:
+            return (
+                "it takes too much time to follow; make it smaller, counts of repetitions above all"
+            )
+        if not allowed:
+            if place == 0 and not matcher.is_error():
+                return "nothing fits it"
+            break
+        matcher.consume_token((allowed & -allowed).bit_length() - 1)
     error = matcher.get_error()
     return "nothing fits it" if error.startswith("NoExtension") else error
 
