@@ -611,9 +611,11 @@ class Errand:
                 one = len(dead) == 1
                 who = "a worker" if one else f"{len(dead)} workers"
                 how = "" if one else "one after another and "
+                last = "" if self._migration is None else f" (the last: {self._migration.words})"
                 raise Poisoned(
                     f"{who} died of this request, {how}before it brought a token there: "
-                    f"{', '.join(dead)}; it is given to no other, and sent again it may do the same"
+                    f"{', '.join(dead)}{last}; it is given to no other, and sent again it may do "
+                    "the same"
                 )
             wait = until - ways.now()
             if not deaths.may_condemn(ways.standing) or wait <= 0:
