@@ -20,12 +20,12 @@ from pdserve.observe.logs import LEVELS
 from pdserve.worker.config import (
     DISAGG,
     MODES,
+    POOLINGS,
     REASONING_PARSERS,
     TOOL_PARSERS,
     TRANSFERS,
     VERIFY,
 )
-from pdserve.worker.pooling import POOLINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

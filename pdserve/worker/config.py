@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import ConfigError
-from pdserve.text.reasoning import REASONING_FORMATS
-from pdserve.text.tools import TOOL_FORMATS
-from pdserve.worker.pooling import POOLINGS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,8 +20,10 @@ MODES = ("aggregated", "prefill", "decode")
 DISAGG = ("rule", "predict", "always", "never")
 TRANSFERS = ("auto", "rdma", "shm", "cuda_ipc", "tcp")
 VERIFY = ("all", "sample", "off")
-TOOL_PARSERS = ("auto", "none", *TOOL_FORMATS)
-REASONING_PARSERS = ("auto", "none", *REASONING_FORMATS)
+POOLINGS = ("auto", "none", "mean", "last")
+# By name, as those of `pdserve.text`: what reads them is not needed to explain an option.
+TOOL_PARSERS = ("auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral")
+REASONING_PARSERS = ("auto", "none", "think", "mistral")
 
 Verify = Literal["all", "sample", "off"]
 

@@ -20,10 +20,9 @@ from pdserve.messages.request import Pooling
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["POOLINGS", "Asked", "Vectors", "find_vectors"]
+__all__ = ["Asked", "Vectors", "find_vectors"]
 
 Asked = Literal["auto", "none", "mean", "last"]
-POOLINGS: Final = ("auto", "none", "mean", "last")
 
 _MODES: Final[Mapping[str, Pooling]] = {
     "mean_tokens": "mean",
@@ -47,7 +46,7 @@ class Vectors(msgspec.Struct, frozen=True):
 
 
 def find_vectors(path: Path, asked: Asked) -> Vectors:
-    """For the checkpoint in `path`; `asked` is one of `POOLINGS`.
+    """For the checkpoint in `path`; `asked` is one of the config's `POOLINGS`.
 
     Errors: `ConfigError` for files that are broken and, with `auto`, for steps that no engine here
     can take; it names them.
