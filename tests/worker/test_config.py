@@ -8,6 +8,6 @@ from pdserve.worker.pooling import Asked
 
 def test_the_names_of_what_reads_text_are_those_that_there_are():
     """They are written out, so that `pdserve --help` need not load what they name."""
-    assert TOOL_PARSERS == ("auto", "none", *TOOL_FORMATS)
-    assert REASONING_PARSERS == ("auto", "none", *REASONING_FORMATS)
+    assert ("auto", "none", *TOOL_FORMATS) == TOOL_PARSERS
+    assert ("auto", "none", *REASONING_FORMATS) == REASONING_PARSERS
     assert get_args(Asked) == POOLINGS
