@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 
@@ -37,6 +37,7 @@ from pdserve.errors import (
     DeadlineExceeded,
     EngineDied,
     EngineError,
+    InvalidRequest,
     PdserveError,
     StepFailed,
     TransferRefused,
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.clock import Clock
-    from pdserve.engine.executor import Executor, ModelInfo, StepPlan, StepResult
+    from pdserve.engine.executor import Executor, Expecting, ModelInfo, StepPlan, StepResult
     from pdserve.engine.mover import Moved, Mover
     from pdserve.ids import Seconds
     from pdserve.messages.request import SamplingParams, TokenDelta
@@ -88,6 +89,9 @@ _log = logging.getLogger(__name__)
 
 STATS_INTERVAL: Seconds = 0.5
 """Between two `Stats` events while steps are computed; one more follows when they cease."""
+
+_BREATH: Seconds = 0.005
+"""A command waits so long at most while nothing can be computed before some grammar is there."""
 
 _FAILURES_IN_A_ROW = 3
 _NEWEST = 0.1
@@ -200,6 +204,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.pool, limits, self._names)
         self._pace = StepPace(limits.max_batch_tokens, slow=info.device.startswith("cpu"))
         self.scheduler.prefill_tokens = self._pace.tokens
+        self.scheduler.steerable = getattr(self._executor, "ready", None)
         transfers = self._start_moving(spec)
         return _capabilities(spec, info, limits, sizing.num_blocks, transfers)
 
@@ -411,6 +416,8 @@ class EngineCore:
             plan = self._plan(started)
             if plan.chunks:
                 self._compute(plan, started)
+            elif self.scheduler.unsteered:
+                cast("Expecting", self._executor).wait_ready(_BREATH)
         self._release()
         self._report(self._clock.now())
         events, self._events = self._events, []
@@ -493,10 +500,18 @@ class EngineCore:
 
     def _set_aside(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
         """End the submissions of which something went wrong; returns what is left of the step."""
-        faults = {plan.chunks[index].sequence.handle: why for index, why in result.faults.items()}
-        for handle, why in faults.items():
-            _log.error("request %d failed in a step of %d tokens: %s", handle, plan.num_tokens, why)
+        faults: set[int] = set()
+        for index, why in result.faults.items():
+            handle = plan.chunks[index].sequence.handle
+            if handle in faults:
+                continue
+            faults.add(handle)
             self.scheduler.spoil(handle)
+            if index in result.lasting:
+                _log.warning("request %d cannot go on: %s", handle, why)
+                self._reject(handle, InvalidRequest(f"the answer cannot go on: {why}"))
+                continue
+            _log.error("request %d failed in a step of %d tokens: %s", handle, plan.num_tokens, why)
             self._reject(handle, StepFailed(f"the engine failed at this request: {why}"))
         return result.less(plan, faults)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from pdserve.engine.sequence import Sequence
+    from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import SamplingParams, TokenLogprob
     from pdserve.transfer.base import Region
@@ -122,6 +123,8 @@ class StepResult:
     """Index into `plan.chunks` -> the vector of its sequence, as `Finish.embedding`; for each chunk
     that is its sequence's last and whose sequence `pools`. With mean pooling the executor adds up
     what the earlier chunks were, from the one that starts at 0; `release` says when to forget."""
+    lasting: set[int] = field(default_factory=set)
+    """Those of `faults` that are the request's own: it would end there at any worker."""
 
     def less(self, plan: StepPlan, dropped: Container[int]) -> tuple[StepPlan, StepResult]:
         """Plan and result without the chunks of these handles."""
@@ -185,6 +188,15 @@ class Expecting(Protocol):
     def expect(self, sampling: SamplingParams) -> None:
         """A request with these parameters was submitted. Returns at once, and need not be right: it
         may be refused yet."""
+        ...
+
+    def ready(self, sequence: Sequence) -> bool:
+        """Its next token can be chosen without waiting: until then no chunk samples for it. True
+        after a while at the latest; `execute` then says what is wrong."""
+        ...
+
+    def wait_ready(self, seconds: Seconds) -> None:
+        """Until one may be `ready` that was not, so long at most: there is nothing else to do."""
         ...
 
 

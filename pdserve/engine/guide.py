@@ -11,8 +11,10 @@ nothing of logits. Masks have a bit per token, the lowest bit of each byte first
 from __future__ import annotations
 
 import enum
+import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -42,15 +44,24 @@ __all__ = [
 
 T = TypeVar("T")
 
-PATIENCE: Final[Seconds] = 5.0
-"""How long a step waits for a grammar; it has been compiling since the prompt's first chunk."""
+PATIENCE: Final[Seconds] = 30.0
+"""How long a sequence waits for its grammar; those of others that are compiled before it count."""
 MOST_COMPILED: Final = 256
+MOST_EXPECTED: Final = 64
+"""That wait to be compiled, when another is expected; it is compiled when its prompt is done."""
+MOST_PENDING: Final = 128
+"""That wait at all: sequences that are aborted leave theirs behind."""
 MOST_TEXT: Final[Bytes] = 8 << 20
 """Of all grammars that are kept, as text; compiled they take some times as much."""
 
 
 class GrammarFault(Exception):
     """A sequence cannot go on; in words for whoever waits for it."""
+
+    def __init__(self, message: str, *, lasting: bool = False) -> None:
+        """`lasting`: it would end the same way wherever it is tried."""
+        super().__init__(message)
+        self.lasting = lasting
 
 
 class _Phase(enum.Enum):
@@ -140,7 +151,8 @@ class Guide:
         if token in self._ends and matcher.is_accepting():
             self._ended = True
         elif not matcher.consume_token(token):
-            raise GrammarFault(f"the output does not fit its grammar: {matcher.get_error()}")
+            why = f"the output does not fit its grammar: {matcher.get_error()}"
+            raise GrammarFault(why, lasting=True)  # it goes wherever the request does
 
     # ------------------------------------------------------------------ masks
 
@@ -191,12 +203,12 @@ class Guide:
         else:
             mask = self._cut(matcher.compute_bitmask())
         if matcher.is_error():
-            raise GrammarFault(f"its grammar leads nowhere: {matcher.get_error()}")
+            raise GrammarFault(f"its grammar leads nowhere: {matcher.get_error()}", lasting=True)
         over = self._ended or matcher.is_accepting()
         mask = _either(mask, self._only(self._ends)) if over else mask
         if not any(mask):
             said = "is at its end and the model has no end token" if over else "allows no token"
-            raise GrammarFault(f"its grammar {said}")
+            raise GrammarFault(f"its grammar {said}", lasting=True)
         return mask
 
     @property
@@ -242,6 +254,14 @@ class _Followed:
         self.seen = 0
 
 
+@dataclass(slots=True)
+class _Compiling:
+    """A grammar, and since when it has been wanted."""
+
+    future: Future[LLMatcher]
+    since: Seconds
+
+
 class Guides:
     """All sequences of one executor. See above for who calls."""
 
@@ -253,6 +273,7 @@ class Guides:
         *,
         inline: bool = False,
         patience: Seconds = PATIENCE,
+        now: Callable[[], Seconds] = time.monotonic,
     ) -> None:
         """`eos_token_ids`: some ends that grammars should never go through. `inline`: compile in
         the caller's thread, where time is not to be real."""
@@ -260,10 +281,11 @@ class Guides:
         self._vocab_size = vocab_size
         self._ends = [token for token in eos_token_ids if token < vocab_size]
         self._patience = patience
+        self._now = now
         self._tokenizer: LLTokenizer | None = None
         self._limits = LLParserLimits(**PARSER_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
         self._threads = None if inline else ThreadPoolExecutor(1, "pdserve-grammar")
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[str, _Compiling] = OrderedDict()
         """By grammar, least recently used first. Whoever wants to follow one takes a copy."""
         self._text = 0
         self._followed: dict[SequenceKey, _Followed] = {}
@@ -284,13 +306,29 @@ class Guides:
 
     def expect(self, sampling: SamplingParams) -> None:
         """A sequence with these parameters will be asked about; returns at once."""
-        if sampling.grammar:
-            self._compile(sampling.grammar)
+        grammar = sampling.grammar
+        if grammar and (grammar in self._compiled or len(self._pending()) < MOST_EXPECTED):
+            self._compile(grammar)
+
+    def ready(self, sequence: Sequence) -> bool:
+        """`allowed` would not wait. Who never is ready will be told so by `allowed`, in time."""
+        grammar = sequence.sampling.grammar
+        if not grammar or sequence.key in self._followed:
+            return True
+        if grammar not in self._compiled and len(self._pending()) >= MOST_PENDING:
+            return False
+        compiling = self._compile(grammar)
+        return compiling.future.done() or self._left(compiling) == 0.0
+
+    def wait_ready(self, seconds: Seconds) -> None:
+        """Until somebody may be `ready` who was not; so long at most."""
+        wait(self._pending(), seconds, FIRST_COMPLETED)
 
     def allowed(self, sequence: Sequence) -> bytes | None:
         """A mask of what may come next; None: anything.
 
-        Waits for the grammar, `patience` at most. Errors: `GrammarFault`; concerns this one only.
+        Waits for the grammar, unless `ready` has said that it is there; until `patience` has passed
+        since it was first wanted. Errors: `GrammarFault`; concerns this one only.
         """
         followed = self._follow(sequence)
         if followed is None:
@@ -312,6 +350,7 @@ class Guides:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._followed.clear()
         self._compiled.clear()
+        self._text = 0
 
     # ------------------------------------------------------------------ sequences
 
@@ -335,32 +374,48 @@ class Guides:
     def _matcher(self, grammar: str) -> LLMatcher:
         compiling = self._compile(grammar)
         try:
-            pristine = compiling.result(self._patience)
+            pristine = compiling.future.result(self._left(compiling))
         except TimeoutError:
             raise GrammarFault(
                 f"its grammar was not compiled within {self._patience:g} s"
             ) from None
         return pristine.deep_copy()
 
-    def _compile(self, grammar: str) -> Future[LLMatcher]:
+    def _left(self, compiling: _Compiling) -> Seconds:
+        return max(0.0, compiling.since + self._patience - self._now())
+
+    def _pending(self) -> list[Future[LLMatcher]]:
+        every = (compiling.future for compiling in self._compiled.values())
+        return [future for future in every if not future.done()]
+
+    def _compile(self, grammar: str) -> _Compiling:
         found = self._compiled.get(grammar)
         if found is not None:
             self._compiled.move_to_end(grammar)
             return found
-        if self._threads is not None:
-            future = self._threads.submit(self._make, grammar)
-        else:
-            future = Future()
-            try:
-                future.set_result(self._make(grammar))
-            except GrammarFault as fault:
-                future.set_exception(fault)
-        self._compiled[grammar] = future
+        compiling = self._compiled[grammar] = _Compiling(self._begin(grammar), self._now())
         self._text += len(grammar)
-        while len(self._compiled) > MOST_COMPILED or self._text > MOST_TEXT:
-            old, _ = self._compiled.popitem(last=False)
-            self._text -= len(old)
+        self._drop_old()
+        return compiling
+
+    def _begin(self, grammar: str) -> Future[LLMatcher]:
+        if self._threads is not None:
+            return self._threads.submit(self._make, grammar)
+        future: Future[LLMatcher] = Future()
+        try:
+            future.set_result(self._make(grammar))
+        except GrammarFault as fault:
+            future.set_exception(fault)
         return future
+
+    def _drop_old(self) -> None:
+        """Those that are compiled, oldest first; somebody waits for the others."""
+        done = [grammar for grammar, each in self._compiled.items() if each.future.done()]
+        for grammar in done:
+            if len(self._compiled) <= MOST_COMPILED and self._text <= MOST_TEXT:
+                return
+            del self._compiled[grammar]
+            self._text -= len(grammar)
 
     def _make(self, grammar: str) -> LLMatcher:
         matcher = _guarded(

@@ -147,6 +147,11 @@ class Scheduler:
         self._released: list[Sequence] = []
         self.keeps: Callable[[Sequence], bool] = lambda sequence: False
         """Asked about each sequence that leaves; who says yes holds its blocks from then on."""
+        self.steerable: Callable[[Sequence], bool] | None = None
+        """Asked before a chunk that would sample: until it says yes, what it is to be computed of
+        the sequence is all but its last token. None: every sequence is."""
+        self.unsteered = 0
+        """Sequences that were left out of the last plan, or cut short in it, for that."""
         self._loosened = 0
         """Grows when somebody may fit although no block was released."""
         self._stuck: tuple[Sequence, int] | None = None
@@ -356,6 +361,7 @@ class Scheduler:
     def schedule(self, now: Seconds) -> StepPlan:
         """The next step; empty if there is nothing to compute. Preempts if blocks are short."""
         plan = StepPlan()
+        self.unsteered = 0
         if self.ready:
             self._resume()
         preemptions = self.counters.preemptions
@@ -392,9 +398,18 @@ class Scheduler:
             length = len(sequence.tokens)
             if length - start != 1:
                 prefills.append(sequence)
+            elif self._is_unsteered(sequence):
+                continue
             elif length <= len(sequence.blocks) * size or self._grow(sequence):
                 chunks.append(Chunk(sequence, start, 1, not sequence.pools))
         return prefills
+
+    def _is_unsteered(self, sequence: Sequence) -> bool:
+        """Whether nobody can choose its next token yet."""
+        if self.steerable is None or sequence.pools or self.steerable(sequence):
+            return False
+        self.unsteered += 1
+        return True
 
     def _grow(self, sequence: Sequence) -> bool:
         """One more block, at the price of preemptions; False if the price was `sequence`."""
@@ -426,11 +441,14 @@ class Scheduler:
                 sequence.copy_from = None
         self._forked.clear()
 
-    @staticmethod
-    def _plan_chunk(plan: StepPlan, sequence: Sequence, budget: int) -> int:
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         start = sequence.num_computed
         lacking = len(sequence.tokens) - start
         count = min(lacking, budget)
+        if count == lacking and self._is_unsteered(sequence):
+            count -= 1
+            if not count:
+                return 0
         samples = count == lacking and not sequence.pools
         plan.chunks.append(Chunk(sequence, start, count, samples))
         return count

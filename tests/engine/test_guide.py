@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,30 @@ def test_a_grammar_that_takes_too_long_is_not_waited_for_for_ever(monkeypatch):
     guides.expect(sequence().sampling)
     with pytest.raises(GrammarFault, match="not compiled within"):
         guides.allowed(sequence(grammar=json.dumps({"grammars": [{"json_schema": SCHEMA}]})))
+    guides.close()
+
+
+def test_what_waits_to_be_compiled_is_bounded_and_comes(monkeypatch):
+    monkeypatch.setattr(guide, "MOST_EXPECTED", 3)
+    monkeypatch.setattr(guide, "MOST_PENDING", 5)
+    go, made = threading.Event(), []
+
+    def make(self, grammar):
+        assert go.wait(50)
+        made.append(grammar)
+
+    monkeypatch.setattr(Guides, "_make", make)
+    guides = Guides(read_tokenizer(BUNDLED), VOCAB, (END,))
+    many = [sequence(grammar=f'start: "{number}"', handle=number) for number in range(9)]
+    for one in many:
+        guides.expect(one.sampling)
+    assert guides.compiled == 3
+    assert not any([guides.ready(one) for one in many])
+    assert guides.compiled == 5
+    go.set()
+    while not all([guides.ready(one) for one in many]):
+        guides.wait_ready(50.0)
+    assert set(made) == {one.sampling.grammar for one in many}
     guides.close()
 
 

@@ -110,6 +110,7 @@ class SimExecutor:
         tokens: list[TokenId] = []
         logprobs: list[TokenLogprob | None] = []
         faults: dict[int, str] = {}
+        lasting: set[int] = set()
         for index, chunk in enumerate(plan.chunks):
             content.write(chunk)
             if chunk.samples:
@@ -118,10 +119,13 @@ class SimExecutor:
                     token = self._guided(chunk.sequence, token)
                 except GrammarFault as fault:
                     faults[index] = str(fault)
+                    if fault.lasting:
+                        lasting.add(index)
                 tokens.append(token)
                 logprobs.append(self._logprob(chunk.sequence, token))
         vectors = {i: content.vector(c.sequence) for i, c in enumerate(plan.chunks) if c.vector}
-        return StepResult(tokens, logprobs, self._prompt_logprobs(plan), faults, vectors)
+        scored = self._prompt_logprobs(plan)
+        return StepResult(tokens, logprobs, scored, faults, vectors, lasting)
 
     def release(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from pdserve.engine.executor import Chunk, ModelInfo, ProgressFn
     from pdserve.engine.sequence import Sequence
+    from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import SamplingParams, TokenLogprob
     from pdserve_engines.torch.config import ModelConfig
@@ -171,6 +172,16 @@ class TorchExecutor:
         if self._sampler.masks.guides is not None:
             self._sampler.masks.guides.expect(sampling)
 
+    def ready(self, sequence: Sequence) -> bool:
+        """See `pdserve.engine.executor.Expecting`."""
+        guides = self._sampler.masks.guides
+        return guides is None or guides.ready(sequence)
+
+    def wait_ready(self, seconds: Seconds) -> None:
+        """See `pdserve.engine.executor.Expecting`."""
+        if self._sampler.masks.guides is not None:
+            self._sampler.masks.guides.wait_ready(seconds)
+
     def release(self, sequences: Seq[Sequence]) -> None:
         self._sampler.forget(sequence.key for sequence in sequences)
         self._pooler.forget(sequence.key for sequence in sequences if sequence.pools)
@@ -241,6 +252,8 @@ class TorchExecutor:
         with torch.inference_mode():
             hidden = model.forward(batch, self._after(plan))
             result = self._choose(plan.chunks, wanted, sequences, hidden)
+            lasting = self._sampler.lasting(sequences)
+            result.lasting = {wanted.sampling[row] for row in lasting}
             return _checked(result, wanted, self._sampler.faults(sequences))
 
     def _choose(

@@ -25,6 +25,8 @@ class Masks:
         """Set once the vocabulary is known; without it, nobody has been promised anything."""
         self.faults: dict[SequenceKey, str] = {}
         """Why sequences of the last step cannot go on; their rows hold no number."""
+        self.lasting: set[SequenceKey] = set()
+        """Those of them that could not anywhere."""
         self.ended: frozenset[int] = frozenset()
         """Rows of the last step for which nothing but their end is left, wanted or not."""
 
@@ -32,6 +34,7 @@ class Masks:
         """Minus infinity where row i of `logits` `[n, vocab]`, which continues `sequences[i]`, may
         not go; in place."""
         self.faults.clear()
+        self.lasting.clear()
         self.ended = frozenset()
         guided = [row for row, each in enumerate(sequences) if is_guided(each.sampling)]
         if not guided:
@@ -48,6 +51,7 @@ class Masks:
     def forget(self, key: SequenceKey) -> None:
         """Drop what is remembered of this sequence; unknown ones are ignored."""
         self.faults.pop(key, None)
+        self.lasting.discard(key)
         if self.guides is not None:
             self.guides.release(key)
 
@@ -59,6 +63,8 @@ class Masks:
             return self.guides.allowed(sequence)
         except GrammarFault as fault:
             self.faults[sequence.key] = str(fault)
+            if fault.lasting:
+                self.lasting.add(sequence.key)
             return b""
 
     def _at_end(self, sequence: Sequence) -> bool:

@@ -105,6 +105,11 @@ class Sampler:
         faults = self.masks.faults
         return {row: faults[each.key] for row, each in enumerate(sequences) if each.key in faults}
 
+    def lasting(self, sequences: Seq[Sequence]) -> set[int]:
+        """Those of `faults` that are the request's own."""
+        lasting = self.masks.lasting
+        return {row for row, each in enumerate(sequences) if each.key in lasting}
+
     def close(self) -> None:
         """End what goes on besides; idempotent."""
         if self.masks.guides is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 
 from pdserve.engine.core import EngineCore
 from pdserve.engine.guide import Guides, read_tokenizer
+from pdserve.errors import InvalidRequest, StepFailed
 from pdserve.messages.request import GenerateRequest, SamplingParams, Thinking
 from pdserve.testing.handover import make_pair
 from pdserve.testing.inline import InlineEngine
@@ -130,6 +132,60 @@ def test_a_request_that_cannot_go_on_fails_alone(engine: InlineEngine) -> None:
     assert good.done
     assert bad.error is not None
     assert "cannot be compiled" in bad.error.message
+
+
+def test_who_waits_for_a_grammar_holds_nobody_up(
+    engine: InlineEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets its tokens later, and the same ones; an abort meanwhile leaves nothing."""
+    ((alone,),) = engine.generate([request(seed=5)])
+    compiled, make = threading.Event(), Guides._make
+
+    def slow(self: Guides, grammar: str) -> Any:
+        assert compiled.wait(50)
+        return make(self, grammar)
+
+    monkeypatch.setattr(Guides, "_make", slow)
+    late = engine.submit(request(seed=5, grammar=LONG + " "))
+    several = engine.submit(request("Two answers.", seed=5, grammar=LONG + " ", n=2, max_tokens=3))
+    gone = engine.submit(request("Never mind.", grammar=LONG + "  "))
+    plain = engine.submit(request("Just talk.", grammar="", max_tokens=20, ignore_eos=True))
+    for _ in range(30):
+        engine.step()
+    assert plain.done
+    assert not any((late.tokens[0], several.tokens[0], gone.tokens[0]))
+    assert late.error is None
+    engine.abort(gone)
+    compiled.set()
+    engine.run()
+    assert late.tokens == [alone]
+    assert all(len(output) == 3 for output in several.tokens)
+
+
+def test_a_grammar_that_never_comes_is_its_requests_end_alone(
+    engine: InlineEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guides = engine.core._executor._sampler.masks.guides  # type: ignore[attr-defined]
+    over = threading.Event()
+    monkeypatch.setattr(Guides, "_make", lambda self, grammar: over.wait(50))
+    monkeypatch.setattr(guides, "_patience", 0.05)
+    late, plain = engine.submit(request(grammar=LONG + "   ")), engine.submit(request(grammar=""))
+    engine.run()
+    over.set()
+    assert isinstance(late.error, StepFailed)
+    assert "not compiled within" in late.error.message
+    assert plain.error is None
+
+
+def test_what_could_go_on_nowhere_is_the_requests_own_fault(engine: InlineEngine) -> None:
+    """Nobody tries it again at another worker, and no worker is blamed for it."""
+    properties = {f"p{number}": {"type": "string"} for number in range(700)}
+    grammar = from_schema({"type": "object", "properties": properties}, "x").text
+    wide, good = engine.submit(request(grammar=grammar)), engine.submit(request(max_tokens=5))
+    engine.run()
+    assert isinstance(wide.error, InvalidRequest)
+    assert "max is 2000" in wide.error.message
+    assert good.error is None
 
 
 def test_what_is_over_is_forgotten(engine: InlineEngine) -> None:
