@@ -51,7 +51,8 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 
     data: list[Embedding]
     model: str
-    usage: Usage
+    usage: Usage | None = None
+    """Null only of other servers."""
     object: Literal["list"] = "list"
 
 

@@ -1,17 +1,23 @@
 """What the API answers, as typed records: whole answers, chunks of streams, small endpoints.
 
-Both directions use them: the frontend encodes, pdserve's own clients decode. The hot path of a
+Both directions use them: the frontend encodes, pdserve's own clients decode, and other servers'
+answers as well. Those say `null` where this one leaves a field out, leave fields out, and end texts
+for reasons of their own, so what is decoded is wider than what is ever encoded. The hot path of a
 stream does not build records; `chunks.py` writes the same JSON from ready-made pieces, and a test
 holds the two together.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
 FinishReason = Literal["stop", "length", "abort", "error", "tool_calls", "repetition"]
+"""All that pdserve says."""
+_Finished = Annotated[str, Meta(extra_json_schema={"enum": list(get_args(FinishReason))})]
+"""That, or another server's word."""
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -60,10 +66,11 @@ class Usage(msgspec.Struct, kw_only=True):
     """Tokens of the whole request: prompts once, completions of all choices."""
 
     prompt_tokens: int
-    completion_tokens: int
+    completion_tokens: int = 0
+    """Other servers leave it out where there are none, as of vectors."""
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
-    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType | None = msgspec.UNSET
     """Of a model whose reasoning is told apart."""
     pdserve: Served | msgspec.UnsetType = msgspec.UNSET
     """With the answer's last usage."""
@@ -168,34 +175,38 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     """Null where the model said nothing but called tools."""
-    refusal: None = None
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    refusal: str | None = None
+    """Only of other servers."""
+    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
     """What the model thought before it spoke; absent if nothing."""
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
     """The same, by the name that other clients know."""
-    tool_calls: list[CalledTool] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[CalledTool] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: _Finished
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; null for the model's own end token."""
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
+    object: Annotated[str, Meta(extra_json_schema={"enum": ["chat.completion"]})] = (
+        "chat.completion"
+    )
     created: int
     model: str
     system_fingerprint: str | None = None
     choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: list[ScoredToken] | msgspec.UnsetType = msgspec.UNSET
+    usage: Usage | None = None
+    """Null only of other servers."""
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: list[ScoredToken] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -225,20 +236,22 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: _Finished | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
     id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    object: Annotated[str, Meta(extra_json_schema={"enum": ["chat.completion.chunk"]})] = (
+        "chat.completion.chunk"
+    )
     created: int
     model: str
     system_fingerprint: str | None = None
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 # ---------------------------------------------------------------- completions
@@ -249,18 +262,20 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     """Prompt index times `n`, plus the choice's number."""
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: _Finished | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: list[ScoredToken] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: list[ScoredToken] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
     """A whole answer, or one chunk of a stream: OpenAI gives both the same shape."""
 
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: Annotated[str, Meta(extra_json_schema={"enum": ["text_completion"]})] = (
+        "text_completion"
+    )
     created: int
     model: str
     system_fingerprint: str | None = None

@@ -32,7 +32,7 @@ from pdserve.client.fields import ChatFields, CompletionFields, EmbedFields, Tok
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.openai import schema
 from pdserve.openai.embeddings import EmbeddingRequest
-from tests.client.scripted import HANG_UP, WHOLE, answer, failure, scripted, stream
+from tests.client.scripted import CHUNK, HANG_UP, WHOLE, answer, failure, scripted, stream
 
 SOON = Retries(attempts=4, first=0.001)
 
@@ -53,6 +53,52 @@ async def test_a_whole_answer_and_fields_that_nobody_knows_yet():
     assert said.choices[0].message.content == "hi"
     assert b'"messages":[{"role":"user","content":"hello"}]' in server.requests[0]
     assert b'"temperature":0.5' in server.requests[0]
+
+
+OTHERS = (
+    b'{"id":"c","object":"chat.completion","created":1,"model":"m","prompt_logprobs":null,'
+    b'"prompt_token_ids":null,"choices":[{"index":0,"finish_reason":"content_filter",'
+    b'"token_ids":null,"message":{"role":"assistant","content":null,"refusal":"no",'
+    b'"reasoning":null,"reasoning_content":null,"tool_calls":null}}]%b}'
+)
+"""What other servers say: fields that are null instead of left out, and reasons of their own."""
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        b"",
+        b',"usage":null',
+        b',"usage":{"prompt_tokens":1,"total_tokens":1,"completion_tokens_details":null}',
+    ],
+)
+async def test_a_whole_answer_of_another_server(usage):
+    async with scripted(answer(200, OTHERS % usage)) as server, client_of(server.url) as client:
+        said = await client.chat("hello")
+    (choice,) = said.choices
+    assert choice.finish_reason == "content_filter"
+    assert choice.message.refusal == "no"
+    assert not choice.message.tool_calls
+    assert (said.usage is None) == (b"{" not in usage)
+
+
+async def test_a_stream_of_another_server():
+    ended = CHUNK.replace('"finish_reason":null', '"finish_reason":"eos","token_ids":null') % "b"
+    first = b'data: {"id":"","object":"","created":0,"model":"","choices":[]}\n\n'
+    end = first + f"data: {ended}\n\ndata: [DONE]\n\n".encode()
+    async with scripted(stream("a", end=end)) as server, client_of(server.url) as client:
+        answer = client.chat_stream("hello")
+        await everything(answer)
+    assert (answer.text, answer.finish_reason, answer.usage) == ("ab", "eos", None)
+
+
+@pytest.mark.parametrize("usage", [b"", b',"usage":{"prompt_tokens":2,"total_tokens":2}'])
+async def test_vectors_of_another_server(usage):
+    body = b'{"object":"list","model":"m","data":[{"index":0,"embedding":[1,0.5]}]%b}' % usage
+    async with scripted(answer(200, body)) as server, client_of(server.url) as client:
+        said = await client.embed("hello")
+    assert said.data[0].embedding == [1.0, 0.5]
+    assert (said.usage is None) == (not usage)
 
 
 async def test_tries_again_with_the_same_id_and_tells_whoever_watches():

@@ -32,6 +32,7 @@ async def test_everything_that_a_server_can_be_asked(server):
         assert (await client.model(model.id)).max_model_len == model.max_model_len
         whole = await client.chat("hello", max_tokens=5, seed=1, temperature=0)
         assert whole.model == model.id
+        assert whole.usage is not None
         assert whole.usage.completion_tokens == 5
         async with client.chat_stream("hello", max_tokens=5, seed=1, temperature=0) as stream:
             async for _ in stream:

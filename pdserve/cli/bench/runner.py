@@ -197,7 +197,8 @@ def _on_usage(record: Record, usage: Usage | None) -> None:
 async def _embed(client: Client, ask: Ask, record: Record) -> None:
     prompt: Any = ask.prompt
     answer = await client.embed(prompt)
-    record.prompt_tokens = answer.usage.prompt_tokens
+    if answer.usage is not None:
+        record.prompt_tokens = answer.usage.prompt_tokens
 
 
 def _kind(error: ClientError) -> str:

@@ -75,6 +75,7 @@ class MessagesDialect:
         return b"event: error\ndata: %s\n\n" % body
 
     def whole(self, answer: ChatCompletion) -> bytes:
+        assert answer.usage is not None, "it is an answer of our own"
         choice = answer.choices[0]
         reason, sequence = _stop(choice.finish_reason, choice.stop_reason)
         message = choice.message
@@ -151,9 +152,7 @@ def _event(event: Event) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), _encode(event))
 
 
-def _stop(
-    finish_reason: FinishReason, stop_reason: int | str | None
-) -> tuple[StopReason, str | None]:
+def _stop(finish_reason: str, stop_reason: int | str | None) -> tuple[StopReason, str | None]:
     """In that API's words, and the stop sequence that was met."""
     if finish_reason == "length":
         return "max_tokens", None

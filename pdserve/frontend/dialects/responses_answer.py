@@ -104,13 +104,14 @@ class ResponsesDialect:
         for index, call in enumerate(calls):
             items.add(CallBegin(index, call.function.name), [])
             items.add(CallArguments(index, call.function.arguments), [])
+        assert answer.usage is not None, "it is an answer of our own"
         return _encode(self._ended(choice.finish_reason, answer.usage)[0])
 
     def _begun(self) -> bytes:
         said = self._said
         return self._events([("created", {"response": said}), ("in_progress", {"response": said})])
 
-    def _ended(self, reason: FinishReason, usage: Usage) -> tuple[ResponseObject, list[Event]]:
+    def _ended(self, reason: str, usage: Usage) -> tuple[ResponseObject, list[Event]]:
         """The whole answer, and the events of what was still open."""
         status: Status = "incomplete" if reason == "length" else "completed"
         events = self._items.close(status)
