@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pdserve.engine.sequence import Sequence
     from pdserve.ids import Bytes, Seconds, SequenceKey, TokenId
-    from pdserve.messages.request import SamplingParams
+    from pdserve.messages.request import SamplingParams, Thinking
 
 __all__ = [
     "GrammarFault",
@@ -78,6 +78,7 @@ class Guide:
     __slots__ = (
         "_ended",
         "_ends",
+        "_enough",
         "_inside",
         "_matcher",
         "_pending",
@@ -85,16 +86,28 @@ class Guide:
         "_recent",
         "_size",
         "_thinking",
+        "forced",
     )
 
     def __init__(
         self, sampling: SamplingParams, matcher: LLMatcher | None, vocab_size: int
     ) -> None:
-        """`matcher`: at its beginning, and this guide's own; None: there is no grammar."""
+        """`matcher`: at its beginning, and this guide's own; None: there is no grammar.
+
+        Errors: `GrammarFault`.
+        """
         thinking = self._thinking = sampling.thinking
+        if thinking is not None and not _is_known(thinking, vocab_size):
+            raise GrammarFault("the model has no tokens for the marks of reasoning", lasting=True)
         self._matcher = matcher
         self._size = vocab_size
         self._ends = tuple(end for end in sampling.eos_token_ids if end < vocab_size)
+        stops = (end for end in sampling.stop_token_ids if end < vocab_size)
+        self._enough = sum(1 << end for end in {*self._ends, *stops})
+        """What `min_tokens` would keep from coming, as a mask."""
+        self.forced = False
+        """What `allowed` said last leaves no choice that a request could be asked about: it is the
+        end of the output or of the reasoning, whatever else is wished."""
         self._ended = False
         """The grammar has come to its end and an end token has said so."""
         self._pending: list[TokenId] = []
@@ -158,6 +171,13 @@ class Guide:
 
     def allowed(self) -> bytes | None:
         """What may come next; None: anything. Errors: `GrammarFault`, also if nothing may."""
+        self.forced = False
+        mask = self._allowed()
+        if mask is not None and not self.forced:
+            self.forced = not int.from_bytes(mask, "little") & ~self._enough
+        return mask
+
+    def _allowed(self) -> bytes | None:
         if self._phase is _Phase.INSIDE:
             return self._allowed_inside()
         if self._matcher is None:
@@ -172,6 +192,7 @@ class Guide:
         budget, end = self._thinking.budget, self._thinking.end
         begun = self._begun_end(end)
         if budget is not None and self._inside - begun >= budget:
+            self.forced = True
             return self._only((end[begun],))
         if self._matcher is None:
             return None
@@ -212,14 +233,6 @@ class Guide:
         return mask
 
     @property
-    def at_end(self) -> bool:
-        """The answer is whole and cannot go on: only end tokens may come."""
-        matcher = self._matcher
-        if matcher is None or self._phase is not _Phase.ANSWER:
-            return False
-        return self._ended or matcher.is_stopped()
-
-    @property
     def _bytes(self) -> int:
         return -(-self._size // 8)
 
@@ -237,6 +250,10 @@ class Guide:
         for token in tokens:
             mask[token >> 3] |= 1 << (token & 7)
         return bytes(mask)
+
+
+def _is_known(thinking: Thinking, vocab_size: int) -> bool:
+    return all(0 <= token < vocab_size for token in (*thinking.start, *thinking.end))
 
 
 def _either(a: bytes, b: bytes) -> bytes:
@@ -335,10 +352,10 @@ class Guides:
             return None
         return _guarded(followed.guide.allowed)
 
-    def at_end(self, sequence: Sequence) -> bool:
-        """Of what `allowed` has said of this sequence, only end tokens are left."""
+    def forced(self, sequence: Sequence) -> bool:
+        """See `Guide.forced`."""
         followed = self._followed.get(sequence.key)
-        return followed is not None and followed.guide.at_end
+        return followed is not None and followed.guide.forced
 
     def release(self, key: SequenceKey) -> None:
         """Forget a sequence; unknown ones are ignored."""

@@ -97,7 +97,7 @@ def test_every_end_that_the_request_knows_is_one(guides):
 def test_an_end_that_is_ignored_repeats(guides):
     one = sequence(output=[*tokens('{"a":1}'), END, END], ignore_eos=True)
     assert ids(guides.allowed(one)) == {END}
-    assert guides.at_end(one)
+    assert guides.forced(one)
     guides.release(one.key)
 
 

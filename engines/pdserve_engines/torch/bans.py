@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Container
     from collections.abc import Sequence as Seq
 
     from pdserve.engine.sequence import Sequence
@@ -47,14 +48,16 @@ class Bans:
     def __init__(self) -> None:
         self._lists: dict[SequenceKey, _Lists] = {}
 
-    def apply(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+    def apply(
+        self, logits: torch.Tensor, sequences: Seq[Sequence], forced: Container[int] = ()
+    ) -> None:
         """Minus infinity where row i of `logits` `[n, vocab]`, which continues `sequences[i]`, may
-        not go; in place."""
+        not go; in place. `forced`: rows that have one way only, and go it."""
         rows: list[int] = []
         ids: list[int] = []
         for row, sequence in enumerate(sequences):
             sampling = sequence.sampling
-            if not (sampling.allowed_token_ids or sampling.bad_words):
+            if row in forced or not (sampling.allowed_token_ids or sampling.bad_words):
                 continue
             lists = self._of(sequence, logits.device)
             if lists.allowed is not None:

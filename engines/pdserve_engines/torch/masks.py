@@ -27,15 +27,15 @@ class Masks:
         """Why sequences of the last step cannot go on; their rows hold no number."""
         self.lasting: set[SequenceKey] = set()
         """Those of them that could not anywhere."""
-        self.ended: frozenset[int] = frozenset()
-        """Rows of the last step for which nothing but their end is left, wanted or not."""
+        self.forced: frozenset[int] = frozenset()
+        """Rows of the last step for which nothing but an end is left, wanted or not."""
 
     def apply(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
         """Minus infinity where row i of `logits` `[n, vocab]`, which continues `sequences[i]`, may
         not go; in place."""
         self.faults.clear()
         self.lasting.clear()
-        self.ended = frozenset()
+        self.forced = frozenset()
         guided = [row for row, each in enumerate(sequences) if is_guided(each.sampling)]
         if not guided:
             return
@@ -44,7 +44,7 @@ class Masks:
             mask = self._mask(sequences[row])
             if mask is not None:
                 masks[row] = mask
-        self.ended = frozenset(row for row in masks if self._at_end(sequences[row]))
+        self.forced = frozenset(row for row in masks if self._is_forced(sequences[row]))
         if masks:
             _apply(logits, masks)
 
@@ -67,8 +67,8 @@ class Masks:
                 self.lasting.add(sequence.key)
             return b""
 
-    def _at_end(self, sequence: Sequence) -> bool:
-        return self.guides is not None and self.guides.at_end(sequence)
+    def _is_forced(self, sequence: Sequence) -> bool:
+        return self.guides is not None and self.guides.forced(sequence)
 
 
 def _apply(logits: torch.Tensor, masks: dict[int, bytes]) -> None:

@@ -118,9 +118,9 @@ class Sampler:
     def _adjust(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
         """Bias, masks and penalties, in place."""
         self.masks.apply(logits, sequences)
-        self.bans.apply(logits, sequences)
+        self.bans.apply(logits, sequences, self.masks.forced)
         _add_bias(logits, [sequence.sampling for sequence in sequences])
-        _mask_ends(logits, sequences, self.masks.ended)
+        _mask_ends(logits, sequences, self.masks.forced)
         penalised = [row for row, seq in enumerate(sequences) if _is_penalised(seq.sampling)]
         if penalised:
             self._penalise(logits, sequences, penalised)
@@ -292,13 +292,13 @@ def _add_bias(logits: torch.Tensor, params: Seq[SamplingParams]) -> None:
         logits[rows, ids] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
 
 
-def _mask_ends(logits: torch.Tensor, sequences: Seq[Sequence], ended: Container[int] = ()) -> None:
-    """`ended`: rows that have nothing else to say."""
+def _mask_ends(logits: torch.Tensor, sequences: Seq[Sequence], forced: Container[int] = ()) -> None:
+    """`forced`: rows that have nothing else to say."""
     rows: list[int] = []
     ids: list[int] = []
     for row, sequence in enumerate(sequences):
         param = sequence.sampling
-        if sequence.num_output >= param.min_tokens or row in ended:
+        if sequence.num_output >= param.min_tokens or row in forced:
             continue
         ends = (
             param.stop_token_ids if param.ignore_eos else param.stop_token_ids + param.eos_token_ids

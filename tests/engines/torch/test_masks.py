@@ -263,6 +263,41 @@ def test_a_model_may_have_more_or_fewer_rows_than_its_vocabulary(rows: int) -> N
     assert TOKENIZER.decode(one.tokens[1:-1]) == "yes"
 
 
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"allowed_token_ids": (300, 301)},
+        {"bad_words": ((THINKING.end[0],),)},
+        {"stop_token_ids": (THINKING.end[-1],), "min_tokens": 30},
+        {"grammar": 'start: ""', "min_tokens": 30},
+    ],
+)
+def test_an_end_that_has_to_come_comes_whatever_is_wished_besides(wish: dict[str, Any]) -> None:
+    sampler = Sampler()
+    sampler.masks.guides = Guides(read_tokenizer(BUNDLED), VOCAB, (END,), inline=True)
+    fields: dict[str, Any] = {"max_tokens": 30, "eos_token_ids": (END,), "thinking": THINKING}
+    one = sequence([5], SamplingParams(**fields | wish), 2)
+    while one.num_output < 20:
+        tokens, _ = sampler.sample(torch.randn(1, VOCAB), [one])
+        assert tokens != [-1]
+        one.tokens += tokens
+    budget = THINKING.budget or 0
+    assert one.output[budget : budget + len(THINKING.end)] == list(THINKING.end)
+
+
+@pytest.mark.parametrize("marks", [((4,), (VOCAB,)), ((70_000,), (4,)), ((4,), (-1,))])
+def test_marks_that_the_model_has_no_tokens_for_fail_alone(
+    engine: InlineEngine, marks: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    start, end = marks
+    thinking = Thinking(start=start, end=end, begun=True, budget=0)
+    bad = engine.submit(request(grammar="", thinking=thinking))
+    good = engine.submit(request(max_tokens=5))
+    engine.run()
+    assert isinstance(bad.error, InvalidRequest)
+    assert good.error is None
+
+
 def test_without_a_vocabulary_nobody_is_left_without_a_word() -> None:
     sampler = Sampler()
     steered = SamplingParams(max_tokens=9, grammar="start: /a/")
