@@ -86,6 +86,9 @@ def _check_names(tools: Sequence[Tool]) -> None:
     seen = set()
     for index, tool in enumerate(tools):
         name = tool.function.name
+        if name.endswith("\n"):  # the schema's pattern passes one over
+            where = f"tools[{index}].function.name"
+            raise InvalidRequest(f"'{where}' ends with a line break; leave it out", param=where)
         if name in seen:
             raise InvalidRequest(
                 f"'tools' has two functions called '{name}'; give each a name of its own",

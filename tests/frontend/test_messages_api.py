@@ -298,6 +298,16 @@ async def test_one_call_at_a_time_can_be_asked_for():
     assert [block["type"] for block in none["content"]] == ["thinking", "text"]
 
 
+async def test_a_system_without_text_is_none():
+    async with answering(PLAIN) as client:
+        await ask(client)
+        expected = prompt(client)
+        await ask(client, system="")
+        assert prompt(client) == expected
+        await ask(client, system=[])
+        assert prompt(client) == expected
+
+
 # ---------------------------------------------------------------------- counting
 
 
@@ -347,6 +357,8 @@ async def test_tokens_are_counted_as_an_answer_reports_them():
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [WEATHER | {"name": "f\\n"}]}, "tools[0].name"),
+        ({"tools": [WEATHER | {"name": "f\n"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),

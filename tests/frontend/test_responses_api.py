@@ -72,6 +72,12 @@ async def test_the_official_client_reads_an_answer():
     assert prompt(client) == "system():Be kind.|user():hello|assistant:"
 
 
+async def test_instructions_without_text_are_none():
+    async with answering(PLAIN) as client:
+        await ask(client, instructions="")
+    assert prompt(client) == "user():hello|assistant:"
+
+
 @pytest.mark.parametrize("burst", [1, 7])
 async def test_a_stream_adds_up_to_the_whole_answer(burst):
     fields = ASKED | {"tools": [WEATHER]}

@@ -67,7 +67,7 @@ async def plan_messages(request: CountTokensRequest, context: Context) -> Plan:
 def chat_request(request: CountTokensRequest) -> ChatRequest:
     """The same as a chat. Errors: `InvalidRequest` for what a chat cannot say."""
     conversation = _Conversation()
-    if request.system is not None:
+    if request.system:
         conversation.say("system", _texts(request.system, "system"))
     for index, message in enumerate(request.messages):
         conversation.take(message, f"messages[{index}]")

@@ -119,7 +119,7 @@ def _check(request: ResponsesRequest) -> None:
 
 def _messages(request: ResponsesRequest) -> list[Message]:
     conversation = _Conversation()
-    if request.instructions is not None:
+    if request.instructions:
         conversation.say("system", request.instructions)
     if isinstance(request.input, str):
         conversation.say("user", request.input)
