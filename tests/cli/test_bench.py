@@ -12,11 +12,13 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import pdserve
 from pdserve.cli.bench.arrivals import arrivals, shape_of
 from pdserve.cli.bench.command import _parser, _plan
 from pdserve.cli.bench.plot import timeline
@@ -28,10 +30,12 @@ from pdserve.cli.bench.workload import Ask, generated, length, of_file, of_trace
 from pdserve.client import Client
 from pdserve.errors import ConfigError
 from pdserve.launch import exit_codes
-from pdserve.sim.traces.base import TraceRequest
+from pdserve.sim.traces.base import TraceRequest, length_of
+from pdserve.sim.traces.load import open_trace
 from tests.client.scripted import failure, scripted, stream
 from tests.e2e.model import write_model
 from tests.e2e.server import PATIENCE, Server, serving
+from tests.sim.traces.test_published import trace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -136,7 +140,7 @@ def test_prompts_of_a_file(tmp_path):
     path.write_text(
         'hello\n\n{"prompt": [1, 2], "max_tokens": 3}\n{"messages": [{"role": "user"}]}\n'
     )
-    asks = of_file(path, 7)
+    asks = of_file(path, length("", "7"), 0)
     assert [(ask.number, ask.prompt, ask.max_tokens) for ask in asks] == [
         (0, "hello", 7),
         (1, [1, 2], 3),
@@ -152,7 +156,7 @@ def test_files_that_are_no_prompts(tmp_path, text, says):
     path = tmp_path / "prompts"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        of_file(path, None)
+        of_file(path, length("", "7"), 0)
 
 
 # ---------------------------------------------------------------- numbers
@@ -199,7 +203,7 @@ def test_a_summary_counts_exactly():
     records = [
         done(0.0, 0.1, 1.1, prompt_tokens=5, cached_tokens=2, worker="a"),
         done(1.0, 1.6, 2.0, attempts=3, worker="b"),
-        done(2.0, 2.0, 4.0, error="429 overloaded", tokens=0),
+        done(2.0, 2.0, 4.0, error="429 overloaded", message="later,\nplease", tokens=0),
     ]
     pace = Pace(dropped=1, cpu_share=0.2)
     numbers = summarise(records, pace, slo_of("ttft=500,itl=150,e2e=5000"))
@@ -210,7 +214,7 @@ def test_a_summary_counts_exactly():
     assert (numbers["good"], numbers["good_share"], numbers["goodput"]) == (1, 0.25, 0.25)
     assert (numbers["cached_tokens"], numbers["workers"]) == (2, {"a": 1, "b": 1})
     assert "1 requests were not sent" in "".join(warnings_of(numbers))
-    assert "1 failed: 429 overloaded" in report(numbers)
+    assert "1 failed: 429 overloaded, such as: later, please" in report(numbers)
 
 
 def test_a_generator_that_limits_says_so():
@@ -252,11 +256,53 @@ def test_a_timeline_keeps_every_token_and_second():
         (["--trace", "/none"], "cannot be read"),
         (["--timeout", "1x"], "--timeout"),
         (["--requests", "0"], "--requests"),
+        (["--speed", "2"], "--speed has no effect here"),
+        (["--arrivals", "even"], "--arrivals has no effect here: it is of --rate"),
+        (["--trace", "x", "--input-tokens", "8"], "--input-tokens has no effect here: --trace"),
+        (["--trace", "x", "--concurrency", "2", "--speed", "2"], "--speed has no effect here"),
+        (["--prompts", "x", "--shared-prefix", "8"], "--shared-prefix has no effect here"),
     ],
 )
 def test_flags_that_make_no_sense(flags, says):
     with pytest.raises(ConfigError, match=says):
         _plan(_parser().parse(flags))
+
+
+LINE = '{"timestamp": %d, "input_length": 600, "output_length": 4, "hash_ids": [1, %d]}\n'
+"""Of a trace."""
+
+
+@pytest.mark.parametrize(("flags", "lengths"), [([], [4]), (["--output-tokens", "9"], [9])])
+def test_answers_of_a_trace_are_its_own_unless_told_otherwise(tmp_path, flags, lengths):
+    path = tmp_path / "trace"
+    path.write_text(LINE % (0, 2))
+    plan = _plan(_parser().parse(["--trace", str(path), *flags]))
+    assert [ask.max_tokens for ask in plan.asks] == lengths
+
+
+def test_the_conversation_trace_is_asked_as_it_is():
+    path = trace("conversation_trace.jsonl")
+    plan = _plan(_parser().parse(["--trace", str(path), "--requests", "300", "--speed", "2"]))
+    wanted = list(itertools.islice(open_trace(path), 300))
+    asked = list(plan.asks)
+    assert plan.total == 300
+    assert [ask.at for ask in asked] == pytest.approx([one.at / 2 for one in wanted])
+    assert [len(ask.prompt) for ask in asked] == [length_of(one.pieces) for one in wanted]
+    assert [ask.max_tokens for ask in asked] == [one.output_tokens for one in wanted]
+
+
+def test_a_traces_moments_are_spread_by_a_seed(tmp_path):
+    path = tmp_path / "trace"
+    path.write_text("".join(LINE % (3000 * (number // 9), number + 2) for number in range(18)))
+
+    def moments(seed: str) -> list[float | None]:
+        flags = ["--trace", str(path), "--jitter", "3s", "--speed", "3", "--seed", seed]
+        return [ask.at for ask in _plan(_parser().parse(flags)).asks]
+
+    spread = moments("0")
+    assert len(set(spread)) == 18
+    assert spread == sorted(spread, key=lambda at: at or 0.0) == moments("0") != moments("1")
+    assert all(at is not None and 0 <= at < 2 for at in spread)
 
 
 # ---------------------------------------------------------------- loops
@@ -382,8 +428,7 @@ def test_chat_from_a_file_and_an_open_loop(server, tmp_path):
 
 def test_a_trace_with_its_moments(server, tmp_path):
     path = tmp_path / "trace.jsonl"
-    line = '{"timestamp": %d, "input_length": 600, "output_length": 4, "hash_ids": [1, %d]}\n'
-    path.write_text("".join(line % (number * 100, number + 2) for number in range(4)))
+    path.write_text("".join(LINE % (number * 100, number + 2) for number in range(4)))
     file = tmp_path / "run.json"
     done = bench("--url", server.url, "--trace", str(path), "--speed", "10", "--json", str(file))
     assert done.returncode == exit_codes.OK, done.stderr
@@ -403,7 +448,16 @@ def test_plots(server, tmp_path):
 def test_when_all_fail_the_status_says_so(server):
     done = bench("--url", server.url, "--requests", "2", "--model", "nobody")
     assert done.returncode == exit_codes.FAILED
-    assert "2 failed: 404 model_not_found" in done.stdout
+    assert "2 failed: 404 model_not_found, such as: " in done.stdout
+    assert "first token" not in done.stdout, "no table of nothing"
+
+
+def test_the_bundled_model_knows_the_ids_that_are_made_up():
+    config = json.loads((Path(pdserve.__file__).parent / "bundled" / "config.json").read_bytes())
+    plan = _plan(_parser().parse([]))
+    asked = [*plan.warm, *plan.asks]
+    prompts: list[Any] = [ask.prompt for ask in asked]
+    assert max(map(max, prompts)) < config["vocab_size"]
 
 
 def test_nobody_there_is_one_line():

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +17,15 @@ from pdserve import __version__
 from pdserve.cli.bench.arrivals import arrivals, shape_of
 from pdserve.cli.bench.report import comparison, plain, report
 from pdserve.cli.bench.summary import Slo, slo_of, summarise
-from pdserve.cli.bench.workload import Ask, generated, length, of_file, of_trace, warm_up
+from pdserve.cli.bench.workload import (
+    Ask,
+    answers_of,
+    generated,
+    length,
+    of_file,
+    of_trace,
+    warm_up,
+)
 from pdserve.cli.outputs import check_writable, write
 from pdserve.cli.parser import Parser
 from pdserve.errors import ConfigError, PdserveError
@@ -36,6 +44,8 @@ __all__ = ["run"]
 _DRAW_EVERY: Final[Seconds] = 0.2
 _BAR: Final = 30
 _DEFAULT_REQUESTS: Final = 100
+_INPUT_TOKENS: Final = "512"
+_OUTPUT_TOKENS: Final = "128"
 
 
 class BenchError(PdserveError):
@@ -121,17 +131,17 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
         help="Lines of text, or JSON lines with prompt or messages, and max_tokens.",
     )
     source.add_argument("--trace", metavar="FILE", help="Mooncake's JSONL or Azure's CSV.")
-    group.add_argument("--input-tokens", default="512", metavar="LENGTH", help=_LENGTH + " [512]")
-    group.add_argument("--output-tokens", default="128", metavar="LENGTH", help="As above. [128]")
+    group.add_argument("--input-tokens", metavar="LENGTH", help=_LENGTH + " [512]")
     group.add_argument(
-        "--shared-prefix", default="0", metavar="N", help="Tokens before that all share. [0]"
+        "--output-tokens", metavar="LENGTH", help="As above. [128; of a trace: its own]"
     )
+    group.add_argument("--shared-prefix", metavar="N", help="Tokens before that all share. [0]")
     group.add_argument(
         "--ignore-eos", action="store_true", help="Answers are exactly as long as asked for."
     )
     group.add_argument("--temperature", type=float, metavar="X", help="Of sampling. [the server's]")
     group.add_argument(
-        "--vocabulary", default="32000", metavar="N", help="Made-up ids are below. [32000]"
+        "--vocabulary", default="1000", metavar="N", help="Made-up ids are below. [1000]"
     )
     group.add_argument("--seed", default="0", metavar="N", help="Of all that is drawn. [0]")
 
@@ -148,12 +158,14 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     kind.add_argument("--rate", metavar="X", help="Open loop: requests per second.")
     group.add_argument(
         "--arrivals",
-        default="poisson",
         metavar="HOW",
         help="Of --rate: poisson, even or gamma:SHAPE. [poisson]",
     )
+    group.add_argument("--speed", metavar="X", help="Of a trace's own moments, so many times. [1]")
     group.add_argument(
-        "--speed", default="1", metavar="X", help="Of a trace's own moments, so many times. [1]"
+        "--jitter",
+        metavar="TIME",
+        help="Put each of these off by up to it; Mooncake's need 3s. [0]",
     )
     group.add_argument("--requests", metavar="N", help="In all. [the file's; 100 of made-up ones]")
     group.add_argument("--duration", metavar="TIME", help="Nothing is sent after it.")
@@ -182,6 +194,7 @@ def _plan(parsed: argparse.Namespace) -> _Plan:
     """All flags, read before anything is asked. Errors: `ConfigError`."""
     from pdserve.cli.bench.runner import Load, Target
 
+    _check_used(parsed)
     endpoint = parsed.endpoint or ("chat" if parsed.prompts else "completions")
     duration = _duration("--duration", parsed.duration) if parsed.duration else None
     open_loop = parsed.rate or (parsed.trace and not parsed.concurrency)
@@ -208,26 +221,42 @@ def _plan(parsed: argparse.Namespace) -> _Plan:
     )
 
 
+def _check_used(parsed: argparse.Namespace) -> None:
+    """Errors: `ConfigError` for a flag that what else was given leaves without effect."""
+    source = "--trace" if parsed.trace else "--prompts" if parsed.prompts else ""
+    own_pace = parsed.trace and not parsed.rate and not parsed.concurrency
+    for flag, given, effective, why in (
+        ("--input-tokens", parsed.input_tokens, not source, f"{source} says what is asked"),
+        ("--shared-prefix", parsed.shared_prefix, not source, f"{source} says what is asked"),
+        ("--arrivals", parsed.arrivals, parsed.rate, "it is of --rate"),
+        ("--speed", parsed.speed, own_pace, "it is of a --trace that is asked at its moments"),
+        ("--jitter", parsed.jitter, own_pace, "it is of a --trace that is asked at its moments"),
+    ):
+        if given is not None and not effective:
+            raise ConfigError(f"{flag} has no effect here: {why}")
+
+
 def _asks(
     parsed: argparse.Namespace, words: bool, vocabulary: int, *, endless: bool
 ) -> tuple[Iterator[Ask], int]:
     """What is asked, and how much of it, 0 for not known."""
     most = _count("--requests", parsed.requests, 1) if parsed.requests else 0
     seed = _count("--seed", parsed.seed)
-    outputs = length("--output-tokens", parsed.output_tokens)
-    if parsed.trace:
-        return _traced(parsed, words, vocabulary, most)
+    outputs = length("--output-tokens", parsed.output_tokens or _OUTPUT_TOKENS)
     asks: Iterator[Ask]
+    if parsed.trace:
+        asks, total = _traced(parsed, words, vocabulary, most)
+        return (answers_of(asks, outputs, seed) if parsed.output_tokens else asks), total
     if parsed.prompts:
-        listed = of_file(Path(parsed.prompts), _fixed(parsed.output_tokens))
+        listed = of_file(Path(parsed.prompts), outputs, seed)
         _check_prompts(listed, chat=words)
         asks, default = itertools.cycle(listed), len(listed)
     else:
         asks, default = (
             generated(
-                length("--input-tokens", parsed.input_tokens),
+                length("--input-tokens", parsed.input_tokens or _INPUT_TOKENS),
                 outputs,
-                shared_prefix=_count("--shared-prefix", parsed.shared_prefix),
+                shared_prefix=_count("--shared-prefix", parsed.shared_prefix or "0"),
                 words=words,
                 vocabulary=vocabulary,
                 seed=seed,
@@ -248,17 +277,18 @@ def _check_prompts(asks: list[Ask], *, chat: bool) -> None:
             raise ConfigError(f"--prompts, request {ask.number + 1}: {wrong}")
 
 
-def _fixed(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
-
-
 def _traced(
     parsed: argparse.Namespace, words: bool, vocabulary: int, most: int
 ) -> tuple[Iterator[Ask], int]:
     from pdserve.sim.traces.load import open_trace
     from pdserve.sim.traces.shape import Shape, shaped
 
-    shape = Shape(speed=_number("--speed", parsed.speed), limit=most)
+    shape = Shape(
+        speed=_number("--speed", parsed.speed or "1"),
+        jitter=_duration("--jitter", parsed.jitter) if parsed.jitter else 0.0,
+        limit=most,
+        seed=_count("--seed", parsed.seed),
+    )
     trace = open_trace(Path(parsed.trace))
     total = sum(1 for _ in shaped(trace, shape))  # also finds every bad line before the run
     return of_trace(shaped(trace, shape), words=words, vocabulary=vocabulary), total
@@ -266,12 +296,9 @@ def _traced(
 
 def _timed(parsed: argparse.Namespace, asks: Iterator[Ask]) -> Iterator[Ask]:
     """The rate's moments instead of the workload's."""
-    shape, rate = shape_of(parsed.arrivals), _number("--rate", parsed.rate)
+    shape, rate = shape_of(parsed.arrivals or "poisson"), _number("--rate", parsed.rate)
     moments = arrivals(rate, shape, _count("--seed", parsed.seed))
-    return (
-        Ask(ask.number, ask.prompt, ask.max_tokens, at)
-        for at, ask in zip(moments, asks, strict=False)
-    )
+    return (replace(ask, at=at) for at, ask in zip(moments, asks, strict=False))
 
 
 def _count(flag: str, text: str, least: int = 0) -> int:
@@ -416,7 +443,7 @@ def _as_json(
 def _title(parsed: argparse.Namespace, server: dict[str, Any]) -> str:
     load = f"{parsed.rate}/s" if parsed.rate else f"concurrency {parsed.concurrency or 8}"
     if parsed.trace and not parsed.rate and not parsed.concurrency:
-        load = f"{Path(parsed.trace).name} at {parsed.speed}x"
+        load = f"{Path(parsed.trace).name} at {parsed.speed or 1}x"
     return f"{server['model']}, {load}, seed {parsed.seed}"
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["comparison", "plain", "report"]
 
 _COLUMNS: Final = ("mean", "p50", "p90", "p95", "p99", "max")
+_SHOWN: Final = 300
+"""Characters of an error's message."""
 _TIMES: Final = (
     ("first token, ms", "ttft"),
     ("between tokens, ms", "itl"),
@@ -26,7 +28,8 @@ _TIMES: Final = (
 
 def report(numbers: dict[str, Any]) -> str:
     """Everything on one screen."""
-    return "\n".join([*_heads(numbers), "", *_table(numbers), "", *_tails(numbers)])
+    times = ["", *_table(numbers)] if numbers["completed"] else []
+    return "\n".join([*_heads(numbers), *times, "", *_tails(numbers)])
 
 
 def _heads(numbers: dict[str, Any]) -> Iterator[str]:
@@ -36,7 +39,8 @@ def _heads(numbers: dict[str, Any]) -> Iterator[str]:
         f"{numbers['seconds']:.2f} s{end}"
     )
     for kind, count in sorted(numbers["errors"].items()):
-        yield f"  {count} failed: {printable(kind)}"
+        why = " ".join(printable(numbers["error_messages"][kind])[:_SHOWN].split())
+        yield f"  {count} failed: {printable(kind)}" + (f", such as: {why}" if why else "")
 
 
 def _table(numbers: dict[str, Any]) -> list[str]:

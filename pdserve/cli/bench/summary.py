@@ -92,6 +92,7 @@ def summarise(records: Sequence[Record], pace: Pace, slo: Slo | None) -> dict[st
         "requests": len(records),
         "completed": len(done),
         "errors": dict(Counter(record.error for record in records if record.error)),
+        "error_messages": {r.error: r.message for r in reversed(records) if r.error},
         "retries": sum(record.attempts - 1 for record in records),
         "dropped": pace.dropped,
         "interrupted": pace.interrupted,

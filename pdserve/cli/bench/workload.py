@@ -7,7 +7,7 @@ chat they are words, and only the server's usage says how many tokens these were
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.sim.traces.base import Piece, TraceRequest
 
-__all__ = ["Ask", "generated", "length", "of_file", "of_trace", "prompt_of", "warm_up"]
+__all__ = [
+    "Ask",
+    "answers_of",
+    "generated",
+    "length",
+    "of_file",
+    "of_trace",
+    "prompt_of",
+    "warm_up",
+]
 
 _FIRST: Final = 16
 """Ids below are special in many vocabularies."""
@@ -115,6 +124,13 @@ def of_trace(trace: Iterable[TraceRequest], *, words: bool, vocabulary: int) -> 
         yield Ask(request.number, prompt, request.output_tokens, request.at)
 
 
+def answers_of(asks: Iterable[Ask], outputs: Callable[[Random], int], seed: int) -> Iterator[Ask]:
+    """The same requests with answers of other lengths."""
+    random = Random(f"answers {seed}")
+    for ask in asks:
+        yield replace(ask, max_tokens=outputs(random))
+
+
 def warm_up(count: int, *, words: bool, vocabulary: int) -> Iterator[Ask]:
     """Short prompts that share nothing with those that count."""
     for number in range(count):
@@ -144,18 +160,18 @@ class _Line(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Line).decode
 
 
-def of_file(path: Path, max_tokens: int | None) -> list[Ask]:
-    """Lines of text, or of JSON with `prompt` or `messages` and perhaps `max_tokens`.
-
-    Errors: `ConfigError`, with the line.
+def of_file(path: Path, outputs: Callable[[Random], int], seed: int) -> list[Ask]:
+    """Lines of text, or of JSON with `prompt` or `messages` and perhaps `max_tokens`; `outputs`
+    is for those without. Errors: `ConfigError`, with the line.
     """
     asks: list[Ask] = []
+    random = Random(f"answers {seed}")
     for number, text in read_lines(path):
         line = _line(path, number, text)
         prompt = line.messages if line.messages is not None else line.prompt
         if not prompt:
             raise bad_line(path, number, "has neither `prompt` nor `messages`")
-        asks.append(Ask(len(asks), prompt, line.max_tokens or max_tokens))
+        asks.append(Ask(len(asks), prompt, line.max_tokens or outputs(random)))
     if not asks:
         raise ConfigError(f"{path} holds no prompts")
     return asks

@@ -25,7 +25,7 @@ def check_library() -> None:
         import matplotlib  # noqa: F401  only whether it is there
     except ImportError:
         raise ConfigError(
-            "plots need matplotlib, which is not installed: pip install 'pdserve[plot]'"
+            "plots need matplotlib, which is not installed: pip install matplotlib"
         ) from None
 
 
