@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from pdserve.openai.sse import SseDecoder
 from tests.chaos.cluster import Cluster, Node, eventually
 from tests.e2e.model import write_model
+from tests.e2e.official import client_of
 from tests.e2e.server import PATIENCE, Server, serving
 
 if TYPE_CHECKING:
@@ -364,12 +364,7 @@ def test_the_official_client_talks_to_a_decode_worker(roles, road):
         "max_tokens": 24,
         "temperature": 0,
     }
-    with openai.OpenAI(
-        base_url=f"{roles.frontend.url}/v1",
-        api_key="none",
-        max_retries=0,
-        default_headers={"Connection": "close"},
-    ) as client:
+    with client_of(roles.frontend.url) as client:
         raw = client.chat.completions.with_raw_response.create(
             **fields, extra_headers={"x-pdserve-worker": road}
         )

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from tests.e2e.model import write_model
+from tests.e2e.official import client_of
 from tests.e2e.readme import wait_sound
 from tests.e2e.server import PATIENCE, Server, serving
 
@@ -58,14 +59,6 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def client_of(server: Server) -> openai.OpenAI:
-    # No connection outlives its request: each test is checked for sockets that it leaves open.
-    headers = {"Connection": "close"}
-    return openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, default_headers=headers
-    )
-
-
 def oracle(model: Path) -> Callable[[list[int]], np.ndarray]:
     """Hidden states of a prompt after the final norm."""
     logging: Any = transformers.utils.logging
@@ -95,7 +88,7 @@ def unit(vector: np.ndarray) -> np.ndarray:
 @pytest.mark.timeout(120)
 def test_the_official_client_gets_what_transformers_computes(embedder: Path) -> None:
     flags = ("--threads", "1", "--served-model-name", "e", "--max-batch-tokens", "256")
-    with serving(embedder, *flags) as server, client_of(server) as client:
+    with serving(embedder, *flags) as server, client_of(server.url) as client:
         answer = client.embeddings.create(model="e", input=TEXTS)  # it asks for base64 by itself
         prompts = [tokens_of(embedder, text) for text in TEXTS]
         assert all(prompt[-1] == 1 for prompt in prompts), "the tokenizer ends texts"
@@ -157,7 +150,7 @@ def test_vectors_outlive_their_worker_and_are_computed_where_they_are_wanted(
 ) -> None:
     front, workers = cluster
     rng = random.Random(3)
-    with client_of(front) as client:
+    with client_of(front.url) as client:
         raw = client.embeddings.with_raw_response.create(
             model="tiny", input=[5, 6, 7, 8] * 40, encoding_format="float"
         )

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.e2e.official import client_of
 from tests.e2e.server import Server, serving
 
 if TYPE_CHECKING:
@@ -30,11 +31,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    # No connection outlives its request: each test is checked for sockets that it leaves open.
-    headers = {"Connection": "close"}
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, default_headers=headers
-    ) as client:
+    with client_of(server.url) as client:
         yield client
 
 

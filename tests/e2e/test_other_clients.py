@@ -13,6 +13,7 @@ import anthropic
 import openai
 import pytest
 
+from tests.e2e.official import client_of
 from tests.e2e.server import Server, serving
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ CITIES = ({"city": "Rome"}, {"city": "Oslo"})
 LITTLE = 4
 """Tokens of thinking, if it thinks: a random model would go on for ever."""
 THINKS = {"chat_template_kwargs": {"thinks": True}}
-PLAIN_CONNECTION = {"Connection": "close"}
-"""No connection outlives its request: each test is checked for sockets that it leaves open."""
 
 
 @pytest.fixture(scope="module", params=ROADS)
@@ -50,14 +49,12 @@ def server(
 
 def claude(server: Server, key: str = KEY) -> Any:
     return anthropic.Anthropic(
-        base_url=server.url, api_key=key, max_retries=0, default_headers=PLAIN_CONNECTION
+        base_url=server.url, api_key=key, max_retries=0, default_headers={"Connection": "close"}
     )
 
 
 def gpt(server: Server, key: str = KEY) -> Any:
-    return openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key=key, max_retries=0, default_headers=PLAIN_CONNECTION
-    )
+    return client_of(server.url, key)
 
 
 def only(parts: Any, kind: str) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from tests.e2e.official import client_of
 from tests.e2e.server import Server, serving
 from tests.engine.schemas import ENFORCED, valid
 
@@ -48,10 +49,7 @@ def server(tool_model: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    headers = {"Connection": "close"}
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, default_headers=headers
-    ) as client:
+    with client_of(server.url) as client:
         yield client
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from tests.e2e.official import client_of
 from tests.e2e.server import PATIENCE, Server, serving
 
 if TYPE_CHECKING:
@@ -54,13 +55,7 @@ def server(request: pytest.FixtureRequest, tool_model: Path) -> Iterator[Server]
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    # No connection outlives its request: each test is checked for sockets that it leaves open.
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        max_retries=0,
-        default_headers={"Connection": "close"},
-    ) as client:
+    with client_of(server.url) as client:
         yield client
 
 

@@ -6,9 +6,9 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
+from tests.e2e.official import client_of
 from tests.e2e.readme import Places, blocks, flags, header, run, section, wait_sound
 from tests.e2e.server import Server
 
@@ -61,12 +61,7 @@ def test_the_second_turn_of_readmes_chat_hits_the_cache(places):
 @pytest.mark.timeout(180)
 def test_a_route_is_explained_and_a_worker_can_be_named(places):
     url = places.fill("http://127.0.0.1:8000")
-    with openai.OpenAI(
-        base_url=f"{url}/v1",
-        api_key="none",
-        max_retries=0,
-        default_headers={"Connection": "close"},
-    ) as client:
+    with client_of(url) as client:
         for name in ("left", "right"):
             answer = client.chat.completions.with_raw_response.create(
                 model="bundled",
