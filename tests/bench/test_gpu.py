@@ -52,6 +52,7 @@ def test_a_dry_run_measures_everything_and_writes_it_down(tmp_path: Path) -> Non
     assert "tests/engines/torch/test_cuda.py" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_what_is_missing_is_named_and_the_rest_is_measured(tmp_path: Path) -> None:
     (tmp_path / "stub").mkdir()
