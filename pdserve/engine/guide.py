@@ -51,8 +51,12 @@ MOST_EXPECTED: Final = 64
 """That wait to be compiled, when another is expected; it is compiled when its prompt is done."""
 MOST_PENDING: Final = 128
 """That wait at all: sequences that are aborted leave theirs behind."""
-MOST_TEXT: Final[Bytes] = 8 << 20
-"""Of all grammars that are kept, as text; compiled they take some times as much."""
+MOST_HELD: Final[Bytes] = 256 << 20
+"""Of all grammars that are kept, as far as is known: see `_Made`."""
+_PER_SECOND: Final[Bytes] = 50 << 20
+"""Memory that a second of compiling leaves behind, at most: measured with large divisors."""
+_PER_CHAR: Final[Bytes] = 32
+"""And what a character of a grammar does, where compiling takes no time."""
 
 
 class GrammarFault(Exception):
@@ -271,12 +275,25 @@ class _Followed:
         self.seen = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A compiled grammar. What it takes nobody tells; what it took to make it does, roughly."""
+
+    matcher: LLMatcher
+    held: Bytes
+
+
 @dataclass(slots=True)
 class _Compiling:
     """A grammar, and since when it has been wanted."""
 
-    future: Future[LLMatcher]
+    future: Future[_Made]
     since: Seconds
+
+    @property
+    def held(self) -> Bytes:
+        """Of one that is done."""
+        return 0 if self.future.exception() is not None else self.future.result().held
 
 
 class Guides:
@@ -304,7 +321,6 @@ class Guides:
         self._threads = None if inline else ThreadPoolExecutor(1, "pdserve-grammar")
         self._compiled: OrderedDict[str, _Compiling] = OrderedDict()
         """By grammar, least recently used first. Whoever wants to follow one takes a copy."""
-        self._text = 0
         self._followed: dict[SequenceKey, _Followed] = {}
 
     def __len__(self) -> int:
@@ -367,7 +383,6 @@ class Guides:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._followed.clear()
         self._compiled.clear()
-        self._text = 0
 
     # ------------------------------------------------------------------ sequences
 
@@ -396,12 +411,12 @@ class Guides:
             raise GrammarFault(
                 f"its grammar was not compiled within {self._patience:g} s"
             ) from None
-        return pristine.deep_copy()
+        return pristine.matcher.deep_copy()
 
     def _left(self, compiling: _Compiling) -> Seconds:
         return max(0.0, compiling.since + self._patience - self._now())
 
-    def _pending(self) -> list[Future[LLMatcher]]:
+    def _pending(self) -> list[Future[_Made]]:
         every = (compiling.future for compiling in self._compiled.values())
         return [future for future in every if not future.done()]
 
@@ -411,14 +426,13 @@ class Guides:
             self._compiled.move_to_end(grammar)
             return found
         compiling = self._compiled[grammar] = _Compiling(self._begin(grammar), self._now())
-        self._text += len(grammar)
         self._drop_old()
         return compiling
 
-    def _begin(self, grammar: str) -> Future[LLMatcher]:
+    def _begin(self, grammar: str) -> Future[_Made]:
         if self._threads is not None:
             return self._threads.submit(self._make, grammar)
-        future: Future[LLMatcher] = Future()
+        future: Future[_Made] = Future()
         try:
             future.set_result(self._make(grammar))
         except GrammarFault as fault:
@@ -427,20 +441,24 @@ class Guides:
 
     def _drop_old(self) -> None:
         """Those that are compiled, oldest first; somebody waits for the others."""
-        done = [grammar for grammar, each in self._compiled.items() if each.future.done()]
-        for grammar in done:
-            if len(self._compiled) <= MOST_COMPILED and self._text <= MOST_TEXT:
+        done = {
+            grammar: each.held for grammar, each in self._compiled.items() if each.future.done()
+        }
+        held = sum(done.values())
+        for grammar, size in done.items():
+            if len(self._compiled) <= MOST_COMPILED and held <= MOST_HELD:
                 return
             del self._compiled[grammar]
-            self._text -= len(grammar)
+            held -= size
 
-    def _make(self, grammar: str) -> LLMatcher:
-        matcher = _guarded(
-            lambda: LLMatcher(self._vocabulary(), grammar, log_level=0, limits=self._limits)
-        )
+    def _make(self, grammar: str) -> _Made:
+        vocabulary = _guarded(self._vocabulary)
+        begun = time.thread_time()
+        matcher = _guarded(lambda: LLMatcher(vocabulary, grammar, log_level=0, limits=self._limits))
         if matcher.is_error():
             raise GrammarFault(f"its grammar cannot be compiled: {matcher.get_error()}")
-        return matcher
+        took = time.thread_time() - begun
+        return _Made(matcher, len(grammar) * _PER_CHAR + int(took * _PER_SECOND))
 
     def _vocabulary(self) -> LLTokenizer:
         if self._tokenizer is None:

@@ -202,9 +202,9 @@ def test_what_is_kept_is_bounded(monkeypatch):
     for number in range(6):
         guides.expect(sequence(grammar=f'start: "{number}"').sampling)
     assert guides.compiled == 3
-    monkeypatch.setattr(guide, "MOST_TEXT", 20)
+    monkeypatch.setattr(guide, "MOST_HELD", 20)
     guides.expect(sequence(grammar='start: "more"').sampling)
-    assert guides.compiled == 1
+    assert guides.compiled == 0
     assert ids(guides.allowed(sequence(grammar='start: "0"'))) >= set(tokens("0"))
 
 
@@ -216,6 +216,18 @@ def test_a_grammar_that_takes_too_long_is_not_waited_for_for_ever(monkeypatch):
     guides.close()
 
 
+def test_what_took_long_to_compile_counts_for_more(monkeypatch):
+    """A short grammar may come to megabytes."""
+    monkeypatch.setattr(guide, "MOST_HELD", 1 << 20)
+    guides = Guides(read_tokenizer(BUNDLED), VOCAB, (END,), inline=True)
+    for number in range(6):
+        guides.expect(sequence(grammar=f'start: "{number}"').sampling)
+    assert guides.compiled == 6
+    divisor = json.dumps({"grammars": [{"json_schema": {"type": "integer", "multipleOf": 9973}}]})
+    guides.expect(sequence(grammar=divisor).sampling)
+    assert guides.compiled == 0
+
+
 def test_what_waits_to_be_compiled_is_bounded_and_comes(monkeypatch):
     monkeypatch.setattr(guide, "MOST_EXPECTED", 3)
     monkeypatch.setattr(guide, "MOST_PENDING", 5)
@@ -224,6 +236,7 @@ def test_what_waits_to_be_compiled_is_bounded_and_comes(monkeypatch):
     def make(self, grammar):
         assert go.wait(50)
         made.append(grammar)
+        raise GrammarFault("enough is known")
 
     monkeypatch.setattr(Guides, "_make", make)
     guides = Guides(read_tokenizer(BUNDLED), VOCAB, (END,))

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from pdserve.engine.core import EngineCore
-from pdserve.engine.guide import Guides, read_tokenizer
+from pdserve.engine.guide import GrammarFault, Guides, read_tokenizer
 from pdserve.errors import InvalidRequest, StepFailed
 from pdserve.messages.request import GenerateRequest, SamplingParams, Thinking
 from pdserve.testing.handover import make_pair
@@ -167,7 +167,12 @@ def test_a_grammar_that_never_comes_is_its_requests_end_alone(
 ) -> None:
     guides = engine.core._executor._sampler.masks.guides  # type: ignore[attr-defined]
     over = threading.Event()
-    monkeypatch.setattr(Guides, "_make", lambda self, grammar: over.wait(50))
+
+    def never(self: Guides, grammar: str) -> Any:
+        over.wait(50)
+        raise GrammarFault("nobody hears it")
+
+    monkeypatch.setattr(Guides, "_make", never)
     monkeypatch.setattr(guides, "_patience", 0.05)
     late, plain = engine.submit(request(grammar=LONG + "   ")), engine.submit(request(grammar=""))
     engine.run()
