@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +19,7 @@ from tests.e2e.server import PATIENCE, Server, serving
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+BENCH = (sys.executable, "-m", "pdserve", "bench")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "client.py"
 
 
@@ -80,3 +84,36 @@ def test_the_example(server):
     assert done.stdout.strip()
     code = [line for line in EXAMPLE.read_text().split('"""')[2].splitlines() if line]
     assert len(code) <= 10, "the first answer takes ten lines"
+
+
+@pytest.mark.timeout(120)
+async def test_vectors_and_their_load(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, "--pooling=mean", "--threads", "1") as server:
+        async with Client(server.url) as client:
+            whole = await client.embed([[5, 6, 7], [5, 6, 7, 8]], encoding_format="float")
+            packed = await client.embed([5, 6, 7], encoding_format="base64")
+        assert whole.usage is not None
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (7, 0)
+        assert [one.index for one in whole.data] == [0, 1]
+        first, second = (one.embedding for one in whole.data)
+        assert first != second
+        assert isinstance(packed.data[0].embedding, str)
+        unpacked = array("f", base64.b64decode(packed.data[0].embedding))
+        assert unpacked.tolist() == pytest.approx(first, abs=1e-5)
+
+        file = tmp_path / "run.json"
+        flags = ("--endpoint", "embeddings", "--input-tokens", "uniform:5:40", "--requests", "9")
+        command = [*BENCH, "--url", server.url, *flags, "--vocabulary", "200", "--json", str(file)]
+        done = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, timeout=PATIENCE
+        )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "9 of 9 requests answered" in done.stdout
+    assert "first token" not in done.stdout, "there is none"
+    summary = json.loads(file.read_text())["summary"]
+    assert 9 * 5 <= summary["prompt_tokens"] <= 9 * 40
+    assert (summary["output_tokens"], summary["ttft"], summary["tokens_from_usage"]) == (
+        0,
+        {},
+        True,
+    )
