@@ -74,6 +74,8 @@ async def grammar_of(request: GenerationRequest, context: Context) -> str:
     except InvalidRequest as error:
         if error.param == "tools" and isinstance(request, ChatRequest):
             await _blame_tool(request, context)
+            said = error.message.partition("\n")[0]
+            raise InvalidRequest(said, param="tools") from None
         raise
 
 
@@ -92,12 +94,17 @@ def _schemas_of_tools(request: ChatRequest) -> list[Source]:
     choice = request.tool_choice
     name = choice.function.name if isinstance(choice, NamedTool) else None
     sources = []
-    for index, tool in enumerate(_tools(request)):
+    for index, tool in sorted(enumerate(_tools(request)), key=_less_strict):
         if name in (None, tool.function.name):
             schema = guided_schema(parameters(tool), strict=bool(tool.function.strict))
             text = msgspec.json.encode({"grammars": [{"json_schema": schema}]}).decode()
             sources.append(Source("schema", text, f"tools[{index}].function.parameters"))
     return sources
+
+
+def _less_strict(numbered: tuple[int, Tool]) -> bool:
+    """Strict ones are likelier to be wrong."""
+    return not numbered[1].function.strict
 
 
 def _size(request: GenerationRequest) -> int:

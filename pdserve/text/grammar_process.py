@@ -303,6 +303,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _shortened(error: str) -> str:
+    error = error.removesuffix("\n<non-verbose/>")  # says that it could say more
     return error if len(error) <= 400 else error[:400] + " …"
 
 

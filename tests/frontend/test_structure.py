@@ -441,6 +441,9 @@ async def test_the_tool_whose_schema_is_wrong_is_named_with_the_place_in_it(pool
     error = await refusal(pool, caller(), tools=tools)
     assert error.param == "tools[1].function.parameters.properties.a"
     lost = {"name": "lost", "parameters": {"$ref": "#/nowhere"}}
+    many = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(40)]
+    error = await refusal(pool, caller(), tools=[*many, tools[1]], tool_choice="required")
+    assert error.param == "tools[40].function.parameters.properties.a"
     tools = [TOOL, {"type": "function", "function": lost}]
     error = await refusal(pool, caller(), tools=tools, tool_choice="required")
     assert error.param == "tools[1].function.parameters"
