@@ -98,6 +98,7 @@ def test_what_the_request_leaves_open_the_model_recommends():
     assert (got.min_p, got.repetition_penalty) == (0.05, 1.1)
     own = params(chat(temperature=0, top_p=1, top_k=-1, min_p=0, repetition_penalty=1), model=model)
     assert (own.temperature, own.top_p, own.top_k, own.min_p) == (0.0, 1.0, 0, 0.0)
+    assert own.repetition_penalty == 1.0
 
 
 def test_without_recommendations_everything_is_neutral():

@@ -27,7 +27,9 @@ _SAMPLING: Final = "tests/frontend/test_sampling.py::"
 _CLIENT: Final = "tests/e2e/test_openai_client.py::"
 
 TRIED: Final = {
-    "model": _CLIENT + "test_models_and_aliases_are_listed_and_answer",
+    "model": (
+        "tests/frontend/test_generation.py::test_models_are_found_by_name_alias_or_alone"
+    ),
     "stream": _CLIENT + "test_a_stream_carries_the_same_text_and_its_usage_on_request",
     "stream_options": _CLIENT + "test_a_stream_carries_the_same_text_and_its_usage_on_request",
     "n": _CLIENT + "test_several_choices_differ_and_each_one_ends",
@@ -63,7 +65,10 @@ TRIED: Final = {
         "tests/frontend/test_prompts.py::test_a_tenant_with_isolation_gets_its_own_salt"
     ),
     "session_id": "tests/frontend/test_routing.py::test_wishes_reach_the_backend",
-    "response_format": "tests/frontend/test_structure.py::test_text_is_text",
+    "response_format": (
+        "tests/frontend/test_structure.py::"
+        "test_an_answer_fits_what_was_asked_for_and_nothing_else"
+    ),
     "structured_outputs": (
         "tests/frontend/test_structure.py::test_completions_take_the_same_fields"
     ),
@@ -90,12 +95,12 @@ TRIED: Final = {
         "tests/frontend/test_prompts.py::"
         "test_parts_roles_and_template_arguments_reach_the_template"
     ),
-    "max_tokens": _SAMPLING + "test_max_completion_tokens_wins_over_max_tokens",
+    "max_tokens": _SAMPLING + "test_too_much_output_is_refused_with_what_would_fit",
     "max_completion_tokens": _SAMPLING + "test_max_completion_tokens_wins_over_max_tokens",
     "logprobs": _CLIENT + "test_logprobs_come_with_alternatives_in_order",
     "top_logprobs": _CLIENT + "test_logprobs_come_with_alternatives_in_order",
     "echo": _FIELDS + "test_echo_puts_the_continued_message_before_the_answer",
-    "tools": "tests/frontend/test_tools.py::test_without_tools_calls_are_text",
+    "tools": "tests/frontend/test_tools.py::test_the_template_sees_the_tools_as_they_were_sent",
     "tool_choice": "tests/e2e/test_tools_client.py::test_a_call_that_has_to_be_made_is_made",
     "parallel_tool_calls": (
         "tests/frontend/test_tools.py::test_one_call_at_a_time_ends_at_the_second"
@@ -127,7 +132,7 @@ TRIED: Final = {
     "prompt": _CLIENT + "test_echo_repeats_the_prompt",
     "best_of": _SAMPLING + "test_choices_are_bounded_over_all_prompts",
 }  # fmt: skip
-"""A field, and a test of its effect."""
+"""A field, and a test of its effect: `without.py` shows that it fails without the field."""
 
 
 def test_the_page_is_what_the_code_makes_of_it() -> None:
