@@ -2,7 +2,8 @@
 # The GPU tests and the torch engine on CUDA, in one call of under ten minutes, without network.
 #
 #   bench/gpu/run.sh          # results: $OUT, or bench/results (gpu.md, gpu.json, gpu_tests.txt)
-#   bench/gpu/run.sh --dry    # tiny sizes on whatever there is, no tests: to see that it works
+#   bench/gpu/run.sh --dry    # tiny sizes on whatever there is, no tests: to see that it works; its
+#                             # results go to a folder of its own, unless there is $OUT
 #
 # It needs a checkout and a Python that has torch (2.11 or later for CUDA 13); nothing is built: what
 # the extension would do, its Python twins do. Packages that are missing are named, and what does not
@@ -15,13 +16,15 @@ set -u
 cd "$(dirname "$0")/../.." || exit 1
 
 PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-540} TESTS=${TESTS:-150} WHEELS=${WHEELS:-.whl}
-OUT=${OUT:-bench/results} DRY=
+DRY=
 for word in "$@"; do
   case $word in
     --dry) DRY=--dry ;;
-    *) sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
   esac
 done
+[ -z "$DRY" ] || OUT=${OUT:-$(mktemp -d)}
+OUT=${OUT:-bench/results}
 mkdir -p "$OUT" || exit 1
 OUT=$(cd "$OUT" && pwd)
 export PYTHONPATH="$PWD:$PWD/engines${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
