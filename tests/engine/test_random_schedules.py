@@ -35,6 +35,7 @@ from tests.support.seeds import is_long
 
 if TYPE_CHECKING:
     from pdserve.engine.executor import StepPlan
+    from pdserve.engine.sequence import Sequence
     from pdserve.messages.request import Pooling
     from pdserve.testing.ledger import Ledger
 
@@ -107,8 +108,12 @@ class CoreMachine(RuleBasedStateMachine):
         cache=st.booleans(),
         sequences=st.integers(1, 6),
         waiting=st.sampled_from([2, 100]),
+        patience=st.sampled_from([0, 0, 1, 7]),
     )
-    def start(self, blocks: int, batch: int, cache: bool, sequences: int, waiting: int) -> None:
+    def start(
+        self, blocks: int, batch: int, cache: bool, sequences: int, waiting: int, patience: int
+    ) -> None:
+        """`patience`: so many steps pass before a token of a sequence can be chosen."""
         self.spec = EngineSpec(
             engine=ENGINE,
             model="",
@@ -126,6 +131,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.executor = ScriptedExecutor(self.watch)
         self.core = EngineCore(self.executor, self.clock)
         self.engine = InlineEngine(self.core, self.spec)
+        self.asked: Counter[tuple[int, int, int]] = Counter()
+        if patience:
+            self.core.scheduler.steerable = lambda sequence: self.is_steerable(sequence, patience)
+            self.executor.wait_ready = lambda seconds: None  # type: ignore[attr-defined]
         self.index: set[bytes] = set()
         self.secret = SECRETS[0]
 
@@ -198,6 +207,14 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.handle(Rekey(hash_secret=secret))
         self.secret = secret
 
+    def is_steerable(self, sequence: Sequence, patience: int) -> bool:
+        """Anew after each preemption, and for each choice at another time."""
+        key = (*sequence.key, sequence.preemptions)
+        self.asked[key] += 1
+        ready = self.asked[key] > patience + sequence.choice
+        self.visited["unsteered"] += not ready
+        return ready
+
     def one_step(self) -> None:
         self.engine.step()
         self.engine.failure = None
@@ -246,7 +263,8 @@ class CoreMachine(RuleBasedStateMachine):
             decodes = [
                 s for s in self.core.scheduler.running if len(s.tokens) - s.num_computed == 1
             ]
-            assert {id(s) for s in decodes} <= {id(s) for s in sequences}, "a decode was left out"
+            left = {id(s) for s in decodes} - {id(s) for s in sequences}
+            assert len(left) <= self.core.scheduler.unsteered, "a decode was left out"
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -351,6 +369,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 CORNERS = {"preempted", "cached", "copied", "completed", "aborted", "continued"}
 CORNERS |= {"named", "renamed", "some had ended", "mean vector", "last vector", "cached vector"}
+CORNERS |= {"unsteered"}
 CORNERS |= {Overloaded.__name__, DeadlineExceeded.__name__, StepFailed.__name__}
 
 
