@@ -438,6 +438,19 @@ async def test_other_methods_and_paths_speak_the_same_words():
     assert wrong_path["error"]["type"] == "not_found_error"
 
 
+async def test_the_form_of_the_answer_is_refused_where_it_was_sent():
+    wrong = {"type": "json_schema", "schema": {"properties": {"a": {"type": "nope"}}}}
+    both = {"format": wrong, "effort": "low"}
+    async with answering(PLAIN) as client:
+        for fields, place in (
+            ({"output_format": wrong}, "output_format.schema.properties.a"),
+            ({"output_config": both}, "output_config.format.schema.properties.a"),
+        ):
+            error = await refused(client, **fields)
+            assert error["details"]["param"] == place
+            assert f"'{place}'" in error["message"]
+
+
 async def test_strangers_are_reported_and_strictly_refused():
     fields = {"temprature": 1, "metadata": {"user_id": "u"}, "service_tier": "auto"}
     async with answering(PLAIN, strict_api=True) as client:

@@ -58,10 +58,20 @@ _encode = msgspec.json.Encoder().encode
 async def plan_messages(request: CountTokensRequest, context: Context) -> Plan:
     """Errors: `InvalidRequest` and its kin, `Overloaded`."""
     chat = chat_request(request)
-    with own_names(_NAMES):
+    with own_names(_names(request)):
         plan = await plan_chat(chat, context)
     plan = replace(plan, answer_id=f"msg_{context.request_id}")
     return replace(plan, dialect=MessagesDialect(plan))
+
+
+def _names(request: CountTokensRequest) -> dict[str, str]:
+    """A form of the answer has two places."""
+    config = request.output_config
+    if request.output_format is None or (config is not None and config.format is not None):
+        return _NAMES
+    return {
+        their: own.replace("output_config.format", "output_format") for their, own in _NAMES.items()
+    }
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:
