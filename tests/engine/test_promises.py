@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pdserve.engine.executor import StepResult
@@ -28,9 +30,8 @@ def request(length: int, **changes: object) -> GenerateRequest:
 
 
 def scheduler(blocks: int = 20, unfilled: float = 0.5, **limits: int) -> Scheduler:
-    bounds = SchedulerLimits(
-        max_model_len=100, vocab_size=50, unfilled=unfilled, **({"max_sequences": 4} | limits)
-    )
+    given: dict[str, Any] = {"max_sequences": 4} | limits
+    bounds = SchedulerLimits(max_model_len=100, vocab_size=50, unfilled=unfilled, **given)
     return Scheduler(BlockPool(blocks, SIZE), bounds)
 
 

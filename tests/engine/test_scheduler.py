@@ -571,7 +571,7 @@ def test_what_cannot_be_served_is_refused_and_leaves_no_trace(
 
 
 def test_limits_that_would_starve_a_sequence_are_refused():
-    limits = {"max_model_len": 128, "vocab_size": 10}
+    limits: dict[str, Any] = {"max_model_len": 128, "vocab_size": 10}
     with pytest.raises(ConfigError, match="max_batch_tokens"):
         SchedulerLimits(**limits, max_batch_tokens=7, max_sequences=8)
     with pytest.raises(ConfigError, match="positive"):
