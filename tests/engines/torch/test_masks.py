@@ -204,7 +204,13 @@ def test_what_is_over_is_forgotten(engine: InlineEngine) -> None:
 # ---------------------------------------------------------------- the same on every road
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "after reasoning" else pytest.param(name, marks=pytest.mark.long)
+        for name in VARIANTS
+    ],
+)
 def test_the_tokens_are_the_same_on_every_road(engine: InlineEngine, name: str) -> None:
     """In chunks, after preemptions, handed over, moved in the middle, and given back as output."""
     wanted = request(max_tokens=48, **VARIANTS[name])
