@@ -236,6 +236,15 @@ class ClusterBackend:
         member = self._node.registry.get(worker)
         return None if member is None else member.epoch
 
+    def lacking(self, model: str, features: tuple[str, ...]) -> tuple[NodeId, ...]:
+        """See `errand.Ways`."""
+        return tuple(
+            member.node
+            for member in self._node.registry.by_role("worker")
+            for offer in (member.card.models if member.card is not None else ())
+            if offer.name == model and not set(features) <= set(offer.features)
+        )
+
     def standing(self, life: Life) -> Standing:
         """See `errand.Ways`."""
         node, epoch = life

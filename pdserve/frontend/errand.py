@@ -103,6 +103,10 @@ class Ways(Protocol):
 
     def standing(self, life: Life) -> Standing: ...
 
+    def lacking(self, model: str, features: tuple[str, ...]) -> tuple[NodeId, ...]:
+        """Workers that serve the model without one of these: of an earlier release."""
+        ...
+
     def shares_kv(self, one: NodeId, other: NodeId) -> bool:
         """KV can be moved between the two."""
         ...
@@ -217,6 +221,7 @@ class Errand:
         "_migration",
         "_moves",
         "_names",
+        "_needs",
         "_on_placed",
         "_over",
         "_sink",
@@ -253,6 +258,7 @@ class Errand:
         self._on_placed = on_placed
         self._start = ways.now()
         self._names = short_names(request.block_names)
+        self._needs = request.needs
         self._held: Seconds = 0.0
         self._tries = 0
         self._turned_away: Seconds = 0.0
@@ -304,9 +310,14 @@ class Errand:
         )
 
     def excluded(self) -> tuple[NodeId, ...]:
-        """Workers that it has failed at, and the one that it is to leave."""
+        """Workers that it has failed at, the one that it is to leave, and those that cannot do what
+        it asks for, but have come since it was planned."""
         ways = self._ways
         found = self._excluded.at(ways.now(), ways.epoch_of) if self._excluded else ()
+        if self._needs:
+            found += tuple(
+                node for node in ways.lacking(self.request.model, self._needs) if node not in found
+            )
         if self.attempt is not None and self.attempt.life[0] not in found:
             found = (*found, self.attempt.life[0])
         return found

@@ -145,6 +145,20 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     are 1 then."""
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        """Of `ModelCard.features`, what a worker has to have: one that lacks it would ignore what
+        it does not know, and answer something else."""
+        sampling, thinking = self.sampling, self.sampling.thinking
+        lists = sampling.allowed_token_ids, sampling.bad_words, sampling.logprob_token_ids
+        wanted = {
+            "grammar": bool(sampling.grammar),
+            "thinking": thinking is not None and thinking.budget is not None,
+            "bans": any(lists),
+            "embeddings": bool(self.pooling),
+        }
+        return tuple(name for name, needed in wanted.items() if needed)
+
+    @property
     def live(self) -> Sequence[int]:
         """Choices that have not ended, in order."""
         if not self.ended:

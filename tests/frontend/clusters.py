@@ -6,6 +6,8 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from pdserve.errors import Draining, NoWorker
 from pdserve.frontend.cluster import ClusterBackend
 from pdserve.frontend.config import FrontendConfig
@@ -119,9 +121,9 @@ class Worker:
             sink.on_error(error)
         self.running.clear()
 
-    def serve(self, **card: Any) -> None:
+    def serve(self, features: tuple[str, ...] = ("embeddings",), **card: Any) -> None:
         """Announce the model."""
-        small, parts = offer(model())
+        small, parts = offer(replace(model(), features=features))
         fields = {"role": "worker", "started": 1, "models": (small,), **card}
         self.node.publish_card(NodeCard(**fields), parts)
 
@@ -199,11 +201,13 @@ class World:
         self.routers: dict[str, Router] = {}
         self.workers: dict[str, Worker] = {}
 
-    async def worker(self, name: str, *, serves: bool = True) -> Worker:
+    async def worker(
+        self, name: str, *, serves: bool = True, features: tuple[str, ...] = ("embeddings",)
+    ) -> Worker:
         """A worker that every router sends requests to, after those before it."""
         made = self.workers[name] = Worker(await self.nodes.add(name, role="worker"))
         if serves:
-            made.serve()
+            made.serve(features)
         for router in self.routers.values():
             router.workers.append((name, made.node.epoch))
         return made

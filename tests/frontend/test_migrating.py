@@ -79,6 +79,31 @@ async def test_a_stream_goes_on_at_another_worker_when_its_own_dies() -> None:
 
 
 @virtually
+async def test_what_an_older_worker_would_ignore_never_goes_there() -> None:
+    """It has come after the request was planned, when everybody could do what it asks for."""
+    async with world() as w:
+        await w.router("r")
+        first = await w.worker("a", features=("grammar", "bans"))
+        await w.ready()
+        sampling = SamplingParams(max_tokens=8, grammar='start: "a"')
+        sink, free = Sink(), Sink()
+        await w.backend.open(request(sampling=sampling, deadline=60.0), sink)
+        await w.backend.open(request("free", deadline=60.0), free)
+        first.say(5)
+        await w.nodes.until(lambda: sink.tokens == [5])
+        older = await w.worker("b", features=("bans",))
+        await asyncio.sleep(2.0)
+        await w.nodes.crash("a")
+        await begun(w, older)
+        await asyncio.sleep(5.0)
+        assert [r.request_id for r in older.requests] == ["free"]
+        assert sink.errors == []
+        able = await w.worker("c", features=("grammar", "bans"))
+        await begun(w, able)
+        assert [r.request_id for r in able.requests] == ["r"]
+
+
+@virtually
 async def test_a_vector_begins_anew_at_another_worker() -> None:
     async with world() as w:
         await w.router("r")
