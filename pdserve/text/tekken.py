@@ -162,26 +162,11 @@ _LETTERS = {value: letter for letter, value in BYTE_LEVEL_ALPHABET.items()}
 def _tokenizer(
     pattern: str, specials: list[str], names: list[str], merges: list[tuple[str, str]]
 ) -> dict[str, object]:
-    bos = _NAMED["bos_token"]
-    begin: list[object] = [{"Sequence": {"id": "A", "type_id": 0}}]
-    if bos in specials:
-        begin.insert(0, {"SpecialToken": {"id": bos, "type_id": 0}})
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {
-                "id": rank,
-                "content": name,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for rank, name in enumerate(specials)
-        ],
+        "added_tokens": [_special(rank, name) for rank, name in enumerate(specials)],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",
@@ -195,14 +180,7 @@ def _tokenizer(
                 _byte_level(),
             ],
         },
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": begin,
-            "pair": [*begin, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {bos: {"id": bos, "ids": [specials.index(bos)], "tokens": [bos]}}
-            if bos in specials
-            else {},
-        },
+        "post_processor": _beginning(specials),
         "decoder": _byte_level(),
         "model": {
             "type": "BPE",
@@ -216,6 +194,34 @@ def _tokenizer(
             "vocab": {name: number for number, name in enumerate([*specials, *names])},
             "merges": merges,
         },
+    }
+
+
+def _special(rank: int, name: str) -> dict[str, object]:
+    return {
+        "id": rank,
+        "content": name,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+
+
+def _beginning(specials: list[str]) -> dict[str, object]:
+    """Puts the token before every text, if there is one."""
+    bos = _NAMED["bos_token"]
+    begin: list[object] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    named: dict[str, object] = {}
+    if bos in specials:
+        begin.insert(0, {"SpecialToken": {"id": bos, "type_id": 0}})
+        named[bos] = {"id": bos, "ids": [specials.index(bos)], "tokens": [bos]}
+    return {
+        "type": "TemplateProcessing",
+        "single": begin,
+        "pair": [*begin, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": named,
     }
 
 
