@@ -3,6 +3,9 @@
     pdserve --model Qwen/Qwen2.5-7B-Instruct
     python examples/tools.py "Is it warmer in Rome or in Oslo?"
 
+    pdserve --tool-parser hermes                # the bundled model: it must be made to call
+    python examples/tools.py --first required
+
 Asks, runs what the model calls, sends the results back, until it answers in words. Needs
 `pip install openai` and a model that calls tools: `GET /v1/models` names its `tool_parser`.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -97,4 +101,7 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except openai.OpenAIError as error:
+        raise SystemExit(f"{sys.argv[0]}: {error}") from None

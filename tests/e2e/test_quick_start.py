@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.e2e.readme import Places, blocks, flags, run, section
 from tests.e2e.server import PATIENCE, Server, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """The bundled model with the default engine."""
-    with serving(None) as server:
+    """The bundled model with the default engine, as README starts it for tools."""
+    (start, _) = blocks(section("JSON and tools"))[1].splitlines()
+    with serving(None, *flags(start, Places())) as server:
         yield server
 
 
@@ -47,3 +53,37 @@ def test_equal_questions_get_equal_answers(server):
     first, again = (server.post("/v1/chat/completions", question) for _ in range(2))
     assert first["choices"] == again["choices"]
     assert again["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
+
+
+@pytest.fixture
+def places(server: Server) -> Places:
+    """README's port 8000 is this server's."""
+    places = Places()
+    places.ports["8000"] = int(server.url.rpartition(":")[2])
+    return places
+
+
+def test_readmes_answer_fits_its_schema(places):
+    answer = json.loads(run(blocks(section("JSON and tools"))[0], places))
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    city = json.loads(choice["message"]["content"])
+    assert set(city) == {"name", "population"}
+    assert 0 <= city["population"] <= 100_000_000
+
+
+def test_readmes_tool_is_called(server):
+    (_, example) = blocks(section("JSON and tools"))[1].splitlines()
+    python, *words = shlex.split(example)
+    assert python == "python"
+    command = [sys.executable, *words, "--url", server.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("temperature(city=")
+
+
+def test_the_tools_example_says_in_a_line_that_nobody_is_there():
+    command = [sys.executable, "examples/tools.py", "--url", "http://127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr == "examples/tools.py: Connection error.\n"
