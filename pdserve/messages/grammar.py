@@ -30,4 +30,5 @@ PARSER_LIMITS: Final[Mapping[str, int]] = MappingProxyType(
     }
 )
 """As `llguidance.LLParserLimits` names them: about 20 ms of compiling, 15 ms of one step and 100 MB
-at the very most; usual schemas need a hundredth."""
+at the very most; usual schemas need a hundredth. Repeating something 100,000 times and more is not
+counted here and takes longer: frontends measure the first steps, and refuse what is slow."""
