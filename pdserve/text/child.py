@@ -62,6 +62,14 @@ class Child:
         """Whether the process is gone."""
         return self._process.poll() is not None
 
+    def was_killed(self) -> bool:
+        """Somebody else has ended it, who need not have had a reason in what it did. To be asked
+        once reading from it has ended."""
+        try:
+            return -self._process.wait(1.0) in (signal.SIGKILL, signal.SIGTERM)
+        except subprocess.TimeoutExpired:
+            return False
+
     def end(self) -> None:
         """Kill the process. Any thread may; reading from it ends."""
         self._process.kill()

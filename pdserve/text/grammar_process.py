@@ -128,7 +128,7 @@ class GrammarProcess:
         except TimeoutError:
             pass
         except (OSError, EOFError, msgspec.MsgspecError):
-            pass
+            self._refuse_when_killed()
         except BaseException:  # nobody will read the answer, so the next job must not find it
             self._drop()
             raise
@@ -136,6 +136,13 @@ class GrammarProcess:
         self._refuse_when_closed()
         self.killed += 1
         return _Outcome("", "it takes too much time or memory to compile; make it smaller")
+
+    def _refuse_when_killed(self) -> None:
+        """By somebody else: that says nothing of the grammar, and is not kept as its fault."""
+        self._refuse_when_closed()
+        if self._child is not None and self._child.was_killed():
+            self._drop()
+            raise Unavailable("the process that compiles grammars was killed: try again")
 
     def _ready_child(self, tokenizer: Tokenizer, vocab_size: int) -> Child:
         if self._child is not None and self._child.ended():  # by someone else, while idle

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import threading
 import time
 import tracemalloc
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from pdserve.errors import InvalidRequest
+from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.models import ServedModel
 from pdserve.frontend.prompts import Context, plan_chat, plan_completion
@@ -20,7 +23,7 @@ from pdserve.openai.decode import CHAT, COMPLETION
 from pdserve.text.grammar_process import GrammarProcess
 from pdserve.text.pool import TextPool
 from pdserve.text.reasoning import REASONING_FORMATS
-from pdserve.text.structured import from_regex
+from pdserve.text.structured import from_regex, from_schema
 from tests.frontend.support import HELLO, card
 
 TOOL: dict[str, Any] = {
@@ -369,6 +372,26 @@ async def test_what_is_hostile_ends_soon_and_blocks_nobody(own_pool, name):
         assert isinstance(outcome, InvalidRequest)
         assert str(outcome.param).startswith(("response_format", "structured_outputs"))
     assert worst < 2  # no measurement: a loop that waits would stand still for all of it
+
+
+def test_a_process_that_somebody_kills_is_no_grammars_fault():
+    """The next try, with the same grammar, has a process of its own."""
+    process, served = GrammarProcess(), model()
+    source = from_schema({"type": "integer"}, "x")
+    quick = from_regex("quick", "x")
+    assert process.compile(served.tokenizer, served.card.vocab_size, quick)
+    child = process._child
+    assert child is not None
+    os.kill(child._process.pid, signal.SIGSTOP)  # lest it be done before
+    killer = threading.Timer(0.2, os.kill, (child._process.pid, signal.SIGKILL))
+    killer.start()
+    with pytest.raises(Unavailable, match="try again"):
+        process.compile(served.tokenizer, served.card.vocab_size, source)
+    killer.join()
+    assert process.known(served.tokenizer, served.card.vocab_size, source) is None
+    assert process.killed == 0
+    assert process.compile(served.tokenizer, served.card.vocab_size, source)
+    process.close()
 
 
 async def test_a_grammar_is_compiled_once(pool):
