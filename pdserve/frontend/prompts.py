@@ -155,7 +155,9 @@ def _encode_chat(request: ChatRequest | TokenizeRequest, text: str, context: Con
     model = context.model
     if isinstance(request, ChatRequest):
         _check_chars(text, request, model, "messages")
-    begun = model.reasoning is not None and opens_reasoning(text, model.reasoning)
+    final = _said(request.messages[-1]) if request.messages else ""
+    continued = final if request.continue_final_message else ""
+    begun = model.reasoning is not None and opens_reasoning(text, model.reasoning, continued)
     tokens = model.tokenizer.encode(text, bool(request.add_special_tokens))
     if not isinstance(request, ChatRequest):
         return Prompt(tokens, reasoning=begun)
@@ -165,11 +167,14 @@ def _encode_chat(request: ChatRequest | TokenizeRequest, text: str, context: Con
 def _chat_echo(request: ChatRequest) -> str:
     """The last message's text, if the model was the one who said it."""
     message = request.messages[-1]
-    if not request.echo or message.role != "assistant" or message.content is None:
-        return ""
-    if isinstance(message.content, str):
-        return message.content
-    return "".join([part.text or "" for part in message.content])
+    return _said(message) if request.echo and message.role == "assistant" else ""
+
+
+def _said(message: Message) -> str:
+    content = message.content
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join([part.text or "" for part in content])
 
 
 def _options(request: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> dict[str, Any]:

@@ -63,11 +63,14 @@ def detect(template: str | None) -> str:
     return next((each.name for each in REASONING_FORMATS.values() if each.end in template), "")
 
 
-def opens_reasoning(prompt: str, format: ReasoningFormat) -> bool:
-    """The rendered prompt ends inside of a block: nothing but blank space follows its start.
+def opens_reasoning(prompt: str, format: ReasoningFormat, continued: str = "") -> bool:
+    """The rendered prompt ends inside of a block: nothing but blank space follows its start, or it
+    is in `continued`, the message that the model is to go on with, and its end is not.
 
     A start with more after it is part of an earlier turn.
     """
+    if continued.rfind(format.start) > continued.rfind(format.end):
+        return True
     return prompt.rstrip().endswith(format.start)
 
 

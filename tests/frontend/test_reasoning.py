@@ -106,6 +106,17 @@ async def test_usage_of_a_model_that_does_not_reason_says_nothing_of_it():
         assert "completion_tokens_details" not in (await client.chat())["usage"]
 
 
+async def test_a_thought_goes_on_where_a_message_broke_off():
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "<think>\nThey say"},
+    ]
+    async with serving(f" hello.\n</think>\n\n{SAID}") as client:
+        whole = await client.chat(messages=turns, continue_final_message=True)
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning"].strip(), message["content"]) == ("hello.", SAID)
+
+
 @pytest.mark.parametrize("extra", [{}, {"stop": "zzz"}, {"logprobs": True}])
 async def test_reasoning_can_be_left_out(extra):
     async with serving(WHOLE) as client:

@@ -88,6 +88,19 @@ def test_a_prompt_may_open_a_block(prompt: str, opens: bool):
 
 
 @pytest.mark.parametrize(
+    ("continued", "opens"),
+    [
+        ("<think>so far", True),
+        ("<think>so far</think>", False),
+        ("<think>a</think><think>b", True),
+        ("so far", False),
+    ],
+)
+def test_a_message_to_go_on_with_may_end_in_a_block(continued: str, opens: bool):
+    assert opens_reasoning("<|im_start|>assistant\n" + continued, THINK, continued) is opens
+
+
+@pytest.mark.parametrize(
     ("template", "name"),
     [
         (None, ""),
