@@ -33,11 +33,19 @@ _PORTS = range(20_000, 30_000)[worker_number() % 4 :: 4]
 that run at the same time have different ones."""
 
 
+_given: set[tuple[str, int]] = set()
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody uses now."""
+    """A port that nobody uses now, and that was not given before: who got it may not listen yet."""
     while True:
         port = random.choice(_PORTS)
+        if (host, port) in _given:
+            continue
+        if len(_given) > len(_PORTS) // 2:
+            _given.clear()  # the oldest have long been used or forgotten
         with contextlib.suppress(OSError), socket.create_server((host, port)):
+            _given.add((host, port))
             return port
 
 

