@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import parts
 
-SLICES = 4
+SLICES = 7
 """`make test` runs one in SLICES of the tests marked `long`."""
 
 
