@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -35,7 +36,7 @@ _AFTERMATH = 1.0
 """Seconds that the connection's own end may take after the stream's, to be used again."""
 
 
-class Stream(Generic[C]):
+class Stream(ABC, Generic[C]):
     """One answer; iterate over it once."""
 
     def __init__(self, record: type[C], ask: Callable[[], Awaitable[Answered]]) -> None:
@@ -176,11 +177,13 @@ class Stream(Generic[C]):
                 self._text.append(self._text_of(chunk))
                 self.finish_reason = choice.finish_reason or self.finish_reason
 
+    @abstractmethod
     def _text_of(self, chunk: C) -> str:
-        raise NotImplementedError
+        """What it adds to the first choice's text."""
 
+    @abstractmethod
     def _length_of(self, chunk: C) -> int:
-        raise NotImplementedError
+        """What it adds, over all choices, in characters."""
 
 
 class ChatStream(Stream[ChatChunk]):
