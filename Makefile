@@ -27,8 +27,8 @@ LISTED := $(VENV)/.files-$(shell find pdserve engines -name '*.py' | LC_ALL=C so
 BUILT := $(VENV)/.built$(if $(PDSERVE_PURE),-pure)
 SERVE_FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL))
 
-# The slice of the long suites that a run takes follows the commit, so that a week of commits runs
-# all of them and a failure can be repeated from its commit alone.
+# The slice of the long suites that a run takes follows the commit, so that a failure can be repeated
+# from its commit alone. Each long test has one chance in seven; `make test-long` runs all of them.
 export PDSERVE_TEST_SEED ?= $(or $(shell git rev-parse --short=8 HEAD 2>/dev/null),0)
 
 .PHONY: help serve test test-long chaos soak lint check format bench docs clean
@@ -42,7 +42,7 @@ help:
 serve: $(VENV)/.deps-serve $(BUILT)
 	@exec $(BIN)/pdserve $(SERVE_FLAGS) $(ARGS)
 
-test: $(VENV)/.deps-dev $(BUILT) lint check
+test: $(VENV)/.deps-dev $(BUILT) lint check docs
 	@$(SAY) "pytest, seed $(PDSERVE_TEST_SEED)"
 	@$(BIN)/python .ci/pytest.py -q --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.machine import facts
 from pdserve.kv.block_pool import BlockPool
-from pdserve.sim.traces.mooncake import BLOCK, MooncakeTrace
+from pdserve.sim.workloads.mooncake import BLOCK, MooncakeTrace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -4,9 +4,10 @@
     python bench/engine_cpu.py --rounds 7 --write bench/results/engine_cpu.md
 
 Both compute the same random Llama checkpoint in one process with the same number of threads, turn
-by turn: each round measures a quantity on every arm, one right after the other. Rates are the best
-of all rounds, which is what a machine without neighbours gives; a ratio is the median over rounds
-of that round's ratio, so that a busy neighbour slows both sides. The memory limit is read in the
+by turn: each round measures a quantity on every arm, one right after the other. Rates are medians
+over rounds: a decode rate is a difference of two times, so its best would be the round in which the
+shorter one was disturbed. A ratio is the median over rounds of that round's ratio, so that a busy
+neighbour slows both sides. The memory limit is read in the
 same run: a decode step cannot be faster than reading every weight once. Nothing here is a pass or
 fail.
 """
@@ -28,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from pdserve.engine.executor import Chunk, StepPlan
-from pdserve.engine.sequence import Sequence
+from pdserve.engine_core.executor import ScheduledChunk, StepPlan
+from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve_engines.torch.executor import TorchExecutor
@@ -152,7 +153,7 @@ class Ours:
 
     def _step(self, sequences: list[Sequence]) -> None:
         chunks = [
-            Chunk(seq, seq.num_computed, seq.num_tokens - seq.num_computed, True)
+            ScheduledChunk(seq, seq.num_computed, seq.num_tokens - seq.num_computed, True)
             for seq in sequences
         ]
         result = self.executor.execute(StepPlan(chunks))
@@ -230,11 +231,11 @@ def _table(
     rounds = len(next(iter(rates["transformers"].values())))
     heads = [*names, *(f"ratio {name.removeprefix('pdserve ')}" for name in ours), "memory limit"]
     lines = [
-        f"| tokens/s, best of {rounds} | {' | '.join(heads)} |",
+        f"| tokens/s, median of {rounds} | {' | '.join(heads)} |",
         "|---" * (len(heads) + 1) + "|",
     ]
     for what, peer in rates["transformers"].items():
-        cells = [f"{max(rates[name][what]):,.0f}" for name in names]
+        cells = [f"{statistics.median(rates[name][what]):,.0f}" for name in names]
         for name in ours:
             pairs = zip(rates[name][what], peer, strict=True)
             cells.append(f"{statistics.median(own / other for own, other in pairs):.2f}")

@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pdserve.sim.replay.config import ReplayConfig
 from pdserve.sim.replay.metrics import jain, quantile
 from pdserve.sim.replay.run import replay
-from pdserve.sim.traces.base import TraceRequest
+from pdserve.sim.workloads.trace_request import TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from pdserve.ids import Seconds
-    from pdserve.sim.replay.record import Record
+    from pdserve.sim.replay.record import ReplayRecord
 
 RESULT: Final = Path(__file__).parent / "results" / "fairness.md"
 WORKERS: Final = 4
@@ -180,7 +180,7 @@ def contenders(case: Case) -> list[Tenant]:
     return asking if len(asking) > 1 else []
 
 
-def backlogged(records: Iterable[Record], names: set[str]) -> list[tuple[Seconds, Seconds]]:
+def backlogged(records: Iterable[ReplayRecord], names: set[str]) -> list[tuple[Seconds, Seconds]]:
     """Intervals in which each of these has requests without a first token."""
     moments: list[tuple[Seconds, int, str]] = []
     for record in records:
@@ -218,7 +218,7 @@ def measure(case: Case, cost: Mapping[int, Seconds], seconds: Seconds, seed: int
 
 def _outcome(
     tenant: Tenant,
-    records: Sequence[Record],
+    records: Sequence[ReplayRecord],
     cost: Mapping[int, Seconds],
     spans: Sequence[tuple[Seconds, Seconds]],
     end: Seconds,

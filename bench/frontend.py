@@ -33,11 +33,14 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.machine import facts
+from bench.pages import kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = Path(__file__).parent
+BY_HAND = "## What the cluster costs"
+"""What follows it in the result is kept."""
 FRONT, OTHER = 0, 1
 """Cores: the system under test; load generator and engine core."""
 
@@ -455,6 +458,9 @@ def report(rounds: dict[str, list[Sample]], args: argparse.Namespace) -> list[st
         "Shares are of one core. A server share below 1 in a saturated row means that others had "
         "the rest: the rates are that much too low, `of a whole core` is the rate divided by the "
         "share, and times are that much too long.",
+        "These figures compare pdserve with bare aiohttp in the same run, and with nothing else: "
+        "rates of other servers are of other runs or machines. [dynamo.md](dynamo.md) has Dynamo "
+        "in one run with pdserve.",
     ]
     return lines
 
@@ -475,7 +481,8 @@ def main() -> None:
     lines = report(rounds, args)
     print("\n".join(lines))
     if args.write:
-        args.write.write_text("\n".join([*header(args), *lines]) + "\n")
+        text = "\n".join([*header(args), *lines]) + "\n"
+        args.write.write_text(text + kept(args.write, BY_HAND))
 
 
 def header(args: argparse.Namespace) -> list[str]:

@@ -36,7 +36,12 @@ blocks of one, and events of all workers are mixed. Each tree is a process of it
 processor; they took turns for {rounds} rounds. Medians and ranges; ratios are medians of those
 within a round. A walk answers in the form that is cheapest to make: u32 by worker slot
 (`match_into`), Dynamo's score object; then as a dict by worker. Dynamo's events are JSON, as its
-binding takes them, and reading that is part of its figure. Repeat with `python bench/index.py`."""
+binding takes them, and reading that is part of its figure. Repeat with `python bench/index.py`.
+
+Routers ask with a dict by worker, so the rows with a dict are what production does, and the aims
+judge those. `match_into` is called by this benchmark and by tests only. Within the clock Dynamo's
+arm converts a Python list of ints, as its walk that finds nothing shows; pdserve's ids are packed
+before. Rates of events are against reading JSON, which is what Dynamo's binding takes."""
 
 FIGURES = {
     "match 1000": ("walk, 1,000 deep, 1,000 workers, p50", "us", 1.0),
@@ -50,6 +55,8 @@ FIGURES = {
     "decision p99": ("the same, p99", "us", 1.0),
     "branching": ("branching: walk, p50", "us", 1.0),
     "branching p99": ("the same, p99", "us", 1.0),
+    "branching dict": ("branching: walk with a dict by worker, p50", "us", 1.0),
+    "branching dict p99": ("the same, p99", "us", 1.0),
     "events": ("stored, 64 to an event, worker-blocks", "M/s", 1e-6),
     "single events": ("stored, one to an event", "M/s", 1e-6),
     "unique events": ("stored, 64 to an event, blocks nobody has", "M/s", 1e-6),
@@ -69,18 +76,18 @@ FIGURES = {
 """Name → what it is, its unit and the factor to that."""
 
 AIMS = (
-    ("walk, 1,000 deep, 1,000 workers: times as fast as Dynamo", "match 1000", 2.0),
-    ("the same with a dict by worker", "dict", 2.0),
+    ("walk, 1,000 deep, 1,000 workers, dict: times as fast as Dynamo", "dict", 2.0),
     ("events: times Dynamo's rate", "events", 2.0),
-    ("branching: walk, times as fast as Dynamo", "branching", 2.0),
+    ("branching: walk, dict, times as fast as Dynamo", "branching dict", 2.0),
     ("branching: events, times Dynamo's rate", "branching events", 2.0),
     ("memory per shared worker-block: Dynamo's, times ours", "shared grown", 2.0),
     ("hashing 64 k tokens: of Dynamo's rate, though keyed", "hash 65536/64", 1.0),
     ("hashing 128 k tokens: of Dynamo's rate, though keyed", "hash 131072/32", 1.0),
 )
+"""In production's form: see `ABOUT`."""
 LIMITS = (
     ("256 workers, 128 k tokens: the walk's p99, us", "decision p99", 1000.0),
-    ("walk, 1,000 deep, 1,000 workers, p50, us", "match 1000", 31.0),
+    ("walk, 1,000 deep, 1,000 workers, dict, p50, us", "dict", 31.0),
     ("memory per shared worker-block, B", "shared grown", 18.0),
 )
 

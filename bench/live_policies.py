@@ -31,15 +31,15 @@ from bench.policy_grid.compare import kendall, mean
 from pdserve.sim.replay.config import ReplayConfig
 from pdserve.sim.replay.metrics import quantile
 from pdserve.sim.replay.run import replay
-from pdserve.sim.traces.base import length_of
-from pdserve.sim.traces.mooncake import BLOCK, MooncakeTrace
-from pdserve.sim.traces.shape import Shape, shaped
+from pdserve.sim.workloads.mooncake import BLOCK, MooncakeTrace
+from pdserve.sim.workloads.trace_request import length_of
+from pdserve.sim.workloads.transform import TraceTransform, transform_trace
 from tests.chaos.cluster import Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.sim.traces.base import TraceRequest
+    from pdserve.sim.workloads.trace_request import TraceRequest
 
 _POLICIES: Final = "ttft,kv_load,least_loaded,random"
 _FIRST, _BASE = 50, 1200
@@ -173,8 +173,8 @@ def chosen(options: argparse.Namespace) -> list[TraceRequest]:
     """The slice; very long prompts are left out, since real ones have to be written as JSON."""
     trace = MooncakeTrace(options.trace)
     short = [request for request in trace if length_of(request.pieces) <= _LONGEST]
-    shape = Shape(begin=0.5, jitter=3.0, speed=options.speed, limit=options.requests)
-    return list(shaped(short, shape))
+    shape = TraceTransform(begin=0.5, jitter=3.0, speed=options.speed, limit=options.requests)
+    return list(transform_trace(short, shape))
 
 
 def main() -> int:

@@ -1,19 +1,38 @@
-"""What a result must say about the machine it was measured on."""
+"""What a result must say about the machine it was measured on, and about the code."""
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 
 def facts() -> list[str]:
     """One line per fact, for the head of a result file."""
     return [
+        _COMMIT,
         f"CPU: {_cpu_model()}, {_usable_cpus()} usable",
         f"Kernel: {platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         f"Python: {platform.python_version()} ({platform.python_compiler().strip()})",
     ]
+
+
+def commit() -> str:
+    """What was measured: the commit, and whether files differ from it."""
+    try:
+        head = _git("rev-parse", "--short=10", "HEAD").strip()
+        changed = _git("status", "--porcelain", "--untracked-files=no").strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "Commit: unknown, this is no git checkout"
+    return f"Commit: {head}{', with changes that are not committed' if changed else ''}"
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(
+        ("git", *words), cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    return done.stdout
 
 
 def _usable_cpus() -> int:
@@ -28,3 +47,7 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or "unknown"
+
+
+_COMMIT = commit()
+"""Read when a benchmark begins: in an hour another one may be checked out."""

@@ -40,7 +40,7 @@ from bench.machine import facts
 from pdserve.sim.replay.config import ReplayConfig
 from pdserve.sim.replay.metrics import quantile
 from pdserve.sim.replay.run import replay
-from pdserve.sim.traces.base import TraceRequest
+from pdserve.sim.workloads.trace_request import TraceRequest
 from tests.chaos.cluster import Cluster
 
 if TYPE_CHECKING:

@@ -26,18 +26,21 @@ from typing import TYPE_CHECKING, Any
 
 from bench.machine import facts
 from pdserve.testing.kv_oracle import layouts
-from pdserve.testing.transfer_support import RecordingSink, deliver, ends, order
-from pdserve.transfer.base import Part
-from pdserve.transfer.rdma import Options, RdmaTransport, available
+from pdserve.testing.transfer_support import RecordingTransferSink, deliver, order, transfer_pair
+from pdserve.transfer.base import KvPart
+from pdserve.transfer.rdma.adapter import QueuePairOptions
+from pdserve.transfer.rdma.pyverbs_loader import unavailable_reason
+from pdserve.transfer.rdma.transport import RdmaTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.transfer.base import Ask, Path, PeerKey, Region, Transport
+    from pdserve.ids import NodeLife
+    from pdserve.transfer.base import CallPeer, KvPath, KvTransport, Region
 
 SIZES = (64 << 10, 256 << 10, 1 << 20)
 TOKENS = 16
-PATIENT = Options(timeout=17)
+PATIENT = QueuePairOptions(timeout=17)
 
 
 def devices() -> tuple[str, str]:
@@ -51,7 +54,7 @@ def devices() -> tuple[str, str]:
 # ------------------------------------------------------------------------------ ours
 
 
-def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+def make(key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
     device = devices()[0 if key.node == "p" else 1]
     return RdmaTransport(key.node, key.epoch, regions, ask, devices=[device], options=PATIENT)
 
@@ -61,26 +64,26 @@ async def ours(size: int, total: int, rounds: int, theirs: list[float]) -> list[
     (layout,) = layouts(2, 1, layers=1, tokens=TOKENS, dim=size // (2 * 2 * TOKENS * 2))
     count = total // size
     rates = []
-    async with ends(make, (layout,), (layout,), blocks=count) as world:
+    async with transfer_pair(make, (layout,), (layout,), blocks=count) as world:
         source, destination = await world.connect()
         for round in range(rounds + 1):
             rate = await transfer(source, destination, count, size)
             if round:  # the first one warms both up
                 rates.append(rate)
                 theirs.append(await asyncio.to_thread(perftest, size, count))
-        assert source.statistics().runs_delivered == (rounds + 1) * count
+        assert source.stats.runs_delivered == (rounds + 1) * count
         await source.close("the end")
     return rates
 
 
-async def transfer(source: Path, destination: Path, count: int, size: int) -> float:
+async def transfer(source: KvPath, destination: KvPath, count: int, size: int) -> float:
     """One, of every block."""
     there = random.Random(count).sample(range(count), count)
     there.sort(key=lambda block: (block % 2, block))  # no two neighbours stay neighbours
-    sink = RecordingSink()
+    sink = RecordingTransferSink()
     begun = time.perf_counter()
     grant = destination.grant(order(there, count * TOKENS), sink)
-    waiter = deliver(source, grant.ticket, Part(0, 0, range(count), (0, 1)))
+    waiter = deliver(source, grant.ticket, KvPart(0, 0, range(count), (0, 1)))
     assert await waiter.wait() is None
     await sink.until(lambda s: s.parts == [0])
     grant.finish()
@@ -149,7 +152,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mebibytes", type=int, default=16, help="per round")
     options = parser.parse_args()
-    reason = available()
+    reason = unavailable_reason()
     if reason is not None:
         sys.exit(reason)
     rows = measure(options.mebibytes << 20, options.rounds)

@@ -28,17 +28,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import psutil
 
 from bench.machine import facts
-from tests.chaos.storm import checker, load, questions
+from tests.chaos.storm import checker, load, storm_requests
 from tests.chaos.storm.checker import Circumstances
 from tests.chaos.storm.report import quantile
-from tests.chaos.storm.site import REQUEST_TIMEOUT, Site
+from tests.chaos.storm.testbed import Testbed, settings
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from tests.chaos.storm.life import Life
+    from tests.chaos.storm.client_request import ClientRequest
     from tests.chaos.storm.nodes import Node
-    from tests.chaos.storm.questions import Expected
+    from tests.chaos.storm.storm_requests import Expected
 
 HERE = Path(__file__).parent
 WORKERS = ("decode-1", "decode-2", "whole-1")
@@ -118,14 +118,14 @@ async def leave(node: Node) -> tuple[float, float]:
 class Bench:
     """One site under one crowd."""
 
-    def __init__(self, site: Site, streams: int) -> None:
+    def __init__(self, site: Testbed, streams: int) -> None:
         self.site = site
         self.streams = streams
-        self.circumstances = Circumstances(patience=REQUEST_TIMEOUT + 30)
-        self.lives: list[Life] = []
+        self.circumstances = Circumstances()
+        self.lives: list[ClientRequest] = []
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.pool = questions.Pool()
+        self.pool = storm_requests.Pool()
 
     async def begin(self) -> load.Crowd:
         """All nodes are up and all answers known."""
@@ -133,16 +133,16 @@ class Bench:
             node.start()
         for node in self.site.nodes.values():
             await node.wait_ready()
-        sizes = questions.Sizes(count=120, stops=0, longest_prompt=300, outputs=(60, 160))
-        asked = questions.draw(SEED, sizes)
+        sizes = storm_requests.Sizes(count=120, stops=0, longest_prompt=300, outputs=(60, 160))
+        asked = storm_requests.draw(SEED, sizes)
         fronts = [node for node in self.site.frontends if node.name != "hurried"]
         lives = await load.undisturbed(asked, fronts, 40, self.circumstances.patience)
-        self.pool.answers += [(life.question, questions.expected_of(life)) for life in lives]
+        self.pool.answers += [(life.question, storm_requests.expected_of(life)) for life in lives]
         habits = load.Habits(streamed=1.0, hang_up=0.0, hurried=0.0)
         patience = self.circumstances.patience
         return load.Crowd(self.pool, fronts, fronts, SEED, patience, self.take, habits)
 
-    def take(self, life: Life, expected: Expected) -> None:
+    def take(self, life: ClientRequest, expected: Expected) -> None:
         """One stream has ended."""
         verdict = checker.judge(life, expected, self.circumstances)
         self.outcomes[verdict.outcome] += 1
@@ -189,7 +189,7 @@ class Bench:
         raise TimeoutError(f"{node.name} gets no requests")
 
 
-def gap_within(life: Life, worker: str, since: float, until: float) -> float | None:
+def gap_within(life: ClientRequest, worker: str, since: float, until: float) -> float | None:
     """The longest that this stream stood still then, beyond what is usual for it; None: it did not
     run there at the beginning."""
     gaps = life.gaps
@@ -226,7 +226,7 @@ async def measure(rounds: int, streams: int) -> str:
         Scene(f"SIGSTOP of a worker for {STOP:.0f} s", stop_both),
         Scene(f"SIGSTOP of its engine alone for {STOP:.0f} s", stop_engine),
     ]
-    with Site("sim", SEED, plain=True) as site:
+    with Testbed("sim", SEED, plain=True) as site:
         bench = Bench(site, streams)
         crowd = await bench.begin()
         clients = asyncio.create_task(crowd.run(streams))
@@ -257,8 +257,10 @@ def page(
 
 What clients see in their streams when a worker goes, and when it is back. Repeat with
 `python bench/recovery.py`. Real processes with `--engine=sim` on one machine: two routers, two
-frontends, three workers that take requests and a prefill worker, {streams} streams at once,
-`--stall-timeout` as tests/chaos/storm has it. Who is killed or leaves is started again at once.
+frontends, three workers that take requests and a prefill worker, {streams} streams at once.
+{settings("sim")}
+A stopped engine is found that much later with the default. Who is killed or leaves is started again
+at once.
 
 {machine}
 - Load averages at the end: {loads} (other work ran on the machine)

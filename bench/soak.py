@@ -6,7 +6,8 @@
     python bench/soak.py handoffs  [--count 20000]     prompts computed on one worker for another
 
 Real processes on this machine. The scenes, and what must hold in each, are tests/soak; this runs
-them in full. `--json FILE` keeps every sample. Nothing in this is a pass or fail.
+them in full. `--json FILE` keeps every sample. Exit status 1: a process has grown by more than the
+bytes for each piece of work that are a leak, and by more than an allocator and full logs may take.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.machine import facts
 from tests.chaos.cluster import Cluster
 from tests.soak import scenes
+from tests.soak.memory import leaks
+from tests.soak.test_long_life import LEAK, NOISE
 
 COUNTS = {"requests": 1_000_000, "members": 10_000, "streams": 2_000, "handoffs": 20_000}
 PORTIONS = {"requests": 80, "members": 50, "streams": 4, "handoffs": 40}
@@ -34,7 +37,7 @@ def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("scene", choices=sorted(COUNTS))
     parser.add_argument("--count", type=int, default=0)
@@ -64,7 +67,10 @@ def main() -> None:
     print("\n".join(f"- {fact}" for fact in facts()))
     print(f"\n{count:,} in {(time.monotonic() - began) / 60:.0f} minutes\n")
     print(watch.table(scenes.UNITS[options.scene]))
+    found = leaks(watch.lines, per_piece=LEAK, noise=NOISE)
+    print("\n" + "\n".join(found or ["No process leaks."]))
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,4 +6,4 @@ sub-command and every spawned process pays for it.
 
 __all__ = ["__version__"]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

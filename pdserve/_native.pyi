@@ -11,9 +11,6 @@ def block_hashes(
     tokens: Sequence[int] | bytes | memoryview, block_size: int, secret: bytes, parent: bytes
 ) -> bytes: ...
 def short_names(hashes: bytes) -> bytes: ...
-def public_hashes(
-    tokens: Sequence[int] | bytes | memoryview, block_size: int, seed: int
-) -> tuple[bytes, bytes]: ...
 def copy_runs(
     destination: memoryview | bytearray | mmap,
     source: memoryview | bytes | bytearray | mmap,
@@ -48,7 +45,8 @@ def crc32(data: memoryview | bytes | bytearray, start: int = 0) -> int: ...
 def cpu_kernel_sets() -> list[str]: ...
 
 class CpuModel:
-    """Forward passes on the CPU; twin of pdserve_engines/torch/model.py, which says what it does.
+    """Forward passes on the CPU; twin of pdserve_engines/torch/models/torch_model.py, which says
+    what it does.
 
     Arrays are C-contiguous numpy arrays of int32 or float32. Raises ValueError for anything that
     does not fit; releases the GIL while it computes.
@@ -114,7 +112,7 @@ class CpuModel:
     ) -> list[int]: ...
 
 class RadixTree:
-    """Blocks to the workers that hold them; twin of pdserve/router/index/tree.py."""
+    """Blocks to the workers that hold them; twin of pdserve/router/prefix_index/radix_tree.py."""
 
     def __init__(self, max_blocks: int) -> None: ...
     def __len__(self) -> int: ...
@@ -132,8 +130,8 @@ class RadixTree:
     def numbers(self) -> tuple[int, int, int, int, int]: ...
 
 class SendTable:
-    """Work requests as C structures; twin of pdserve/transfer/rdma/table.py, which says what it
-    does. Raises ValueError for what leaves its arrays, its table or a region."""
+    """Work requests as C structures; twin of pdserve/transfer/rdma/work_requests.py, which says
+    what it does. Raises ValueError for what leaves its arrays, its table or a region."""
 
     def __init__(self, depth: int) -> None: ...
     @property

@@ -1,11 +1,12 @@
-"""Which half of each native/pure pair is in use: the only file that imports `pdserve._native`.
+"""Selects the native or the pure version of each hot function; only this file imports
+`pdserve._native`.
 
 A module with a native twin keeps its pure version beside it and asks here:
 
     chain = accel.native.block_hashes if accel.NATIVE else chain_pure
 
-It knows nothing about what the functions do. `PDSERVE_PURE=1` in the environment chooses the pure
-twins even where the extension is built, so that one installation can test both.
+`PDSERVE_PURE=1` in the environment selects the pure versions even where the extension is built, so
+that one installation can test both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["NATIVE", "REASON", "describe", "native"]
 
 
 def _load() -> tuple[object, str]:
-    """The extension, or None with the reason a person would want to read."""
+    """Returns the extension, or None with a readable reason."""
     if os.environ.get("PDSERVE_PURE", "").lower() not in ("", "0", "false", "no", "off"):
         return None, "PDSERVE_PURE is set"
     try:

@@ -1,6 +1,6 @@
-"""Time as an argument, so that a simulation can own it.
+"""Passes time as an argument, so that a simulation can control it.
 
-`Clock.now` is monotonic seconds from an arbitrary origin; nothing else about it may be assumed.
+`Clock.now` is monotonic seconds from an arbitrary origin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Clock(Protocol):
-    """Reads the time. Waiting belongs to the event loop that the clock's owner brings."""
+    """Reads the time. Waiting belongs to the event loop."""
 
     def now(self) -> Seconds:
         """Monotonic seconds."""
@@ -37,7 +37,7 @@ class ManualClock:
         return self._now
 
     def advance(self, seconds: Seconds) -> None:
-        """Move forward by `seconds` (>= 0)."""
+        """Moves forward by `seconds` (>= 0)."""
         if seconds < 0:
             raise ValueError("time does not run backwards")
         self._now += seconds

@@ -25,6 +25,7 @@
     ├── DeadlineExceeded            the request's time ran out, at a named stage
     ├── Cancelled                   the client went away
     ├── ProtocolError               the other side of a connection broke its rules
+    │   └── NoMethod                it does not know the question: of another release or role
     ├── LinkError                   a link to another node; `sent`: the peer may have acted on it
     │   ├── DialFailed              no connection came about; nothing was sent
     │   │   ├── DialRefused         nobody listens at the address
@@ -52,16 +53,15 @@ OpenAI's error object carries. Foreign exceptions are mapped where they enter, n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from typing import Self
 
 
 class PdserveError(Exception):
-    """Base of everything pdserve raises on purpose.
-
-    `param` names the offending field, `retry_after` is in seconds and becomes a Retry-After header.
+    """Base of all errors that pdserve raises on purpose. `param` names the offending field;
+    `retry_after`, in seconds, becomes a Retry-After header.
     """
 
     http_status: ClassVar[int] = 500
@@ -79,7 +79,7 @@ class PdserveError(Exception):
 
 
 class ConfigError(PdserveError):
-    """The operator asked for something that cannot be: names the key and the remedy."""
+    """The operator's configuration cannot work; the message names the key and the remedy."""
 
     code = "config_error"
 
@@ -103,14 +103,36 @@ class InvalidRequest(RequestError):
     code = "invalid_value"
 
 
+class Overrun(NamedTuple):
+    """The sizes of a request that does not fit the model's context."""
+
+    prompt: int
+    """Prompt tokens, or a lower bound of them."""
+    output: int
+    """Output tokens asked for; 0: the prompt alone is too long."""
+    context: int
+
+
 class ContextLengthExceeded(InvalidRequest):
     """Prompt and requested output do not fit the model's context."""
 
     code = "context_length_exceeded"
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+        overrun: Overrun | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after=retry_after)
+        self.overrun = overrun
+        """The sizes; None if the engine found the error."""
+
 
 class Unauthorized(RequestError):
-    """API keys are configured and the request carries none that is known."""
+    """API keys are configured, and the request carries no known key."""
 
     http_status = 401
     error_type = "authentication_error"
@@ -118,7 +140,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The key is known but may not do this."""
+    """The key is known but not permitted, or the caller is a web page of another origin."""
 
     http_status = 403
     error_type = "permission_error"
@@ -126,7 +148,7 @@ class Forbidden(RequestError):
 
 
 class ModelNotFound(RequestError):
-    """No such model is served here."""
+    """The model is not served here."""
 
     http_status = 404
     error_type = "not_found_error"
@@ -134,7 +156,7 @@ class ModelNotFound(RequestError):
 
 
 class RouteNotFound(RequestError):
-    """No such path."""
+    """The path does not exist."""
 
     http_status = 404
     error_type = "not_found_error"
@@ -142,14 +164,14 @@ class RouteNotFound(RequestError):
 
 
 class MethodNotAllowed(RequestError):
-    """The path exists, the method does not."""
+    """The path exists, but not with this method."""
 
     http_status = 405
     code = "method_not_allowed"
 
 
 class PayloadTooLarge(RequestError):
-    """The body is over the configured limit."""
+    """The body exceeds the configured limit."""
 
     http_status = 413
     code = "payload_too_large"
@@ -179,7 +201,7 @@ class RateLimited(Overloaded):
 
 
 class Unavailable(PdserveError):
-    """Nobody can serve this at the moment."""
+    """No node can serve the request at the moment."""
 
     http_status = 503
     retryable = True
@@ -194,7 +216,7 @@ class NotReady(Unavailable):
 
 
 class Draining(Unavailable):
-    """The process is going away and takes no new work."""
+    """The process is draining and takes no new work."""
 
     code = "draining"
 
@@ -218,25 +240,25 @@ class WorkerLost(Unavailable):
 
 
 class Poisoned(PdserveError):
-    """Workers have died of this request, one after another: it is not given to one more."""
+    """Several workers died while they had this request; it is not given to another one."""
 
     code = "poisoned_request"
 
 
 class NoActor(Unavailable):
-    """No actor at the address, or none any more: nothing has acted on the message."""
+    """No longer raised. No actor at the address acted on the message."""
 
     code = "no_actor"
 
 
 class ActorFailed(Unavailable):
-    """The actor ended while it had the message, and may have acted on it."""
+    """No longer raised. An actor ended while it had the message, and may have acted on it."""
 
     code = "actor_failed"
 
 
 class RestartsExhausted(Unavailable):
-    """A supervisor's children failed more often than it may restart them; its owner decides."""
+    """A supervisor's children failed more often than it may restart them."""
 
     code = "restarts_exhausted"
 
@@ -251,7 +273,7 @@ class DeadlineExceeded(PdserveError):
 
 
 class Cancelled(PdserveError):
-    """The client went away; nobody reads this error but the logs."""
+    """The client disconnected; only the logs show this error."""
 
     http_status = 499
     error_type = "cancelled"
@@ -259,16 +281,23 @@ class Cancelled(PdserveError):
 
 
 class ProtocolError(PdserveError):
-    """What came over a connection is not what the protocol allows; the connection is lost."""
+    """Received bytes break the protocol; the connection is lost."""
 
     code = "protocol_error"
 
 
-class LinkError(PdserveError):
-    """A link to another node failed.
+class NoMethod(ProtocolError):
+    """The peer does not serve this request or stream: it has another release or role. It did not
+    act, and the connection goes on. A `ProtocolError` because nodes of release 0.1 answer with
+    that.
+    """
 
-    `sent` decides what the caller may do. False: nothing of it left this process, trying again or
-    elsewhere is safe. True: the peer may have received it and may have acted.
+    code = "no_method"
+
+
+class LinkError(PdserveError):
+    """A link to another node failed. `sent` says what the caller may do. False: nothing left this
+    process, so a retry is safe. True: the peer may have received and acted on it.
     """
 
     http_status = 503
@@ -289,7 +318,9 @@ class LinkError(PdserveError):
 
 
 class DialFailed(LinkError):
-    """No connection came about, so nothing was sent. `cause` is one word for a retry's pace."""
+    """No connection was made, so nothing was sent. `cause` is one word that selects the retry
+    policy.
+    """
 
     code = "dial_failed"
     cause: ClassVar[str] = "failed"
@@ -301,7 +332,7 @@ class DialFailed(LinkError):
 
 
 class DialRefused(DialFailed):
-    """The address answers, but nobody listens there: the node is not up, or no longer."""
+    """The address answers, but no process listens there: the node is not up, or no longer."""
 
     cause = "refused"
 
@@ -313,7 +344,7 @@ class DialTimeout(DialFailed):
 
 
 class HandshakeRefused(DialFailed):
-    """There is a listener, but one side would not have the other."""
+    """The peer listens, but one side refused the other."""
 
     code = "handshake_refused"
     cause = "handshake"
@@ -341,20 +372,20 @@ class WrongPeer(HandshakeRefused):
 
 
 class NameTaken(WrongPeer):
-    """The peer knows a later life of this node: another process takes part under its name."""
+    """The peer knows a later life of this node: another process runs under its name."""
 
     code = "name_taken"
 
 
 class OwnAddress(HandshakeRefused):
-    """The address leads back to this very node: one name in a list of seeds is its own."""
+    """The address leads back to this node, for example in its own list of seeds."""
 
     code = "own_address"
     cause = "self"
 
 
 class NoCommonVersion(HandshakeRefused):
-    """The two nodes have no version of the protocol in common: they are more than one apart."""
+    """The two nodes share no protocol version: their releases are too far apart."""
 
     code = "no_common_version"
     cause = "version"
@@ -367,10 +398,9 @@ class LinkLost(LinkError):
 
 
 class TransferError(PdserveError):
-    """KV did not get from one node to another. `at` builds one that names all there is to know.
-
-    Nothing of the attempt may be used. It does not say that the writing has ended: that is proved
-    by a fence (`pdserve.transfer.base`).
+    """A KV transfer between nodes failed. `at` builds one with all details. No block of the attempt
+    may be used. It does not say that remote writes have ended; a fence proves that
+    (`pdserve.transfer.base`).
     """
 
     http_status = 503
@@ -380,19 +410,21 @@ class TransferError(PdserveError):
 
     @classmethod
     def at(cls, transfer: str, peer: str, step: str, reason: str) -> Self:
-        """Of a transfer (empty: all of a path), with a peer, in a step, for a reason."""
+        """Makes the error for a transfer (empty: the whole path), with a peer, in a step, for a
+        reason.
+        """
         subject = f"transfer {transfer} with {peer}" if transfer else f"transfers with {peer}"
         return cls(f"{subject}, {step}: {reason}")
 
 
 class TransferRefused(TransferError):
-    """The two ends do not fit together, or the attempt is not current; nothing was written."""
+    """The two ends do not fit together, or the attempt is outdated; nothing was written."""
 
     code = "transfer_refused"
 
 
 class TransferWithdrawn(TransferError):
-    """One end gave the attempt up."""
+    """One end cancelled the transfer."""
 
     code = "transfer_withdrawn"
 
@@ -422,7 +454,7 @@ class EngineError(PdserveError):
 
 
 class EngineDied(EngineError):
-    """The engine's process ended while it had the request; a retry meets its successor."""
+    """The engine's process ended while it had the request; a retry reaches its successor."""
 
     http_status = 503
     retryable = True
@@ -430,15 +462,22 @@ class EngineDied(EngineError):
 
 
 class EngineStalled(EngineDied):
-    """The engine stood still although it had work, and was ended."""
+    """The engine made no progress although it had work, and was killed."""
 
     code = "engine_stalled"
 
 
 class StepFailed(EngineError):
-    """A step of the engine failed while it computed for this request, among others; whose fault it
-    was is not known, so another worker may try."""
+    """An engine step failed that computed for this request and others; any of them may be the
+    cause, so another worker may try.
+    """
 
     http_status = 503
     retryable = True
     code = "step_failed"
+
+
+def error_class(kind: str) -> type[PdserveError] | None:
+    """The error class of this name, as in error records; None if this release has none."""
+    found = globals().get(kind)
+    return found if isinstance(found, type) and issubclass(found, PdserveError) else None

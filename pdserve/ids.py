@@ -1,36 +1,52 @@
-"""Small names for the values that travel everywhere. No behaviour beyond making a fresh id."""
+"""Types and names for values that travel everywhere: request, node and epoch ids, units."""
 
 from __future__ import annotations
 
 import secrets
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
-"""What the user sees: `x-request-id`, unique per request, printable ASCII."""
+"""The id that users see in `x-request-id`: unique per request, printable ASCII."""
 
 SequenceKey = tuple[int, int]
-"""(handle, choice): one sequence on one engine. The handle is the engine port's own number."""
+"""(handle, choice): one sequence in one engine. The handle is the engine port's number."""
 
 NodeId = NewType("NodeId", str)
-"""A process in the cluster, across its lives: printable ASCII, at most 128 characters."""
+"""A process of the cluster, across restarts: printable ASCII, at most 128 characters."""
 
 Epoch = int
-"""One life of a node: wall-clock milliseconds at its start; a later life has a larger one."""
+"""Identifies one life of a node: wall-clock milliseconds at its start; a later life has a larger
+one.
+"""
+
+
+class NodeLife(NamedTuple):
+    """One life (process run) of a node; its leases, streams and bookings end with it. A tuple,
+    because lives are keys of many tables and are made for each request.
+    """
+
+    node: NodeId
+    epoch: Epoch
+
+    def __str__(self) -> str:
+        return f"{self.node}/{self.epoch}"
+
 
 TokenId = int
 Seconds = float
 Bytes = int
 
-MOST_CHOICES: Final = 1 << 16
-"""Of one request: more than anybody wants, and few enough to be counted one by one. Here, because
-the command line names it without knowing messages."""
+MAX_CHOICES: Final = 1 << 16
+"""Most choices (`n`) of one request. Defined here because the command line needs it without
+importing messages.
+"""
 
 
 def new_request_id() -> RequestId:
-    """A fresh request id with 96 random bits."""
+    """A new request id with 96 random bits."""
     return RequestId(f"req-{secrets.token_hex(12)}")
 
 
 def new_seed() -> int:
-    """A fresh sampling seed in [0, 2**63)."""
+    """A new sampling seed in [0, 2**63)."""
     return secrets.randbits(63)

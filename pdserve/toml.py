@@ -1,7 +1,4 @@
-"""TOML that a person wrote: a table, or one error that names the file and where it is wrong.
-
-Pure. What the table's keys mean is its readers' business.
-"""
+"""Reads a TOML file that a person wrote; errors name the file and the line. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ __all__ = ["read_toml", "readable"]
 
 
 def read_toml(data: bytes, source: str) -> dict[str, Any]:
-    """Args: `source` names the file in errors. Errors: `ConfigError`."""
+    """Parses a TOML text. Args: `source` names the file in errors. Errors: `ConfigError`."""
     try:
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -33,6 +30,6 @@ def read_toml(data: bytes, source: str) -> dict[str, Any]:
 
 
 def readable(text: str, most: int = 200) -> str:
-    """What a file holds, as it may stand in an error: printable, and not endless."""
+    """A file's text as shown in an error: printable and shortened."""
     shown = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text[:most])
     return shown if len(text) <= most else f"{shown}…"

@@ -22,6 +22,11 @@ def described(**environment: str) -> str:
     ).stdout.strip()
 
 
+def test_a_run_that_requires_native_code_has_it() -> None:
+    if os.environ.get("PDSERVE_REQUIRE_NATIVE", "") not in ("", "0"):
+        assert accel.NATIVE, accel.REASON
+
+
 def test_describe_is_one_line() -> None:
     assert accel.describe().count("\n") == 0
     assert ("native" in accel.describe()) is accel.NATIVE

@@ -1,4 +1,4 @@
-"""The rules of the tree that no other tool checks: who may import what, and what files say.
+"""The rules of the tree that no other tool checks: imports, docstrings, sizes of folders, mirrors.
 
 The layers themselves are import-linter's contract in pyproject.toml.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,84 +37,78 @@ ASYNCIO = {
     "pdserve/cli/top.py": "the same once a second, and keys in between",
     "pdserve/client/stream.py": "waits for the end of a connection, under a deadline",
     "pdserve/client/transport.py": "deadlines around every wait, pauses between attempts",
-    "pdserve/engine/carrier.py": "starts and watches the core's process",
+    "pdserve/observe/page_cache.py": "makes one page at a time",
     "pdserve/engine/client.py": "the engine port is asynchronous; one task keeps the core alive",
-    "pdserve/engine/connection.py": "the node's end of the core's socket",
-    "pdserve/engine/life.py": "deadlines of a core's start and stop",
-    "pdserve/engine/shared.py": "starts and watches one process for several cores",
-    "pdserve/engine/movers/loop.py": "joins a core and asynchronous transports",
-    "pdserve/engine/movers/questions.py": "waits for peers' answers",
-    "pdserve/engine/movers/roads.py": "sets paths up under a deadline",
-    "pdserve/engine/movers/thread.py": "the transports' own loop",
-    "pdserve/frontend/answer.py": "writes to a client as tokens come",
-    "pdserve/frontend/api.py": "aiohttp handlers",
-    "pdserve/frontend/bodies.py": "reads bodies under a deadline",
-    "pdserve/frontend/channel.py": "waits until a worker has taken a request",
-    "pdserve/frontend/cluster.py": "waits for routers and for channels to workers",
-    "pdserve/frontend/embeddings.py": "inputs wait until those before them are done",
-    "pdserve/frontend/explain.py": "ends an explanation at its deadline",
-    "pdserve/frontend/generation.py": "one request's life, cancelled with its connection",
-    "pdserve/frontend/group.py": "asks siblings under one deadline",
-    "pdserve/frontend/models.py": "loads tokenizers off the loop, once per card",
-    "pdserve/frontend/small.py": "ends text work at its deadline",
+    "pdserve/engine/core_connection.py": "the node's end of the core's socket",
+    "pdserve/engine/core_run.py": "deadlines of a core's start and stop",
+    "pdserve/engine/process.py": "starts and watches a process of cores",
+    "pdserve/engine/shared_process.py": "starts and watches one process for several cores",
+    "pdserve/engine_core/kv_transfer/loop_connector.py": "joins a core and asynchronous transports",
+    "pdserve/engine_core/kv_transfer/control_rpc.py": "waits for peers' answers",
+    "pdserve/engine_core/kv_transfer/peer_paths.py": "sets paths up under a deadline",
+    "pdserve/engine_core/kv_transfer/thread_connector.py": "the transports' own loop",
+    "pdserve/frontend/output/response_builder.py": "writes to a client as tokens come",
+    "pdserve/frontend/api/app.py": "aiohttp handlers",
+    "pdserve/frontend/http/body_reader.py": "reads bodies under a deadline",
+    "pdserve/frontend/dispatch/worker_stream.py": "waits until a worker has taken a request",
+    "pdserve/frontend/dispatch/cluster_client.py": "waits for routers and for channels to workers",
+    "pdserve/frontend/output/embedding_response.py": "inputs wait until those before them are done",
+    "pdserve/frontend/active_requests.py": "one request's life, cancelled with its connection",
+    "pdserve/frontend/generation.py": "waits for workers and for tokens",
+    "pdserve/frontend/api/metrics_group.py": "asks siblings under one deadline",
+    "pdserve/frontend/model_registry.py": "loads tokenizers off the loop, once per card",
     "pdserve/frontend/service.py": "owns the frontend's tasks and sockets",
-    "pdserve/frontend/trials.py": "requests that wait for their turn",
-    "pdserve/frontend/warming.py": "waits until a worker has computed something",
+    "pdserve/frontend/http/fair_lock.py": "tenants that wait for their turn",
+    "pdserve/frontend/dispatch/poison_isolation.py": "requests that wait for their turn",
+    "pdserve/frontend/dispatch/kv_prewarm.py": "waits until a worker has computed something",
     "pdserve/gossip/service.py": "the timer, dials and messages of membership",
     "pdserve/launch/drain.py": "drains the parts of a process in turn",
-    "pdserve/launch/parts/frontend.py": "waits until a model is in the frontend's hands",
+    "pdserve/launch/roles/frontend.py": "waits until a model is in the frontend's hands",
     "pdserve/launch/process.py": "runs the roles of one process and ends them in order",
-    "pdserve/launch/siblings.py": "starts, watches and ends processes",
+    "pdserve/launch/frontend_processes.py": "starts, watches and ends processes",
+    "pdserve/launch/cluster/advertise_check.py": "asks for a name again after a while",
+    "pdserve/net/transport/bounded_acceptor.py": "connections until it is known whose they are",
     "pdserve/net/endpoint.py": "listens, dials and keeps one link per peer",
     "pdserve/net/link.py": "requests and streams that wait for a peer",
-    "pdserve/net/memory.py": "a network whose only time is the loop's",
-    "pdserve/net/memory_pipe.py": "two transports and the pipes between them",
-    "pdserve/net/shell.py": "bytes between a transport and the sans-I/O connection",
-    "pdserve/net/streams.py": "waits for a stream's credit",
-    "pdserve/net/tcp.py": "sockets",
+    "pdserve/net/transport/memory.py": "a network whose only time is the loop's",
+    "pdserve/net/transport/memory_pipe.py": "two transports and the pipes between them",
+    "pdserve/net/transport/sockets.py": "asks for addresses, and dials several",
+    "pdserve/net/connection_driver.py": "bytes between a transport and the sans-I/O connection",
+    "pdserve/net/link_stream.py": "waits for a stream's credit",
+    "pdserve/net/transport/tcp.py": "sockets",
     "pdserve/observe/loop_lag.py": "measures the loop itself",
     "pdserve/observe/probes.py": "a small listener for /live, /health and /metrics",
-    "pdserve/runtime/actor.py": "one task per actor",
-    "pdserve/runtime/actors.py": "asks that wait for an answer",
-    "pdserve/runtime/context.py": "an actor's timers",
     "pdserve/runtime/node.py": "joins, leaves and rejoins; waits for links and parts",
-    "pdserve/runtime/remote.py": "watches that wait for a peer",
-    "pdserve/runtime/shutdown.py": "phases under deadlines",
     "pdserve/runtime/status.py": "asks all members under one deadline",
-    "pdserve/runtime/streams.py": "waits for a stream's credit and items",
     "pdserve/runtime/supervisor.py": "restarts after a pause",
     "pdserve/runtime/tasks.py": "owns background tasks",
-    "pdserve/sim/callers.py": "clients that wait for their requests",
     "pdserve/sim/engine.py": "an engine's steps on a loop's virtual clock",
-    "pdserve/sim/faults.py": "faults that last for a while",
-    "pdserve/sim/loop.py": "a loop of many processes, in an order drawn by a seed",
-    "pdserve/sim/replay/callers.py": "callers that wait for their requests, on virtual time",
+    "pdserve/sim/replay/trace_clients.py": "callers that wait for their requests, on virtual time",
     "pdserve/sim/replay/cluster.py": "starts and ends the nodes of a replay",
     "pdserve/sim/replay/run.py": "runs a replay on its loop, and samples load",
-    "pdserve/sim/replay/wire.py": "a network of virtual time",
-    "pdserve/sim/run.py": "a run's phases, and waiting for rest",
-    "pdserve/sim/world.py": "starts and ends virtual processes",
+    "pdserve/sim/replay/kv_network.py": "a network of virtual time",
     "pdserve/testing/engine_conformance.py": "a suite over the asynchronous engine port",
-    "pdserve/testing/fake_backend.py": "stands in for the asynchronous backend",
     "pdserve/testing/net_conformance.py": "a suite over asynchronous networks",
     "pdserve/testing/net_support.py": "nodes that answer, for tests of the network",
     "pdserve/testing/sinks.py": "lets a test wait for a sequence's end",
+    "pdserve/testing/thread_launcher.py": "waits for the thread of a core",
     "pdserve/testing/virtual_time.py": "a loop whose clock jumps",
     "pdserve/testing/transfer_conformance.py": "a suite over asynchronous transfers",
     "pdserve/testing/transfer_support.py": "two nodes that transfer, for tests",
-    "pdserve/text/pool.py": "hands long text work to threads and processes",
-    "pdserve/transfer/cuda_ipc.py": "an ending path waits for its peer, under a deadline",
-    "pdserve/transfer/fake.py": "a fake device's only time is the loop's",
-    "pdserve/transfer/greeting.py": "the first bytes of a connection, before a thread has it",
-    "pdserve/transfer/host.py": "sets paths up under a deadline",
-    "pdserve/transfer/path.py": "waits for fences",
-    "pdserve/transfer/pull.py": "a Unix socket, and a thread that copies",
+    "pdserve/text/fair_thread_pool.py": "waits for the threads that text work is handed to",
+    "pdserve/text/text_pool.py": "hands long text work to threads and processes",
+    "pdserve/transfer/same_host/cuda_ipc.py": "an ending path waits for its peer, under a deadline",
+    "pdserve/testing/fake_rdma.py": "a fake device's only time is the loop's",
+    "pdserve/transfer/tcp/handshake.py": "the first bytes of a connection, before a thread has it",
+    "pdserve/transfer/transport_base.py": "sets paths up under a deadline",
+    "pdserve/transfer/path_base.py": "waits for fences",
+    "pdserve/transfer/same_host/pull_transport.py": "a Unix socket, and a thread that copies",
     "pdserve/transfer/rdma/rail.py": "hears of completions by a descriptor",
     "pdserve/transfer/rdma/transport.py": "opens adapters off the loop",
-    "pdserve/transfer/tcp.py": "connections, and threads that report to the loop",
-    "pdserve/worker/channel.py": "sends what a turn of the loop brought at its end",
-    "pdserve/worker/handoff/prefill.py": "waits for what is in hand when it drains",
-    "pdserve/worker/handoff/prefilling.py": "waits for answers of decode workers",
+    "pdserve/transfer/tcp/transport.py": "connections, and threads that report to the loop",
+    "pdserve/worker/request_streams.py": "sends what a turn of the loop brought at its end",
+    "pdserve/worker/disagg/prefill_handler.py": "waits for what is in hand when it drains",
+    "pdserve/worker/disagg/prefill_job.py": "waits for answers of decode workers",
     "pdserve/worker/model.py": "waits for downloads off the loop",
     "pdserve/worker/service.py": "owns the worker's tasks",
 }
@@ -122,14 +117,17 @@ before adding a line here, try to split the decision from the waiting."""
 
 ENGINES_SEE = {
     "accel",
+    "backoff",
     "blocks",
     "clock",
-    "engine",
+    "engine_core",
     "errors",
     "ids",
     "kv",
+    "limits",
     "messages",
     "observe",
+    "perf_model",
     "transfer",
 }
 
@@ -140,6 +138,8 @@ def tree_of(path: Path) -> ast.Module:
 
 def imported(node: ast.AST) -> Iterator[str]:
     """Modules imported anywhere under `node`, except for the type checker only."""
+    if isinstance(node, ast.expr):
+        return
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         for branch in node.orelse:
             yield from imported(branch)
@@ -231,3 +231,154 @@ def test_entry_points_lead_somewhere(engine: str) -> None:
         )
     }
     assert attribute in names
+
+
+# ---------------------------------------------------------------- rooms
+
+SCENARIO_FOLDERS = {
+    "bench": "measurements as programs",
+    "chaos": "faults under load",
+    "compat": "what other releases see",
+    "conformance": "suites over every implementation",
+    "e2e": "whole processes",
+    "examples": "the examples",
+    "fuzz": "fuzzers",
+    "rdma": "needs adapters",
+    "soak": "hours of work",
+    "support": "tests of the tests' own helpers",
+    "worlds": "clusters in virtual time",
+}
+"""Folders of tests that are sorted by kind of run and mirror no package."""
+
+SCENARIOS = {
+    "engine/test_handoff_between_engines.py": "two engines hand prompts over, transports included",
+    "engine/test_stalled_cores.py": "the client, the watchdog and a core that hangs",
+    "engine_core/kv_transfer/test_handoff.py": "two cores, sender and receiver together",
+    "engine_core/kv_transfer/test_handoff_faults.py": "the same with lost and wrong parts",
+    "engine_core/kv_transfer/test_random_handoffs.py": "random handoffs between cores",
+    "engine_core/test_exactness.py": "tokens under every schedule",
+    "engine_core/test_json_schemas.py": "structured output over many schemas",
+    "engine_core/test_random_schedules.py": "random requests through scheduler and pool",
+    "engines/sim/test_handoff.py": "sim engines hand prompts over",
+    "engines/sim/test_steps_at_once.py": "core and executor with several steps in one",
+    "engines/sim/test_structured_output.py": "grammars through the whole engine",
+    "engines/torch/test_cuda.py": "needs a GPU",
+    "engines/torch/test_engine_core.py": "the executor under a core",
+    "engines/torch/test_handoff.py": "torch engines hand prompts over",
+    "engines/torch/test_loading.py": "memory and pauses of loading, in a process of its own",
+    "engines/torch/test_migration.py": "a request moves between torch engines",
+    "engines/torch/test_weight_sharing.py": "several executors of one checkpoint",
+    "frontend/api/test_request_fields.py": "fields of every API",
+    "frontend/api/test_routing_headers.py": "headers of every API",
+    "frontend/api/test_translations.py": "translations and wording of the other APIs",
+    "frontend/dispatch/test_exact_answers.py": "answers while workers die and requests move",
+    "frontend/http/test_slow_clients.py": "clients that do not read",
+    "frontend/output/test_reasoning.py": "reasoning through all responses",
+    "frontend/output/test_stream_equals_unary.py": "both kinds of responses beside each other",
+    "frontend/output/test_tool_calls.py": "tool calls through all responses",
+    "frontend/test_docs.py": "docs/api.md and docs/fields.md",
+    "frontend/test_fuzz.py": "a bounded run of the fuzzers",
+    "frontend/test_hostile.py": "hostile clients",
+    "gossip/test_fuzz.py": "a bounded run of the fuzzers",
+    "gossip/test_world.py": "many members in virtual time",
+    "launch/roles/test_roles.py": "the roles of one process together",
+    "launch/test_docs.py": "docs/configuration.md and docs/operations.md",
+    "launch/test_fuzz.py": "a bounded run of the fuzzers",
+    "messages/test_fuzz.py": "a bounded run of the fuzzers",
+    "messages/test_records.py": "rules for all records",
+    "net/test_abuse.py": "hostile peers",
+    "net/test_chaos.py": "links that break",
+    "protocols/test_api_records.py": "records of the other APIs",
+    "protocols/test_fuzz.py": "a bounded run of the fuzzers",
+    "router/prefix_index/test_cluster.py": "indexes of several routers over a network that fails",
+    "router/test_bookings_work.py": "second file of bookings: work until the first token",
+    "router/test_core_queueing.py": "second file of core: requests that wait",
+    "runtime/topics/test_fuzz.py": "a bounded run of the fuzzers",
+    "runtime/topics/test_machines.py": "random runs of all topic machines",
+    "sim/test_engine_transfer.py": "engines in virtual time hand prompts over",
+    "sim/workloads/test_published.py": "known facts of the public traces",
+    "test_layout.py": "this file",
+    "test_documents.py": "ARCHITECTURE.md, docs/glossary.md and the index of README.md",
+    "test_reliability.py": "docs/reliability.md",
+    "text/tool_parsers/test_formats.py": "every format through one suite",
+    "transfer/test_host_kernels.py": "native/host_kernels.cpp",
+    "transfer/test_hostile_peer.py": "hostile peers of every back end",
+    "transfer/test_processes.py": "transfers between processes",
+    "transfer/test_tcp_tls.py": "tcp with certificates",
+    "wire/test_fuzz.py": "a bounded run of the fuzzers",
+    "wire/test_golden.py": "bytes that must not change",
+    "wire/test_random_sessions.py": "two connections, random work",
+    "wire/test_streams.py": "two connections and their streams",
+    "wire/test_version_skew.py": "peers of different releases",
+    "worker/disagg/queue/test_item_life.py": "an item of the prefill queue at both ends",
+    "worker/disagg/test_end_to_end.py": "decode and prefill worker together",
+    "worker/disagg/test_every_cell.py": "each cell of the state table",
+    "worker/disagg/test_migration.py": "a decoding request moves",
+    "worker/disagg/test_prefill_available.py": "a decision of the decode handler",
+    "worker/disagg/test_random_worlds.py": "random events at both tables",
+}
+"""Tests that mirror no module, and what they are about instead."""
+
+LARGE_FOLDERS = {
+    "pdserve/cli": "a file per sub-command",
+    "pdserve/router/policies": "a file per policy",
+    "pdserve/testing": "a file per suite or fake",
+}
+FOLDER_SIZE = 15
+
+
+def mirrored(test: Path) -> bool:
+    """The module or package that a test is named after exists."""
+    room = ROOT / ("engines/pdserve_engines" if test.parts[0] == "engines" else "pdserve")
+    inside = test.parent.parts[1:] if test.parts[0] == "engines" else test.parent.parts
+    source = room.joinpath(*inside, test.stem.removeprefix("test_"))
+    return source.with_suffix(".py").exists() or (source / "__init__.py").exists()
+
+
+def test_tests_mirror_the_source() -> None:
+    tests = {path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    found = {
+        test.as_posix()
+        for test in tests
+        if test.parts[0] not in SCENARIO_FOLDERS and not mirrored(test)
+    }
+    assert found - set(SCENARIOS) == set(), "named after no module, and no scenario of the list"
+    assert set(SCENARIOS) - found == set(), "gone, or named after a module: take it off the list"
+
+
+def test_folders_of_tests_are_packages_or_scenarios() -> None:
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
+    packages = {path.parent.name for path in (ROOT / "pdserve").glob("*/__init__.py")}
+    assert folders - packages - {"engines"} == set(SCENARIO_FOLDERS)
+
+
+def test_folders_are_small() -> None:
+    sizes = Counter(
+        Path(file).parent.as_posix() for file in SOURCES if not file.endswith("/__init__.py")
+    )
+    large = {folder for folder, size in sizes.items() if size > FOLDER_SIZE}
+    assert large - set(LARGE_FOLDERS) - {"pdserve"} == set(), "make a sub-folder of one idea"
+    assert set(LARGE_FOLDERS) - large == set(), "no longer large: take it off the list"
+
+
+def only_re_exports(tree: ast.Module) -> bool:
+    """Nothing is defined at the top but names of other modules."""
+    statements = [
+        node
+        for node in tree.body
+        if not isinstance(node, ast.Import | ast.ImportFrom)
+        and not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        and not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+    ]
+    return not statements and any(isinstance(node, ast.ImportFrom) for node in tree.body)
+
+
+def test_no_module_only_re_exports() -> None:
+    """Packages may, in their `__init__`: it is their public face."""
+    found = [
+        file
+        for file, path in SOURCES.items()
+        if not file.endswith("/__init__.py") and only_re_exports(tree_of(path))
+    ]
+    assert found == [], "import from where the name is defined"

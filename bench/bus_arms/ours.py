@@ -13,14 +13,14 @@ from bench.bus_arms.base import BULK_CHUNK, BULK_CHUNKS, BURST, Arm, Tally
 from pdserve.ids import NodeId
 from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
-from pdserve.net.tcp import TcpNetwork
+from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.wire.codec import Method, decoder, encode
 from pdserve.wire.handshake import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from pdserve.net.base import Call, Down, Incoming, Link
+    from pdserve.net.base import IncomingCall, IncomingStream, Link, LinkDownReason
     from pdserve.wire.parser import Buffer
 
 _KEY = (b"a key for measurements, 32 bytes long",)
@@ -49,7 +49,7 @@ _decode_count = decoder(Count)
 class _Reader:
     """Counts items, receives payloads into a few buffers in turn, and reports at the end."""
 
-    def __init__(self, stream: Incoming) -> None:
+    def __init__(self, stream: IncomingStream) -> None:
         self.stream = stream
         self.tally = Tally()
         self.memory = [memoryview(bytearray(BULK_CHUNK)) for _ in range(BULK_CHUNKS)]
@@ -101,14 +101,14 @@ class _Writer:
 class _Handler:
     def on_link_up(self, link: Link) -> None: ...
 
-    def on_link_down(self, link: Link, down: Down) -> None: ...
+    def on_link_down(self, link: Link, down: LinkDownReason) -> None: ...
 
     def on_tell(self, link: Link, method: int, body: Buffer) -> None: ...
 
-    def on_request(self, call: Call) -> None:
+    def on_request(self, call: IncomingCall) -> None:
         call.reply(ECHO.decode_request(call.body))
 
-    def on_stream(self, stream: Incoming, method: int, body: Buffer) -> None:
+    def on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
         stream.accept(_Reader(stream), window=(8 << 20) if method == _ITEMS else (16 << 20))
 
 

@@ -7,7 +7,7 @@ from itertools import product
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from pdserve.sim.traces.base import TraceRequest
+from pdserve.sim.workloads.trace_request import TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.disagg_grid.cells import Arm, Scale, World, mix
 from bench.policy_grid.runner import sources
-from pdserve.sim.replay.config import ReplayConfig, Slo
+from pdserve.sim.replay.config import ReplayConfig, ReplaySlo
 from pdserve.sim.replay.run import replay
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def run_one(scale: Scale, job: Job) -> Result:
         noise=scale.noise,
         block_size=256,
         kv_tokens=scale.kv_tokens,
-        slo=Slo(ttft=world.kind.ttft, cold=2.0, itl=world.kind.itl),
+        slo=ReplaySlo(ttft=world.kind.ttft, cold=2.0, itl=world.kind.itl),
     )
     result = replay(config, mix(scale, rate * world.load, seed))
     numbers: Result = result.plain(requests=False)["summary"]

@@ -31,12 +31,12 @@ import torch
 
 from bench.gpu import limits, shapes
 from bench.machine import facts
-from pdserve.engine.executor import Chunk, StepPlan
-from pdserve.engine.sequence import Sequence
+from pdserve.engine_core.executor import ScheduledChunk, StepPlan
+from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve_engines.torch.executor import TorchExecutor
-from pdserve_engines.torch.model import TorchModel
+from pdserve_engines.torch.models.torch_model import TorchModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -231,7 +231,7 @@ class Engine:
     def step(self, sequences: Seq[Sequence]) -> None:
         """Compute all that they lack; their next tokens are appended."""
         chunks = [
-            Chunk(each, each.num_computed, len(each.tokens) - each.num_computed, True)
+            ScheduledChunk(each, each.num_computed, len(each.tokens) - each.num_computed, True)
             for each in sequences
         ]
         result = self.executor.execute(StepPlan(chunks))

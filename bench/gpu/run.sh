@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU tests and the torch engine on CUDA, in one call of under ten minutes, without network.
+# The GPU tests and the torch engine on CUDA, in one call without network, ended after LIMIT seconds.
 #
 #   bench/gpu/run.sh          # results: $OUT, or bench/results (gpu.md, gpu.json, gpu_tests.txt)
 #   bench/gpu/run.sh --dry    # tiny sizes on whatever there is, no tests: to see that it works; its

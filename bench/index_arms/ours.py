@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.index_arms.world import Arm
 from pdserve.blocks.hashing import HASH_SECRET_TEST, joined_hashes, root_hash
-from pdserve.router.index.tree import DEVICE, PureTree, Tree
+from pdserve.router.prefix_index.radix_tree import DEVICE, PureRadixTree, Tree
 
 if TYPE_CHECKING:
     from bench.index_arms.world import Event
@@ -70,7 +70,7 @@ class Pure(Ours):
     """The pure twin: what an installation without a compiler runs."""
 
     name = "pure"
-    make = PureTree
+    make = PureRadixTree
     calls = 30
 
     def hash(self, tokens: list[int], block_size: int) -> None:

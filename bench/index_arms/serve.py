@@ -126,7 +126,9 @@ class Rounds:
             raise RuntimeError(f"{arm.name} has lost blocks")
         asked = [arm.pack_names(chain) for chain in shape.chains]
         p50, p99 = percentiles(arm.find, asked, arm.calls)
-        return {"branching events": rate, "branching": p50, "branching p99": p99}
+        figures = {"branching events": rate, "branching": p50, "branching p99": p99}
+        p50, p99 = percentiles(arm.find_dict, asked, arm.calls)
+        return figures | {"branching dict": p50, "branching dict p99": p99}
 
     def _hashing(self) -> dict[str, float]:
         if self.arm.hash([0] * 16, 16) is None:

@@ -18,7 +18,7 @@ import msgpack
 import msgspec
 
 from bench.machine import facts
-from pdserve.messages.engine import Event, Step
+from pdserve.messages.engine import Event, StepOutput
 from pdserve.messages.request import TokenDelta
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ REPEATS = 200
 RESULT = Path(__file__).parent.parent / "results" / "codec.md"
 
 
-def step() -> Step:
+def step() -> StepOutput:
     """One token for each sequence."""
-    return Step([TokenDelta(1_000 + i, 0, [50_000 + i]) for i in range(SEQUENCES)])
+    return StepOutput([TokenDelta(1_000 + i, 0, [50_000 + i]) for i in range(SEQUENCES)])
 
 
-def pack_plain(message: Step) -> bytes:
+def pack_plain(message: StepOutput) -> bytes:
     """The same bytes as msgspec writes, by hand."""
     rows = [
         (d.handle, d.choice, d.tokens, d.finish, d.logprobs, d.prompt_logprobs)
@@ -45,12 +45,12 @@ def pack_plain(message: Step) -> bytes:
     return packed
 
 
-def unpack_plain(frame: bytes) -> Step:
+def unpack_plain(frame: bytes) -> StepOutput:
     """Lists to records, with the type checks that the record's fields promise."""
     tag, rows = msgpack.unpackb(frame)
     if tag != 3:
         raise ValueError("not a step")
-    return Step([_delta(row) for row in rows])
+    return StepOutput([_delta(row) for row in rows])
 
 
 def _delta(row: list[object]) -> TokenDelta:

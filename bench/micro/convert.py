@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from bench.machine import facts
 from pdserve import accel
-from pdserve.kv.layout import WIRE, conversion, convert, convert_pure, inner_layout, wire_layout
-from pdserve.messages.transfer import KvLayout
+from pdserve.kv.layout import WIRE, conversion, convert, convert_pure, strided_layout, wire_layout
+from pdserve.messages.transfer import RankKvLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BLOCKS = 64
 ROUNDS = 9
 RESULT = Path(__file__).parent.parent / "results" / "convert.md"
-LAYOUT = KvLayout(content="bench", layers=32, heads=8, tokens=32, dim=128, itemsize=2)
+LAYOUT = RankKvLayout(content="bench", layers=32, heads=8, tokens=32, dim=128, itemsize=2)
 ORDERS = {
     "a pool per layer, heads first": "block kv head token dim",
     "k and v apart, heads first": "block head token dim",
@@ -67,7 +67,7 @@ def case(
     axes: str, to_wire: bool, pool: bytearray, other: bytearray, there: list[int], here: list[int]
 ) -> tuple[Callable[[], None], int]:
     """The work, and its longest contiguous run."""
-    inner, wire = inner_layout(LAYOUT, axes, blocks=BLOCKS), wire_layout(LAYOUT)
+    inner, wire = strided_layout(LAYOUT, axes, blocks=BLOCKS), wire_layout(LAYOUT)
     plan = conversion(inner, wire) if to_wire else conversion(wire, inner)
     count = inner.memories
     part = len(pool) // count
@@ -84,7 +84,7 @@ def void(_: int) -> None:
 def pure_rate(size: int) -> float:
     """Bytes a second of the pure twin, one block with tokens first."""
     plan = conversion(
-        inner_layout(LAYOUT, "block layer kv token head dim", blocks=1), wire_layout(LAYOUT)
+        strided_layout(LAYOUT, "block layer kv token head dim", blocks=1), wire_layout(LAYOUT)
     )
     began = time.perf_counter()
     convert_pure(

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tokenizers.decoders import DecodeStream
 
-from pdserve.text.stop import StopMatcher
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.stop_matcher import StopMatcher
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

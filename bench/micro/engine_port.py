@@ -23,12 +23,12 @@ import uvloop
 
 from bench.machine import facts
 from pdserve.clock import SystemClock
-from pdserve.engine.carrier import ProcessCarrier
 from pdserve.engine.client import CoreClient, _InFlight
-from pdserve.engine.connection import CoreConnection
+from pdserve.engine.core_connection import CoreConnection
+from pdserve.engine.launcher import ProcessLauncher
 from pdserve.messages.engine import EngineSpec, Event, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.wire.frames import encode_frames
+from pdserve.wire.length_prefixed import encode_frames
 from pdserve_engines.instant import InstantCore
 
 if TYPE_CHECKING:
@@ -125,10 +125,10 @@ def cpu_seconds(work: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 async def whole(spec: EngineSpec) -> tuple[float, float, float]:
     """Elapsed, our CPU and the core's CPU seconds of one run over a real child process."""
-    carriers: list[ProcessCarrier] = []
+    carriers: list[ProcessLauncher] = []
 
-    def carrier() -> ProcessCarrier:
-        carriers.append(ProcessCarrier())
+    def carrier() -> ProcessLauncher:
+        carriers.append(ProcessLauncher())
         return carriers[-1]
 
     client = CoreClient(spec, make_carrier=carrier)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from bench.machine import facts
-from pdserve.frontend.errand import Attempt, Errand
-from pdserve.frontend.hints import NO_HINTS
+from pdserve.frontend.dispatch.dispatched_request import Assignment, DispatchedRequest
+from pdserve.frontend.routing_hints import NO_HINTS
 from pdserve.ids import NodeId
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenDelta
-from pdserve.messages.routing import Routed
+from pdserve.messages.routing import RouteDecision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,19 +38,21 @@ class Sink:
 
 
 class Ways:
-    """As much of `errand.Ways` as a request needs that nothing happens to."""
+    """As much of `dispatched_request.ClusterPort` as a request needs that nothing happens to."""
 
     def now(self) -> float:
         return 0.0
 
 
-def attempt() -> Attempt:
+def attempt() -> Assignment:
     """At its worker, behind its first token."""
     request = GenerateRequest(
         request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=2 * TOKENS)
     )
-    errand = Errand(cast("Any", Ways()), request, Sink(), NO_HINTS, lambda placement: None)
-    made = Attempt(errand, Sink(), errand.received, Routed(NodeId("w"), 1, 1))
+    errand = DispatchedRequest(
+        cast("Any", Ways()), request, Sink(), NO_HINTS, lambda placement: None
+    )
+    made = Assignment(errand, Sink(), errand.received, RouteDecision(NodeId("w"), 1, 1))
     made.begun = made.plain = True
     errand.attempt = made
     return made

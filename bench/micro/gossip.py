@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.machine import facts
 from pdserve.gossip import events as ev
-from pdserve.gossip.messages import Record
+from pdserve.gossip.messages import MemberRecord
 from pdserve.ids import NodeId
 from tests.gossip.world import World
 
@@ -26,9 +26,11 @@ RESULT = Path(__file__).parent.parent / "results" / "gossip.md"
 def settled(n: int) -> World:
     """A cluster of `n` nodes that has been up for a while."""
     world = World(n)
-    known = tuple(Record(NodeId(f"n{i}"), 1, address=f"n{i}:1", role="worker") for i in range(n))
+    known = tuple(
+        MemberRecord(NodeId(f"n{i}"), 1, address=f"n{i}:1", role="worker") for i in range(n)
+    )
     for record in known:
-        world.add(record.node, start=ev.Start((), known))
+        world.add(record.node, start=ev.StartGossip((), known))
     world.run(3.0)
     assert world.converged(), world.describe()
     return world

@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pdserve
-from pdserve.engine.guide import Guides, pick, read_tokenizer
-from pdserve.engine.sequence import Sequence
+from pdserve.engine_core.scheduler.sequence import Sequence
+from pdserve.engine_core.structured_output import (
+    StructuredOutputManager,
+    pick_allowed_token,
+    read_tokenizer,
+)
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.text.structured import from_choice, from_regex, from_schema
+from pdserve.text.grammar.grammar_source import from_choice, from_regex, from_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +64,7 @@ def sequence(grammar: str) -> Sequence:
     return Sequence(1, 0, request, [5], 1, arrival=0.0)
 
 
-def masks(guides: Guides, grammar: str, vocab: int) -> Iterator[float]:
+def masks(guides: StructuredOutputManager, grammar: str, vocab: int) -> Iterator[float]:
     """Seconds of each mask on the way to the end, the matcher's own steps included."""
     rng, one = random.Random(1), sequence(grammar)
     while one.num_output < 200 and one.tokens[-1] != END:
@@ -68,14 +72,14 @@ def masks(guides: Guides, grammar: str, vocab: int) -> Iterator[float]:
         mask = guides.allowed(one)
         yield time.perf_counter() - begin
         assert mask is not None
-        one.tokens.append(pick(mask, range(4, vocab), rng.getrandbits(60), (END,)))
+        one.tokens.append(pick_allowed_token(mask, range(4, vocab), rng.getrandbits(60), (END,)))
     guides.release(one.key)
 
 
 def step_seconds(model: Path) -> float:
     """A decode step of one sequence on the torch engine, without sampling's extras."""
     from pdserve.messages.engine import EngineSpec
-    from pdserve.testing.inline import InlineEngine
+    from pdserve.testing.inline_engine import InlineEngine
     from pdserve_engines.torch.executor import TorchExecutor
 
     spec = EngineSpec(engine="torch", model=str(model), device="cpu", threads=1, block_size=32)
@@ -96,7 +100,7 @@ def apply_seconds(rows: int, vocab: int) -> float:
     """Putting `rows` masks on logits."""
     import torch
 
-    from pdserve_engines.torch.masks import _apply
+    from pdserve_engines.torch.sampling.grammar_masks import _apply
 
     logits = torch.randn(rows, vocab)
     given = {row: bytes([0xAA]) * (-(-vocab // 8)) for row in range(rows)}
@@ -125,7 +129,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _line(name: str, source: Any, arguments: argparse.Namespace, step: float) -> str:
-    guides = Guides(read_tokenizer(arguments.model), arguments.vocab, (END,), inline=True)
+    guides = StructuredOutputManager(
+        read_tokenizer(arguments.model), arguments.vocab, (END,), inline=True
+    )
     guides.allowed(sequence(from_choice(["a"], "x").text))  # the vocabulary is read
     guides.release((1, 0))
     begin = time.perf_counter()

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 from bench.machine import facts
 from pdserve import accel
 from pdserve.ids import NodeId
-from pdserve.messages.kv import BlockRemoved, BlockStored
+from pdserve.messages.kv_events import BlockRemoved, BlockStored
 from pdserve.router.config import RouterConfig
-from pdserve.router.index.view import PrefixIndex
+from pdserve.router.prefix_index.index import PrefixIndex
 from pdserve.runtime.registry import Member
-from pdserve.worker.kv_log import KvLog
+from pdserve.worker.kv_event_publisher import KvEventPublisher
 
 if TYPE_CHECKING:
-    from pdserve.messages.kv import KvEvent
-    from pdserve.router.index.feed import Feed
+    from pdserve.messages.kv_events import KvEvent
+    from pdserve.router.prefix_index.worker_events import WorkerEventFeed
 
 ROUNDS = 5
 BLOCKS = 100_000
@@ -54,7 +54,7 @@ class Source:
         self.changes = 2 * BLOCKS
 
 
-def target() -> tuple[PrefixIndex, Feed]:
+def target() -> tuple[PrefixIndex, WorkerEventFeed]:
     """An index with one worker."""
     index = PrefixIndex(RouterConfig())
     member = Member(node=NodeId("w"), epoch=1, address="w:1", role="worker")
@@ -67,7 +67,7 @@ def measure(source: Source) -> tuple[float, float, float]:
     size = 0
     for _ in range(ROUNDS):
         events: list[bytes] = []
-        log = KvLog()
+        log = KvEventPublisher()
         log.connect(events.append)
         start = time.process_time()
         for batch in source.batches:
@@ -86,7 +86,7 @@ def measure(source: Source) -> tuple[float, float, float]:
 
 def snapshot(source: Source) -> tuple[float, float, float, float]:
     """As `measure`, for a reader that starts late; also the seconds of taking the copy."""
-    log = KvLog()
+    log = KvEventPublisher()
     for batch in source.batches[: len(source.batches) // 2]:
         log.apply(batch)
     count = len(log)

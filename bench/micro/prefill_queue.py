@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING
 
 from bench.machine import facts
 from pdserve import accel
-from pdserve.ids import NodeId
-from pdserve.messages.handoff import Claimed, Offer, PrefillItem
-from pdserve.router.bookings import Life
+from pdserve.ids import NodeId, NodeLife
+from pdserve.messages.handoff import CreditOffer, ItemClaimed, PrefillItem
 from pdserve.router.config import RouterConfig
-from pdserve.router.index.view import PrefixIndex
-from pdserve.router.prefill.queue import Peer, PrefillQueue
+from pdserve.router.prefill_queue.queue import PrefillQueue, QueueStreamId
+from pdserve.router.prefix_index.index import PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,16 +50,16 @@ class Setting:
         """What the queue alone is told, by family."""
         self.random = random.Random(1)
         self.now = 0.0
-        self.claims: list[tuple[Peer, int]] = []
-        self.sent: Counter[Peer] = Counter()
+        self.claims: list[tuple[QueueStreamId, int]] = []
+        self.sent: Counter[QueueStreamId] = Counter()
         self.requests = count()
         self.shared = shared
         self.families = [self.random.randbytes(8 * shared) for _ in range(256)]
         self.index = PrefixIndex(RouterConfig(predict_ttl=1e9))
-        self.workers = [Peer(NodeId(f"p{n}"), 1, n) for n in range(WORKERS)]
-        self.decoder = Peer(NodeId("d"), 1, 0)
+        self.workers = [QueueStreamId(NodeId(f"p{n}"), 1, n) for n in range(WORKERS)]
+        self.decoder = QueueStreamId(NodeId("d"), 1, 0)
         for worker in self.workers:
-            self.index.worker_up(Life(worker.node, 1), events=True)
+            self.index.worker_up(NodeLife(worker.node, 1), events=True)
         self.queue = PrefillQueue(
             "m", self._send, count(1), overlap=self._overlap, claimed=self._claimed
         )
@@ -68,7 +67,7 @@ class Setting:
             some = self.random.sample(self.workers, 16 if shared else 0)
             self.holders[family] = {worker.node: shared for worker in some}
         for worker in self.workers:
-            self.queue.offer(0.0, worker, Offer(model="m", credits=0))
+            self.queue.offer(0.0, worker, CreditOffer(model="m", credits=0))
         for _ in range(WAITING):
             self.queue.enqueue(self.now, self.decoder, self.item())
 
@@ -87,8 +86,8 @@ class Setting:
             deadline=600.0,
         )
 
-    def _send(self, to: Peer, message: FromQueue) -> None:
-        if isinstance(message, Claimed):
+    def _send(self, to: QueueStreamId, message: FromQueue) -> None:
+        if isinstance(message, ItemClaimed):
             self.claims.append((to, message.claim))
             self.sent[to] += 1
 
@@ -97,10 +96,10 @@ class Setting:
             return self.holders[item.names[: 8 * self.shared]]
         return self.index.find(now, item.names, item.names_id).overlaps
 
-    def _claimed(self, now: float, item: PrefillItem, worker: Peer) -> None:
+    def _claimed(self, now: float, item: PrefillItem, worker: QueueStreamId) -> None:
         if self.alone:
             return
-        self.index.placed(now, Life(worker.node, worker.epoch), item.names)
+        self.index.placed(now, NodeLife(worker.node, worker.epoch), item.names)
 
     def run(self) -> tuple[float, float, float]:
         """Microseconds of enqueuing, of offering and claiming, and of ending a claim."""
@@ -117,7 +116,7 @@ class Setting:
             queue.offer(
                 self.now,
                 worker,
-                Offer(model="m", credits=1, uncomputed_tokens=load, claims=self.sent[worker]),
+                CreditOffer(model="m", credits=1, uncomputed_tokens=load, claims=self.sent[worker]),
             )
             given = clock()
             if len(self.claims) > 200:

@@ -23,17 +23,17 @@ from bench.machine import facts
 from pdserve import accel
 from pdserve.messages.transfer import RegionCard
 from pdserve.testing.kv_oracle import layouts
-from pdserve.transfer.path import Key
-from pdserve.transfer.plan import Runs, block_bytes
-from pdserve.transfer.rdma.queue import Regions, SendQueue
-from pdserve.transfer.rdma.table import SendTablePure, new_table, slices
-from pdserve.transfer.route import Move, Route
-from pdserve.transfer.verbs import STRIPE, Chain, stripes
+from pdserve.transfer.block_mapping import BlockMapper, RegionCopy
+from pdserve.transfer.copy_plan import CopyRuns, block_bytes
+from pdserve.transfer.path_base import DeliveryKey
+from pdserve.transfer.rdma.send_queue import RailRegions, SendQueue
+from pdserve.transfer.rdma.verbs_path import STRIPE_BYTES, WorkRequestChain, stripe_copies
+from pdserve.transfer.rdma.work_requests import SendTablePure, new_table, region_slices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.transfer.rdma.table import SendTable
+    from pdserve.transfer.rdma.work_requests import SendTable
 
 ROUNDS = 15
 DEPTH = 1024
@@ -45,11 +45,11 @@ NOTHING = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value or 0
 class Rail:
     """As `pdserve.transfer.rdma.rail.Rail` posts, with completions at once."""
 
-    def __init__(self, table: SendTable, regions: Regions) -> None:
+    def __init__(self, table: SendTable, regions: RailRegions) -> None:
         self.queue = SendQueue(DEPTH, regions)
         self.table = table
 
-    def post(self, chain: Chain) -> int:
+    def post(self, chain: WorkRequestChain) -> int:
         """How many work requests it came to."""
         queue, before = self.queue, self.queue.posted
         queue.push(chain)
@@ -71,18 +71,18 @@ def best(call: Callable[[], int]) -> tuple[float, int]:
     return least / count * 1e6, count
 
 
-def chain_of(count: int, size: int) -> Chain:
+def chain_of(count: int, size: int) -> WorkRequestChain:
     """Runs in no order."""
     places = [n * size for n in range(count)]
     random.Random(1).shuffle(places)
     columns = array("q", places), array("q", places[::-1]), array("q", [size]) * count
-    return Chain((Move(0, 0, Runs(*columns)),), 1, Key(0, 1, 0))
+    return WorkRequestChain((RegionCopy(0, 0, CopyRuns(*columns)),), 1, DeliveryKey(0, 1, 0))
 
 
 def post(count: int, table: SendTable, size: int = 1 << 16) -> tuple[float, int]:
     """One chain of so many runs."""
-    region = slices(0, count * size, (1,))
-    rail = Rail(table, Regions([region], [region]))
+    region = region_slices(0, count * size, (1,))
+    rail = Rail(table, RailRegions([region], [region]))
     chain = chain_of(count, size)
     repeats = max(1, 20_000 // count)
     return best(lambda: sum(rail.post(chain) for _ in range(repeats)))
@@ -92,16 +92,19 @@ def deliver(blocks: int) -> tuple[float, int]:
     """One part of scattered blocks over two rails."""
     (layout,) = layouts(8, 1, layers=4, tokens=16, dim=64)
     card = RegionCard(layout=layout, blocks=blocks)
-    route = Route((card,), (card,))
-    region = slices(0, blocks * block_bytes(layout), (1,))
-    rails = [Rail(new_table(DEPTH), Regions([region], [region])) for _ in "12"]
+    route = BlockMapper((card,), (card,))
+    region = region_slices(0, blocks * block_bytes(layout), (1,))
+    rails = [Rail(new_table(DEPTH), RailRegions([region], [region])) for _ in "12"]
     here, there = (random.Random(n).sample(range(blocks), blocks) for n in (1, 2))
     tokens = blocks * layout.tokens
 
     def one() -> int:
         share = route.share(0, tokens, 0, here, (0, layout.layers))
-        parts = stripes(route.moves(share, there), 2, STRIPE)
-        return sum(r.post(Chain(p, 1, Key(0, 1, 0))) for r, p in zip(rails, parts, strict=True))
+        parts = stripe_copies(route.moves(share, there), 2, STRIPE_BYTES)
+        return sum(
+            r.post(WorkRequestChain(p, 1, DeliveryKey(0, 1, 0)))
+            for r, p in zip(rails, parts, strict=True)
+        )
 
     repeats = max(1, 10_000 // blocks)
     return best(lambda: sum(one() for _ in range(repeats)))

@@ -20,17 +20,24 @@ import msgspec
 from bench.machine import facts
 from pdserve import accel
 from pdserve.clock import SystemClock
-from pdserve.engine.core import EngineCore
-from pdserve.engine.executor import Chunk, KvLayout, ModelInfo, ProgressFn, StepPlan, StepResult
+from pdserve.engine_core.core import EngineCore
+from pdserve.engine_core.executor import (
+    KvBlockShape,
+    ModelInfo,
+    ProgressFn,
+    ScheduledChunk,
+    StepPlan,
+    StepResult,
+)
 from pdserve.messages.engine import EngineSpec, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenDelta
-from pdserve.wire.frames import encode_frames
+from pdserve.wire.length_prefixed import encode_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Seq
 
-    from pdserve.engine.sequence import Sequence
+    from pdserve.engine_core.scheduler.sequence import Sequence
 
 SIZES = (1, 32, 256)
 STEPS = 64
@@ -44,7 +51,7 @@ class NullExecutor:
     """Computes nothing: the same token for everybody."""
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
-        layout = KvLayout(1, 1, spec.block_size, 1, 1)
+        layout = KvBlockShape(1, 1, spec.block_size, 1, 1)
         return ModelInfo(
             model_type="null",
             dtype="",
@@ -111,7 +118,7 @@ class Bench:
         running = self.core.scheduler.running
         tokens: list[list[int]] = [[] for _ in running]
         for _ in range(STEPS):
-            chunks = [Chunk(sequence, 7, 1, True) for sequence in running]
+            chunks = [ScheduledChunk(sequence, 7, 1, True) for sequence in running]
             deltas = []
             for chunk, output in zip(chunks, tokens, strict=True):
                 output.append(5)

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from bench.machine import facts
 from pdserve import accel
-from pdserve.blocks.hashing import joined_hashes, names_id, prompt_root
+from pdserve.blocks.hashing import hash_secret_id, joined_hashes, prompt_root
 from pdserve.clock import ManualClock
-from pdserve.engine.load import load_core
+from pdserve.engine_core.engine_loader import load_core
 from pdserve.messages.engine import EngineSpec, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams
 
@@ -61,7 +61,7 @@ def requests(block_size: int, model: str) -> list[GenerateRequest]:
                 prompt=prompt,
                 sampling=SamplingParams(max_tokens=OUTPUT, eos_token_ids=(2,)),
                 block_names=joined_hashes(prompt, block_size, parent=root, secret=SECRET),
-                names_id=names_id(SECRET),
+                names_id=hash_secret_id(SECRET),
             )
         )
     return found

@@ -16,7 +16,7 @@ from bench.machine import facts
 from pdserve.runtime.topics.config import LogConfig
 from pdserve.runtime.topics.publisher import LogPublisher
 from pdserve.runtime.topics.reader import LogReader
-from pdserve.runtime.topics.sets import SetLog, SetView, mix
+from pdserve.runtime.topics.replicated_set import SetLog, SetView, mix
 
 if TYPE_CHECKING:
     from collections.abc import Callable

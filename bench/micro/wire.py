@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from bench.machine import facts
 from pdserve.ids import NodeId
 from pdserve.wire import events as ev
-from pdserve.wire.handshake import Acceptor, Dialler, Identity, Versions
+from pdserve.wire.handshake import AcceptorHandshake, DialerHandshake, Identity, Versions
 from pdserve.wire.limits import Limits
 from pdserve.wire.parser import FrameParser
 from pdserve.wire.protocol import Connection
@@ -35,9 +35,9 @@ def connected() -> tuple[Connection, Connection]:
     """The dialler's and the acceptor's connection, open."""
     keys = (bytes(32),)
     claim = Identity("bench", NodeId("d"), 1).claim()
-    d = Connection(Dialler(claim, keys, bytes(32), versions=Versions()), Limits())
+    d = Connection(DialerHandshake(claim, keys, bytes(32), versions=Versions()), Limits())
     identity = Identity("bench", NodeId("a"), 1)
-    a = Connection(Acceptor(identity, keys, bytes(32), versions=Versions()), Limits())
+    a = Connection(AcceptorHandshake(identity, keys, bytes(32), versions=Versions()), Limits())
     a.receive_data(sent(d))
     d.receive_data(sent(a))
     a.receive_data(sent(d))
@@ -85,7 +85,7 @@ def main() -> None:
     d, a = connected()
     stream = d.open_stream(1, b"", window=0, context=None)
     (opened,) = a.receive_data(sent(d))
-    assert isinstance(opened, ev.Opened)
+    assert isinstance(opened, ev.StreamOpened)
     a.grant(opened.stream, 1 << 20)
     d.receive_data(sent(a))
     clock, parser = Clock(), FrameParser(Limits().table())

@@ -20,8 +20,8 @@ import pdserve
 from bench.policy_grid.cells import Arm, Scale, World
 from pdserve.sim.replay.config import ReplayConfig
 from pdserve.sim.replay.run import replay
-from pdserve.sim.traces.mooncake import MooncakeTrace
-from pdserve.sim.traces.shape import Shape, shaped
+from pdserve.sim.workloads.mooncake import MooncakeTrace
+from pdserve.sim.workloads.transform import TraceTransform, transform_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -138,7 +138,7 @@ def run_one(trace: Path, scale: Scale, job: Job) -> Result:
         noise=scale.noise,
         kv_tokens=scale.kv_tokens,
     )
-    shape = Shape(
+    shape = TraceTransform(
         begin=0.0 if world.tuning else 0.5,
         end=0.5 if world.tuning else 1.0,
         jitter=world.jitter,
@@ -146,6 +146,6 @@ def run_one(trace: Path, scale: Scale, job: Job) -> Result:
         limit=scale.requests,
         seed=seed,
     )
-    result = replay(config, shaped(MooncakeTrace(trace), shape))
+    result = replay(config, transform_trace(MooncakeTrace(trace), shape))
     numbers: Result = result.plain(requests=False)["summary"]
     return numbers

@@ -20,18 +20,25 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bench.router_arms.prompts import BLOCK, NAME, Prompts
 from pdserve.ids import NodeId
-from pdserve.messages.kv import KV, NamesRemoved, NamesStored, PoolDigest
-from pdserve.messages.node import ModelOffer, NodeCard, part_hash
-from pdserve.messages.request import Started
-from pdserve.messages.routing import LOAD, SEQUENCES, Release, Route, WorkerLoad, booking_key
-from pdserve.net.tcp import TcpNetwork
+from pdserve.messages.kv_events import KV, HashesRemoved, HashesStored, PoolDigest
+from pdserve.messages.node import ModelSummary, NodeCard, part_hash
+from pdserve.messages.request import FirstTokenStats
+from pdserve.messages.routing import (
+    LOAD,
+    SEQUENCES,
+    ReleaseBooking,
+    RouteRequest,
+    WorkerLoad,
+    booking_key,
+)
+from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.router.config import RouterConfig
-from pdserve.router.policies.load import load_policy
+from pdserve.router.policies.loader import load_policy
 from pdserve.router.service import RouterService
-from pdserve.runtime.methods import RELEASE, ROUTE
 from pdserve.runtime.node import Node, NodeConfig
+from pdserve.runtime.rpc_methods import RELEASE, ROUTE
 from pdserve.runtime.topics.service import Topics
 from pdserve.sim.replay.metrics import quantile
 from pdserve.wire.codec import encode
@@ -176,8 +183,8 @@ class _Pool:
     """What a worker's pool holds: the source of its log, lighter than a real one."""
 
     def __init__(self, bus: Bus, prompts: Prompts) -> None:
-        self._beginnings: list[NamesStored] = []
-        self._ends: deque[NamesStored] = deque()
+        self._beginnings: list[HashesStored] = []
+        self._ends: deque[HashesStored] = deque()
         """Oldest first; beginnings stay."""
         self._shared = set(prompts.prefixes)
         """Not stored yet."""
@@ -190,7 +197,7 @@ class _Pool:
     def store(self, names: bytes) -> bytes:
         """The event of a prompt that was computed; empty: nothing has changed."""
         shared, own = names[: self._half], names[self._half :]
-        changes: list[NamesStored | NamesRemoved] = []
+        changes: list[HashesStored | HashesRemoved] = []
         if shared in self._shared:
             self._shared.remove(shared)
             self._beginnings.append(self._add(bytes(NAME), shared))
@@ -203,17 +210,17 @@ class _Pool:
             changes.append(self._remove())
         return encode(changes) if changes else b""
 
-    def _add(self, parent: bytes, names: bytes) -> NamesStored:
+    def _add(self, parent: bytes, names: bytes) -> HashesStored:
         self._digest.change(0, names)
         self.blocks += len(names) // NAME
-        return NamesStored(0, parent, names)
+        return HashesStored(0, parent, names)
 
-    def _remove(self) -> NamesRemoved:
+    def _remove(self) -> HashesRemoved:
         names = self._ends.popleft().names
         self._own.discard(names)
         self._digest.change(0, names)
         self.blocks -= len(names) // NAME
-        return NamesRemoved(0, names)
+        return HashesRemoved(0, names)
 
     def snapshot(self) -> Iterator[bytes]:
         """See `LogSource`."""
@@ -240,7 +247,7 @@ class Worker:
     async def start(self) -> None:
         """Join, and offer the model."""
         await self.node.start()
-        model = ModelOffer(
+        model = ModelSummary(
             name="m",
             max_model_len=1 << 20,
             vocab_size=1000,
@@ -277,7 +284,9 @@ class Worker:
         """Its prompt is computed."""
         tokens = BLOCK * (len(names) // NAME - overlap) + 5
         work = 1e-4 + 1e-6 * tokens
-        self.sequences.put(booking_key(booking), encode(Started(BLOCK * overlap, 0.0, work, work)))
+        self.sequences.put(
+            booking_key(booking), encode(FirstTokenStats(BLOCK * overlap, 0.0, work, work))
+        )
         self.sequences.flush()
         if event := self._pool.store(names):
             self._kv.append(event)
@@ -305,7 +314,7 @@ class _Load:
         self._asked += 1
         front = self._fronts[self._asked % len(self._fronts)]
         names = self._prompts.draw()
-        question = Route(
+        question = RouteRequest(
             request_id="r",
             model="m",
             prompt_tokens=BLOCK * self._bus.blocks + 5,
@@ -324,7 +333,7 @@ class _Load:
         await asyncio.sleep(linger)
         worker.end(routed.booking)
         link = await front.link(ROUTER, timeout=5.0)
-        link.tell(RELEASE, encode(Release(routed.booking, "finished")))
+        link.tell(RELEASE, encode(ReleaseBooking(routed.booking, "finished")))
 
     async def crowd(self, seconds: Seconds) -> None:
         """As many as may be, one after the other."""

@@ -9,16 +9,15 @@ from random import Random
 from typing import TYPE_CHECKING, Final
 
 from bench.router_arms.prompts import BLOCK, Prompts
-from pdserve.ids import NodeId
-from pdserve.messages.kv import NamesStored
-from pdserve.messages.request import Started
-from pdserve.messages.routing import Route, WorkerLoad
-from pdserve.router.bookings import Life
+from pdserve.ids import NodeId, NodeLife
+from pdserve.messages.kv_events import HashesStored
+from pdserve.messages.request import FirstTokenStats
+from pdserve.messages.routing import RouteRequest, WorkerLoad
+from pdserve.router.admission_queue import PlacedRequest
 from pdserve.router.config import RouterConfig
-from pdserve.router.desk import Desk
-from pdserve.router.hold import Placement
-from pdserve.router.policies.load import load_policy
-from pdserve.router.pool import Facts
+from pdserve.router.core import RouterCore
+from pdserve.router.policies.loader import load_policy
+from pdserve.router.worker_table import WorkerFacts
 from pdserve.runtime.registry import Member
 from pdserve.sim.replay.metrics import quantile
 from pdserve.wire.codec import encode
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeskArm", "policies"]
 
-_ASKER: Final = Life(NodeId("frontend"), 1)
+_ASKER: Final = NodeLife(NodeId("frontend"), 1)
 _OPEN_PER_WORKER: Final = 2
 _WARM: Final = 200
 _EACH: Final[Seconds] = 0.001
@@ -49,27 +48,27 @@ class DeskArm:
         self._blocks = blocks
         self._prompts = Prompts(blocks, seed=1)
         config = RouterConfig(policy=policy)
-        self._desk = Desk(config, load_policy(policy), self._random, clock=lambda: self._now)
-        self._workers = [Life(NodeId(f"worker-{i:03}"), 1) for i in range(workers)]
+        self._desk = RouterCore(config, load_policy(policy), self._random, clock=lambda: self._now)
+        self._workers = [NodeLife(NodeId(f"worker-{i:03}"), 1) for i in range(workers)]
         for worker in self._workers:
             self._start(worker)
-        self._open: list[Placement] = []
+        self._open: list[PlacedRequest] = []
         for _ in range(_WARM + _OPEN_PER_WORKER * workers):
             self._turn(_OPEN_PER_WORKER * workers)
 
-    def _start(self, worker: Life) -> None:
+    def _start(self, worker: NodeLife) -> None:
         desk = self._desk
-        desk.worker(0.0, Facts(worker, ("m",), max_sequences=256))
+        desk.worker(0.0, WorkerFacts(worker, ("m",), max_sequences=256))
         desk.index.worker_up(worker, events=True)
         feed = desk.index.target(Member(node=worker.node, epoch=1, address="", role="worker"))
         stored = [
-            NamesStored(tier=0, parent=bytes(8), names=prefix)
+            HashesStored(tier=0, parent=bytes(8), names=prefix)
             for prefix in self._random.sample(self._prompts.prefixes, 4)
         ]
         feed.apply(encode(stored))
         self._report(worker)
 
-    def _report(self, worker: Life) -> None:
+    def _report(self, worker: NodeLife) -> None:
         load = WorkerLoad(
             ready=True,
             running=self._random.randrange(64),
@@ -81,9 +80,9 @@ class DeskArm:
         )
         self._desk.load(worker, load, self._now)
 
-    def _question(self) -> Route:
+    def _question(self) -> RouteRequest:
         names = self._prompts.draw()
-        return Route(
+        return RouteRequest(
             request_id="r",
             model="m",
             prompt_tokens=BLOCK * self._blocks + 5,
@@ -100,11 +99,11 @@ class DeskArm:
         begin = time.thread_time()
         outcome = desk.offer(self._now, _ASKER, question, lambda outcome: None)
         took = time.thread_time() - begin
-        if not isinstance(outcome, Placement):
+        if not isinstance(outcome, PlacedRequest):
             raise TypeError("a worker should be open")
         booking = outcome.booking
         work = 0.005 + 1e-6 * (booking.prompt_tokens - booking.cached_tokens)
-        started = Started(booking.cached_tokens, 0.0, work, work)
+        started = FirstTokenStats(booking.cached_tokens, 0.0, work, work)
         desk.holds(self._now, booking.worker, booking.id, started)
         self._open.append(outcome)
         if len(self._open) > most:

@@ -22,23 +22,23 @@ import uvloop
 
 from bench.transfer_arms.base import BLOCK, BLOCKS, Arm, Talk, fill, run
 from pdserve.errors import LinkLost
-from pdserve.ids import NodeId
+from pdserve.ids import NodeId, NodeLife
 from pdserve.kv.storage import BlockMemory
-from pdserve.messages.transfer import Control, KvLayout, Ticket
-from pdserve.transfer.base import Order, Part, PeerKey, Region
-from pdserve.transfer.shm import ShmTransport
-from pdserve.transfer.tcp import TcpTransport
+from pdserve.messages.transfer import RankKvLayout, TransferControl, TransferTicket
+from pdserve.transfer.base import GrantSpec, KvPart, Region
+from pdserve.transfer.same_host.shm import ShmTransport
+from pdserve.transfer.tcp.transport import TcpTransport
 from pdserve.transfer.verify import Verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.errors import TransferError
-    from pdserve.transfer.base import Path, Transport
+    from pdserve.transfer.base import KvPath, KvTransport
 
-SOURCE, DESTINATION = PeerKey(NodeId("source"), 1), PeerKey(NodeId("destination"), 2)
+SOURCE, DESTINATION = NodeLife(NodeId("source"), 1), NodeLife(NodeId("destination"), 2)
 TOKENS = 32
-LAYOUT = KvLayout(content="bench", layers=4, heads=2, tokens=TOKENS, dim=64, itemsize=2)
+LAYOUT = RankKvLayout(content="bench", layers=4, heads=2, tokens=TOKENS, dim=64, itemsize=2)
 LAYERS = (0, LAYOUT.layers)
 _LENGTH = struct.Struct("<I")
 _TIMEOUT = 30.0
@@ -56,12 +56,12 @@ class _Deaf:
 class _End:
     """One process: its pool, and a transport for each way."""
 
-    def __init__(self, key: PeerKey, value: int, ask: Any) -> None:
+    def __init__(self, key: NodeLife, value: int, ask: Any) -> None:
         self.memory = BlockMemory(BLOCKS, (BLOCK,))
         self.view = self.memory.view()
         fill(self.view, value)
         regions = [Region(LAYOUT, BLOCKS, self.view, self.memory.export().fd)]
-        self.transports: dict[str, Transport] = {}
+        self.transports: dict[str, KvTransport] = {}
         for mode in ("off", "sample", "all"):
             self.transports[f"shm/{mode}"] = ShmTransport(
                 *key, regions, ask(f"shm/{mode}"), verify=_verify(mode)
@@ -95,12 +95,12 @@ class Ours(Arm):
 
     async def _connect(self) -> None:
         self.end = _End(SOURCE, 1, self._ask_of)
-        self.paths: dict[str, Path] = {}
+        self.paths: dict[str, KvPath] = {}
         for mode, transport in self.end.transports.items():
             self.paths[mode] = await transport.connect(DESTINATION, timeout=_TIMEOUT)
 
     def _ask_of(self, mode: str) -> Any:
-        async def ask(peer: PeerKey, control: Control, timeout: float) -> Control:
+        async def ask(peer: NodeLife, control: TransferControl, timeout: float) -> TransferControl:
             question = {"what": "control", "mode": mode, "control": _packed(control)}
             loop = asyncio.get_running_loop()
             answer = await loop.run_in_executor(None, self.partner.ask, question)
@@ -111,14 +111,14 @@ class Ours(Arm):
     def move(self, mode: str, here: Sequence[int], there: Sequence[int]) -> float:
         question = {"what": "grant", "mode": mode, "blocks": list(there)}
         packed = self.partner.ask(question)["ticket"]
-        ticket = msgspec.msgpack.decode(bytes.fromhex(packed), type=Ticket)
+        ticket = msgspec.msgpack.decode(bytes.fromhex(packed), type=TransferTicket)
         names = b"".join(number.to_bytes(16, "little") for number in here)
-        part = Part(0, 0, list(here), LAYERS, names)
+        part = KvPart(0, 0, list(here), LAYERS, names)
         elapsed = self.loop.run_until_complete(self._move(self.paths[mode], ticket, part))
         self.partner.ask({"what": "finish", "slot": ticket.slot})
         return elapsed
 
-    async def _move(self, path: Path, ticket: Ticket, part: Part) -> float:
+    async def _move(self, path: KvPath, ticket: TransferTicket, part: KvPart) -> float:
         ended = asyncio.get_running_loop().create_future()
         started = time.perf_counter()
         path.deliver(ticket, part, ended.set_result)
@@ -159,7 +159,7 @@ async def _answer(end: _End, grants: dict[int, Any], question: dict[str, Any]) -
             path = end.transports[question["mode"]].path(SOURCE)
             assert path is not None
             blocks = question["blocks"]
-            grant = path.grant(Order("bench", 1, 0, TOKENS * len(blocks), blocks), _Deaf())
+            grant = path.grant(GrantSpec("bench", 1, 0, TOKENS * len(blocks), blocks), _Deaf())
             grants[grant.ticket.slot] = grant
             return {"ticket": _packed(grant.ticket)}
         case "finish":
@@ -169,8 +169,10 @@ async def _answer(end: _End, grants: dict[int, Any], question: dict[str, Any]) -
             return {"bytes": bytes(end.head(question["block"])).hex()}
 
 
-def _control(said: dict[str, Any]) -> Control:
-    control: Control = msgspec.msgpack.decode(bytes.fromhex(said["control"]), type=Control)
+def _control(said: dict[str, Any]) -> TransferControl:
+    control: TransferControl = msgspec.msgpack.decode(
+        bytes.fromhex(said["control"]), type=TransferControl
+    )
     return control
 
 
@@ -178,7 +180,7 @@ def _packed(record: object) -> str:
     return msgspec.msgpack.encode(record).hex()
 
 
-async def _nobody(peer: PeerKey, control: Control, timeout: float) -> Control:
+async def _nobody(peer: NodeLife, control: TransferControl, timeout: float) -> TransferControl:
     raise LinkLost("this process asks nothing")
 
 

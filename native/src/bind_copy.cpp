@@ -1,5 +1,5 @@
 // Runs of bytes of KV: their addresses, copies and checksums, without the GIL. Twins:
-// pdserve/transfer/plan.py and copying.py, which say what they are for.
+// pdserve/transfer/copy_plan.py and copying.py, which say what they are for.
 #include "bind_copy.hpp"
 
 #include <cstdint>

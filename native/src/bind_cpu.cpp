@@ -213,6 +213,11 @@ class CpuModel {
             "the chunks do not cover the tokens");
     require(batch.table_offsets[0] == 0 && batch.table_offsets[batch.chunks] == tables,
             "the chunks do not cover the tables");
+    // Ascending from 0 to the total, all offsets are in range: what follows reads by them.
+    for (int c = 0; c < batch.chunks; ++c)
+      require(batch.offsets[c] < batch.offsets[c + 1] &&
+                  batch.table_offsets[c] <= batch.table_offsets[c + 1],
+              "a chunk is empty, or the offsets do not ascend");
     for (int i = 0; i < batch.tokens; ++i)
       require(batch.ids[i] >= 0 && batch.ids[i] < model_.config().vocab,
               "a token id is not in the vocabulary");
@@ -228,8 +233,8 @@ class CpuModel {
   void check_chunk(const Batch& batch, int chunk) const {
     const int begin = batch.offsets[chunk], end = batch.offsets[chunk + 1];
     const int start = batch.starts[chunk];
-    require(begin < end && start >= 0 && start <= positions_ - (end - begin),
-            "a chunk is empty or lies outside the rotary table");
+    require(start >= 0 && start <= positions_ - (end - begin),
+            "a chunk lies outside the rotary table");
     for (int t = begin; t < end; ++t)
       require(batch.positions[t] == start + t - begin, "a chunk's positions do not follow its start");
     const int blocks = batch.table_offsets[chunk + 1] - batch.table_offsets[chunk];

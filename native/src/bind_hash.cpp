@@ -1,4 +1,4 @@
-// What Python sees of hash.cpp and xxh3.cpp. Tokens come as a list or tuple of ints, or as any buffer
+// What Python sees of hash.cpp. Tokens come as a list or tuple of ints, or as any buffer
 // of little-endian u32: a list is read here, once, without an array of Python's in between. The GIL
 // is released while anything is hashed.
 #include "bind_hash.hpp"
@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "pdserve/hash.hpp"
-#include "pdserve/xxh3.hpp"
 
 namespace nb = nanobind;
 
@@ -154,25 +153,10 @@ nb::bytes short_names(nb::handle hashes) {
   return nb::borrow<nb::bytes>(out);
 }
 
-nb::tuple public_hashes(nb::handle tokens, std::size_t block_size, std::uint64_t seed) {
-  require(block_size > 0, "block_size must be positive");
-  const Tokens given(tokens);
-  const std::size_t block_bytes = block_size * 4, count = given.size() / block_bytes;
-  const Output local(count * 8), sequence(count * 8);
-  {
-    nb::gil_scoped_release unlocked;
-    const pdserve::Xxh3 hash(seed);
-    pdserve::public_hashes(given.data(), block_bytes, count, hash, local.data(), sequence.data());
-  }
-  return nb::make_tuple(local.bytes(), sequence.bytes());
-}
-
 }  // namespace
 
 void bind_hash(nb::module_& m) {
   m.def("block_hashes", &block_hashes, nb::arg("tokens"), nb::arg("block_size"), nb::arg("secret"),
         nb::arg("parent"), "Digests of the full blocks in `tokens`, 16 bytes each, concatenated.");
   m.def("short_names", &short_names, nb::arg("hashes"), "The first half of each 16-byte hash.");
-  m.def("public_hashes", &public_hashes, nb::arg("tokens"), nb::arg("block_size"), nb::arg("seed"),
-        "XXH3-64 of each full block, and of the chain up to it: 8 bytes each, little-endian.");
 }

@@ -1,5 +1,5 @@
 // Work requests of RDMA as the C structures that libibverbs takes, filled from runs of bytes and
-// posted a chain at a time. Twin: pdserve/transfer/rdma/table.py, which says what it is for.
+// posted a chain at a time. Twin: pdserve/transfer/rdma/work_requests.py, which says what it is for.
 //
 // Built without the headers of rdma-core: the structures below are its stable ABI (LP64, since
 // IBVERBS_1.1), and the functions come in as addresses from the table of a device's context.

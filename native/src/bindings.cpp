@@ -13,6 +13,8 @@
 namespace nb = nanobind;
 
 NB_MODULE(_native, m) {
+  // An interpreter that ends by Ctrl-C leaves objects to the operating system: no news for users.
+  nb::set_leak_warnings(false);
   m.doc() = "Compiled twins of pdserve's hot loops; see pdserve/accel.py.";
   bind_copy(m);
   bind_cpu(m);

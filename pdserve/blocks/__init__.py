@@ -1,1 +1,1 @@
-"""Token ids to block hashes: the content names under which KV is stored, found and moved."""
+"""Hashes blocks of tokens: the content hashes under which KV is stored, found and moved."""

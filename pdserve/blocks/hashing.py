@@ -1,15 +1,15 @@
-"""Chained block hashes: a 128-bit name for a block's tokens *and* everything before them.
+"""Computes chained block hashes: 128 bits for a block's tokens and everything before them.
 
     root   = BLAKE2b-128(key=secret, salt)
     hash_0 = BLAKE2b-128(key=secret, root   || tokens of block 0 as little-endian u32)
     hash_i = BLAKE2b-128(key=secret, hash_i-1 || tokens of block i)
 
-Keyed BLAKE2b (RFC 7693) is a pseudo-random function: without the secret nobody can construct two
-prefixes with one name, so a tenant cannot aim at another tenant's blocks. The salt separates what
+Keyed BLAKE2b (RFC 7693) is a pseudo-random function: without the secret one cannot construct two
+prefixes with one hash, so a tenant cannot aim at another tenant's blocks. The salt separates what
 must never share blocks although the tokens agree: models, LoRA adapters, tenants.
 
-Only full blocks have a name. This file does not know where blocks are kept, what they contain, or
-who asks; it does not choose the secret, which is fixed for a cluster's life.
+Only full blocks have a hash. This file does not know where blocks are or what they contain, and it
+does not choose the secret, which is fixed for a cluster's life.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 __all__ = [
     "HASH_BYTES",
     "HASH_SECRET_TEST",
-    "SHORT_BYTES",
+    "SHORT_HASH_BYTES",
     "BlockHash",
     "block_hashes",
-    "chain_pure",
+    "block_hashes_pure",
+    "hash_secret_id",
     "joined_hashes",
-    "names_id",
     "pack_tokens",
     "prompt_root",
     "root_hash",
-    "short_names",
-    "short_pure",
+    "short_hashes",
+    "short_hashes_pure",
     "split_hashes",
 ]
 
@@ -47,10 +47,10 @@ BlockHash = NewType("BlockHash", bytes)
 HASH_BYTES = 16
 """Length of a block hash: 128 bits, so that 2**40 blocks collide with probability below 2**-48."""
 
-SHORT_BYTES = 8
-"""Length of a short name: the first bytes of a hash, read as a little-endian u64. Enough to find a
-block in an index, where two names that agree by chance (one pair in 2**64) cost a recomputation;
-never enough to serve one."""
+SHORT_HASH_BYTES = 8
+"""Length of a short hash: the first bytes of a hash, read as a little-endian u64. Enough to find a
+block in an index, where a collision (one pair in 2**64) costs a recomputation; never enough to
+reuse a block's KV."""
 
 HASH_SECRET_TEST = b"pdserve test and simulation only"
 """The secret of tests and simulation, public and constant so that their hashes repeat."""
@@ -63,7 +63,7 @@ _ABSENT = 0xFFFFFFFF
 
 
 def root_hash(secret: bytes, *salt: str | None) -> BlockHash:
-    """The parent of a sequence's first block.
+    """Return the parent hash of a sequence's first block.
 
     `salt` is positional (model, LoRA adapter, tenant, …); None and "" are different values, and no
     two lists of fields share an encoding because each carries its length.
@@ -77,9 +77,9 @@ def root_hash(secret: bytes, *salt: str | None) -> BlockHash:
 
 
 def prompt_root(secret: bytes, model: str, cache_salt: str, lora: str | None = None) -> BlockHash:
-    """The root of a request's chain, for whoever names its blocks: frontend and engine agree here.
+    """Return the root of a request's hash chain; frontend and engine both use this.
 
-    `model` is the compat hash: equal for all workers whose blocks may be exchanged.
+    `model` is the compat hash, equal for all workers whose blocks may be exchanged.
     """
     return root_hash(secret, model, lora, cache_salt or None)
 
@@ -87,7 +87,7 @@ def prompt_root(secret: bytes, model: str, cache_salt: str, lora: str | None = N
 def block_hashes(
     tokens: Sequence[int], block_size: int, *, parent: bytes, secret: bytes
 ) -> list[BlockHash]:
-    """Names of the full blocks in `tokens`, first to last; a partial last block has none.
+    """Return the hashes of the full blocks in `tokens`; a partial last block has none.
 
     `parent` is `root_hash(...)` at the start of a sequence, else the hash of the block before.
     Linear in the tokens and, when native, without the GIL: call it from a thread for long prompts.
@@ -97,7 +97,7 @@ def block_hashes(
 
 
 def joined_hashes(tokens: Sequence[int], block_size: int, *, parent: bytes, secret: bytes) -> bytes:
-    """`block_hashes` as one run of bytes, the form in which names travel."""
+    """Return `block_hashes` joined to one byte string, as messages carry them."""
     if accel.NATIVE and isinstance(tokens, list | tuple):
         # Read where they are: packing them first takes as long as hashing them.
         return accel.native.block_hashes(tokens, block_size, secret, parent)
@@ -105,33 +105,35 @@ def joined_hashes(tokens: Sequence[int], block_size: int, *, parent: bytes, secr
 
 
 def split_hashes(joined: bytes) -> list[BlockHash]:
-    """One by one again."""
+    """Split joined hashes into single ones."""
     # One cast for all: calling a NewType per block would cost as much as hashing it.
     return cast("list[BlockHash]", [digest for (digest,) in iter_unpack("16s", joined)])
 
 
-def short_pure(hashes: bytes) -> bytes:
-    """The twin of the native `short_names`."""
+def short_hashes_pure(hashes: bytes) -> bytes:
+    """Pure-Python version of the native `short_hashes`."""
     if len(hashes) % HASH_BYTES:
         raise ValueError("hashes must be whole, 16 bytes each")
     return b"".join([head for (head,) in iter_unpack("8s8x", hashes)])
 
 
-def names_id(secret: bytes) -> bytes:
-    """Which secret that is, to whoever does not know it: 8 bytes that tell nothing else."""
-    return blake2b(b"pdserve names v1", digest_size=SHORT_BYTES, key=secret).digest()
+def hash_secret_id(secret: bytes) -> bytes:
+    """Return 8 bytes that identify a secret and do not reveal it."""
+    return blake2b(b"pdserve names v1", digest_size=SHORT_HASH_BYTES, key=secret).digest()
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian u32, the form that is hashed."""
+    """Pack token ids as little-endian u32, the form that is hashed."""
     packed = array("I", tokens)
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
 
 
-def chain_pure(tokens: bytes | memoryview, block_size: int, secret: bytes, parent: bytes) -> bytes:
-    """The twin of the native `block_hashes`, with the same checks and the same answer."""
+def block_hashes_pure(
+    tokens: bytes | memoryview, block_size: int, secret: bytes, parent: bytes
+) -> bytes:
+    """Pure-Python version of the native `block_hashes`, with the same checks and results."""
     if block_size <= 0:
         raise ValueError("block_size must be positive")
     if not 0 < len(secret) <= blake2b.MAX_KEY_SIZE:
@@ -153,7 +155,7 @@ def chain_pure(tokens: bytes | memoryview, block_size: int, secret: bytes, paren
     return b"".join(digests)
 
 
-_chain = accel.native.block_hashes if accel.NATIVE else chain_pure
+_chain = accel.native.block_hashes if accel.NATIVE else block_hashes_pure
 
-short_names = accel.native.short_names if accel.NATIVE else short_pure
-"""Of hashes that are joined, 16 bytes each, the short names, joined."""
+short_hashes = accel.native.short_names if accel.NATIVE else short_hashes_pure
+"""Returns the short hashes, joined, of joined hashes of 16 bytes each."""

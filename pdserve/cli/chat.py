@@ -1,7 +1,7 @@
-"""`pdserve chat`: talk to a running server from a terminal, or answer one piped message.
+"""Runs `pdserve chat`: an interactive chat with a server, or one answer to a piped message.
 
-Owns the terminal and one HTTP request at a time; the conversation's state is `conversation.py`'s.
-Each answer runs on an event loop of its own life, so that Ctrl-C ends the answer and not the chat.
+Owns the terminal and one HTTP request at a time; `conversation.py` has the conversation's state.
+Each answer runs on its own event loop, so that Ctrl-C ends the answer and not the chat.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdserve.cli.conversation import Conversation, printable
+from pdserve.cli.conversation import Conversation
+from pdserve.cli.outputs import printable
 from pdserve.cli.parser import Parser
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.launch import exit_codes
@@ -54,7 +55,7 @@ class _Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """Some of an answer."""
 
     text: str
@@ -180,11 +181,16 @@ async def _choose_model(server: _Server) -> None:
     async with _told(server), server.client() as client:
         models = await client.models()
     if not models:
-        raise ChatError(f"the server at {server.url} serves no model yet")
+        if server.api_key:
+            raise ChatError(
+                f"the server at {server.url} lists no model for this API key: it serves none yet, "
+                "or the key's `models` names none of them"
+            )
+        raise ChatError(f"the server at {server.url} serves no model yet; try again in a moment")
     server.model = server.model or models[0].id
 
 
-async def _stream(server: _Server, conversation: Conversation) -> AsyncIterator[Piece]:
+async def _stream(server: _Server, conversation: Conversation) -> AsyncIterator[AnswerPiece]:
     """Pieces of the answer as they come. Closing it ends the request at the server."""
     messages = conversation.to_send()
     async with (
@@ -196,9 +202,9 @@ async def _stream(server: _Server, conversation: Conversation) -> AsyncIterator[
             for choice in chunk.choices:
                 delta = choice.delta
                 if thought := delta.reasoning or delta.reasoning_content:
-                    yield Piece(thought, thought=True)
+                    yield AnswerPiece(thought, thought=True)
                 if delta.content:
-                    yield Piece(delta.content)
+                    yield AnswerPiece(delta.content)
 
 
 def _printed(text: str) -> str:
@@ -239,7 +245,7 @@ class _Shown:
         self._terminal = sys.stdout.isatty()
         self._thinking = False
 
-    def piece(self, piece: Piece) -> None:
+    def piece(self, piece: AnswerPiece) -> None:
         """One more."""
         if piece.thought and not self._terminal:
             return

@@ -1,4 +1,4 @@
-"""`pdserve config`: the settings in force and where each comes from; takes the flags of serving."""
+"""Runs `pdserve config`: prints the effective settings and their sources; takes serving flags."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 
 from pdserve.cli.parser import Parser, add_options, given_flags
 from pdserve.launch import exit_codes
-from pdserve.launch.config import Config, resolve, table
+from pdserve.launch.config.resolve import Config, option_rows, resolve
 
 
 def run(arguments: list[str]) -> int:
-    """Print the table, or with `--json` an object of `{option: {value, source}}`."""
+    """Print the table, or with `--json` an object of `{option: {value, source[, meaning]}}`."""
     parser = Parser(
         "pdserve config",
         "Show the settings in force and where each comes from: a flag, an environment variable, a\n"
@@ -25,11 +25,17 @@ def run(arguments: list[str]) -> int:
 
 
 def _as_json(config: Config) -> str:
-    rows = {name: {"value": value, "source": source} for name, value, source in table(config)}
+    rows = {}
+    for row in option_rows(config):
+        rows[row.name] = {"value": row.value, "source": row.source}
+        if row.meaning:
+            rows[row.name]["meaning"] = row.meaning
     return json.dumps(rows, indent=2)
 
 
 def _as_table(config: Config) -> str:
-    rows = [("option", "value", "source"), *table(config)]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
+    rows = [("option", "value", "source", "which means")]
+    rows += [(row.name, row.value, row.source, row.meaning) for row in option_rows(config)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ("  ".join(map(str.ljust, row, [*widths, 0])) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

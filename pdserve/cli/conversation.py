@@ -1,8 +1,7 @@
-"""The state of one chat and what a typed line means; no terminal, no network."""
+"""Keeps the state of one chat and interprets typed lines; no terminal, no network."""
 
 from __future__ import annotations
 
-import unicodedata
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,8 +77,3 @@ class Conversation:
         self.system = text
         self.messages.clear()
         return "(system message set, a new conversation)"
-
-
-def printable(text: str) -> str:
-    """`text` without control characters: a model's words must not steer the terminal."""
-    return "".join(one for one in text if one in "\n\t" or unicodedata.category(one) != "Cc")

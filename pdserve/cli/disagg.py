@@ -1,6 +1,6 @@
-"""`pdserve disagg HOW`: decode workers choose differently from now on, until they restart.
+"""Runs `pdserve disagg HOW`: changes the disaggregation mode of decode workers until they restart.
 
-It asks one node who is there and tells each decode worker itself. It joins nothing.
+It asks one node for the members and sends the change to each decode worker. It joins nothing.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
-from pdserve.cli.conversation import printable
+from pdserve.cli.outputs import printable
 from pdserve.cli.parser import Parser, add_options, given_flags
 from pdserve.cli.status import OPTIONS
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.launch import exit_codes
-from pdserve.launch.config import nearest, resolve
+from pdserve.launch.config.resolve import closest_match, resolve
 from pdserve.worker.config import DISAGG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdserve.launch.addresses import ClusterConfig
-    from pdserve.launch.visit import Visitor
+    from pdserve.launch.cluster.addresses import ClusterConfig
+    from pdserve.launch.cluster.admin_client import AdminClient
     from pdserve.messages.handoff import Disagg
     from pdserve.messages.status import ClusterStatus, MemberStatus
 
@@ -52,16 +52,16 @@ def run(arguments: list[str]) -> int:
 
 def _checked(how: str) -> Disagg:
     if how not in DISAGG:
-        close = nearest(how, DISAGG)
+        close = closest_match(how, DISAGG)
         hint = f", did you mean {close!r}?" if close else f": use one of {', '.join(DISAGG)}"
         raise ConfigError(f"{how!r} is unknown{hint}")
     return cast("Disagg", how)
 
 
 async def _tell(config: ClusterConfig, how: Disagg, only: list[str]) -> int:
-    from pdserve.launch.visit import Visitor
+    from pdserve.launch.cluster.admin_client import AdminClient
 
-    visitor = Visitor(config)
+    visitor = AdminClient(config)
     try:
         workers = list(decode_workers(await visitor.status(), only))
         heard = [await _tell_one(visitor, worker, how) for worker in workers]
@@ -87,7 +87,7 @@ def decode_workers(status: ClusterStatus, only: list[str]) -> Iterator[MemberSta
     return (member for name, member in found.items() if not only or name in only)
 
 
-async def _tell_one(visitor: Visitor, worker: MemberStatus, how: Disagg) -> bool:
+async def _tell_one(visitor: AdminClient, worker: MemberStatus, how: Disagg) -> bool:
     try:
         before = await visitor.set_disagg(worker.address, how)
     except PdserveError as error:

@@ -1,4 +1,4 @@
-"""`pdserve doctor`: what this machine has, and what pdserve will use of it."""
+"""Runs `pdserve doctor`: prints what this machine has, and what pdserve will use of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.launch import exit_codes
 from pdserve.launch.machine import read_facts
 
 if TYPE_CHECKING:
-    from pdserve.launch.machine import Fact
+    from pdserve.launch.machine import MachineFact
 
 _MARKS = {"ok": "✓", "absent": "·", "problem": "✗"}
 _PLAIN_MARKS = {"ok": "+", "absent": ".", "problem": "!"}
@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> int:
     return exit_codes.FAILED if bad else exit_codes.OK
 
 
-def report(facts: list[Fact], *, unicode: bool = True) -> str:
+def report(facts: list[MachineFact], *, unicode: bool = True) -> str:
     """The facts as a person reads them, by section."""
     marks = _MARKS if unicode else _PLAIN_MARKS
     width = max(len(fact.name) for fact in facts)

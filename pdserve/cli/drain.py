@@ -1,7 +1,7 @@
-"""`pdserve drain NODE[,NODE]`: nodes take nothing new, hand over what they have, and end.
+"""Runs `pdserve drain NODE[,NODE]`: nodes take no new work, hand over what they have, and end.
 
-It asks one node who is there, tells each of the named ones itself, and can wait until they are
-done. It joins nothing. How a node drains is `launch.drain`'s business.
+It asks one node for the members, sends the request to each named node, and can wait until they are
+done. It joins nothing. `launch.drain` implements the drain in a node.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from pdserve.cli.conversation import printable
+from pdserve.cli.outputs import printable
 from pdserve.cli.parser import Parser, add_options, given_flags
 from pdserve.cli.status import OPTIONS
 from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
-from pdserve.launch.config import nearest, resolve
+from pdserve.launch.config.resolve import closest_match, resolve
 from pdserve.launch.drain import describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.ids import NodeId, Seconds
-    from pdserve.launch.addresses import ClusterConfig
-    from pdserve.launch.visit import Visitor
+    from pdserve.launch.cluster.addresses import ClusterConfig
+    from pdserve.launch.cluster.admin_client import AdminClient
     from pdserve.messages.status import ClusterStatus, MemberStatus
 
-__all__ = ["Progress", "named", "run"]
+__all__ = ["DrainProgress", "members_named", "run"]
 
 _POLL: Final[Seconds] = 0.5
 _MARGIN: Final[Seconds] = 15.0
@@ -64,22 +64,22 @@ def run(arguments: list[str]) -> int:
 
 
 async def _drain(config: ClusterConfig, names: list[str], *, stay: bool, wait: bool) -> int:
-    from pdserve.launch.visit import Visitor
+    from pdserve.launch.cluster.admin_client import AdminClient
 
-    visitor = Visitor(config)
+    visitor = AdminClient(config)
     try:
-        members = named(await visitor.status(), names)
+        members = members_named(await visitor.status(), names)
         patience = [await _tell(visitor, member, stay=stay) for member in members]
         heard = {m.node: m.epoch for m, left in zip(members, patience, strict=True) if left >= 0}
         fine = len(heard) == len(members)
         if wait and heard:
-            fine &= await _wait(visitor, Progress(heard, stay), max(patience) + _MARGIN)
+            fine &= await _wait(visitor, DrainProgress(heard, stay), max(patience) + _MARGIN)
     finally:
         await visitor.close()
     return exit_codes.OK if fine else exit_codes.FAILED
 
 
-def named(status: ClusterStatus, names: Sequence[str]) -> list[MemberStatus]:
+def members_named(status: ClusterStatus, names: Sequence[str]) -> list[MemberStatus]:
     """The members of these names, each once. Raises `ConfigError` for one that is not there: then
     nobody is told anything."""
     there = {member.node: member for member in status.members}
@@ -87,14 +87,14 @@ def named(status: ClusterStatus, names: Sequence[str]) -> list[MemberStatus]:
     for name in names:
         member = next((m for node, m in there.items() if node == name), None)
         if member is None:
-            close = nearest(name, there)
+            close = closest_match(name, there)
             hint = f"did you mean {close}?" if close else f"there are {', '.join(there)}"
             raise ConfigError(printable(f"there is no node {name!r} in the cluster; {hint}"))
         found[name] = member
     return list(found.values())
 
 
-async def _tell(visitor: Visitor, member: MemberStatus, *, stay: bool) -> Seconds:
+async def _tell(visitor: AdminClient, member: MemberStatus, *, stay: bool) -> Seconds:
     """Returns how long it will take at most; below 0: it has not heard."""
     try:
         state = await visitor.drain(member.address, member.node, stay=stay)
@@ -106,7 +106,7 @@ async def _tell(visitor: Visitor, member: MemberStatus, *, stay: bool) -> Second
     return state.remaining
 
 
-async def _wait(visitor: Visitor, progress: Progress, patience: Seconds) -> bool:
+async def _wait(visitor: AdminClient, progress: DrainProgress, patience: Seconds) -> bool:
     """False if some are not done in time."""
     until = time.monotonic() + patience
     while progress.waiting:
@@ -129,7 +129,7 @@ async def _wait(visitor: Visitor, progress: Progress, patience: Seconds) -> bool
 
 
 @dataclass
-class Progress:
+class DrainProgress:
     """What is known of nodes that drain. Pure."""
 
     waiting: dict[NodeId, int]

@@ -1,7 +1,7 @@
-"""The entry point: which sub-command is meant, and one clear line for whatever goes wrong.
+"""Dispatches the sub-command, and prints one clear line for any error. The entry point.
 
-Sub-commands are imported when chosen, so `--help` and `version` stay fast and a missing optional
-library hurts only where it is used. Without a sub-command pdserve serves.
+A sub-command is imported when chosen, so `--help` and `version` stay fast and a missing optional
+library affects only its own command. Without a sub-command pdserve serves.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ COMMANDS = {
     "top": ("pdserve.cli.top", "the same, live in the terminal"),
     "disagg": ("pdserve.cli.disagg", "how decode workers choose where prompts are computed"),
     "drain": ("pdserve.cli.drain", "take nodes away without losing a request"),
-    "simulate": ("pdserve.cli.simulate", "what a cluster would do with a trace of requests"),
-    "bench": ("pdserve.cli.bench.command", "load a server, and how it bore it"),
+    "simulate": (
+        "pdserve.cli.simulate.command",
+        "what a cluster would do with a trace of requests",
+    ),
+    "bench": ("pdserve.cli.bench.command", "put load on a server and measure it"),
     "doctor": ("pdserve.cli.doctor", "what this machine has, and what pdserve will use"),
     "config": ("pdserve.cli.config", "the settings in force, and where each comes from"),
     "version": ("pdserve.cli.version", "the version"),
@@ -78,7 +81,9 @@ def _command(arguments: list[str]) -> Callable[[list[str]], int]:
     """Take the sub-command's name off `arguments` and import what runs it."""
     name = "serve"
     if arguments and not arguments[0].startswith("-"):
-        name = arguments.pop(0)
+        name = arguments[0]
+        if name != "serve":  # which takes a model behind its name
+            arguments.pop(0)
     elif arguments and arguments[0] in ("--version", "-V"):
         name = "version"
         arguments.clear()
@@ -91,6 +96,10 @@ def _command(arguments: list[str]) -> Callable[[list[str]], int]:
 def _unknown(name: str) -> ConfigError:
     import difflib
 
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    from pdserve.cli.flag_hints import COMMANDS as FOREIGN
+
+    close = [FOREIGN[name]] if name in FOREIGN else difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ""
+    if "/" in name or os.path.isdir(name) or name.endswith(".gguf"):
+        hint = f", did you mean `pdserve serve {name}`?"
     return ConfigError(f"unknown sub-command {name!r}{hint} (try pdserve --help)")

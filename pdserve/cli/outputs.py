@@ -1,7 +1,8 @@
-"""What the commands that measure give out: files that somebody asked for, columns of numbers."""
+"""Prints command output: safe terminal text, requested files, aligned columns."""
 
 from __future__ import annotations
 
+import unicodedata
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["check_writable", "columns", "write"]
+__all__ = ["check_writable", "columns", "printable", "write"]
 
 
 def check_writable(paths: Iterable[Path]) -> None:
@@ -39,3 +40,8 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
         )
         for row in rows
     ]
+
+
+def printable(text: str) -> str:
+    """`text` without control characters: a model's words must not steer the terminal."""
+    return "".join(one for one in text if one in "\n\t" or unicodedata.category(one) != "Cc")

@@ -1,7 +1,7 @@
-"""Turns the option table into a command line: flags, grouped help, errors with the nearest name.
+"""Builds the command line from the option table: flags, grouped help, errors with the nearest name.
 
-Values stay text here; `pdserve.launch.config` parses them, so that a flag, a variable and a file
-are judged by the same words.
+Values stay text here; `pdserve.launch.config.resolve` parses them, so that a flag, a variable and a
+file give the same error messages.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import argparse
 import shutil
 from typing import TYPE_CHECKING, NoReturn
 
+from pdserve.cli.flag_hints import FLAGS
 from pdserve.errors import ConfigError
-from pdserve.launch.config import Config, nearest, resolve, unknown_option
-from pdserve.launch.options import BY_NAME, GROUPS, OPTIONS
+from pdserve.launch.config.options import BY_NAME, GROUPS, OPTIONS
+from pdserve.launch.config.resolve import Config, closest_match, resolve, unknown_option
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from pdserve.launch.options import Option
+    from pdserve.launch.config.options import Option
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,8 +49,12 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, argument: str) -> ConfigError:
         word = argument.partition("=")[0]
         if not word.startswith("-"):
-            return ConfigError(f"unexpected argument {argument!r} (try {self.prog} --help)")
-        close = nearest(word, self._option_string_actions)
+            models = "--model" in self._option_string_actions
+            hint = f": a model is named by `pdserve serve {argument}`" if models else ""
+            return ConfigError(f"unexpected argument {argument!r}{hint} (try {self.prog} --help)")
+        if word in FLAGS:
+            return ConfigError(f"{word} is unknown: {FLAGS[word]}")
+        close = closest_match(word, self._option_string_actions)
         if close is not None:
             return ConfigError(f"{word} is unknown, did you mean {close}?")
         return unknown_option(word.lstrip("-"), word, lambda option: option.flag)

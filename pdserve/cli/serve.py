@@ -1,17 +1,18 @@
-"""`pdserve` without a sub-command: parse the flags, then hand over to `launch`."""
+"""Runs `pdserve` without a sub-command: parses the flags, then calls `launch`."""
 
 from __future__ import annotations
 
 from pdserve import __version__
 from pdserve.cli.main import COMMANDS
 from pdserve.cli.parser import Parser, add_options, given_flags
-from pdserve.launch.config import resolve
+from pdserve.errors import ConfigError
+from pdserve.launch.config.resolve import resolve
 
 _DESCRIPTION = f"""\
 pdserve {__version__}: serve a large language model over the OpenAI API.
 
   pdserve                                   the bundled model on http://127.0.0.1:8000
-  pdserve --model DIRECTORY --port 9000     another one, elsewhere
+  pdserve serve MODEL --port 9000           another one, elsewhere; or --model MODEL
   pdserve --role=router                     a cluster: then --role=worker and --role=frontend,
                                             each with --join 127.0.0.1:7700
 
@@ -33,9 +34,29 @@ def make_parser() -> Parser:
     return parser
 
 
+def read_flags(arguments: list[str]) -> dict[str, str]:
+    """Option names and texts. `serve` itself may come first, and takes a model as an argument.
+
+    Errors: `ConfigError`.
+    """
+    parser = make_parser()
+    if arguments[:1] != ["serve"]:
+        return given_flags(parser.parse(arguments))
+    parser.own.add_argument("MODEL", nargs="?", help="The model, as by --model.")
+    parsed = parser.parse(arguments[1:])
+    flags = given_flags(parsed)
+    if parsed.MODEL is None:
+        return flags
+    if "model" in flags:
+        raise ConfigError(
+            f"the model is given twice, as {parsed.MODEL!r} and as --model {flags['model']}"
+        )
+    return flags | {"model": parsed.MODEL}
+
+
 def run(arguments: list[str]) -> int:
     """Serve until told to stop."""
-    config = resolve(given_flags(make_parser().parse(arguments)))
+    config = resolve(read_flags(arguments))
     from pdserve.launch.process import serve
 
     return serve(config)

@@ -1,6 +1,7 @@
-"""`pdserve status`: members, models, load and degradations of a cluster, asked of any one node.
+"""Runs `pdserve status`: prints members, models, load and degradations, asked of any one node.
 
-It joins nothing. What is printed is `tables`' business, how to reach a node `launch.visit`'s.
+It joins nothing. `status_tables` formats the output, `launch.cluster.node_factory.admin_client`
+reaches the node.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import urllib.request
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.cli.parser import Parser, add_options, given_flags
-from pdserve.cli.tables import age, as_json, render
+from pdserve.cli.status_tables import age, as_json, render
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.launch import exit_codes
-from pdserve.launch.config import resolve
+from pdserve.launch.config.resolve import resolve
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
-    from pdserve.launch.addresses import ClusterConfig
+    from pdserve.launch.cluster.addresses import ClusterConfig
     from pdserve.messages.status import ClusterStatus
 
-__all__ = ["OPTIONS", "run"]
+__all__ = ["OPTIONS", "fetch", "health_of", "run"]
 
 OPTIONS: Final = (
     *("join", "cluster", "cluster-key-file", "tls-cert", "tls-key", "tls-ca"),
@@ -46,7 +47,7 @@ def run(arguments: list[str]) -> int:
     add_options(parser, OPTIONS)
     parsed = parser.parse(arguments)
     if parsed.url:
-        health = _health(parsed.url)
+        health = health_of(parsed.url)
         print(json.dumps(health, indent=2) if parsed.json else _health_text(parsed.url, health))
         return exit_codes.OK
     status = asyncio.run(_ask(resolve(given_flags(parsed)).cluster))
@@ -55,9 +56,9 @@ def run(arguments: list[str]) -> int:
 
 
 async def _ask(config: ClusterConfig) -> ClusterStatus:
-    from pdserve.launch.visit import Visitor
+    from pdserve.launch.cluster.admin_client import AdminClient
 
-    visitor = Visitor(config)
+    visitor = AdminClient(config)
     try:
         return await visitor.status()
     finally:
@@ -67,31 +68,39 @@ async def _ask(config: ClusterConfig) -> ClusterStatus:
 # ---------------------------------------------------------------------- over HTTP
 
 
-def _health(url: str) -> dict[str, Any]:
-    """The server's own words. Errors: `ConfigError` for what is no URL, `Unavailable`."""
+def health_of(url: str) -> dict[str, Any]:
+    """The server's `/health`. Errors: `ConfigError` for what is no URL, `Unavailable`."""
+    try:
+        health = json.loads(fetch(url, "/health"))
+        return {"status": health["status"], **health}
+    except (ValueError, KeyError, TypeError):
+        raise Unavailable(f"what answers at {url} is no pdserve") from None
+
+
+def fetch(url: str, path: str) -> bytes:
+    """The body of `path`, whatever its status. Errors: as `health_of`."""
     whole = url if "://" in url else f"http://{url}"
     if not whole.startswith(("http://", "https://")):
         raise ConfigError(f"--url: {url!r} is no address such as http://127.0.0.1:8000")
     try:
-        with urllib.request.urlopen(f"{whole.rstrip('/')}/health", timeout=_HTTP_TIMEOUT) as reply:
-            body = reply.read()
+        with urllib.request.urlopen(whole.rstrip("/") + path, timeout=_HTTP_TIMEOUT) as reply:
+            body: bytes = reply.read()
+            return body
     except urllib.error.HTTPError as error:
         with error:
-            body = error.read()  # 503 has a body of the same form
+            return error.read()  # 503 has a body of the same form
     except http.client.HTTPException:
         raise Unavailable(f"what answers at {whole} does not speak HTTP") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise Unavailable(f"no server answers at {whole}: {reason}") from None
-    try:
-        health = json.loads(body)
-        return {"status": health["status"], **health}
-    except (ValueError, KeyError, TypeError):
-        raise Unavailable(f"what answers at {whole} is no pdserve") from None
+        raise Unavailable(
+            f"no server answers at {whole}: {reason}; start one with `pdserve`, or name another "
+            "with --url"
+        ) from None
 
 
 def _health_text(url: str, health: dict[str, Any]) -> str:
-    from pdserve.cli.conversation import printable
+    from pdserve.cli.outputs import printable
     from pdserve.launch.drain import requests_in_words
 
     reason = f": {health['reason']}" if health.get("reason") else ""

@@ -1,6 +1,7 @@
-"""`pdserve top`: the cluster's status in the terminal, drawn anew about once a second.
+"""Runs `pdserve top`: redraws a cluster's status or one server's metrics about once a second.
 
-Owns the terminal while it runs and gives it back as it was. What is drawn is `tables`' business.
+Owns the terminal while it runs and restores it. `status_tables` (a cluster) or `dashboard` (one
+server, over HTTP) make the text.
 """
 
 from __future__ import annotations
@@ -8,106 +9,228 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any, Final
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from pdserve.cli.dashboard import MetricsPage, dashboard
 from pdserve.cli.parser import Parser, add_options, given_flags
-from pdserve.cli.status import OPTIONS
-from pdserve.cli.tables import render
-from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
+from pdserve.cli.status import OPTIONS, fetch, health_of
+from pdserve.cli.status_tables import render
+from pdserve.errors import ConfigError, DialFailed, HandshakeRefused, PdserveError, Unavailable
 from pdserve.launch import exit_codes
-from pdserve.launch.config import resolve
+from pdserve.launch.config.resolve import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdserve.ids import Seconds
-    from pdserve.launch.addresses import ClusterConfig
-    from pdserve.launch.visit import Visitor
+    from pdserve.launch.cluster.addresses import ClusterConfig
     from pdserve.messages.status import ClusterStatus
 
-__all__ = ["frame", "run"]
+__all__ = ["Viewport", "frame", "run"]
 
 _INTERVAL: Final[Seconds] = 1.0
 _ENTER: Final = "\x1b[?1049h\x1b[?25l"
 """The terminal's other page, so that what was on it comes back; no cursor."""
 _LEAVE: Final = "\x1b[?25h\x1b[?1049l"
-_HINT: Final = "q or Ctrl-C ends"
+_HINT: Final = "q quits; arrows, PageUp, PageDown, g, G scroll"
+_SERVER: Final = "http://127.0.0.1:8000"
+"""Where a plain `pdserve` of this machine listens."""
+_WINDOW: Final = 10
+"""Looks over which a server's rates are taken."""
+_KEYS: Final = {
+    **dict.fromkeys(("k", "\x1b[A", "\x1bOA"), (-1, 0)),
+    **dict.fromkeys(("j", "\x1b[B", "\x1bOB", "\r", "\n"), (1, 0)),
+    **dict.fromkeys(("l", "\x1b[C", "\x1bOC"), (0, 16)),
+    **dict.fromkeys(("h", "\x1b[D", "\x1bOD"), (0, -16)),
+    **dict.fromkeys((" ", "\x1b[6~"), (20, 0)),
+    "\x1b[5~": (-20, 0),
+    "g": (-(10**6), -(10**6)),
+    "G": (10**6, 0),
+}
+"""(lines, columns) by which a key scrolls."""
+_KEY: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO.|.", re.DOTALL)
+"""One key: a terminal's sequence for it, or a character."""
 
 
 def run(arguments: list[str]) -> int:
     """Draw until told to stop."""
     parser = Parser(
         "pdserve top",
-        "Watch a cluster in the terminal; q or Ctrl-C ends. Takes what `pdserve status` takes.",
+        "Watch a cluster, or one server by --url, in the terminal; q or Ctrl-C ends. Without\n"
+        "--join and --url it takes this machine's router, else a plain `pdserve` on port 8000.",
     )
+    parser.own.add_argument("--url", metavar="URL", default="", help="A server, over HTTP.")
     add_options(parser, OPTIONS)
-    config = resolve(given_flags(parser.parse(arguments))).cluster
+    parsed = parser.parse(arguments)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_Top(config).run())
+        if parsed.url:
+            asyncio.run(_Top(_Server(parsed.url)).run())
+        else:
+            asyncio.run(_watch(resolve(given_flags(parsed)).cluster))
     return exit_codes.OK
 
 
-def frame(text: str, size: tuple[int, int]) -> str:
-    """`text` as it is drawn over the last frame of a terminal of `size` (columns, lines)."""
+async def _watch(config: ClusterConfig) -> None:
+    """The cluster, or what serves alone on this machine where no cluster was named."""
+    try:
+        await _Top(_Cluster(config)).run()
+    except DialFailed:
+        if config.join:
+            raise
+        server = _Server(_SERVER)
+        if not await _answers(server):
+            raise
+        await _Top(server).run()
+
+
+async def _answers(server: _Server) -> bool:
+    try:
+        await server.look()
+    except PdserveError:
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class Viewport:
+    """Which part of the text is seen: its first line and column."""
+
+    line: int = 0
+    column: int = 0
+
+    def press(self, key: str) -> bool:
+        """Scroll; False for a key that does not."""
+        if key not in _KEYS:
+            return False
+        lines, columns = _KEYS[key]
+        self.line, self.column = max(0, self.line + lines), max(0, self.column + columns)
+        return True
+
+
+def keys_of(typed: str) -> list[str]:
+    """The keys in what one read brought: a key that is held down brings several."""
+    return _KEY.findall(typed)
+
+
+def frame(text: str, size: tuple[int, int], view: Viewport | None = None) -> str:
+    """`text` as it is drawn over the last frame of a terminal of `size` (columns, lines).
+
+    Args: `view` is moved back into the text where it has left it.
+    """
     columns, lines = size
-    shown = [line[: columns - 1] for line in text.split("\n")]
-    if len(shown) > lines - 2:
-        shown = [*shown[: lines - 3], f"… {len(shown) - lines + 3} more lines"]
-    body = "".join(f"{line}\x1b[K\n" for line in (*shown, ""))
+    view = view or Viewport()
+    whole = text.split("\n")
+    room = max(1, lines - 3)
+    view.line = min(view.line, max(0, len(whole) - room))
+    view.column = min(view.column, max(0, max(map(len, whole)) - columns + 1))
+    shown = whole[view.line : view.line + room]
+    below = len(whole) - view.line - len(shown)
+    more = [f"… {below} more lines"] if below else []
+    cut = [line[view.column : view.column + columns - 1] for line in shown]
+    body = "".join(f"{line}\x1b[K\n" for line in (*cut, *more, ""))
     return f"\x1b[H{body}{_HINT[: columns - 1]}\x1b[J"
+
+
+class _Source(Protocol):
+    """What is looked at."""
+
+    async def look(self) -> str:
+        """The text of now. Errors: `PdserveError`."""
+        ...
+
+    async def close(self) -> None:
+        """Nothing is left."""
+        ...
+
+
+class _Cluster:
+    """A cluster, as one of its nodes sees it."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        from pdserve.launch.cluster.admin_client import AdminClient
+
+        self._visitor: AdminClient = AdminClient(config)
+        self._before: ClusterStatus | None = None
+
+    async def look(self) -> str:
+        before, self._before = self._before, await self._visitor.status()
+        return render(self._before, before)
+
+    async def close(self) -> None:
+        await self._visitor.close()
+
+
+class _Server:
+    """One server, by its `/metrics` and `/health`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._pages: deque[MetricsPage] = deque(maxlen=_WINDOW + 1)
+
+    async def look(self) -> str:
+        return await asyncio.to_thread(self._read)
+
+    def _read(self) -> str:
+        health = health_of(self._url)
+        try:
+            page = MetricsPage.read(fetch(self._url, "/metrics").decode(), time.monotonic())
+        except ValueError:
+            raise Unavailable(f"{self._url}/metrics is no page of metrics") from None
+        self._pages.append(page)
+        return dashboard(self._pages, health, self._url)
+
+    async def close(self) -> None:
+        pass
 
 
 class _Top:
     """One look, until it ends."""
 
-    def __init__(self, config: ClusterConfig) -> None:
-        self._config = config
-        self._before: ClusterStatus | None = None
+    def __init__(self, source: _Source) -> None:
+        self._source = source
+        self._view = Viewport()
+        self._text = ""
 
     async def run(self) -> None:
         """Errors: those of the first question; later ones are shown, since nodes come back."""
-        from pdserve.launch.visit import Visitor
-
-        visitor = Visitor(self._config)
         self._over = asyncio.get_running_loop().create_future()
         try:
-            text = render(await self._look(visitor))
+            self._text = await self._source.look()
             with _screen(), self._keys():
                 while not self._over.done():
-                    self._draw(text)
+                    self._draw()
                     await asyncio.wait({self._over}, timeout=_INTERVAL)
-                    text = await self._next(visitor, text)
+                    self._text = await self._next(self._text)
         finally:
-            await visitor.close()
+            await self._source.close()
 
-    async def _look(self, visitor: Visitor) -> ClusterStatus:
-        status = await visitor.status()
-        self._before = status
-        return status
-
-    async def _next(self, visitor: Visitor, text: str) -> str:
-        before = self._before
+    async def _next(self, text: str) -> str:
         try:
-            return render(await self._look(visitor), before)
+            return await self._source.look()
         except (HandshakeRefused, ConfigError):
             raise
         except PdserveError as error:
             old = text.partition("\n\n")[2] if text.startswith("(") else text
             return f"({error.message}; this is the last answer)\n\n{old}"
 
-    def _draw(self, text: str) -> None:
+    def _draw(self) -> None:
+        text = self._text
         if sys.stdout.isatty():
             size = shutil.get_terminal_size()
-            sys.stdout.write(frame(text, (size.columns, size.lines)))
+            sys.stdout.write(frame(text, (size.columns, size.lines), self._view))
         else:
             sys.stdout.write(f"{text}\n\n")
         sys.stdout.flush()
 
     @contextlib.contextmanager
     def _keys(self) -> Iterator[None]:
-        """`q` ends, without Enter."""
+        """Keys act without Enter."""
         if not sys.stdin.isatty():
             yield
             return
@@ -126,8 +249,11 @@ class _Top:
             termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
     def _on_key(self, descriptor: int) -> None:
-        pressed = os.read(descriptor, 64)
-        if (not pressed or b"q" in pressed.lower()) and not self._over.done():
+        keys = keys_of(os.read(descriptor, 1024).decode(errors="replace"))
+        if any([self._view.press(key) for key in keys]):
+            self._draw()
+        ended = not keys or "q" in keys or "Q" in keys
+        if ended and not self._over.done():
             self._over.set_result(None)
 
 

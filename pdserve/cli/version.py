@@ -1,4 +1,4 @@
-"""`pdserve version`: the version, and what the hot loops run on."""
+"""Runs `pdserve version`: prints the version, and whether hot loops are native."""
 
 from __future__ import annotations
 

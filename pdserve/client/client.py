@@ -1,7 +1,7 @@
-"""What a program calls: one method for each thing that a server can be asked.
+"""Defines the client class: one method for each request that a server answers.
 
-Owns one session of connections. All methods may be used at once from many tasks of one loop.
-Cancelling a call closes its connection, and the server ends what it was doing for it.
+Owns one session of connections. Many tasks of one loop may use all methods at once. Cancelling a
+call closes its connection, and the server ends its work for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pdserve.client.stream import ChatStream, CompletionStream
 from pdserve.client.transport import Call, Transport
 from pdserve.errors import ConfigError
 from pdserve.ids import new_request_id
-from pdserve.openai.embeddings import EmbeddingList
-from pdserve.openai.responses import (
+from pdserve.protocols.completion_responses import (
     ChatCompletion,
     Completion,
     Detokenized,
@@ -29,6 +28,7 @@ from pdserve.openai.responses import (
     Tokenized,
     Version,
 )
+from pdserve.protocols.embeddings import EmbeddingList
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -89,6 +89,7 @@ class Client:
         self.url = address_of(url)
         self._model = model
         self._timeouts = _timeouts(timeout, Timeouts())
+        self._has_key = bool(api_key)
         whole = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         policy = Retries(attempts=retries + 1) if isinstance(retries, int) else retries or Retries()
         self._transport = Transport(
@@ -259,9 +260,17 @@ class Client:
         if self._model is None:
             served = await self.models()
             if not served:
-                raise NotFound(f"the server at {self.url} serves no model yet", status=404)
+                raise NotFound(self._no_model(), status=404)
             self._model = served[0].id
         return self._model
+
+    def _no_model(self) -> str:
+        if not self._has_key:
+            return f"the server at {self.url} serves no model yet"
+        return (
+            f"the server at {self.url} lists no model for this API key: it serves none yet, or the "
+            "key's `models` names none of them"
+        )
 
     def _call(
         self,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pdserve.errors import PdserveError
-from pdserve.openai.errors import ErrorBody, ErrorDetail
+from pdserve.protocols.openai_errors import ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds

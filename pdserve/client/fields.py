@@ -1,7 +1,7 @@
-"""What can be asked, for the type checker: the fields of `pdserve.openai.schema` as keywords.
+"""Types the request fields as keywords for the type checker, as in `completion_requests`.
 
-Records of that module and plain dictionaries are equally good. A test compares the names with the
-records; what the server makes of each is in docs/api.md.
+Records of that module and plain dictionaries work too. A test compares the names with the records;
+docs/api.md says what the server does with each.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from pdserve.openai import schema
+from pdserve.protocols import completion_requests
 
 Plain = Mapping[str, Any]
-Messages = str | Sequence[schema.Message | Plain]
+Messages = str | Sequence[completion_requests.Message | Plain]
 """A conversation; a string is one message of the user's."""
-Tools = Sequence[schema.Tool | Plain]
+Tools = Sequence[completion_requests.Tool | Plain]
 
 
 class GenerationFields(TypedDict, total=False):
     """Of chat and plain completions."""
 
-    stream_options: schema.StreamOptions | Plain
+    stream_options: completion_requests.StreamOptions | Plain
     n: int
     temperature: float
     top_p: float
@@ -47,16 +47,17 @@ class GenerationFields(TypedDict, total=False):
     session_id: str
     user: str
     echo: bool
-    response_format: schema.ResponseFormat | Plain
-    structured_outputs: schema.StructuredOutputs | Plain
+    response_format: completion_requests.ResponseFormat | Plain
+    structured_outputs: completion_requests.StructuredOutputs | Plain
     prompt_logprobs: int
     logprob_token_ids: Sequence[int]
     allowed_token_ids: Sequence[int]
     bad_words: Sequence[str]
     truncate_prompt_tokens: int
+    truncation_side: Literal["left", "right"]
     return_tokens_as_token_ids: bool
     stream_interval: int
-    repetition_detection: schema.RepetitionDetection | Plain
+    repetition_detection: completion_requests.RepetitionDetection | Plain
 
 
 class ChatFields(GenerationFields, total=False):
@@ -66,11 +67,14 @@ class ChatFields(GenerationFields, total=False):
     logprobs: bool
     top_logprobs: int
     tools: Tools
-    tool_choice: schema.ToolChoice | schema.NamedTool | Plain
+    tool_choice: completion_requests.ToolChoice | completion_requests.NamedTool | Plain
     parallel_tool_calls: bool
-    reasoning_effort: schema.ReasoningEffort
+    reasoning_effort: completion_requests.ReasoningEffort
+    enable_thinking: bool
+    thinking: completion_requests.ThinkingSwitch | Plain
     include_reasoning: bool
     thinking_token_budget: int
+    verbosity: completion_requests.Verbosity
     documents: Sequence[Plain]
     chat_template: str
     chat_template_kwargs: Plain
@@ -108,5 +112,7 @@ class TokenizeFields(TypedDict, total=False):
     documents: Sequence[Plain]
     chat_template: str
     chat_template_kwargs: Plain
+    enable_thinking: bool
+    thinking: completion_requests.ThinkingSwitch | Plain
     add_generation_prompt: bool
     continue_final_message: bool

@@ -1,4 +1,4 @@
-"""How long anything may take, and when a request is tried again. Pure: no clock, no network."""
+"""Decides timeouts and retries of requests. Pure: no clock, no network."""
 
 from __future__ import annotations
 

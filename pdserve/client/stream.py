@@ -1,8 +1,7 @@
-"""An answer that comes in pieces: typed chunks, their text, and what the last of them says.
+"""Reads a streamed answer: typed chunks, their text, and the final usage and finish reason.
 
-A stream is asked for when it is first read. Left early it closes its connection, by which the
-server knows that nobody wants the rest: at once at the end of `async with`, and of a bare
-`async for` as soon as Python lets go of the iterator.
+The request is sent at the first read. Leaving early closes the connection, which tells the server
+to stop: at the end of `async with`, or when Python frees the iterator of a bare `async for`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import msgspec
 
 from pdserve.client.errors import BadAnswer, StreamBroken, Timeout, detail_of, event_error
 from pdserve.client.transport import why
-from pdserve.openai.responses import ChatChunk, Completion
-from pdserve.openai.sse import EventTooLarge, SseDecoder
+from pdserve.protocols.completion_responses import ChatChunk, Completion
+from pdserve.protocols.sse import EventTooLarge, SseDecoder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from pdserve.client.errors import APIError
     from pdserve.client.transport import Answered
-    from pdserve.openai.responses import Usage
+    from pdserve.protocols.completion_responses import Usage
 
 __all__ = ["ChatStream", "CompletionStream", "Stream"]
 

@@ -1,6 +1,6 @@
-"""Requests over aiohttp: one attempt, attempts until one is answered, deadlines around each wait.
+"""Sends requests over aiohttp: attempts, retries, and a deadline around each wait.
 
-Foreign exceptions end here. It does not know what bodies mean.
+Foreign exceptions are mapped here. It does not know what bodies mean.
 """
 
 from __future__ import annotations

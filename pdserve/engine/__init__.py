@@ -1,1 +1,1 @@
-"""The engine port, the scheduler and the engine core: everything about engines but the compute."""
+"""The node's side of an engine: the port, the client of the core process, and its supervision."""

@@ -1,8 +1,8 @@
 """`CoreClient`: the engine port in front of a core that runs elsewhere, kept alive.
 
-It starts the core (a child process, or a thread), posts submissions to it, fans out what comes
-back to their sinks, and starts it again when it dies. One supervisor task owns each life of the
-core from launch to exit; everything else is synchronous and runs on the event loop's thread.
+It starts the core (a child process), posts submissions to it, fans out what comes back to their
+sinks, and starts it again when it dies. One supervisor task owns each life of the core from launch
+to exit; everything else is synchronous and runs on the event loop's thread.
 
 What happens when the core dies: every submission in flight ends with one `EngineDied` that names
 the exit and the last line of its stderr, so does every prompt computed for a peer; its KV is
@@ -20,17 +20,17 @@ import contextlib
 import logging
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from pdserve.clock import SystemClock
-from pdserve.engine.api import EngineState
-from pdserve.engine.carrier import Carrier, ProcessCarrier, ThreadCarrier
-from pdserve.engine.desk import TransferDesk, tell_remote
-from pdserve.engine.life import CoreLife, LifeOptions
-from pdserve.engine.rejection import error_of
-from pdserve.engine.restart import RestartPolicy, Restarts
+from pdserve.engine.core_run import CoreRun, CoreTimeouts
+from pdserve.engine.launcher import CoreLauncher, ProcessLauncher
+from pdserve.engine.oom_recovery import with_less_kv
+from pdserve.engine.port import EngineState
+from pdserve.engine.restart import CoreRestartPolicy, RestartBackoff
+from pdserve.engine.transfer_control import TransferController, deliver_remote_event
 from pdserve.errors import (
     ConfigError,
     Draining,
@@ -44,49 +44,52 @@ from pdserve.errors import (
     ProtocolError,
     TransferRefused,
 )
+from pdserve.limits.memory import available, oom_kills
+from pdserve.limits.sizes import approximate_size
 from pdserve.messages.engine import (
     Abort,
+    AbortAttempt,
     Activate,
     Admitted,
+    AttemptBlocksOpened,
     AttemptLost,
+    BlocksFreed,
+    CoreFailed,
+    CoreReady,
+    CoreStopped,
     EngineStats,
-    Failed,
-    Freed,
-    GiveUp,
+    InboundControlReply,
     KvEvents,
-    Open,
-    Opened,
-    Paths,
-    Prefill,
+    LoadProgress,
+    OpenAttemptBlocks,
+    OutboundControl,
+    PathStates,
     Prefilled,
-    PrefillHere,
-    Progress,
+    PrefillForPeer,
+    PrefillLocally,
+    PrefillSent,
     QueryStats,
-    Ready,
     Rejected,
-    Rekey,
-    Sent,
+    SetHashSecret,
     Stats,
-    Step,
-    Stopped,
+    StepOutput,
     Submit,
     SubmitRemote,
-    TransferQuestion,
-    TransferReply,
 )
-from pdserve.messages.kv import PoolCleared
+from pdserve.messages.engine_errors import error_of
+from pdserve.messages.kv_events import PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.clock import Clock
-    from pdserve.engine.api import (
+    from pdserve.engine.port import (
         Answered,
         AskPeer,
         Handle,
         PrefillSink,
-        RemoteSink,
+        RemotePrefillSink,
         TokenSink,
     )
     from pdserve.ids import Epoch, NodeId, Seconds
@@ -97,11 +100,11 @@ if TYPE_CHECKING:
         Event,
         PathState,
     )
-    from pdserve.messages.handoff import Handoff, TransferAsk
-    from pdserve.messages.kv import KvEvent
-    from pdserve.messages.transfer import Ticket
+    from pdserve.messages.handoff import Handoff, TransportCall
+    from pdserve.messages.kv_events import KvEvent
+    from pdserve.messages.transfer import TransferTicket
 
-__all__ = ["ClientOptions", "CoreClient"]
+__all__ = ["CoreClient", "CoreClientOptions"]
 
 _log = logging.getLogger(__name__)
 
@@ -115,20 +118,18 @@ _CANARY = GenerateRequest(
 _CANCELLED = 1 << 16
 """Aborts that are measured at one time."""
 
-_Escalation = list[tuple["Callable[[CoreLife], None]", "Seconds"]]
+_Escalation = list[tuple["Callable[[CoreRun], None]", "Seconds"]]
 """What to do to a core, and how long to wait for its end before the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientOptions(LifeOptions):
+class CoreClientOptions(CoreTimeouts):
     """How a core is run and watched; nothing in here changes what it computes."""
 
-    carrier: Literal["process", "thread"] = "process"
-    """A thread shares our interpreter lock and cannot be killed: for tests."""
     log_format: str = "text"
     log_level: str = "info"
     """Of the child process, whose lines come out on our stderr."""
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    restart: CoreRestartPolicy = field(default_factory=CoreRestartPolicy)
     canary_interval: Seconds = 0.0
     """A core that has been idle for so long gets a token to compute, so that one which cannot is
     found out before a request meets it; 0: never."""
@@ -141,57 +142,64 @@ class _InFlight:
     sink: TokenSink
     choices: int
     """That have not ended."""
-    remote: RemoteSink | None = None
+    remote: RemotePrefillSink | None = None
     """The same sink, of a prompt that is prefilled elsewhere."""
 
 
 class CoreClient:
-    """An `Engine` over a core in a process or thread of its own."""
+    """An `Engine` over a core in a process of its own."""
 
     def __init__(
         self,
         spec: EngineSpec,
-        options: ClientOptions | None = None,
+        options: CoreClientOptions | None = None,
         *,
         on_state: Callable[[EngineState, str], None] | None = None,
         on_cancelled: Callable[[str, Seconds], None] | None = None,
-        make_carrier: Callable[[], Carrier] | None = None,
+        make_carrier: Callable[[], CoreLauncher] | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
+        oom_kills: Callable[[], int] = oom_kills,
     ) -> None:
         """`on_state` is called at every change of state with the reason in words, `on_cancelled`
-        when an aborted submission's blocks are free: what it was doing, and how long that took."""
+        when an aborted submission's blocks are free: what it was doing, and how long that took.
+        `make_carrier` is called once per life of the core; by default it gets a process of its own.
+        `oom_kills` counts what the kernel has ended for want of memory."""
         # Configuration
         self._spec = spec
-        self._options = options or ClientOptions()
+        self._options = options or CoreClientOptions()
         self._on_state = on_state
         self._on_cancelled = on_cancelled
         self._make_carrier = make_carrier or self._default_carrier
         self._clock = clock or SystemClock()
+        self._oom_kills = oom_kills
         # The client's life
         self.state = EngineState.NEW
         self.state_reason = "not started"
-        self._restarts = Restarts(self._options.restart, rng or random.Random())
+        self._restarts = RestartBackoff(self._options.restart, rng or random.Random())
         self._supervisor: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
         self._stop: asyncio.Event = asyncio.Event()
         self._draining = False
         self._idle: asyncio.Event = asyncio.Event()
-        self._on_progress: Callable[[Progress], None] | None = None
+        self._on_progress: Callable[[LoadProgress], None] | None = None
         self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
         self._in_flight: dict[Handle, _InFlight] = {}
         self._prefills: dict[Handle, PrefillSink] = {}
         self._cancelled: dict[Handle, Seconds] = {}
         """When submissions were aborted of which the core has not let go yet."""
-        self._desk = TransferDesk(self._post)
+        self._desk = TransferController(self._post)
         self._last_handle = 0
         self._worked_at: Seconds = self._clock.now()
         """When the core was last known to have work."""
         # One life of the core
-        self._life: CoreLife | None = None
+        self._life: CoreRun | None = None
         self._secret = spec.hash_secret
         """What it began with."""
         self._capabilities: EngineCapabilities | None = None
+        self._had: EngineCapabilities | None = None
+        """Those of the last core that was ready."""
+        self._oom_kills_before = 0
         self._stats = EngineStats()
         self.stalls = 0
         """How often a core was ended because it stood still."""
@@ -215,7 +223,7 @@ class CoreClient:
         """How long the core has made no progress although it could; 0 while it does."""
         return 0.0 if self._life is None else self._life.stalled_for
 
-    async def start(self, on_progress: Callable[[Progress], None] | None = None) -> None:
+    async def start(self, on_progress: Callable[[LoadProgress], None] | None = None) -> None:
         """Launch and load; returns when ready. `on_progress` also sees later restarts.
 
         Errors: what the core says it cannot load (`ConfigError`, …), `EngineDied` if it broke down
@@ -257,8 +265,8 @@ class CoreClient:
     def _escalation(self) -> _Escalation:
         """A core that still loads reads no commands: there force comes first."""
         options = self._options
-        orderly: _Escalation = [(CoreLife.ask_to_stop, options.stop_timeout)]
-        force: _Escalation = [(CoreLife.kill, 2 * options.kill_timeout)]
+        orderly: _Escalation = [(CoreRun.ask_to_stop, options.stop_timeout)]
+        force: _Escalation = [(CoreRun.kill, 2 * options.kill_timeout)]
         return force if self._capabilities is None else orderly + force
 
     async def drain(self, timeout: Seconds) -> bool:
@@ -285,7 +293,7 @@ class CoreClient:
         self._in_flight[handle] = _InFlight(sink, len(request.live))
         return handle
 
-    def _admit(self, life: CoreLife) -> Handle:
+    def _admit(self, life: CoreRun) -> Handle:
         """The handle of one more submission. Raises `Overloaded`."""
         spec, owed = self._spec, len(self._in_flight) + len(self._prefills)
         if owed >= spec.max_sequences + spec.max_waiting:
@@ -295,12 +303,12 @@ class CoreClient:
         self._last_handle += 1
         return self._last_handle
 
-    def _usable_life(self) -> CoreLife:
+    def _usable_life(self) -> CoreRun:
         if self._draining:
             raise Draining("the engine takes no new requests")
         return self._ready_life()
 
-    def _ready_life(self) -> CoreLife:
+    def _ready_life(self) -> CoreRun:
         if self.state is EngineState.STOPPED:
             raise Draining("the engine has stopped")
         if self.state is EngineState.FAILED:
@@ -333,7 +341,7 @@ class CoreClient:
         if hash_secret != self._spec.hash_secret:
             self._spec = replace(self._spec, hash_secret=hash_secret)
             if self._life is not None:
-                self._life.post(Rekey(hash_secret=hash_secret))
+                self._life.post(SetHashSecret(hash_secret=hash_secret))
 
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
         """`listener` must neither block nor raise. A core's death reaches it as `PoolCleared`."""
@@ -341,7 +349,7 @@ class CoreClient:
 
     # ------------------------------------------------------------------ the port: handing over
 
-    def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle:
+    def submit_remote(self, request: GenerateRequest, sink: RemotePrefillSink) -> Handle:
         """See `Engine`; bounded as `submit` is."""
         life = self._moving(self._usable_life())
         handle = self._admit(life)
@@ -352,7 +360,7 @@ class CoreClient:
     def prefill(
         self,
         request: GenerateRequest,
-        ticket: Ticket,
+        ticket: TransferTicket,
         node: NodeId,
         epoch: Epoch,
         sink: PrefillSink,
@@ -361,12 +369,14 @@ class CoreClient:
         goes on at the peer."""
         life = self._moving(self._ready_life())
         handle = self._admit(life)
-        command = Prefill(handle=handle, request=request, ticket=ticket, node=node, epoch=epoch)
+        command = PrefillForPeer(
+            handle=handle, request=request, ticket=ticket, node=node, epoch=epoch
+        )
         _post_request(life, command)
         self._prefills[handle] = sink
         return handle
 
-    def _moving(self, life: CoreLife) -> CoreLife:
+    def _moving(self, life: CoreRun) -> CoreRun:
         """The same. Raises `TransferRefused` if its engine moves no KV."""
         capabilities = self._capabilities
         if capabilities is None or not capabilities.transfers:
@@ -376,7 +386,7 @@ class CoreClient:
     def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:
         """See `Engine`."""
         if handle in self._in_flight:
-            self._post(Open(handle=handle, attempt=attempt, node=node, epoch=epoch))
+            self._post(OpenAttemptBlocks(handle=handle, attempt=attempt, node=node, epoch=epoch))
 
     def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None:
         """See `Engine`."""
@@ -386,12 +396,12 @@ class CoreClient:
     def give_up(self, handle: Handle, attempt: int) -> None:
         """See `Engine`."""
         if handle in self._in_flight:
-            self._post(GiveUp(handle=handle, attempt=attempt))
+            self._post(AbortAttempt(handle=handle, attempt=attempt))
 
     def prefill_here(self, handle: Handle) -> None:
         """See `Engine`."""
         if handle in self._in_flight:
-            self._post(PrefillHere(handle=handle))
+            self._post(PrefillLocally(handle=handle))
 
     def attach(self, node: NodeId, epoch: Epoch) -> None:
         """See `Engine`."""
@@ -401,7 +411,9 @@ class CoreClient:
         """See `Engine`."""
         self._desk.peer_gone(node, epoch)
 
-    def transfer_call(self, node: NodeId, epoch: Epoch, ask: TransferAsk, reply: Answered) -> None:
+    def transfer_call(
+        self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
+    ) -> None:
         """See `Engine`."""
         self._desk.call(node, epoch, ask, reply)
 
@@ -420,7 +432,7 @@ class CoreClient:
     # ------------------------------------------------------------------ events of the core
 
     def _on_event(self, event: Event) -> None:
-        if type(event) is Step:
+        if type(event) is StepOutput:
             self._fan_out(event)
             return
         match event:
@@ -430,26 +442,26 @@ class CoreClient:
                 self._tell_listeners(event.events)
             case Stats():
                 self._stats = event.stats
-            case Progress():
+            case LoadProgress():
                 self._progress(event)
-            case Ready():
+            case CoreReady():
                 self._become_ready(event)
-            case Stopped():
+            case CoreStopped():
                 self._note_stopped(event)
-            case Admitted() | Opened() | AttemptLost():
+            case Admitted() | AttemptBlocksOpened() | AttemptLost():
                 self._tell_remote(event)
             case Prefilled():
                 self._tell_prefill(event)
-            case Sent():
+            case PrefillSent():
                 self._sent(event)
-            case TransferQuestion() | TransferReply() | Paths():
+            case OutboundControl() | InboundControlReply() | PathStates():
                 self._desk.take(event)
-            case Freed():
+            case BlocksFreed():
                 self._note_freed(event)
-            case Failed():  # what the life was lost to; it says so when it has ended
+            case CoreFailed():  # what the life was lost to; it says so when it has ended
                 pass
 
-    def _fan_out(self, step: Step) -> None:
+    def _fan_out(self, step: StepOutput) -> None:
         """The hot path: one dictionary look-up and one call per delta."""
         in_flight = self._in_flight
         for delta in step.deltas:
@@ -473,12 +485,12 @@ class CoreClient:
             _deliver(sink, error_of(event))
             self._note_idle()
 
-    def _tell_remote(self, event: Admitted | Opened | AttemptLost) -> None:
+    def _tell_remote(self, event: Admitted | AttemptBlocksOpened | AttemptLost) -> None:
         entry = self._in_flight.get(event.handle)
         if entry is None or entry.remote is None:
             return
         try:
-            tell_remote(entry.remote, event)
+            deliver_remote_event(entry.remote, event)
         except Exception as error:
             self._drop(event.handle, entry.sink, error)
 
@@ -497,7 +509,7 @@ class CoreClient:
         self.abort(handle)
         _deliver(sink, EngineError(f"{type(error).__name__} in the worker"))
 
-    def _sent(self, event: Sent) -> None:
+    def _sent(self, event: PrefillSent) -> None:
         sink = self._prefills.pop(event.handle, None)
         if sink is None:
             return
@@ -510,7 +522,7 @@ class CoreClient:
                 _log.exception("a sink raised")
         self._note_idle()
 
-    def _note_freed(self, event: Freed) -> None:
+    def _note_freed(self, event: BlocksFreed) -> None:
         now = self._clock.now()
         for handle, phase in event.handles:
             since = self._cancelled.pop(handle, None)
@@ -524,18 +536,18 @@ class CoreClient:
             except Exception:
                 _log.exception("a KV listener raised")
 
-    def _progress(self, event: Progress) -> None:
+    def _progress(self, event: LoadProgress) -> None:
         if self.state is not EngineState.STOPPED:
             self.state_reason = event.stage
         if self._on_progress is not None:
             self._on_progress(event)
 
-    def _become_ready(self, event: Ready) -> None:
+    def _become_ready(self, event: CoreReady) -> None:
         if self._stop.is_set():
             return
-        self._capabilities = event.capabilities
+        self._capabilities = self._had = event.capabilities
         if self._life is not None and self._spec.hash_secret != self._secret:
-            self._life.post(Rekey(hash_secret=self._spec.hash_secret))
+            self._life.post(SetHashSecret(hash_secret=self._spec.hash_secret))
         if event.capabilities.transfers:
             self._desk.begin()
         self._set_state(EngineState.READY, "ready")
@@ -543,7 +555,7 @@ class CoreClient:
             _log.info("the engine is ready again, after restart %d", self._restarts.total)
         self._settle(None)
 
-    def _note_stopped(self, event: Stopped) -> None:
+    def _note_stopped(self, event: CoreStopped) -> None:
         self.leaked_blocks = event.leaked_blocks
         if event.leaked_blocks:
             _log.error("the engine core ended with %d blocks still held", event.leaked_blocks)
@@ -596,7 +608,7 @@ class CoreClient:
         loaded_before = self._ready is not None and self._ready.done()
         state = EngineState.RESTARTING if loaded_before else EngineState.LOADING
         self._set_state(state, "starting")
-        life = self._life = CoreLife(
+        life = self._life = CoreRun(
             self._make_carrier(),
             self._options,
             self._clock,
@@ -605,6 +617,7 @@ class CoreClient:
             on_look=self._send_canary,
         )
         self._secret = self._spec.hash_secret
+        self._oom_kills_before = self._oom_kills()
         try:
             return await life.run(self._spec)
         finally:
@@ -638,17 +651,40 @@ class CoreClient:
     def _after_death(self, died: PdserveError) -> Seconds | None:
         """Seconds to wait before the next life; None: this was the last one."""
         first_load = self._ready is not None and not self._ready.done()
-        hopeless = first_load or isinstance(died, ConfigError)
+        smaller, hopeless = self._spec, first_load
+        if _was_killed(died) and self._oom_kills() > self._oom_kills_before:
+            died, smaller = self._out_of_memory(died)
+            hopeless |= isinstance(died, ConfigError)
+        # Another `ConfigError` is of a restart: what was loaded once may be again, as when memory
+        # was short for a moment.
         delay = None if hopeless else self._restarts.next_delay(self._clock.now())
         if delay is None:
             policy = self._restarts.policy
             deaths = "" if hopeless else f" after {policy.max_restarts + 1} deaths"
             self._give_up(died, deaths and f"{deaths} within {policy.window:g} s")
             return None
+        self._spec = smaller
         _log.warning("%s; starting it again in %.1f s", _explained(died), delay)
         self._set_state(EngineState.RESTARTING, died.message)
         self._bury(died)
         return delay
+
+    def _out_of_memory(self, died: PdserveError) -> tuple[PdserveError, EngineSpec]:
+        """What that death was, and the spec of the next life. Starting the same again would end
+        the same way: it gets less KV, or, if it cannot do with less, is given up."""
+        bound = available()
+        why = (
+            f"{died.message}: memory ran out ({approximate_size(bound.limit)} are the limit of "
+            f"{bound.name})"
+        )
+        smaller = None if self._had is None else with_less_kv(self._spec, self._had)
+        if smaller is None:
+            remedy = "give it more memory, or lower --kv-memory and --max-model-len, or take a "
+            return ConfigError(f"{why}; {remedy}smaller model"), self._spec
+        if smaller.kv_cap:
+            size = approximate_size(int(smaller.kv_cap * smaller.kv_share))
+            why += f"; it gets {size} of KV from now on"
+        return EngineDied(why), smaller
 
     def _give_up(self, died: PdserveError, deaths: str = "") -> None:
         if self._ready is None or self._ready.done():  # else `start` raises it
@@ -671,16 +707,18 @@ class CoreClient:
         else:
             self._ready.set_exception(error)
 
-    def _default_carrier(self) -> Carrier:
+    def _default_carrier(self) -> CoreLauncher:
         options = self._options
-        if options.carrier == "thread":
-            return ThreadCarrier()
-        return ProcessCarrier(log_format=options.log_format, log_level=options.log_level)
+        return ProcessLauncher(log_format=options.log_format, log_level=options.log_level)
+
+
+def _was_killed(died: PdserveError) -> bool:
+    return isinstance(died, EngineDied) and "killed by SIGKILL" in died.message
 
 
 def _explained(died: PdserveError) -> str:
     """What it died of, for the operator: what kills unasked is nearly always one thing."""
-    if "SIGKILL" not in died.message:
+    if not _was_killed(died) or "memory ran out" in died.message:
         return died.message
     return (
         f"{died.message} (if nobody did that, memory ran out: the system's log tells, and a "
@@ -688,7 +726,7 @@ def _explained(died: PdserveError) -> str:
     )
 
 
-def _post_request(life: CoreLife, command: Submit | SubmitRemote | Prefill) -> None:
+def _post_request(life: CoreRun, command: Submit | SubmitRemote | PrefillForPeer) -> None:
     try:
         life.post(command)
     except ProtocolError as error:

@@ -1,1 +1,1 @@
-"""The frontend role: HTTP in, token deltas back, one request's whole life."""
+"""Serves the HTTP API: accepts requests, dispatches them to workers, streams tokens back."""

@@ -29,15 +29,18 @@ class FrontendConfig:
     """Connections the kernel completes before they are accepted; bursts of clients fit."""
 
     max_connections: int = 4096
-    """Open connections at once; one more is closed at once. Each idle one costs about 20 KiB."""
+    """Open connections at once; for one more, an idle one of the host that has most is closed. An
+    eighth of them, at most 64, do no work, so that probes find a place. Each idle one costs about
+    20 KiB."""
     max_in_flight: int = 1024
     """Generation requests at once, waiting ones included; one more is answered 429. Four times an
     engine's usual batch: beyond that a client waits longer than it would elsewhere."""
     max_body: Bytes = 16 << 20
     """Largest request body, also after decompression (413). A million tokens of text are ~5 MB."""
     max_buffered: Bytes = 256 << 20
-    """Bytes that all bodies being received may hold together, those under 64 KiB left out; beyond
-    it requests get 429."""
+    """Bytes that all bodies may hold together, those under 64 KiB left out: while they arrive, are
+    unpacked and decoded, and in decoded form until their prompts are ready; beyond it requests get
+    429."""
     max_header_line: Bytes = 8190
     """Longest request line and longest single header (400); what most proxies allow."""
     max_headers: int = 100
@@ -48,8 +51,9 @@ class FrontendConfig:
     """Prompts times `n` of one request (400): OpenAI's limit on `n`."""
 
     header_timeout: Seconds = 15.0
-    """From a connection's first byte of a request to its last header; then the connection is
-    closed. Long enough for a bad mobile link, short against slow-loris."""
+    """From a connection's beginning to its first byte, and from the first byte of a request to its
+    last header; then the connection is closed. Long enough for a bad mobile link, short against
+    slow-loris."""
     body_timeout: Seconds = 60.0
     """For the whole body to arrive (408)."""
     keepalive_timeout: Seconds = 75.0
@@ -62,9 +66,10 @@ class FrontendConfig:
     """A stream's status and headers wait so long for the first token, which gives them more to say:
     an error its status, the rest who served it. Then they go out as they are, and a comment as
     often. Below the 30 to 60 s after which proxies give a silent server up."""
-    router_wait: Seconds = 5.0
-    """A request waits this long for a router when there is none (503): a router that restarts is
-    back sooner."""
+    router_wait: Seconds = 10.0
+    """A request waits this long for a router when there is none (503). All routers that restart at
+    once are back sooner on a loaded machine: 2.5 s for the process, 1 s until they are dialled
+    again (`GossipConfig.redial_refused`), 0.3 s until they take questions, twice."""
     migration: bool = True
     """A request whose worker dies, drains or stands still goes on at another one. Off: it ends with
     an error, as its client would rather have it, say, who keeps its own copy of what came."""
@@ -78,8 +83,8 @@ class FrontendConfig:
     """A model whose last worker is gone answers 503, not 404, for this long: a worker that restarts
     has loaded by then, or somebody should look."""
     drain_timeout: Seconds = 30.0
-    """Who is told to go has this long to finish or hand over its requests; a frontend ends the rest
-    with an error, a worker so that frontends send them on. Kubernetes kills after 30 s."""
+    """A process that drains has this long to finish its requests or hand them over; a frontend ends
+    the rest with an error, a worker so that frontends send them on. Kubernetes kills after 30 s."""
 
     write_buffer: Bytes = 1 << 20
     """Bytes held for one connection that reads too slowly, beyond what the kernel holds; then the
@@ -99,14 +104,20 @@ class FrontendConfig:
     any without a key, 0 with one: whoever hands out keys says who may overtake others."""
 
     strict_api: bool = False
-    """Unknown request fields are a 400 with the nearest name, instead of being ignored with a log
-    line; off, since OpenAI clients send fields of other servers."""
+    """Unknown request fields are a 400 with the nearest name instead of being ignored with a log
+    line, and so are tools that would be left out and outputs that would be cut to fit; off, since
+    clients send fields and tools of other servers, and ask for more than fits."""
     trust_request_chat_template: bool = False
     """Accept `chat_template` in requests. Off: a template is a program."""
     api_keys_file: Path | None = None
     """TOML file of API keys (docs/api-keys.md); None: no authentication."""
     cors_origins: tuple[str, ...] = ()
-    """Origins (or `*`) whose browsers may call the API; none: no CORS headers."""
+    """Origins (or `*`) whose pages may call the API; none: no CORS headers. Without API keys, other
+    sites' pages are refused (403): any page could use the server of its reader's machine."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in `Host` that are answered beside addresses, loopback names, `host` and this machine's
+    name; `*.name` is all below it, `*` all. Empty: with API keys, all. A page whose name resolves
+    to this machine could read everything otherwise (DNS rebinding)."""
     retry_after: Seconds = 1.0
     """What Retry-After says when a bound without a clock of its own is reached."""
 
@@ -120,10 +131,16 @@ class FrontendConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be greater than 0", param=name)
         for origin in self.cors_origins:
-            if origin != "*" and not origin.startswith(("http://", "https://")):
+            if origin != "*" and "://" not in origin:
                 raise ConfigError(
                     f"cors_origins: {origin!r} is not an origin; write https://host or *",
                     param="cors_origins",
+                )
+        for name in self.allowed_hosts:
+            if "/" in name or ":" in name:
+                raise ConfigError(
+                    f"allowed_hosts: {name!r} is not a name; write it without scheme and port",
+                    param="allowed_hosts",
                 )
 
 

@@ -1,7 +1,7 @@
-"""One generation request's whole life: admitted, read, planned, dispatched, answered, released.
+"""Runs one admitted generation request: plans it, dispatches it, answers it.
 
-The only place where these steps are put in order, and where each way to end (completed, refused,
-out of time, client gone, server going) becomes one outcome. Owned by the API; one call per request.
+Only this file orders these steps. `active_requests.py` admits and ends the request. Owned by the
+API; one call per request.
 """
 
 from __future__ import annotations
@@ -9,54 +9,49 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from pdserve.clock import SystemClock
-from pdserve.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    Draining,
-    EngineError,
-    PdserveError,
+from pdserve.errors import PdserveError
+from pdserve.frontend.api.unknown_fields import UnknownFields
+from pdserve.frontend.http.http_response import HttpResponse, connection_of
+from pdserve.frontend.http.request_id import check_request_id
+from pdserve.frontend.http.sse_response import Flusher, SseWriter
+from pdserve.frontend.output.embedding_response import EmbeddingResponseBuilder
+from pdserve.frontend.output.full_response import FullResponseBuilder
+from pdserve.frontend.output.response_memory import ResponseMemory
+from pdserve.frontend.output.streaming_response import (
+    StreamingResponseBuilder,
+    streaming_response_builder,
 )
-from pdserve.frontend.answer import Answer
-from pdserve.frontend.call import Call
-from pdserve.frontend.embeddings import VectorAnswer
-from pdserve.frontend.gathered import Gathered
-from pdserve.frontend.hints import NO_HINTS, Hints, hints_of
-from pdserve.frontend.identity import check_request_id
-from pdserve.frontend.limits import Admission, Ticket
-from pdserve.frontend.naming import NAMELESS, Naming
-from pdserve.frontend.prompts import Context
-from pdserve.frontend.replies import Reply, connection_of
-from pdserve.frontend.stream import StreamAnswer, stream_answer
-from pdserve.frontend.unary import UnaryAnswer
-from pdserve.frontend.unknown import UnknownFields
-from pdserve.frontend.wire import EventWire, Flusher
-from pdserve.ids import Seconds
+from pdserve.frontend.preprocess.input_processor import PlanContext
+from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
+from pdserve.frontend.routing_hints import parse_hints
 from pdserve.observe.metrics import Metrics, outcome_of
-from pdserve.openai.embeddings import EmbeddingRequest
-from pdserve.openai.messages_api import CountTokensRequest, MessagesRequest
-from pdserve.openai.responses_api import ResponsesRequest
-from pdserve.openai.schema import ChatRequest, CompletionRequest
+from pdserve.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
+from pdserve.protocols.completion_requests import ChatRequest, CompletionRequest
+from pdserve.protocols.embeddings import EmbeddingRequest
+from pdserve.protocols.responses_api import ResponsesRequest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from aiohttp import web
 
-    from pdserve.frontend.answer import PromptSink
-    from pdserve.frontend.backend import Backend
-    from pdserve.frontend.bodies import BodyReader
+    from pdserve.frontend.active_requests import ActiveRequest, ActiveRequests
     from pdserve.frontend.config import FrontendConfig
-    from pdserve.frontend.models import ModelDirectory, ServedModel
-    from pdserve.frontend.plan import Plan
+    from pdserve.frontend.dispatch.backend import Backend
+    from pdserve.frontend.http.body_reader import RequestBody
+    from pdserve.frontend.http.http_request import HttpRequest
+    from pdserve.frontend.model_registry import ModelRegistry, PreparedModel
+    from pdserve.frontend.output.response_builder import PromptSink, ResponseBuilder
+    from pdserve.frontend.plan import RequestPlan
+    from pdserve.ids import Seconds
     from pdserve.messages.request import GenerateRequest
-    from pdserve.openai.decode import RequestDecoder
-    from pdserve.text.pool import TextPool
+    from pdserve.protocols.request_decoder import RequestDecoder
+    from pdserve.text.text_pool import TextPool
 
 logger = logging.getLogger("pdserve.frontend")
 
@@ -75,178 +70,105 @@ R = TypeVar(
 
 
 @dataclass(frozen=True, slots=True)
-class Route(Generic[R]):
+class RequestKind(Generic[R]):
     """One kind of generation request."""
 
     decoder: RequestDecoder[R]
-    plan: Callable[[R, Context], Awaitable[Plan]]
+    plan: Callable[[R, PlanContext], Awaitable[RequestPlan]]
 
 
-class Exchange(msgspec.Struct, kw_only=True, eq=False):
-    """One request in progress, as far as shutdown and deadlines need to know it."""
-
-    call: Call
-    arrival: Seconds
-    hints: Hints = NO_HINTS
-    expires: Seconds = 0.0
-    """When its time is over; 0: the body is not here."""
-    ticket: Ticket | None = None
-    """Its place; None: the body is not here."""
-    task: asyncio.Task[Any]
-    stage: str = "reading the request"
-    answer: Answer | None = None
-    composing: bool = False
-    """All tokens are here, and are being put together as a whole answer."""
-    error: PdserveError | None = None
-    """Why it ends early, if somebody else decided so."""
-
-    def fail(self, error: PdserveError) -> None:
-        """End it with `error`, wherever it is."""
-        if self.answer is not None and not self.composing:
-            self.answer.fail(error)
-        elif self.error is None:
-            self.error = error
-            self.task.cancel()
-
-    @property
-    def where(self) -> str:
-        """The stage, in words."""
-        if self.composing:
-            return "putting the answer together"
-        return self.stage if self.answer is None else self.answer.stage
-
-
-class Generations:
-    """Runs generation requests and knows those in progress."""
+class GenerationHandler:
+    """Runs generation requests."""
 
     def __init__(
         self,
         config: FrontendConfig,
         backend: Backend,
-        models: ModelDirectory,
+        models: ModelRegistry,
         pool: TextPool,
-        bodies: BodyReader,
+        exchanges: ActiveRequests,
         metrics: Metrics,
-        naming: Naming = NAMELESS,
+        naming: PromptHasher = NO_HASHING,
     ) -> None:
         self._config = config
         self._naming = naming
         self._backend = backend
         self._models = models
         self._pool = pool
-        self._bodies = bodies
         self._metrics = metrics
         self._unknown = UnknownFields(metrics)
         self._loop = asyncio.get_running_loop()
         self._time = SystemClock().now  # uvloop's own clock counts whole milliseconds
         self._flusher = Flusher(self._loop)
-        self.admission = Admission(config.max_in_flight, config.retry_after)
-        self.gathered = Gathered(config.max_answer, config.max_answers)
-        self.active: set[Exchange] = set()
-        self.draining = False
-        """Nothing new is taken."""
+        self._exchanges = exchanges
+        self.gathered = ResponseMemory(config.max_answer, config.max_answers)
 
-    async def serve(self, route: Route[R], call: Call) -> web.StreamResponse:
+    async def serve(self, route: RequestKind[R], call: HttpRequest) -> web.StreamResponse:
         """Answer one request.
 
         Errors: `PdserveError`, if the answer has not begun; later ones end the stream. Cancellation
         (the client hung up): everything is freed.
         """
-        if self.draining:
-            raise Draining("the server is shutting down")
-        arrival = self._time()
-        self.admission.check(call.key, arrival)  # before a body is read for nothing
-        exchange = self.exchange(call, arrival)
-        self.active.add(exchange)
-        try:
-            return await self._serve(route, exchange)
-        except PdserveError as error:
-            exchange.error = error
-            raise
-        except asyncio.CancelledError:
-            if exchange.error is None:
-                exchange.error = Cancelled("the client went away")
-                raise
-            exchange.task.uncancel()  # it was cancelled to deliver this error, and goes on
-            raise exchange.error from None
-        except ConnectionError:
-            exchange.error = Cancelled("the client went away")
-            raise
-        except Exception as error:
-            exchange.error = EngineError(f"{type(error).__name__} in the server")
-            raise
-        finally:
-            self._release(exchange)
+        return await self._exchanges.run(
+            call, lambda body, exchange: self._serve(route, body, exchange), self._count
+        )
 
-    def exchange(self, call: Call, arrival: Seconds | None = None) -> Exchange:
-        """The record of a request that begins now."""
-        task = asyncio.current_task()
-        assert task is not None  # aiohttp runs every handler in a task
-        now = self._time() if arrival is None else arrival
-        return Exchange(call=call, arrival=now, task=task)
+    async def count(self, route: RequestKind[R], call: HttpRequest) -> int:
+        """Tokens of a request's prompt, as it would be: nothing else is done.
 
-    async def _serve(self, route: Route[R], exchange: Exchange) -> web.StreamResponse:
-        """A body that comes slowly holds a connection, and nobody's place."""
-        body = await self._bodies.read(exchange.call.http)
-        ticket = exchange.ticket = self.admission.admit(exchange.call.key, self._time())
-        limit = self._config.request_timeout
-        exchange.expires = self._time() + limit
-        deadline = self._loop.call_later(limit, _expire, exchange, limit)
-        try:
-            plan = await self.plan(route, body, exchange)
-            del body  # as large as it may be, and the answer may take long
-            ticket.check_tokens(plan.prompt_tokens, self._time())
-            if plan.stream:
-                return await self._stream(plan, exchange)
-            return await self._whole(plan, exchange)
-        finally:
-            deadline.cancel()
+        Errors: those of `plan`, `DeadlineExceeded`.
+        """
+        plan = await self._exchanges.run(
+            call, lambda body, exchange: self.plan(route, body, exchange)
+        )
+        return plan.prompt_tokens
+
+    async def _serve(
+        self, route: RequestKind[R], body: RequestBody, exchange: ActiveRequest
+    ) -> web.StreamResponse:
+        plan = await self.plan(route, body, exchange)
+        # The body may be as large as it may, and the answer take long.
+        body.keep_only(0 if plan.dialect is None else plan.dialect.repeats())
+        assert exchange.ticket is not None  # it was admitted
+        exchange.ticket.check_tokens(plan.prompt_tokens, self._time())
+        if plan.stream:
+            return await self._stream(plan, exchange)
+        return await self._whole(plan, exchange)
 
     # ------------------------------------------------------------------ before the answer
 
-    async def plan(self, route: Route[R], body: bytes, exchange: Exchange) -> Plan:
+    async def plan(
+        self, route: RequestKind[R], body: RequestBody, exchange: ActiveRequest
+    ) -> RequestPlan:
         """What is to be done for a body, and into the exchange what its client wishes.
 
         Errors: `InvalidRequest` and its kin, `NoWorker`, `Overloaded`.
         """
-        decoded = route.decoder.decode(body, strict=self._config.strict_api)
+        decoded = await body.decode(route.decoder, strict=self._config.strict_api)
         if decoded.unknown:
             self._unknown.report(decoded.unknown)
         request = decoded.request
         call = exchange.call
-        exchange.hints = hints_of(call.http.headers, request.session_id, call.key)
+        exchange.hints = parse_hints(call.http.headers, request.session_id, call.key)
         if request.request_id is not None:
             call.name(check_request_id(request.request_id))
         model = await self._model(request.model, exchange)
         exchange.stage = "preparing the prompt"
-        context = Context(
+        context = PlanContext(
             model=model,
             config=self._config,
-            pool=self._pool,
+            pool=exchange.work(self._pool),
             request_id=call.request_id,
             naming=self._naming,
             key=call.key,
             deadline=self._config.request_timeout,
         )
-        return await route.plan(request, context)
+        plan = await route.plan(request, context)
+        if plan.left_out:
+            self._unknown.report_left_out(plan.left_out)
+        return plan
 
-    async def count(self, route: Route[R], call: Call) -> int:
-        """Tokens of a request's prompt, as it would be: nothing else is done, no limit charged.
-
-        Errors: those of `plan`, `DeadlineExceeded`.
-        """
-        body = await self._bodies.read(call.http)
-        limit = self._config.request_timeout
-        try:
-            async with asyncio.timeout(limit):
-                plan = await self.plan(route, body, self.exchange(call))
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the request took longer than {limit:g} s; its tokens were being counted"
-            ) from None
-        return plan.prompt_tokens
-
-    async def _model(self, name: str | None, exchange: Exchange) -> ServedModel:
+    async def _model(self, name: str | None, exchange: ActiveRequest) -> PreparedModel:
         card = self._models.card(name, exchange.call.key)
         refusal = self._backend.refusal(card)
         if refusal is not None:
@@ -257,7 +179,9 @@ class Generations:
             model = await self._models.get(card)
         return model
 
-    async def _dispatch(self, plan: Plan, answer: Answer, exchange: Exchange) -> None:
+    async def _dispatch(
+        self, plan: RequestPlan, answer: ResponseBuilder, exchange: ActiveRequest
+    ) -> None:
         exchange.stage = "waiting for a worker"
         prompts = list(zip(plan.requests, answer.sinks, strict=True))
         if len(prompts) == 1:
@@ -267,7 +191,9 @@ class Generations:
         exchange.answer = answer
         await answer.finished
 
-    async def _dispatch_in_turn(self, plan: Plan, answer: VectorAnswer, exchange: Exchange) -> None:
+    async def _dispatch_in_turn(
+        self, plan: RequestPlan, answer: EmbeddingResponseBuilder, exchange: ActiveRequest
+    ) -> None:
         """No more at a time than a request may have prompts: inputs may be many more. The first
         that fails ends them all."""
         exchange.answer = answer
@@ -287,7 +213,7 @@ class Generations:
             raise errors.exceptions[0] from None
 
     async def _open_all(
-        self, prompts: list[tuple[GenerateRequest, PromptSink]], exchange: Exchange
+        self, prompts: list[tuple[GenerateRequest, PromptSink]], exchange: ActiveRequest
     ) -> None:
         """Side by side: each may be held for a while, and need not wait for the one before. The
         first that fails ends them all."""
@@ -298,7 +224,9 @@ class Generations:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _open(self, request: GenerateRequest, sink: PromptSink, exchange: Exchange) -> None:
+    async def _open(
+        self, request: GenerateRequest, sink: PromptSink, exchange: ActiveRequest
+    ) -> None:
         now = self._time()
         hints = replace(exchange.hints, waited=max(0.0, now - exchange.arrival))
         left = exchange.expires - now
@@ -308,28 +236,28 @@ class Generations:
 
     # ------------------------------------------------------------------ the answer
 
-    async def _whole(self, plan: Plan, exchange: Exchange) -> Reply:
-        kind = UnaryAnswer if plan.vectors is None else VectorAnswer
+    async def _whole(self, plan: RequestPlan, exchange: ActiveRequest) -> HttpResponse:
+        kind = FullResponseBuilder if plan.vectors is None else EmbeddingResponseBuilder
         answer = kind(plan, self._metrics, exchange.arrival, self._time, self.gathered)
         try:
-            if isinstance(answer, VectorAnswer):
+            if isinstance(answer, EmbeddingResponseBuilder):
                 await self._dispatch_in_turn(plan, answer, exchange)
             else:
                 await self._dispatch(plan, answer, exchange)
             exchange.composing = True
-            body = await self._pool.run(answer.work, answer.body)
+            body = await exchange.work(self._pool).finish(answer.work, answer.body)
             lines = exchange.call.headers + _seed_line(plan) + answer.served_lines()
-            return Reply(200, body, headers=lines)
+            return HttpResponse(200, body, headers=lines)
         finally:
             self._close(answer)
 
-    async def _stream(self, plan: Plan, exchange: Exchange) -> web.StreamResponse:
+    async def _stream(self, plan: RequestPlan, exchange: ActiveRequest) -> web.StreamResponse:
         lines = exchange.call.headers + _seed_line(plan)
-        wire = EventWire(exchange.call.http, lines, self._config.write_buffer, self._flusher)
-        answer = stream_answer(
+        wire = SseWriter(exchange.call.http, lines, self._config.write_buffer, self._flusher)
+        answer = streaming_response_builder(
             plan, self._metrics, exchange.arrival, self._time, wire, self.gathered
         )
-        pulse = _Pulse(self._loop, answer, self._config.header_wait)
+        pulse = _KeepAlive(self._loop, answer, self._config.header_wait)
         pulse.begin(self._time() - exchange.arrival)
         try:
             await self._run_stream(plan, answer, exchange)
@@ -339,7 +267,9 @@ class Generations:
             self._close(answer)
             wire.release()
 
-    async def _run_stream(self, plan: Plan, answer: StreamAnswer, exchange: Exchange) -> None:
+    async def _run_stream(
+        self, plan: RequestPlan, answer: StreamingResponseBuilder, exchange: ActiveRequest
+    ) -> None:
         """Once the stream has begun its status is sent: an error becomes its last event."""
         try:
             await self._dispatch(plan, answer, exchange)
@@ -362,33 +292,32 @@ class Generations:
 
     # ------------------------------------------------------------------ the end
 
-    def _close(self, answer: Answer) -> None:
+    def _close(self, answer: ResponseBuilder) -> None:
         answer.cancel()
         if not answer.finished.done():
             answer.finished.cancel()
         elif not answer.finished.cancelled():
             answer.finished.exception()  # known to whoever raised it
 
-    def _release(self, exchange: Exchange) -> None:
+    def _count(self, exchange: ActiveRequest) -> None:
+        """It is over."""
         now = self._time()
-        self.active.discard(exchange)
         answer, error = exchange.answer, exchange.error
-        output = 0 if answer is None else answer.completion_tokens
-        if exchange.ticket is not None:
-            exchange.ticket.release(output, now)
+        if answer is not None and error is not None:
+            exchange.call.served_lines = answer.served_lines()
         metrics = self._metrics
         metrics.requests.labels(outcome_of(error)).inc()
         if answer is not None and error is None:
             metrics.e2e_request_latency.observe(now - exchange.arrival)
             metrics.request_prompt_tokens.observe(answer.plan.prompt_tokens)
-            metrics.request_generation_tokens.observe(output)
+            metrics.request_generation_tokens.observe(answer.completion_tokens)
 
 
-class _Pulse:
+class _KeepAlive:
     """Tells a client that waits for its first token, from time to time, that it is served."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, answer: StreamAnswer, interval: Seconds
+        self, loop: asyncio.AbstractEventLoop, answer: StreamingResponseBuilder, interval: Seconds
     ) -> None:
         self._call_later = loop.call_later
         self._answer = answer
@@ -408,20 +337,14 @@ class _Pulse:
             self._timer = self._call_later(self._interval, self._beat)
 
 
-def _end_early(answer: StreamAnswer, error: PdserveError) -> None:
+def _end_early(answer: StreamingResponseBuilder, error: PdserveError) -> None:
     """Nothing may be computed or said any more while the end waits for a slow client: it would
     stand behind the end of the body, where the connection's next answer begins."""
     answer.cancel()
     answer.abort(error)
 
 
-def _expire(exchange: Exchange, limit: Seconds) -> None:
-    exchange.fail(
-        DeadlineExceeded(f"the request took longer than {limit:g} s; it was {exchange.where}")
-    )
-
-
-def _seed_line(plan: Plan) -> bytes:
+def _seed_line(plan: RequestPlan) -> bytes:
     """The seed that was used, so that an answer can be had again."""
     if plan.vectors is not None:
         return b""

@@ -1,8 +1,8 @@
-"""Where a request was placed and how soon it answered, as clients hear it: headers and usage.
+"""Reports to clients where a request was placed and how soon it answered: headers and usage.
 
-A request of several prompts has a placement for each. Told as one: names once each, in the order of
-the prompts; tokens added up; attempts and times the largest. What is not known of every prompt is
-left out, since a part of a sum is wrong. Pure.
+A request of several prompts has one placement per prompt. The report merges them: each name once in
+prompt order, the sum of tokens, the largest attempts and times. A value that is missing for any
+prompt is left out, because a partial sum is wrong. Pure.
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pdserve.ids import NodeId, Seconds
-from pdserve.openai.responses import Served
+from pdserve.protocols.completion_responses import Served
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["NAMES", "Course", "Placement", "cached_tokens", "header_lines", "served"]
+__all__ = [
+    "HEADER_NAMES",
+    "Placement",
+    "PromptStats",
+    "cached_tokens",
+    "header_lines",
+    "served_summary",
+]
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +46,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """How often it has gone on at another worker, this time included."""
 
 
-class Course(msgspec.Struct):
+class PromptStats(msgspec.Struct):
     """What is known of one prompt so far."""
 
     placement: Placement | None = None
@@ -52,7 +59,7 @@ class Course(msgspec.Struct):
     """It was prefilled, and why there; empty: the worker had no choice."""
 
 
-def served(courses: Sequence[Course], ttft: Seconds | None) -> Served | None:
+def served_summary(courses: Sequence[PromptStats], ttft: Seconds | None) -> Served | None:
     """All of it; None: nothing was placed."""
     placements = [course.placement for course in courses if course.placement is not None]
     if not placements:
@@ -79,9 +86,9 @@ _HEADERS = (
     *("worker", "router", "policy", "attempts", "overlap_tokens", "cached_tokens"),
     *("predicted_ttft_ms", "ttft_ms", "held_ms", "prefill", "migrations"),
 )
-NAMES: Final = tuple(f"x-pdserve-{name.replace('_', '-')}".encode() for name in _HEADERS)
+HEADER_NAMES: Final = tuple(f"x-pdserve-{name.replace('_', '-')}".encode() for name in _HEADERS)
 """Of all headers that may come."""
-_LINES = tuple(f"{name.decode()}: %s\r\n" for name in NAMES)
+_LINES = tuple(f"{name.decode()}: %s\r\n" for name in HEADER_NAMES)
 _values = attrgetter(*_HEADERS)
 
 
@@ -100,7 +107,7 @@ def _names(names: list[str]) -> str:
     return ",".join(dict.fromkeys(name for name in names if name))
 
 
-def cached_tokens(courses: Sequence[Course]) -> int | None:
+def cached_tokens(courses: Sequence[PromptStats]) -> int | None:
     """Of all prompts together; None: not known of every one."""
     known = [c.cached_tokens for c in courses if c.cached_tokens is not None]
     return sum(known) if len(known) == len(courses) else None

@@ -1,6 +1,7 @@
-"""A request as decided: what goes to the engine, and how its answer is to look.
+"""Defines a planned request: what the engine gets, and how the answer is written.
 
-Records only; `prompts.py` makes them, `unary.py` and `stream.py` answer by them.
+Records only. `frontend/preprocess/input_processor.py` makes them,
+`frontend/output/full_response.py` and `frontend/output/streaming_response.py` use them.
 """
 
 from __future__ import annotations
@@ -11,18 +12,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.frontend.dialect import Dialect
-from pdserve.frontend.models import ServedModel
-from pdserve.frontend.output import ChoiceText
-from pdserve.frontend.vectors import Shape
+from pdserve.frontend.model_registry import PreparedModel
+from pdserve.frontend.output.api_adapter import ApiAdapter
+from pdserve.frontend.output.embedding_format import EmbeddingFormat
 from pdserve.messages.request import GenerateRequest
-from pdserve.openai.schema import Tool
-from pdserve.text.parts import PartParser
-from pdserve.text.repetition import Repetition
-from pdserve.text.stop import StopMatcher
+from pdserve.protocols.completion_requests import Tool
+from pdserve.text.output_parts import OutputParser
+from pdserve.text.repetition import RepetitionDetector
+from pdserve.text.stop_matcher import StopMatcher
 
 if TYPE_CHECKING:
-    from pdserve.text.incremental import Detokenizer
+    from pdserve.text.tokenization.detokenizer import Detokenizer
 
 
 def new_call_id() -> str:
@@ -40,11 +40,11 @@ class Prompt(msgspec.Struct, frozen=True):
     """It has opened the model's reasoning: the output begins inside."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one request that is fixed before its first token."""
 
     chat: bool
-    model: ServedModel
+    model: PreparedModel
     model_name: str
     """As the client wrote it: a name or an alias."""
     answer_id: str
@@ -61,6 +61,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     continues_text: bool = False
     """The output goes on where the prompt's text ended, rather than being a text of its own."""
     logprobs: bool = False
+    alternatives: int = 0
+    """Of an echoed prompt's tokens, told with their logprobs."""
     echo: bool = False
     scores_only: bool = False
     """The one token that the engine makes is not told."""
@@ -72,7 +74,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Those that may be called; empty: calls are not looked for."""
     one_call: bool = False
     """At most one is."""
-    parser: Callable[[], PartParser] | None = None
+    parser: Callable[[], OutputParser] | None = None
     """A fresh one for each choice; None: the output is text as it stands."""
     keep: frozenset[int] = frozenset()
     """Special tokens that the parser has to see."""
@@ -81,7 +83,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     reasons: bool = False
     """The parser tells reasoning apart."""
     include_reasoning: bool = True
-    repetition: Callable[[], Repetition] | None = None
+    repetition: Callable[[], RepetitionDetector] | None = None
     """A fresh detector for each choice; None: an output may repeat itself."""
     prompt_logprobs: int | None = None
     """Told beside the output, with so many alternatives each; None: they are not."""
@@ -89,15 +91,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Logprobs name tokens by their ids."""
     stream_interval: int = 1
     """Tokens per chunk of a stream."""
-    vectors: Shape | None = None
+    vectors: EmbeddingFormat | None = None
     """The prompts become vectors that look so; None: they are answered with text."""
-    dialect: Dialect | None = None
+    left_out: tuple[str, ...] = ()
+    """What the request asks for and does not get, without being refused: types of tools."""
+    dialect: ApiAdapter | None = None
     """Words the answer for another API than OpenAI's chat and completions; `n` is 1 then."""
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(len(prompt.tokens) for prompt in self.prompts)
+
+    @property
+    def tells_chosen(self) -> bool:
+        """Whether alternatives are those of `logprob_token_ids`, which the sampled token joins."""
+        return bool(self.requests[0].sampling.logprob_token_ids)
 
     @property
     def plain(self) -> bool:
@@ -120,18 +129,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             spaces_between_special_tokens=self.spaces_between_special_tokens,
             prompt=prompt.tokens if self.continues_text else (),
             keep=self.keep,
-        )
-
-    def choice_text(self, prompt: Prompt) -> ChoiceText:
-        """Fresh text state for one choice of `prompt`."""
-        return ChoiceText(
-            self.detokenizer(prompt),
-            self.matcher(),
-            len(prompt.echo),
-            None if self.parser is None else self.parser(),
-            one_call=self.one_call,
-            hides_reasoning=not self.include_reasoning,
-            repetition=None if self.repetition is None else self.repetition(),
         )
 
     def matcher(self) -> StopMatcher | None:

@@ -1,10 +1,10 @@
-"""The frontend as a running thing: its sockets, its tasks, its beginning and its end.
+"""Runs the frontend: starts and stops its sockets and tasks.
 
-Owns everything that lives as long as the process role: the listening socket, the connections, the
-text pool, the keys, the sweep. Decisions are made elsewhere.
+Owns what lives as long as the process role: the listening socket, the connections, the text pool,
+the keys, the sweep. Other files make the decisions.
 
-The end, in order: new requests are refused (503), running ones may finish within the drain timeout,
-the rest are answered with an error, then everything is closed.
+Shutdown order: new requests are refused (503), running ones may finish within the drain timeout,
+the rest get an error, then everything is closed.
 """
 
 from __future__ import annotations
@@ -17,34 +17,39 @@ import socket
 import stat
 from typing import TYPE_CHECKING
 
+from pdserve.clock import SystemClock
 from pdserve.errors import ConfigError, Draining
-from pdserve.frontend.api import Api
-from pdserve.frontend.bodies import BodyReader
-from pdserve.frontend.connection import ConnectionServer
-from pdserve.frontend.cors import Cors
-from pdserve.frontend.explain import Explanations
-from pdserve.frontend.generation import Generations
-from pdserve.frontend.keys import KeyRing, parse_keys
-from pdserve.frontend.models import ModelDirectory
-from pdserve.frontend.naming import NAMELESS, Naming
-from pdserve.frontend.small import SmallEndpoints
+from pdserve.frontend.access.api_keys import MIN_KEY_LENGTH, KeyRing, parse_keys
+from pdserve.frontend.access.trusted_hosts import TrustedHosts
+from pdserve.frontend.active_requests import ActiveRequests
+from pdserve.frontend.api.app import Api
+from pdserve.frontend.api.route_explain import RouteExplainer
+from pdserve.frontend.api.utility_endpoints import UtilityEndpoints
+from pdserve.frontend.generation import GenerationHandler
+from pdserve.frontend.http.body_reader import BodyReader
+from pdserve.frontend.http.connection import ConnectionServer
+from pdserve.frontend.http.cors import Cors
+from pdserve.frontend.model_registry import ModelRegistry
+from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
 from pdserve.observe.metrics import Metrics
-from pdserve.text.pool import TextPool
+from pdserve.observe.page_cache import CachedPages
+from pdserve.text.text_pool import TextPool, TextPoolStats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from pdserve.frontend.backend import Backend
     from pdserve.frontend.config import FrontendConfig
+    from pdserve.frontend.dispatch.backend import Backend
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
-    from pdserve.observe.metrics import Pages
+    from pdserve.observe.degraded import Degradations
+    from pdserve.observe.metrics import ScrapeHandler
 
 logger = logging.getLogger("pdserve.frontend")
 
 SWEEP: Seconds = 1.0
-"""Between two looks at deadlines of connections and at new models."""
+"""Between two looks at deadlines of connections, and between two at new models."""
 _LAST_WORDS: Seconds = 2.0
 """For error answers to reach their clients before connections are dropped."""
 _FIRST_WORDS: Seconds = 0.5
@@ -62,11 +67,13 @@ class FrontendService:
         backend: Backend,
         metrics: Metrics | None = None,
         degraded: Mapping[str, str] | None = None,
-        pages: Pages | None = None,
-        naming: Naming = NAMELESS,
+        pages: ScrapeHandler | None = None,
+        naming: PromptHasher = NO_HASHING,
+        degradations: Degradations | None = None,
     ) -> None:
         """Args: `degraded` is a live view of reasons, shown by `/health`; `pages` answers
-        `/metrics`, by default with `metrics`; `naming` names the blocks of prompts.
+        `/metrics`, by default with `metrics`; `preprocess.prompt_hashes` names the blocks of
+        prompts; `degradations` is told what this frontend does worse than it could.
 
         Errors: `ConfigError` for settings that cannot be.
         """
@@ -75,11 +82,12 @@ class FrontendService:
         self.metrics = metrics if metrics is not None else Metrics()
         self._backend = backend
         self._naming = naming
+        self._degradations = degradations
         self._degraded = degraded if degraded is not None else {}
         self._pages = pages if pages is not None else self.metrics
         self._port = config.port
         self._listener: asyncio.Server | None = None
-        self._sweeper: asyncio.Task[None] | None = None
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     @property
     def port(self) -> int:
@@ -93,8 +101,8 @@ class FrontendService:
 
     @property
     def active_requests(self) -> int:
-        """Generation requests in progress, those included whose bodies are arriving."""
-        return len(self._generations.active) if self.listening else 0
+        """Requests with a body in progress, those included whose bodies are arriving."""
+        return len(self._exchanges.active) if self.listening else 0
 
     @property
     def connections(self) -> int:
@@ -111,37 +119,44 @@ class FrontendService:
         self._loop = loop
         keys = self._read_keys()
         self._pool = TextPool()
-        self._models = ModelDirectory(self._backend, self._pool)
-        bodies = BodyReader(config)
-        self._generations = Generations(
-            config, self._backend, self._models, self._pool, bodies, metrics, self._naming
+        self._pool.on_stuck = self._note_stuck
+        self._models = ModelRegistry(self._backend, self._pool)
+        self._bodies = bodies = BodyReader(config)
+        self._exchanges = exchanges = ActiveRequests(config, bodies, SystemClock().now)
+        self._generations = GenerationHandler(
+            config, self._backend, self._models, self._pool, exchanges, metrics, self._naming
         )
-        small = SmallEndpoints(
+        small = UtilityEndpoints(
             config,
             self._backend,
             self._models,
             self._pool,
-            bodies,
+            exchanges,
             metrics,
             loop.time,
-            lambda: self.active_requests,
-            lambda: self._generations.draining,
             self._degraded,
-            self._pages,
+            CachedPages(self._pages, loop.time),
         )
-        explanations = Explanations(config, self._backend, bodies, self._generations)
+        explanations = RouteExplainer(self._backend, exchanges, self._generations)
         cors = Cors(config.cors_origins)
-        self._api = Api(self._generations, explanations, small, metrics, keys, cors)
+        visitors = TrustedHosts(config)
+        self._api = Api(
+            self._generations, exchanges, explanations, small, metrics, keys, cors, visitors
+        )
         self._server = ConnectionServer(self._api.handle, config, metrics)
         metrics.http_requests_in_flight.read_from(lambda: self.active_requests)
         metrics.http_connections.read_from(lambda: self._server.open_connections)
         try:
             self._listener = await self._listen(loop)
         except BaseException:
+            await self._bodies.close()
             await self._pool.close()
             raise
         self._port = self._listener.sockets[0].getsockname()[1]
-        self._sweeper = loop.create_task(self._sweep_forever(), name="frontend-sweep")
+        self._tasks = (
+            loop.create_task(self._sweep_forever(), name="frontend-sweep"),
+            loop.create_task(self._prepare_forever(), name="frontend-models"),
+        )
 
     def check_port(self) -> None:
         """Before `start` of the first that shares its port: others' sharing it would go unnoticed.
@@ -191,13 +206,13 @@ class FrontendService:
         if self._listener is None:
             return
         timeout = self.config.drain_timeout if drain_timeout is None else drain_timeout
-        self._generations.draining = True
+        self._exchanges.draining = True
         if self.config.reuse_port:  # others take what comes now; here it would only be refused
             await self._let_in(self._listener)
             self._listener.close()
         try:
             await self._wait_idle(timeout)
-            left = tuple(self._generations.active)
+            left = tuple(self._exchanges.active)
             for exchange in left:
                 exchange.fail(Draining("the server is shutting down", retry_after=1.0))
             if left:
@@ -215,7 +230,7 @@ class FrontendService:
         if not self.listening:
             return
         self._api.keys = self._read_keys()
-        self._generations.admission.forget_keys()
+        self._exchanges.admission.forget_keys()
 
     # ------------------------------------------------------------------ inside
 
@@ -233,20 +248,29 @@ class FrontendService:
             raise _cannot_listen(config.host, config.port, error) from None
 
     async def _sweep_forever(self) -> None:
+        """Waits for nothing but time: deadlines of connections depend on it."""
         while True:
             await asyncio.sleep(SWEEP)
             try:
                 self._server.sweep(self._loop.time())
-                await self._models.prepare()
-            except Exception:  # deadlines of connections depend on the next time
+            except Exception:
                 logger.exception("a sweep failed")
+
+    async def _prepare_forever(self) -> None:
+        """Make the tokenizers of models that are new, however long one takes."""
+        while True:
+            await asyncio.sleep(SWEEP)
+            try:
+                await self._models.prepare()
+            except Exception:
+                logger.exception("a model could not be prepared")
 
     async def _wait_idle(self, timeout: Seconds) -> None:
         """Until no generation is in progress, for `timeout` seconds at most."""
         deadline = self._loop.time() + timeout
-        while self._generations.active and self._loop.time() < deadline:
+        while self._exchanges.active and self._loop.time() < deadline:
             await asyncio.wait(
-                [exchange.task for exchange in self._generations.active],
+                [exchange.task for exchange in self._exchanges.active],
                 timeout=deadline - self._loop.time(),
                 return_when=asyncio.FIRST_COMPLETED,
             )
@@ -257,13 +281,14 @@ class FrontendService:
         await self._let_in(listener)
         listener.close()
         await self._hear_out()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._server.pre_shutdown()
         await self._server.shutdown(_LAST_WORDS)
         self._server.abort_all()
         await self._models.close()
+        await self._bodies.close()
         await self._pool.close()
 
     async def _let_in(self, listener: asyncio.Server) -> None:
@@ -285,6 +310,21 @@ class FrontendService:
         while self._server.unheard and self._loop.time() < until:  # noqa: ASYNC110  at its end
             await asyncio.sleep(_FIRST_WORDS / 20)
 
+    def _note_stuck(self, text: TextPoolStats) -> None:
+        """Jobs that take too long were given up, or threads of such jobs have ended."""
+        self.metrics.text_jobs_given_up.value = text.given_up
+        self.metrics.text_threads_stuck.value = text.stuck
+        if self._degradations is None:
+            return
+        if text.stuck:
+            self._degradations.add(
+                "text_stuck",
+                "work on a request's text did not end in time; other threads took over. If it "
+                "stays so, restart this process and report the request",
+            )
+        else:
+            self._degradations.clear("text_stuck")
+
     def _read_keys(self) -> KeyRing | None:
         path = self.config.api_keys_file
         if path is None:
@@ -299,11 +339,34 @@ def read_api_keys(path: Path) -> KeyRing:
         mode = path.stat().st_mode
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}", param="api_keys_file"
+            f"--api-keys-file {path} cannot be read: {error.strerror}; docs/api-keys.md says what "
+            "is in it",
+            param="api_keys_file",
         ) from None
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        logger.warning("%s can be read by other users; chmod 600 it", path)
-    return parse_keys(data, str(path))
+    keys = parse_keys(data, str(path))
+    _check_access(path, mode, keys)
+    for number in keys.short:
+        logger.warning(
+            "%s, key %d: it has fewer than %d characters and could be guessed; draw one with "
+            "`openssl rand -hex 32`",
+            *(path, number, MIN_KEY_LENGTH),
+        )
+    return keys
+
+
+def _check_access(path: Path, mode: int, keys: KeyRing) -> None:
+    """Errors: `ConfigError` for a file that tells its keys to others, or that they may change."""
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        what = "others can change it"
+    elif keys.in_clear and mode & (stat.S_IRGRP | stat.S_IROTH):
+        what = "others can read its keys"
+    else:
+        return
+    remedy = "" if not keys.in_clear else ", or let it hold 'key_sha256' only"
+    raise ConfigError(
+        f"{path} has mode {stat.S_IMODE(mode):04o}: {what}; do `chmod 600 {path}`{remedy}",
+        param="api_keys_file",
+    )
 
 
 def _cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:

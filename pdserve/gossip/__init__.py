@@ -1,1 +1,1 @@
-"""Membership: who is in the cluster, in which life, saying what. Pure: no sockets, no tasks."""
+"""Cluster membership by gossip. `core` is pure; `service` drives it on real links."""

@@ -22,8 +22,8 @@ from pdserve.gossip.messages import Card, CardReply, CardRequest, PartReply, Par
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.gossip.context import Context
-    from pdserve.gossip.messages import Record
+    from pdserve.gossip.context import GossipContext
+    from pdserve.gossip.messages import MemberRecord
     from pdserve.ids import Epoch, NodeId
 
 __all__ = ["Cards", "part_hash"]
@@ -63,7 +63,7 @@ class _PartFetch:
 class Cards:
     """Those of all members, and the fetches under way."""
 
-    def __init__(self, context: Context, reach: Callable[[NodeId], None]) -> None:
+    def __init__(self, context: GossipContext, reach: Callable[[NodeId], None]) -> None:
         """`reach`: dial a member that is not linked."""
         self._context = context
         self._reach = reach
@@ -88,7 +88,7 @@ class Cards:
         held = self._held.get(node)
         return held.card if held else None
 
-    def learn(self, record: Record, teller: NodeId | None) -> None:
+    def learn(self, record: MemberRecord, teller: NodeId | None) -> None:
         """A member has a card of this version."""
         held = self._held.get(record.node)
         if held and (held.epoch, held.version) >= (record.epoch, record.card):

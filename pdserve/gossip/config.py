@@ -1,7 +1,7 @@
 """Every time and bound of membership, with unit, effect and formula.
 
 `n` is the number of members that are not dead, the node itself included. `h` is the local health
-score (`suspicion.Health`): 0 when this process keeps its own appointments."""
+score (`suspicion.LocalHealth`): 0 when this process keeps its own appointments."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ class GossipConfig:
     redial_most: Seconds = 5.0
     """The doubling ends here."""
     redial_refused: Seconds = 1.0
-    """The least delay after a refusal, but for seeds while joining: they start this moment, too."""
+    """The least delay after a refusal. For seeds, while none is with us, the longest: they may
+    start this moment, and requests wait for them (`FrontendConfig.router_wait`)."""
     link_linger: Seconds = 10.0
     """A link that we dialled and no longer need is closed after this; views settle first."""
     alone_after: Seconds = 3.0

@@ -1,12 +1,12 @@
-"""What the parts of the machine share during one step: the time, the links, the effects so far."""
+"""Shared state of one step of the gossip machine: the time, the links, the effects so far."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.gossip.agenda import Agenda
 from pdserve.gossip.events import Send
-from pdserve.gossip.suspicion import Health
+from pdserve.gossip.suspicion import LocalHealth
+from pdserve.gossip.timer_queue import TimerQueue
 
 if TYPE_CHECKING:
     from random import Random
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from pdserve.gossip.messages import Message
     from pdserve.ids import Epoch, NodeId, Seconds
 
-__all__ = ["Context"]
+__all__ = ["GossipContext"]
 
 
-class Context:
-    """Owned by the machine. Iteration orders are insertion orders, so that a seed repeats a run."""
+class GossipContext:
+    """Owned by the machine. Iteration follows insertion order, so that a seed repeats a run."""
 
     def __init__(self, me: NodeId, config: GossipConfig, random: Random) -> None:
         self.me = me
         self.config = config
         self.random = random
         self.now: Seconds = 0.0
-        self.agenda = Agenda()
-        self.health = Health(config.health_limit)
+        self.agenda = TimerQueue()
+        self.health = LocalHealth(config.health_limit)
         self.links: dict[NodeId, Epoch] = {}
         self.effects: list[Effect] = []
 
@@ -36,20 +36,20 @@ class Context:
         self.effects.append(effect)
 
     def send(self, node: NodeId, message: Message) -> bool:
-        """False without a link."""
+        """Sends a message; False without a link."""
         if node not in self.links:
             return False
         self.effects.append(Send(node, message))
         return True
 
     def after(self, kind: str, whose: str | int, delay: Seconds) -> None:
-        """Make or move an appointment."""
+        """Sets or moves a timer."""
         self.agenda.set((kind, whose), self.now + delay)
 
     def around(self, seconds: Seconds) -> Seconds:
-        """That long, give or take half, so that nodes do not act in step."""
+        """A time within 50 % of the given one, so that nodes do not act in step."""
         return seconds * self.random.uniform(0.5, 1.5)
 
     def nonce(self) -> int:
-        """What a peer can only know by having been sent it."""
+        """A random number that a peer can only know from a message."""
         return self.random.getrandbits(62)

@@ -1,14 +1,14 @@
-"""The membership machine of one node: `step(now, event) -> effects`, and nothing else moves it.
+"""The gossip membership machine of one node: `step(now, event) -> effects` is its only entry.
 
     phase     event                                        next
-    NEW       Start                                        JOINING, or UP without seeds
-    JOINING   tables equal; alone_after                    UP           Ready
+    NEW       StartGossip                                  JOINING, or UP without seeds
+    JOINING   tables equal; alone_after                    UP           TableReady
     any       Leave                                        LEAVING
-    LEAVING   leave_linger                                 OUT          Stopped
+    LEAVING   leave_linger                                 OUT          GossipStopped
     any       own epoch is dead                            OUT          Rejoin
     any       a later epoch of ours lives                  OUT          Superseded
 
-and of each member, as this node sees it (precedence in `member`):
+The state of each member, as this node sees it (precedence in `member_table`):
 
     state     event                                        next         effect
     -         record of a new life                         ALIVE        Joined
@@ -18,8 +18,9 @@ and of each member, as this node sees it (precedence in `member`):
     any       rumour of its death, a later life            DEAD         Died
     any       its goodbye                                  LEFT         Departed
 
-It joins the parts and decides in which order they hear of things. It does not know sockets, tasks
-or clocks: the driver owns those, calls `step` for whatever happens and again at `due`."""
+It joins the parts and fixes their order. It knows no sockets, tasks or clocks: the driver owns
+those, and calls `step` for every event and again at `due`.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +31,16 @@ from msgspec.structs import replace
 
 from pdserve.gossip import events as ev
 from pdserve.gossip import messages as m
-from pdserve.gossip.antientropy import Ledger
+from pdserve.gossip.broadcast_queue import BroadcastQueue
 from pdserve.gossip.cards import Cards
-from pdserve.gossip.context import Context
-from pdserve.gossip.dialling import Dialler
-from pdserve.gossip.dissemination import Outbox
-from pdserve.gossip.member import Members
-from pdserve.gossip.messages import Record, Rumour, State
-from pdserve.gossip.overlay import Overlay
+from pdserve.gossip.context import GossipContext
+from pdserve.gossip.dialer import Dialer
+from pdserve.gossip.member_table import MemberTable
+from pdserve.gossip.messages import MemberRecord, MemberState, Rumour
+from pdserve.gossip.probe_rings import ProbeRings
 from pdserve.gossip.probing import Prober
 from pdserve.gossip.suspicion import Suspicion, floor
+from pdserve.gossip.table_digest import TableDigest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,18 +48,18 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pdserve.gossip.config import GossipConfig
-    from pdserve.gossip.member import Change
+    from pdserve.gossip.member_table import RecordChange
     from pdserve.ids import Epoch, NodeId, Seconds
 
-__all__ = ["Gossip", "Phase"]
+__all__ = ["Gossip", "GossipPhase"]
 
 _FULL_CHUNK = 512
 _SWEEP: Seconds = 60.0
 _HOLD: Seconds = 1.0
-"""Between two looks at whether an isolated node is still isolated."""
+"""Interval of checks whether an isolated node is still isolated."""
 
 
-class Phase(Enum):
+class GossipPhase(Enum):
     NEW = 0
     JOINING = 1
     UP = 2
@@ -67,21 +68,23 @@ class Phase(Enum):
 
 
 class Gossip:
-    """One life of one node. Belongs to one caller; `step` is not re-entrant."""
+    """The gossip machine of one life of a node. Has one caller; `step` is not re-entrant."""
 
-    def __init__(self, me: Record, config: GossipConfig, random: Random) -> None:
-        """`me`: node, epoch, address, role. `random` is the caller's, so that a run repeats."""
-        self.me = replace(me, incarnation=0, state=State.ALIVE, card=0)
-        self.phase = Phase.NEW
-        self.members = Members()
-        self.context = Context(me.node, config, random)
+    def __init__(self, me: MemberRecord, config: GossipConfig, random: Random) -> None:
+        """Args: `me` is this node's record: node, epoch, address, role. `random` is the caller's,
+        so that a run repeats.
+        """
+        self.me = replace(me, incarnation=0, state=MemberState.ALIVE, card=0)
+        self.phase = GossipPhase.NEW
+        self.members = MemberTable()
+        self.context = GossipContext(me.node, config, random)
         self.cards = Cards(self.context, self._reach)
         self._config = config
-        self._overlay = Overlay(config.rings, config.mesh_limit)
-        self._ledger = Ledger(self.members)
-        self._outbox = Outbox(config)
+        self._overlay = ProbeRings(config.rings, config.mesh_limit)
+        self._ledger = TableDigest(self.members)
+        self._outbox = BroadcastQueue(config)
         self._prober = Prober(self.context, self._buddy, self._helpers, self._epoch_of)
-        self._dialler = Dialler(self.context, me.address)
+        self._dialler = Dialer(self.context, me.address)
         self._suspicions: dict[NodeId, Suspicion] = {}
         self._buried: dict[NodeId, Seconds] = {}
         self._met: dict[NodeId, Epoch] = {}
@@ -89,17 +92,19 @@ class Gossip:
         self._turns: list[NodeId] = []
         self._seeds: tuple[str, ...] = ()
         self._found: dict[str, NodeId] = {}
-        """Who answered at a seed's address last, which need not be the address it goes by."""
+        """The node that last answered at each seed's address, which may differ from the node's own
+        address.
+        """
         self._moved = True
         self._deaf_until: Seconds = 0.0
         self._last_round: Seconds = float("-inf")
         self._last_step: Seconds = float("-inf")
         self._on_event: dict[type, Callable[[Any], None]] = {
-            ev.Start: self._on_start,
+            ev.StartGossip: self._on_start,
             ev.LinkUp: self._on_link_up,
             ev.LinkDown: self._on_link_down,
-            ev.DialFailed: self._on_dial_failed,
-            ev.Received: self._on_received,
+            ev.DialAttemptFailed: self._on_dial_failed,
+            ev.MessageReceived: self._on_received,
             ev.Tick: self._on_tick,
             ev.SetCard: self._on_set_card,
             ev.WantPart: lambda event: self.cards.want(event.owner, event.hash),
@@ -109,11 +114,11 @@ class Gossip:
             m.News: lambda node, message: self._hear_all(node, message.rumours),
             m.Ping: self._on_ping,
             m.Ack: self._on_ack,
-            m.PingFor: self._prober.ping_for,
-            m.Answer: self._on_answer,
-            m.Summary: self._on_summary,
-            m.Buckets: self._on_buckets,
-            m.Digests: self._on_digests,
+            m.IndirectPing: self._prober.ping_for,
+            m.IndirectPingResult: self._on_answer,
+            m.TableHash: self._on_summary,
+            m.BucketHashes: self._on_buckets,
+            m.RecordHashes: self._on_digests,
             m.Records: self._on_records,
             m.CardRequest: self.cards.answer,
             m.CardReply: self.cards.reply,
@@ -134,22 +139,22 @@ class Gossip:
             "sweep": self._sweep_due,
             "card": self.cards.card_due,
             "part": self.cards.part_due,
-            "leave": lambda _: self._out(ev.Stopped()),
+            "leave": lambda _: self._out(ev.GossipStopped()),
         }
 
     @property
     def due(self) -> Seconds | None:
-        """When to call `step` with `Tick`, if nothing else happens before."""
+        """When to call `step` with `Tick`, if no other event comes before."""
         return self.context.agenda.first
 
     @property
     def targets(self) -> Sequence[NodeId]:
-        """Whom this node watches."""
+        """The members that this node watches."""
         return self._prober.targets
 
     def step(self, now: Seconds, event: ev.Event) -> list[ev.Effect]:
-        """Let one thing have happened at `now`; returns what to do about it, in order."""
-        if self.phase is Phase.OUT:
+        """Handles one event at `now`; returns the effects to perform, in order."""
+        if self.phase is GossipPhase.OUT:
             return []
         self.context.now = now
         self._notice_lag()
@@ -163,12 +168,12 @@ class Gossip:
     # ----------------------------------------------------------------------- own life
 
     def _silent(self) -> bool:
-        return self.phase is Phase.OUT
+        return self.phase is GossipPhase.OUT
 
-    def _on_start(self, event: ev.Start) -> None:
-        if self.phase is not Phase.NEW:
+    def _on_start(self, event: ev.StartGossip) -> None:
+        if self.phase is not GossipPhase.NEW:
             return
-        self.phase = Phase.JOINING
+        self.phase = GossipPhase.JOINING
         self._seeds = tuple(a for a in event.seeds if a != self.me.address)
         self._speak()
         for record in event.known:
@@ -180,14 +185,14 @@ class Gossip:
         self.context.after("reunion", "", self.context.around(self._config.reunion_interval))
         if self._seeds or self.members.present > 1:
             self.context.after("alone", "", self._config.alone_after)
-        elif self.phase is Phase.JOINING:
+        elif self.phase is GossipPhase.JOINING:
             self._ready(alone=True)
 
     def _on_leave(self, event: ev.Leave) -> None:
-        if self.phase is Phase.LEAVING:
+        if self.phase is GossipPhase.LEAVING:
             return
-        self.phase = Phase.LEAVING
-        self.me = replace(self.me, state=State.LEFT)
+        self.phase = GossipPhase.LEAVING
+        self.me = replace(self.me, state=MemberState.LEFT)
         self._speak()
         goodbye = m.News((Rumour(self.me),))
         for node in list(self.context.links):
@@ -197,11 +202,11 @@ class Gossip:
     def _on_set_card(self, event: ev.SetCard) -> None:
         self.cards.set_own(self.me.epoch, self.me.card + 1, event.card, event.parts)
         self.me = replace(self.me, card=self.me.card + 1)
-        if self.phase is not Phase.NEW:
+        if self.phase is not GossipPhase.NEW:
             self._speak()
 
     def _speak(self) -> None:
-        """What we say of ourselves has changed."""
+        """Publishes a change of this node's own record."""
         self.members.apply(self.me)
         self._ledger.update(self.me)
         self._outbox.put(Rumour(self.me))
@@ -211,36 +216,38 @@ class Gossip:
             self._overlay.add(self.me.node)
 
     def _ready(self, *, alone: bool) -> None:
-        if self.phase is Phase.JOINING:
-            self.phase = Phase.UP
+        if self.phase is GossipPhase.JOINING:
+            self.phase = GossipPhase.UP
             self.context.agenda.cancel(("alone", ""))
-            self.context.emit(ev.Ready(alone=alone and self.members.present == 1))
+            self.context.emit(ev.TableReady(alone=alone and self.members.present == 1))
 
-    def _out(self, effect: ev.Rejoin | ev.Superseded | ev.Stopped) -> None:
-        """Silence: whatever was about to be said comes from a life that is over."""
-        self.phase = Phase.OUT
+    def _out(self, effect: ev.Rejoin | ev.Superseded | ev.GossipStopped) -> None:
+        """Silences the machine: its life is over."""
+        self.phase = GossipPhase.OUT
         self.context.effects = [e for e in self.context.effects if not isinstance(e, ev.Send)]
         self.context.agenda.clear()
         self.context.emit(effect)
 
     def _rejoin(self, above: Epoch) -> ev.Rejoin:
-        """Start again among those we take for living. Whom this life held for dead may have been
-        cut off from it only: such verdicts die with it, their addresses are worth a try."""
+        """Asks for a new life among the members believed alive. Members that this life declared
+        dead may only have been cut off from it, so their verdicts are dropped and their
+        addresses tried.
+        """
         others = [record for record in self.members if record.node != self.me.node]
         seeds = (*self._seeds, *(record.address for record in others if record.address))
         known = tuple(record for record in others if not record.state.final)
-        return ev.Rejoin(above, ev.Start(tuple(dict.fromkeys(seeds)), known))
+        return ev.Rejoin(above, ev.StartGossip(tuple(dict.fromkeys(seeds)), known))
 
-    def _about_me(self, record: Record) -> None:
+    def _about_me(self, record: MemberRecord) -> None:
         if record.epoch > self.me.epoch:
             gone = record.state.final
             self._out(self._rejoin(record.epoch) if gone else ev.Superseded(record.epoch))
-        elif record.epoch < self.me.epoch or self.phase is Phase.LEAVING:
+        elif record.epoch < self.me.epoch or self.phase is GossipPhase.LEAVING:
             return
         elif record.state.final or record.incarnation >= m.HIGHEST:
             # The latter cannot be answered: this life has no incarnation left.
             self._out(self._rejoin(self.me.epoch))
-        elif record.state is State.SUSPECT and record.incarnation >= self.me.incarnation:
+        elif record.state is MemberState.SUSPECT and record.incarnation >= self.me.incarnation:
             self.context.health.worse()
             self.me = replace(self.me, incarnation=record.incarnation + 1)
             self._speak()
@@ -252,7 +259,7 @@ class Gossip:
             self._hear(teller, rumour)
 
     def _hear(self, teller: NodeId | None, rumour: Rumour, *, tell: bool = True) -> None:
-        """Learn what is new of it, and pass that on."""
+        """Applies a rumour and passes on what is new in it."""
         record = rumour.record
         if self._silent():
             return
@@ -266,10 +273,10 @@ class Gossip:
             self._changed(change, teller)
             if tell:
                 self._outbox.put(replace(rumour, record=change.new))
-        if record.state is State.SUSPECT:
+        if record.state is MemberState.SUSPECT:
             self._confirm(rumour, known=change is None)
 
-    def _make_room(self, record: Record) -> bool:
+    def _make_room(self, record: MemberRecord) -> bool:
         if len(self.members) < self._config.max_members:
             return True
         if self._buried:
@@ -278,13 +285,13 @@ class Gossip:
         self.context.emit(ev.TableFull(record.node))
         return False
 
-    def _changed(self, change: Change, teller: NodeId | None) -> None:
+    def _changed(self, change: RecordChange, teller: NodeId | None) -> None:
         old, new = change.old, change.new
         self._ledger.update(new)
         if change.new_life and old is not None:
             self._end(old)
             if not old.state.final:
-                self.context.emit(ev.Died(replace(old, state=State.DEAD)))
+                self.context.emit(ev.Died(replace(old, state=MemberState.DEAD)))
         if new.state.final:
             self._bury(change)
             return
@@ -297,10 +304,10 @@ class Gossip:
             self._live(change)
         self.cards.learn(new, teller)
 
-    def _live(self, change: Change) -> None:
-        """A new word of a member that is neither dead nor gone."""
+    def _live(self, change: RecordChange) -> None:
+        """Handles a new record of a member that is alive."""
         new = change.new
-        if new.state is State.SUSPECT:
+        if new.state is MemberState.SUSPECT:
             self._suspicions[new.node] = Suspicion(
                 new.epoch, new.incarnation, self.context.now, self._deaf_until
             )
@@ -310,7 +317,7 @@ class Gossip:
             self.context.agenda.cancel(("suspect", new.node))
             self.context.emit(ev.Refuted(new))
 
-    def _bury(self, change: Change) -> None:
+    def _bury(self, change: RecordChange) -> None:
         new = change.new
         self._end(new)
         self._overlay.remove(new.node)
@@ -318,17 +325,17 @@ class Gossip:
         self._buried.setdefault(new.node, self.context.now)
         if new.node in self._found.values() and self._lost():
             for seed in self._seeds:
-                pause = self.context.around(self._config.redial_refused)
+                pause = self.context.around(self._config.redial_first)
                 self.context.after("seed", seed, pause)
         if self.context.links.get(new.node) == new.epoch:
             # A way back may open before any probe would find out.
             self.context.send(new.node, m.Records((new,)))
         if change.new_life or (change.old and not change.old.state.final):
-            left = new.state is State.LEFT
+            left = new.state is MemberState.LEFT
             self.context.emit(ev.Departed(new) if left else ev.Died(new))
 
-    def _end(self, record: Record) -> None:
-        """Whatever belongs to that life ends with it."""
+    def _end(self, record: MemberRecord) -> None:
+        """Handles the end of a member's life: drops all that belongs to it."""
         self._suspicions.pop(record.node, None)
         self.context.agenda.cancel(("suspect", record.node))
         self.context.agenda.cancel(("dial", record.node))
@@ -344,11 +351,11 @@ class Gossip:
     def _accuse(self, node: NodeId, *, refused: bool) -> None:
         record = self.members.get(node)
         if record is not None and not record.state.final:
-            suspect = replace(record, state=State.SUSPECT)
+            suspect = replace(record, state=MemberState.SUSPECT)
             self._hear(None, Rumour(suspect, by=self.me.node, refused=refused))
 
     def _confirm(self, rumour: Rumour, *, known: bool) -> None:
-        """Count an accusation of a member's present incarnation."""
+        """Counts an accusation of a member's present incarnation."""
         record = rumour.record
         suspicion = self._suspicions.get(record.node)
         if suspicion is None or not rumour.by or rumour.by == record.node:
@@ -380,10 +387,10 @@ class Gossip:
     def _convict(self, node: NodeId) -> None:
         record = self.members.get(node)
         if record is not None:
-            self._hear(None, Rumour(replace(record, state=State.DEAD), by=self.me.node))
+            self._hear(None, Rumour(replace(record, state=MemberState.DEAD), by=self.me.node))
 
     def _notice_lag(self) -> None:
-        """What we did not hear while we stood still is no evidence."""
+        """Handles a late timer: pings that this process missed while it stalled are no evidence."""
         due = self.due
         lag = 0.0 if due is None else self.context.now - max(due, self._last_step)
         if lag <= self._config.lag_noticed:
@@ -400,12 +407,12 @@ class Gossip:
     # ----------------------------------------------------------------------- probes
 
     def _buddy(self, node: NodeId) -> tuple[Rumour, ...]:
-        """What a member should hear before it answers us."""
+        """Rumours that a member should get before it answers."""
         record = self.members.get(node)
-        return (Rumour(record),) if record and record.state is State.SUSPECT else ()
+        return (Rumour(record),) if record and record.state is MemberState.SUSPECT else ()
 
     def _helpers(self, node: NodeId) -> list[NodeId]:
-        """Linked peers, those that watch the member themselves first."""
+        """Linked peers for indirect pings; those that watch the member come first."""
         links = [n for n in self.context.links if n != node and self._counts(n)]
         self.context.random.shuffle(links)
         watchers = set(self._overlay.observers(node))
@@ -433,7 +440,7 @@ class Gossip:
         self._hear_all(node, ack.rumours)
         self._prober.ack(node, ack.nonce)
 
-    def _on_answer(self, node: NodeId, answer: m.Answer) -> None:
+    def _on_answer(self, node: NodeId, answer: m.IndirectPingResult) -> None:
         unheard = self._prober.answer(node, answer.nonce, answer.alive)
         if unheard is not None:
             self._accuse(unheard, refused=False)
@@ -461,11 +468,11 @@ class Gossip:
             self.context.send(node, m.Records((record,)))
         # A later life than the one we know introduces itself. To bury the earlier one before that
         # would tell its process, if it runs, to rejoin above the newcomer instead of ending.
-        if self.phase is Phase.JOINING or self.me.node < node:
+        if self.phase is GossipPhase.JOINING or self.me.node < node:
             self.context.send(node, self._ledger.summary())
 
     @staticmethod
-    def _over(record: Record, epoch: Epoch) -> bool:
+    def _over(record: MemberRecord, epoch: Epoch) -> bool:
         return record.epoch > epoch or (record.epoch == epoch and record.state.final)
 
     def _on_link_down(self, event: ev.LinkDown) -> None:
@@ -480,18 +487,21 @@ class Gossip:
         if event.node in self._prober.targets:
             self._reach(event.node)
 
-    def _on_dial_failed(self, event: ev.DialFailed) -> None:
-        # While joining a refusal most likely means that a seed starts at the same time as we do.
-        joining = self.phase is Phase.JOINING
-        delay = self._dialler.failed(event.address, event.refused and not joining)
+    def _on_dial_failed(self, event: ev.DialAttemptFailed) -> None:
+        # A node that starts with its seeds, before them, or outlives them, looks for them like one
+        # that joins: a refusal most likely means that the seed starts this moment. Reunions are
+        # for clusters that have fallen apart.
+        seeking = self.phase is GossipPhase.JOINING or self._lost()
+        seeking = seeking and event.address in self._seeds
+        delay = self._dialler.failed(event.address, event.refused and not seeking)
         if event.ours:
             self._seeds = tuple(seed for seed in self._seeds if seed != event.address)
             if not self._seeds and self.members.present == 1:
                 self._ready(alone=True)
             return
-        # Whoever started before its seeds, or outlived them, looks for them like one that joins:
-        # reunions are for clusters that have fallen apart.
-        if event.address in self._seeds and (joining or self._lost()):
+        if seeking:
+            if event.refused:  # the host is there: nothing is saved by waiting longer
+                delay = min(delay, self._config.redial_refused)
             self.context.after("seed", event.address, delay)
         for node in self._prober.targets:
             record = self.members.get(node)
@@ -504,7 +514,7 @@ class Gossip:
                     self._accuse(node, refused=True)
 
     def _lost(self) -> bool:
-        """None of the seeds is with us. Newcomers go to the seeds: so must we."""
+        """True if no seed is linked. Newcomers go to the seeds, so this node must reach one too."""
         return not any(self._counts(node) for node in self._found.values())
 
     def _reach(self, node: NodeId) -> None:
@@ -517,7 +527,7 @@ class Gossip:
             self._reach(node)
 
     def _linger_due(self, node: NodeId) -> None:
-        """Close a link of ours that neither end watches the other by."""
+        """Closes a link that this node dialled and that neither end needs for probes."""
         if node not in self._ours:
             return
         near = node in self._prober.targets or node in self._overlay.observers(self.me.node)
@@ -526,18 +536,20 @@ class Gossip:
         else:
             self.context.emit(ev.Close(node))
 
-    def _on_received(self, event: ev.Received) -> None:
+    def _on_received(self, event: ev.MessageReceived) -> None:
         if self.context.links.get(event.node) != event.epoch:
             return
         record = self.members.get(event.node)
-        if record and self._over(record, event.epoch) and self.phase is not Phase.LEAVING:
+        if record and self._over(record, event.epoch) and self.phase is not GossipPhase.LEAVING:
             self._on_word_of_the_dead(event, record)
             return
         self._on_message[type(event.message)](event.node, event.message)
 
-    def _on_word_of_the_dead(self, event: ev.Received, record: Record) -> None:
-        """That life is over here and should know. Its word counts for nothing, but for one: if it
-        holds us for dead too, it has dropped what we shared, and both start again."""
+    def _on_word_of_the_dead(self, event: ev.MessageReceived, record: MemberRecord) -> None:
+        """Handles a message from a member that is dead here: tells it so. Nothing else of the
+        message counts, except that if it holds this node dead too, it has dropped shared state,
+        and both start again.
+        """
         if isinstance(event.message, m.Records):
             for other in event.message.records:
                 if other.node == self.me.node and not self._silent():
@@ -547,20 +559,21 @@ class Gossip:
 
     # ----------------------------------------------------------------------- tables
 
-    def _on_summary(self, node: NodeId, summary: m.Summary) -> None:
+    def _on_summary(self, node: NodeId, summary: m.TableHash) -> None:
         answer = self._ledger.answer_summary(summary)
         # Empty records say: equal. A joining node waits for that.
         self.context.send(node, m.Records() if answer is None else answer)
 
-    def _on_buckets(self, node: NodeId, buckets: m.Buckets) -> None:
+    def _on_buckets(self, node: NodeId, buckets: m.BucketHashes) -> None:
         self._answer(node, self._ledger.answer_buckets(buckets))
 
-    def _on_digests(self, node: NodeId, digests: m.Digests) -> None:
+    def _on_digests(self, node: NodeId, digests: m.RecordHashes) -> None:
         self._answer(node, self._ledger.answer_digests(digests))
 
     def _answer(self, node: NodeId, messages: Iterable[m.Message]) -> None:
-        """Whatever made the tables equal since the comparison began, one of the two may be joining
-        and wait for the word that they are."""
+        """Reports the end of a comparison: one side may be joining and waits to hear that the
+        tables are equal.
+        """
         answers = tuple(messages)
         for message in answers or (m.Records(),):
             self.context.send(node, message)
@@ -570,14 +583,14 @@ class Gossip:
     def _on_records(self, node: NodeId, message: m.Records) -> None:
         for record in message.records:
             # Those that a newcomer learns are no news to anybody else.
-            self._hear(node, Rumour(record), tell=self.phase is not Phase.JOINING)
+            self._hear(node, Rumour(record), tell=self.phase is not GossipPhase.JOINING)
         if self._silent():
             return
         for answer in self._ledger.answer_records(message):
             self.context.send(node, answer)
         if not message.records and not message.wanted:
             self._ready(alone=False)
-        elif self.phase is Phase.JOINING and len(message.records) < _FULL_CHUNK:
+        elif self.phase is GossipPhase.JOINING and len(message.records) < _FULL_CHUNK:
             self.context.send(node, self._ledger.summary())
 
     def _sync_due(self, _: str) -> None:
@@ -610,7 +623,7 @@ class Gossip:
             self._on_due[kind](whose)
 
     def _settle(self) -> None:
-        """What every step ends with: the right targets, and news on its way."""
+        """Ends every step: updates the targets and sends news."""
         if self._moved:
             self._moved = False
             self._prober.watch(self._overlay.targets(self.me.node) if self._present() else ())
@@ -624,7 +637,7 @@ class Gossip:
         return self.me.node in self._overlay
 
     def _tell(self) -> None:
-        """A round of news, or an appointment for it."""
+        """Sends a round of news, or sets a timer for it."""
         due = self._last_round + self._config.gossip_interval
         if self.context.now < due:
             if ("gossip", "") not in self.context.agenda:

@@ -1,4 +1,4 @@
-"""What membership is told, and what it wants done: the whole of its outside."""
+"""Events and effects: the whole interface of the gossip machine."""
 
 from __future__ import annotations
 
@@ -6,55 +6,55 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pdserve.gossip.messages import Card, Message, Record
+    from pdserve.gossip.messages import Card, MemberRecord, Message
     from pdserve.ids import Epoch, NodeId
 
 # ------------------------------------------------------------------------------------ told
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartGossip:
     """The first event."""
 
     seeds: tuple[str, ...] = ()
-    """Addresses to join through; empty: be the first, others come here."""
-    known: tuple[Record, ...] = ()
-    """The table of an earlier life, or of a file."""
+    """Addresses to join through; empty: this node is the first."""
+    known: tuple[MemberRecord, ...] = ()
+    """Records from an earlier life, or from a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """An authenticated link, ours or the peer's; it replaces an earlier one to that node."""
+    """A link was authenticated, dialled by either side; it replaces an earlier one to that node."""
 
     node: NodeId
     epoch: Epoch
     address: str
-    """Where the peer can be dialled."""
+    """Address at which the peer can be dialled."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """The current link to `node` is gone, and there is no other."""
+    """The link to `node` ended, and there is no other."""
 
     node: NodeId
     epoch: Epoch
     orderly: bool = False
-    """One of the two closed it, having no need of it: that says nothing against the other."""
+    """True if one side closed it as unneeded; that is no evidence of a failure."""
 
 
 @dataclass(frozen=True, slots=True)
-class DialFailed:
-    """A `Dial` did not lead to a link."""
+class DialAttemptFailed:
+    """A `Dial` failed."""
 
     address: str
     refused: bool
-    """The host said that nobody listens there."""
+    """True if the host refused the connection: no process listens there."""
     ours: bool = False
-    """It led back to this node: the address is one more name of ours."""
+    """True if the address led back to this node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class MessageReceived:
     """A message came over the link to this life of `node`."""
 
     node: NodeId
@@ -69,16 +69,16 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class SetCard:
-    """This node's card is another one now."""
+    """Sets this node's card."""
 
     card: Card
     parts: tuple[bytes, ...] = ()
-    """The content of `card.parts`, in their order."""
+    """Contents of `card.parts`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantPart:
-    """Fetch a part of `owner`'s card; ends in `PartReady` or `PartFailed`."""
+    """Requests a part of `owner`'s card; ends in `PartReady` or `PartFailed`."""
 
     owner: NodeId
     hash: bytes
@@ -86,17 +86,27 @@ class WantPart:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Say goodbye; `Stopped` follows after `leave_linger`."""
+    """Says goodbye; `GossipStopped` follows after `leave_linger`."""
 
 
-Event = Start | LinkUp | LinkDown | DialFailed | Received | Tick | SetCard | WantPart | Leave
+Event = (
+    StartGossip
+    | LinkUp
+    | LinkDown
+    | DialAttemptFailed
+    | MessageReceived
+    | Tick
+    | SetCard
+    | WantPart
+    | Leave
+)
 
 # ---------------------------------------------------------------------------------- wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Over the link to `node`, if it still stands; order matters."""
+    """Sends a message over the link to `node`, if it still exists; order matters."""
 
     node: NodeId
     message: Message
@@ -104,20 +114,22 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Ends in `LinkUp` or `DialFailed`, within the link layer's own deadline."""
+    """Dials an address; ends in `LinkUp` or `DialAttemptFailed` within the link layer's
+    deadline.
+    """
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The link to `node` is no longer needed for membership."""
+    """Membership no longer needs the link to `node`."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class TableReady:
     """This node has its seeds' table, or has found that it is alone. Once."""
 
     alone: bool
@@ -125,56 +137,56 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A life of a member begins."""
+    """A life of a member began."""
 
-    record: Record
+    record: MemberRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Suspected:
-    """Others, or we, cannot hear it. Still a member."""
+    """A member does not answer its observers. It is still a member."""
 
-    record: Record
+    record: MemberRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Refuted:
-    """It was heard again."""
+    """A suspected member was heard again."""
 
-    record: Record
+    record: MemberRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """That life is over, for good: whatever waits for it can stop waiting."""
+    """A member's life ended, finally: waits for it can stop."""
 
-    record: Record
+    record: MemberRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """It left as it should; as final as a death."""
+    """A member left in order; as final as a death."""
 
-    record: Record
+    record: MemberRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """Our own link to it is lost: a fact about the two of us, which nobody else is told."""
+    """This node's own link to a member was lost; not gossiped to others."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Reachable:
-    """We have a link to it."""
+    """This node has a link to a member again."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class CardReady:
-    """A member's card, of this version, replaces what was known."""
+    """A member's card, of this version, replaces the known one."""
 
     node: NodeId
     epoch: Epoch
@@ -192,7 +204,7 @@ class PartReady:
 
 @dataclass(frozen=True, slots=True)
 class PartFailed:
-    """Nobody asked had the part, or what they sent was not it. A later `WantPart` starts over."""
+    """No asked peer had the part, or its bytes did not match. A later `WantPart` starts over."""
 
     hash: bytes
     reason: str
@@ -200,38 +212,40 @@ class PartFailed:
 
 @dataclass(frozen=True, slots=True)
 class TableFull:
-    """A newcomer was refused: `max_members` members live."""
+    """A newcomer was refused: there are `max_members` live members."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Others hold this life for dead and have dropped what it owned. Drop it too, then start a new
-    machine in an epoch above `above` with `start`. This one is silent from now on."""
+    """Peers declared this life dead and dropped its state. Drop it too, then start a new machine in
+    an epoch above `above` with `start`. This machine is silent from now on.
+    """
 
     above: Epoch
-    start: Start
+    start: StartGossip
 
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """A later life of this node is in the cluster: another process has its name, or its earlier
-    clock ran ahead. This machine is silent from now on."""
+    """A later life of this node is in the cluster: another process has its name, or its clock once
+    ran ahead. This machine is silent from now on.
+    """
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
-    """Everybody could hear the goodbye; nothing follows."""
+class GossipStopped:
+    """The goodbye had time to spread; no effect follows."""
 
 
 Effect = (
     Send
     | Dial
     | Close
-    | Ready
+    | TableReady
     | Joined
     | Suspected
     | Refuted
@@ -245,5 +259,5 @@ Effect = (
     | TableFull
     | Rejoin
     | Superseded
-    | Stopped
+    | GossipStopped
 )

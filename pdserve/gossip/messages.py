@@ -1,13 +1,15 @@
-"""What members say to each other: typed, bounded, appended to but never reordered.
+"""Gossip messages between members: typed, bounded, with append-only fields.
 
-    Rumour               a record and, for a suspicion, who accuses            dissemination
-    Ping Ack             proof of life, by a nonce nobody else can know        probing
-    PingFor Answer       the same through somebody else                        probing
-    Summary Buckets Digests Records     comparing tables, cheapest first       antientropy
-    CardRequest CardReply               what a member says of itself           cards
-    PartRequest PartReply               the large parts of it, by content      cards
+    News                                    rumours: records and accusers         broadcast_queue
+    Ping Ack                                proof of life, by a secret nonce      probing
+    IndirectPing IndirectPingResult         the same through a helper             probing
+    TableHash BucketHashes RecordHashes     comparing tables, cheapest first      table_digest
+    Records                                 records of the difference             table_digest
+    CardRequest CardReply                   a member's card                       cards
+    PartRequest PartReply                   large parts of a card, by content     cards
 
-One number on the wire (`TELL`) carries them all; each is an array that starts with its own tag."""
+One method number (`TELL`) carries them all; each is an array that starts with its own tag.
+"""
 
 from __future__ import annotations
 
@@ -30,84 +32,84 @@ __all__ = [
     "HIGHEST",
     "TELL",
     "Ack",
-    "Answer",
-    "Buckets",
+    "BucketHashes",
     "Card",
+    "CardPart",
     "CardReply",
     "CardRequest",
-    "Digests",
+    "IndirectPing",
+    "IndirectPingResult",
+    "MemberRecord",
+    "MemberState",
     "Message",
     "News",
-    "Part",
     "PartReply",
     "PartRequest",
     "Ping",
-    "PingFor",
-    "Record",
+    "RecordHashes",
     "Records",
     "Rumour",
-    "State",
-    "Summary",
+    "TableHash",
     "decode",
 ]
 
 TELL: Final = 0x0100
-"""The method number of every membership message."""
+"""Method number of every gossip message."""
 
 BUCKETS: Final = 256
-"""Parts of the table that are compared apart."""
+"""Number of buckets of the table that are compared separately."""
 
 
-class State(IntEnum):
-    """Of one life of a member. The last two are final."""
+class MemberState(IntEnum):
+    """State of one life of a member. The last two are final."""
 
     ALIVE = 0
     SUSPECT = 1
     DEAD = 2
-    """Others found it gone."""
+    """Other members found it gone."""
     LEFT = 3
-    """It said so itself."""
+    """It announced its own departure."""
 
     @property
     def final(self) -> bool:
-        return self >= State.DEAD
+        return self >= MemberState.DEAD
 
 
 HIGHEST: Final = (1 << 63) - 1
-"""Epochs, incarnations, versions and nonces go no further."""
+"""Upper bound of epochs, incarnations, versions and nonces."""
 
-Node = Annotated[NodeId, Meta(min_length=1, max_length=128)]
-Life = Annotated[Epoch, Meta(ge=0, le=HIGHEST)]
+BoundedNodeId = Annotated[NodeId, Meta(min_length=1, max_length=128)]
+BoundedEpoch = Annotated[Epoch, Meta(ge=0, le=HIGHEST)]
 Counter = Annotated[int, Meta(ge=0, le=HIGHEST)]
 Nonce = Annotated[int, Meta(ge=0, le=HIGHEST)]
 Hash8 = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Hash16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
-    """All that gossip carries of one member. `member.merge` says which of two holds."""
+class MemberRecord(msgspec.Struct, frozen=True, array_like=True):
+    """All that gossip carries about one member. `member_table.merge` merges two."""
 
-    node: Node
-    epoch: Life
+    node: BoundedNodeId
+    epoch: BoundedEpoch
     incarnation: Counter = 0
-    """Raised by the member itself, only to answer a suspicion."""
-    state: State = State.ALIVE
+    """Raised by the member itself, only to refute a suspicion."""
+    state: MemberState = MemberState.ALIVE
     card: Counter = 0
-    """Version of the member's card, raised by the member itself; 0: it has none."""
+    """Version of the member's card, raised by the member itself; 0: no card."""
     address: Annotated[str, Meta(max_length=256)] = ""
-    """Where others dial it; fixed for the epoch. Empty: nobody can."""
+    """Address at which peers dial it; fixed for the epoch. Empty: it cannot be dialled."""
     role: Annotated[str, Meta(max_length=32)] = ""
-    """Fixed for the epoch."""
+    """Its role; fixed for the epoch."""
 
 
 class Rumour(msgspec.Struct, frozen=True, array_like=True):
-    """News of one member."""
+    """A record of one member, with its accuser if it is suspected."""
 
-    record: Record
+    record: MemberRecord
     by: Annotated[NodeId, Meta(max_length=128)] = NodeId("")
-    """Who accuses, if the state is SUSPECT; empty: unknown."""
+    """The accuser, if the state is SUSPECT; empty: unknown."""
     refused: bool = False
-    """The accuser lost its connection and was refused a new one."""
+    """True if the accuser lost its connection and was refused a new one."""
 
 
 Rumours = Annotated[tuple[Rumour, ...], Meta(max_length=64)]
@@ -126,53 +128,53 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=2):
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3):
     nonce: Nonce
     rumours: Rumours = ()
-    """The receiver's answer to what the ping told it."""
+    """The receiver's refutation of the ping's rumours."""
 
 
-class PingFor(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Ping this life of `node` and tell me."""
+class IndirectPing(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Asks the receiver to ping this life of `node` and report."""
 
     nonce: Nonce
-    node: Node
-    epoch: Life
+    node: BoundedNodeId
+    epoch: BoundedEpoch
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """To `PingFor`: it answered, or it did not; either way its sender is well."""
+class IndirectPingResult(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Answers `IndirectPing`: whether `node` answered. Either way the sender is well."""
 
     nonce: Nonce
     alive: bool
 
 
-class Summary(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class TableHash(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """One hash of the sender's whole table."""
 
     hash: Hash8
 
 
-class Buckets(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """A hash of each bucket, since the summaries differ."""
+class BucketHashes(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """A hash of each bucket, sent when the table hashes differ."""
 
     hashes: Annotated[bytes, Meta(min_length=8 * BUCKETS, max_length=8 * BUCKETS)]
 
 
-class Digests(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Hashes of all the sender's records in the named buckets, since those differ."""
+class RecordHashes(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Hashes of all the sender's records in the named buckets, which differ."""
 
     buckets: Annotated[bytes, Meta(max_length=BUCKETS)]
-    """One byte per bucket's number."""
-    hashes: Annotated[dict[Node, Hash8], Meta(max_length=1 << 14)]
+    """Bucket numbers, one byte each."""
+    hashes: Annotated[dict[BoundedNodeId, Hash8], Meta(max_length=1 << 14)]
 
 
 class Records(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Records the receiver lacks, and the members whose records the sender wants."""
+    """Records that the receiver lacks, and members whose records the sender wants."""
 
-    records: Annotated[tuple[Record, ...], Meta(max_length=512)] = ()
-    wanted: Annotated[tuple[Node, ...], Meta(max_length=512)] = ()
+    records: Annotated[tuple[MemberRecord, ...], Meta(max_length=512)] = ()
+    wanted: Annotated[tuple[BoundedNodeId, ...], Meta(max_length=512)] = ()
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A large part of a card, named by its content."""
+class CardPart(msgspec.Struct, frozen=True, array_like=True):
+    """A large part of a card, named by its hash."""
 
     name: Annotated[str, Meta(max_length=64)]
     hash: Hash16
@@ -181,26 +183,26 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True):
-    """What a member says about itself, replaced whole."""
+    """What a member publishes about itself; replaced whole."""
 
     body: Annotated[bytes, Meta(max_length=8192)] = b""
-    """For the layers above; gossip does not read it."""
-    parts: Annotated[tuple[Part, ...], Meta(max_length=32)] = ()
+    """Content for the layers above; gossip does not read it."""
+    parts: Annotated[tuple[CardPart, ...], Meta(max_length=32)] = ()
 
 
 class CardRequest(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """The card of this life of `node`, of this version or a later one."""
+    """Asks for the card of this life of `node`, of this version or a later one."""
 
-    node: Node
-    epoch: Life
+    node: BoundedNodeId
+    epoch: BoundedEpoch
     version: Counter
 
 
 class CardReply(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    node: Node
-    epoch: Life
+    node: BoundedNodeId
+    epoch: BoundedEpoch
     version: Counter
-    """The one asked for if `card` is missing, otherwise the card's own."""
+    """The requested version if `card` is missing, else the card's own."""
     card: Card | None
 
 
@@ -213,18 +215,18 @@ class PartReply(msgspec.Struct, frozen=True, array_like=True, tag=13):
     hash: Hash16
     offset: Annotated[int, Meta(ge=0, le=1 << 28)]
     data: Annotated[bytes, Meta(max_length=256 * 1024)] | None
-    """None: the sender does not have the part. Empty: there is nothing at that offset."""
+    """The bytes. None: the sender does not have the part. Empty: the offset is past its end."""
 
 
 Message = (
     News
     | Ping
     | Ack
-    | PingFor
-    | Answer
-    | Summary
-    | Buckets
-    | Digests
+    | IndirectPing
+    | IndirectPingResult
+    | TableHash
+    | BucketHashes
+    | RecordHashes
     | Records
     | CardRequest
     | CardReply
@@ -233,4 +235,4 @@ Message = (
 )
 
 decode: Callable[[Buffer], Message] = decoder(cast("Any", Message))
-"""Bytes to a message. Raises `ProtocolError` for anything else."""
+"""Decodes a message. Raises `ProtocolError`."""

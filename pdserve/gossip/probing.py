@@ -1,16 +1,16 @@
-"""Proof of life of the members we watch, directly and through others.
+"""Probes the members that this node watches, directly and through helpers.
 
-    stage     event                 next      doing
+    stage     event                 next      action
     IDLE      due                   WAITING   ping
     WAITING   due, misses left      WAITING   ping again
     WAITING   due                   RELAYED   ask helpers to ping
     RELAYED   due, all reported     IDLE      verdict: it cannot be heard
     any       ack, helper's yes     IDLE      heard
-    any       our own standstill    IDLE      start over: the silence was ours
+    any       our own stall         IDLE      start over: the silence was ours
 
 An ack counts if it names a nonce of the current round, however late: the nonce proves that it was
-sent after the ping. Suspecting, and all that follows, is the machine's. Pings for others end by an
-appointment of their own."""
+sent after the ping. `core` handles verdicts. Pings on behalf of peers have timers of their own.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from pdserve.gossip.messages import Answer, Ping, PingFor
+from pdserve.gossip.messages import IndirectPing, IndirectPingResult, Ping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.gossip.context import Context
+    from pdserve.gossip.context import GossipContext
     from pdserve.gossip.messages import Rumour
     from pdserve.ids import Epoch, NodeId, Seconds
 
-__all__ = ["Prober", "Stage"]
+__all__ = ["ProbeStage", "Prober"]
 
 _RELAY_SHARE: Final = 0.8
-"""Of its time, after which a helper reports a failure."""
+"""Share of the relay timeout after which a helper reports a failure."""
 
 
-class Stage(Enum):
+class ProbeStage(Enum):
     IDLE = 0
     WAITING = 1
     RELAYED = 2
@@ -42,7 +42,7 @@ class Stage(Enum):
 @dataclass(slots=True)
 class _Probe:
     heard: Seconds
-    stage: Stage = Stage.IDLE
+    stage: ProbeStage = ProbeStage.IDLE
     missed: int = 0
     nonces: list[int] = field(default_factory=list)
     asked: dict[NodeId, None] = field(default_factory=dict)
@@ -57,17 +57,18 @@ class _Relay:
 
 
 class Prober:
-    """The probes of one node's targets, and its pings for others."""
+    """The probes of one node's targets, and its pings on behalf of peers."""
 
     def __init__(
         self,
-        context: Context,
+        context: GossipContext,
         about: Callable[[NodeId], tuple[Rumour, ...]],
         helpers: Callable[[NodeId], Sequence[NodeId]],
         epoch: Callable[[NodeId], Epoch],
     ) -> None:
-        """`about`: what a member should hear with its ping. `helpers`: who may reach it.
-        `epoch`: its current life."""
+        """Args: `about` gives the rumours for a member's ping, `helpers` the peers that may reach
+        it, `epoch` its current life.
+        """
         self._context = context
         self._about = about
         self._helpers = helpers
@@ -80,7 +81,7 @@ class Prober:
         return tuple(self._probes)
 
     def watch(self, targets: Sequence[NodeId]) -> None:
-        """Watch these and no others; new ones at a random phase."""
+        """Sets the watched members; new ones start at a random phase."""
         wanted = set(targets)
         for node in [node for node in self._probes if node not in wanted]:
             del self._probes[node]
@@ -91,16 +92,16 @@ class Prober:
                 interval = self._context.config.ping_interval
                 self._context.after("ping", node, self._context.random.uniform(0, interval))
 
-    def stage(self, node: NodeId) -> Stage:
-        """Raises `KeyError` if it is not watched."""
+    def stage(self, node: NodeId) -> ProbeStage:
+        """The stage of a member's probe. Raises `KeyError` if it is not watched."""
         return self._probes[node].stage
 
     def due(self, node: NodeId) -> bool:
-        """Its appointment has come. True: the verdict."""
+        """Handles a member's timer. True: the verdict is that it cannot be heard."""
         probe = self._probes[node]
-        if probe.stage is Stage.RELAYED:
+        if probe.stage is ProbeStage.RELAYED:
             return self._conclude(node, probe)
-        if probe.stage is Stage.WAITING:
+        if probe.stage is ProbeStage.WAITING:
             probe.missed += 1
             if probe.missed >= self._context.config.misses:
                 return self._ask(node, probe)
@@ -108,12 +109,12 @@ class Prober:
         return False
 
     def heard(self, node: NodeId) -> None:
-        """Whatever else it is, the way to it is open."""
+        """Notes any message from a member: the way to it is open."""
         if node in self._probes:
             self._probes[node].heard = self._context.now
 
     def ack(self, node: NodeId, nonce: int) -> None:
-        """An answer to a ping of ours, or to one for somebody else."""
+        """Handles an ack of an own ping, or of one on a peer's behalf."""
         relay = self._relays.get(nonce)
         if relay is not None and relay.target == node:
             self._report(nonce, alive=True)
@@ -122,9 +123,15 @@ class Prober:
             self._alive(node, probe)
 
     def answer(self, helper: NodeId, nonce: int, alive: bool) -> NodeId | None:
-        """A helper's report; returns the member if that was the last one and makes the verdict."""
+        """Handles a helper's report; returns the member if this was the last report and makes the
+        verdict.
+        """
         for node, probe in self._probes.items():
-            if probe.stage is Stage.RELAYED and nonce in probe.nonces and helper in probe.asked:
+            if (
+                probe.stage is ProbeStage.RELAYED
+                and nonce in probe.nonces
+                and helper in probe.asked
+            ):
                 if alive:
                     self._alive(node, probe)
                     return None
@@ -132,11 +139,11 @@ class Prober:
                 return node if not probe.asked and self._conclude(node, probe) else None
         return None
 
-    def ping_for(self, asker: NodeId, request: PingFor) -> None:
-        """Ping somebody for a peer, or report at once that we cannot."""
+    def ping_for(self, asker: NodeId, request: IndirectPing) -> None:
+        """Pings a member for a peer, or reports at once that it is not possible."""
         reachable = self._context.links.get(request.node) == request.epoch
         if not reachable or len(self._relays) >= self._context.config.relays_limit:
-            self._context.send(asker, Answer(request.nonce, alive=False))
+            self._context.send(asker, IndirectPingResult(request.nonce, alive=False))
             return
         nonce = self._context.nonce()
         self._relays[nonce] = _Relay(asker, request.nonce, request.node)
@@ -144,25 +151,25 @@ class Prober:
         self._context.after("relay", nonce, _RELAY_SHARE * self._context.config.relay_timeout)
 
     def relay_due(self, nonce: int) -> None:
-        """A ping for somebody else was not answered."""
+        """Handles the timeout of a ping on a peer's behalf."""
         self._report(nonce, alive=False)
 
     def start_over(self) -> None:
-        """We stood still: what we did not hear proves nothing."""
+        """Restarts all probes, because this process stalled and missed answers prove nothing."""
         for node, probe in self._probes.items():
-            probe.stage = Stage.IDLE
+            probe.stage = ProbeStage.IDLE
             self._context.after("ping", node, 0.0)
 
     def isolated(self) -> bool:
-        """We hear so few of our targets that the fault may well be here."""
+        """True if this node hears so few of its targets that it is probably at fault itself."""
         context = self._context
         since = context.now - context.health.stretch(context.config.fresh)
         heard = sum(probe.heard >= since for probe in self._probes.values())
         return len(self._probes) > 1 and 2 * heard < len(self._probes)
 
     def _ping(self, node: NodeId, probe: _Probe) -> None:
-        if probe.stage is Stage.IDLE:
-            probe.stage = Stage.WAITING
+        if probe.stage is ProbeStage.IDLE:
+            probe.stage = ProbeStage.WAITING
             probe.missed = 0
             probe.nonces.clear()
         nonce = self._context.nonce()
@@ -177,9 +184,9 @@ class Prober:
         nonce = context.nonce()
         probe.nonces.append(nonce)
         probe.asked = dict.fromkeys(helpers)
-        probe.stage = Stage.RELAYED
+        probe.stage = ProbeStage.RELAYED
         for helper in helpers:
-            context.send(helper, PingFor(nonce, node, self._epoch(node)))
+            context.send(helper, IndirectPing(nonce, node, self._epoch(node)))
         if not helpers:
             return self._conclude(node, probe)
         context.after("ping", node, context.health.stretch(context.config.relay_timeout))
@@ -198,7 +205,7 @@ class Prober:
         return True
 
     def _rest(self, node: NodeId, probe: _Probe) -> None:
-        probe.stage = Stage.IDLE
+        probe.stage = ProbeStage.IDLE
         probe.asked = {}
         interval = self._context.config.ping_interval
         self._context.after("ping", node, self._context.health.stretch(interval))
@@ -206,4 +213,4 @@ class Prober:
     def _report(self, nonce: int, *, alive: bool) -> None:
         relay = self._relays.pop(nonce)
         self._context.agenda.cancel(("relay", nonce))
-        self._context.send(relay.asker, Answer(relay.nonce, alive))
+        self._context.send(relay.asker, IndirectPingResult(relay.nonce, alive))

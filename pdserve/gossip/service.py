@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from random import Random
 
     from pdserve.gossip.config import GossipConfig
-    from pdserve.gossip.messages import Card, Message, Record
+    from pdserve.gossip.messages import Card, MemberRecord, Message
     from pdserve.ids import Epoch, NodeId, Seconds
-    from pdserve.net.base import Incoming, Link, Network
+    from pdserve.net.base import IncomingStream, Link, Network
     from pdserve.wire.parser import Buffer
 
 __all__ = ["PARTS", "GossipService"]
@@ -41,6 +41,7 @@ _BULK_TIMEOUT: Final[Seconds] = 10.0
 _BULK_TRIES: Final = 3
 _BULK_TASKS: Final = 64
 """Chunks on their way at a time; further ones are dropped, and asked for again elsewhere."""
+_FAULT_PAUSE: Final[Seconds] = 1.0
 _IDLE_CHECK: Final[Seconds] = 10.0
 """Between two looks at whether a link that membership needs no more is idle."""
 
@@ -50,7 +51,7 @@ class GossipService:
 
     def __init__(
         self,
-        me: Record,
+        me: MemberRecord,
         network: Network,
         config: GossipConfig,
         random: Random,
@@ -66,6 +67,8 @@ class GossipService:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._due: Seconds = float("inf")
+        self._not_before: Seconds = 0.0
+        """After a fault the timer pauses, or it would repeat the fault at once and for ever."""
         self._dialling: set[str] = set()
         self._unneeded: dict[NodeId, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,7 +79,7 @@ class GossipService:
 
     # ------------------------------------------------------------------ what happens
 
-    def start(self, start: ev.Start) -> None:
+    def start(self, start: ev.StartGossip) -> None:
         """Begin: dial the seeds, introduce this node."""
         self._step(start)
 
@@ -95,16 +98,16 @@ class GossipService:
 
     def told(self, link: Link, body: Buffer) -> None:
         """A message of a peer. Raises `ProtocolError` for anything else."""
-        self._step(ev.Received(link.peer.node, link.peer.epoch, decode(body)))
+        self._step(ev.MessageReceived(link.peer.node, link.peer.epoch, decode(body)))
 
-    def opened(self, stream: Incoming, body: Buffer) -> None:
+    def opened(self, stream: IncomingStream, body: Buffer) -> None:
         """A part's chunk on the bulk connection. Raises `ProtocolError`."""
         message = decode(body)
         if not isinstance(message, PartReply):
             raise ProtocolError("only parts of cards travel here")
         stream.accept(_Mute(), window=0)
         stream.end()
-        self._step(ev.Received(stream.link.peer.node, stream.link.peer.epoch, message))
+        self._step(ev.MessageReceived(stream.link.peer.node, stream.link.peer.epoch, message))
 
     def set_card(self, card: Card, parts: tuple[bytes, ...]) -> None:
         """This node's card, from now on."""
@@ -115,7 +118,7 @@ class GossipService:
         self._step(ev.WantPart(owner, hash))
 
     def leave(self) -> None:
-        """Say goodbye; `Stopped` follows."""
+        """Say goodbye; `GossipStopped` follows."""
         self._step(ev.Leave())
 
     async def close(self) -> None:
@@ -140,17 +143,26 @@ class GossipService:
         if self._stepping:
             return
         self._stepping = True
-        try:
-            while self._waiting and not self._closed:
-                for effect in self.machine.step(self._loop.time(), self._waiting.pop(0)):
-                    self._perform(effect)
-        finally:
-            self._stepping = False
-            self._waiting.clear()
+        while self._waiting and not self._closed:
+            self._take_in(self._waiting.pop(0))
+        self._stepping = False
+        self._waiting.clear()
         self._arm()
+
+    def _take_in(self, event: ev.Event) -> None:
+        """A fault of the machine must not cost the events that wait, nor the next timer."""
+        try:
+            for effect in self.machine.step(self._loop.time(), event):
+                self._perform(effect)
+        except Exception:
+            if isinstance(event, ev.Tick):  # a peer's messages must not hold up the timer
+                self._not_before = self._loop.time() + _FAULT_PAUSE
+            _log.exception("membership could not take in %s", type(event).__name__)
 
     def _arm(self) -> None:
         due = self.machine.due
+        if due is not None:
+            due = max(due, self._not_before)
         if self._closed or due == self._due:
             return
         if self._timer is not None:
@@ -229,18 +241,21 @@ class GossipService:
         """The machine counts on an answer to every dial."""
         try:
             link = await self._network.dial(address)
-        except DialError as error:
+        except Exception as error:
             self._dialling.discard(address)
+            if not isinstance(error, DialError):
+                _log.exception("dialling %s failed in an unknown way", address)
+                error = DialError(f"{address}: {type(error).__name__}")
             self._on_dial_failed(address, error)
             refused, ours = isinstance(error, DialRefused), isinstance(error, OwnAddress)
-            self._step(ev.DialFailed(address, refused=refused, ours=ours))
+            self._step(ev.DialAttemptFailed(address, refused=refused, ours=ours))
             return
         if address not in self._dialling:
             return
         self._dialling.discard(address)
         peer, now = link.peer, self._network.link(link.peer.node)
         if now is None or now.peer.epoch != peer.epoch:  # it has ended meanwhile
-            self._step(ev.DialFailed(address, refused=False))
+            self._step(ev.DialAttemptFailed(address, refused=False))
         else:  # it was there before, or has an address besides its own
             self._step(ev.LinkUp(peer.node, peer.epoch, address))
 

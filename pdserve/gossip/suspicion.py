@@ -1,11 +1,12 @@
-"""How long a suspicion lasts, and how far this process may trust its own ears (Lifeguard).
+"""Computes how long a suspicion lasts, and how far this process trusts itself (Lifeguard).
 
-A suspicion is a countdown to a verdict. Each further accuser shortens it, on a logarithm: the
-second opinion is worth most. Accusers who were refused a connection need no countdown.
+A suspicion is a countdown to a verdict. Each further accuser shortens it logarithmically: the
+second opinion is worth most. Enough accusers whose connections were refused end it at once.
 
-The health score is about ourselves. What makes us doubt it is what a starved process sees: work
-begun late, suspicions of ourselves that we had to refute, helpers that stayed silent although a
-healthy one reports even a failure. Pings that succeed bring it down. It knows no member's table."""
+The health score is about this process. Signs of a starved process raise it: late timers, suspicions
+of itself that it had to refute, helpers that stayed silent although a healthy one reports even a
+failure. Successful pings lower it. It knows no member table.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +18,24 @@ if TYPE_CHECKING:
     from pdserve.gossip.config import GossipConfig
     from pdserve.ids import NodeId, Seconds
 
-__all__ = ["Health", "Suspicion", "floor", "remaining", "spread"]
+__all__ = ["LocalHealth", "Suspicion", "floor", "remaining", "spread"]
 
 
 def spread(config: GossipConfig, n: int) -> Seconds:
-    """Until a rumour has reached all of `n` members."""
+    """Time until a rumour has reached all of `n` members."""
     rounds = 3 + math.log(max(n, 1)) / math.log(1 + config.gossip_fanout)
     return config.gossip_interval * rounds
 
 
 def floor(config: GossipConfig, n: int) -> Seconds:
-    """The shortest suspicion among `n` members: there and back, and a second to think."""
+    """The shortest suspicion among `n` members: there and back, and a second to react."""
     return max(config.suspicion_floor, 2 * spread(config, n) + 1.0)
 
 
 def remaining(low: Seconds, high: Seconds, heard: int, wanted: int) -> Seconds:
     """Length of a suspicion with `heard` of `wanted` confirmations: `high` without any, `low` with
-    all, a logarithm between."""
+    all, logarithmic between.
+    """
     if wanted <= 0:
         return low
     share = math.log(min(heard, wanted) + 1) / math.log(wanted + 1)
@@ -42,18 +44,20 @@ def remaining(low: Seconds, high: Seconds, heard: int, wanted: int) -> Seconds:
 
 @dataclass(slots=True)
 class Suspicion:
-    """One member's, in one incarnation."""
+    """A suspicion of one member in one incarnation."""
 
     epoch: int
     incarnation: int
     since: Seconds
     not_before: Seconds = 0.0
-    """No verdict earlier, whatever the countdown says: we were not listening."""
+    """No verdict before this, whatever the countdown says: this process was not listening."""
     accusers: dict[NodeId, None] = field(default_factory=dict)
     refusers: dict[NodeId, None] = field(default_factory=dict)
 
     def confirm(self, by: NodeId, refused: bool, config: GossipConfig) -> bool:
-        """Whether this accusation is worth passing on: new, and not one more than ever matters."""
+        """Adds an accusation; True if it is new and still matters, so that it is worth passing
+        on.
+        """
         fresh = by not in self.accusers and len(self.accusers) <= config.confirmations
         if fresh:
             self.accusers[by] = None
@@ -72,12 +76,12 @@ class Suspicion:
         return max(self.since + length, self.not_before)
 
     def gone(self, config: GossipConfig, n: int) -> bool:
-        """Enough observers were refused: there is no process."""
+        """True if enough observers were refused: there is no process."""
         return len(self.refusers) >= max(1, min(config.refusals, n - 1))
 
 
-class Health:
-    """The score `h` of config.py: 0 is well."""
+class LocalHealth:
+    """The score `h` of config.py; 0 is healthy."""
 
     def __init__(self, limit: int) -> None:
         self._most = limit - 1
@@ -90,5 +94,5 @@ class Health:
         self.score = max(self.score - 1, 0)
 
     def stretch(self, seconds: Seconds) -> Seconds:
-        """A time of ours, as long as our state demands."""
+        """Stretches a timeout by the score."""
         return seconds * (1 + self.score)

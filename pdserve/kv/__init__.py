@@ -1,1 +1,1 @@
-"""Blocks of KV cache: who holds them, which are reusable, and the memory they live in."""
+"""Manages the KV cache's blocks: reference counts, prefix cache, memory and layouts."""

@@ -25,7 +25,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.messages.kv import BlockRemoved, BlockStored, KvEvent, PoolCleared, Tier
+from pdserve.messages.kv_events import BlockRemoved, BlockStored, KvEvent, PoolCleared, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -66,6 +66,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._quarantined: set[int] = set()
         self._events: list[KvEvent] = []
+        self._in_order = True
+        """A named block is held, and kept, no longer than the one before it."""
         self.releases = 0
         """Grows whenever blocks became available: what did not fit need not be tried before."""
 
@@ -99,10 +101,6 @@ class BlockPool:
     def references(self, block: int) -> int:
         """How many holders `block` has."""
         return self._refs[block]
-
-    def hash_of(self, block: int) -> bytes | None:
-        """The block's hash, if it has been committed."""
-        return self._hash[block]
 
     # ------------------------------------------------------------------ taking and giving back
 
@@ -232,12 +230,14 @@ class BlockPool:
         self._events.append(PoolCleared(tier=self.tier))
 
     def disown(self, blocks: Sequence[int]) -> None:
-        """Take the names of those blocks away that only the caller holds: what is in them is not to
-        be trusted."""
-        names, refs = self._hash, self._refs
-        held = [block for block in blocks if refs[block] == 1 and names[block] is not None]
-        if held:
-            self._note_removed([self._forget(block) for block in held])
+        """Take the names of these blocks away: what is in them is not to be trusted. The caller
+        holds them; others who do keep them."""
+        named = [block for block in blocks if self._hash[block] is not None]
+        if any(self._refs[block] > 1 for block in named):
+            # Who goes on from one gives names that follow a name which another block may get.
+            self._in_order = False
+        if named:
+            self._note_removed([self._forget(block) for block in named])
 
     def _evict(self, count: int) -> None:
         """Turn the `count` oldest cached leaves into free blocks."""
@@ -327,6 +327,8 @@ class BlockPool:
         assert not named & nameless, "a free or quarantined block has a hash"
         assert cached <= named, "a cached block has no hash"
         assert {self._hash[block]: block for block in named} == self._by_hash
+        if not self._in_order:
+            return
         age = {block: position for position, block in enumerate(self._cached)}
         for block in named:
             parent = self._by_hash.get(self._parent[block])

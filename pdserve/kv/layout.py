@@ -26,28 +26,28 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pdserve import accel
-from pdserve.transfer.plan import PlanError, heads_of
+from pdserve.transfer.copy_plan import PlanError, heads_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.ids import Bytes
-    from pdserve.messages.transfer import KvLayout
+    from pdserve.messages.transfer import RankKvLayout
 
 __all__ = [
     "AXES",
     "MAX_UNITS",
     "WIRE",
+    "AxisWindow",
     "Conversion",
-    "InnerLayout",
-    "Side",
+    "PlaneStrides",
+    "StridedLayout",
     "Unit",
-    "Window",
     "conversion",
     "convert",
     "convert_pure",
-    "inner_layout",
     "offset_of",
+    "strided_layout",
     "unit_of",
     "wire_layout",
 ]
@@ -58,7 +58,7 @@ MAX_UNITS: Final = (1 << 31) - 1
 """Of one call: the map counts in 32 bits, which devices divide quickly."""
 
 
-class Side(NamedTuple):
+class PlaneStrides(NamedTuple):
     """Distances in one end's planes, in bytes."""
 
     block: Bytes
@@ -76,7 +76,7 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class InnerLayout:
+class StridedLayout:
     """One rank's KV as it lies in memory. A token of a head, `dim` items, is contiguous."""
 
     layers: int
@@ -88,7 +88,7 @@ class InnerLayout:
     """Of one token of one head."""
     planes: tuple[tuple[int, Bytes], ...]
     """Memory and offset of (layer 0, k), (layer 0, v), (layer 1, k), …"""
-    side: Side
+    side: PlaneStrides
 
     @property
     def memories(self) -> int:
@@ -96,7 +96,7 @@ class InnerLayout:
         return 1 + max(memory for memory, _ in self.planes)
 
 
-def inner_layout(layout: KvLayout, axes: str, *, blocks: int) -> InnerLayout:
+def strided_layout(layout: RankKvLayout, axes: str, *, blocks: int) -> StridedLayout:
     """The layout of pools whose axes are in this order, densely.
 
     `axes` has the names of `WIRE`, outermost first. Without `layer`, there is a memory per layer;
@@ -125,13 +125,13 @@ def inner_layout(layout: KvLayout, axes: str, *, blocks: int) -> InnerLayout:
         name: row * math.prod(sizes[inside] for inside in names[place + 1 : -1])
         for place, name in enumerate(names[:-1])
     }
-    return InnerLayout(
+    return StridedLayout(
         layers=layout.layers,
         heads=sizes["head"],
         tokens=layout.tokens,
         row=row,
         planes=tuple(_plane(apart, layer, kv) for layer in range(layout.layers) for kv in (0, 1)),
-        side=Side(apart["block"], apart["head"], apart["token"]),
+        side=PlaneStrides(apart["block"], apart["head"], apart["token"]),
     )
 
 
@@ -149,9 +149,9 @@ def _plane(apart: dict[str, Bytes], layer: int, kv: int) -> tuple[int, Bytes]:
     return memory, offset
 
 
-def wire_layout(layout: KvLayout) -> InnerLayout:
+def wire_layout(layout: RankKvLayout) -> StridedLayout:
     """The layout that pools and wires use, of any number of blocks."""
-    return inner_layout(layout, WIRE, blocks=1)
+    return strided_layout(layout, WIRE, blocks=1)
 
 
 # ------------------------------------------------------------------------------ the map
@@ -166,8 +166,8 @@ class Conversion:
     tokens: int
     run: Bytes
     """Of one unit."""
-    source: Side
-    destination: Side
+    source: PlaneStrides
+    destination: PlaneStrides
     source_planes: tuple[tuple[int, Bytes], ...]
     destination_planes: tuple[tuple[int, Bytes], ...]
 
@@ -195,12 +195,12 @@ def unit_of(plan: Conversion, index: int) -> Unit:
     return Unit(block, plane, head, token)
 
 
-def offset_of(side: Side, block: int, unit: Unit) -> Bytes:
+def offset_of(side: PlaneStrides, block: int, unit: Unit) -> Bytes:
     """From a plane's beginning; `block` is the id that the lists have for `unit.block`."""
     return block * side.block + unit.head * side.head + unit.token * side.token
 
 
-class Window(NamedTuple):
+class AxisWindow(NamedTuple):
     """Some layers, or some heads: `width` of them, from `source` on there and `destination` here.
     Both count on their own rank."""
 
@@ -211,10 +211,10 @@ class Window(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def conversion(
-    source: InnerLayout,
-    destination: InnerLayout,
-    layers: Window | None = None,
-    heads: Window | None = None,
+    source: StridedLayout,
+    destination: StridedLayout,
+    layers: AxisWindow | None = None,
+    heads: AxisWindow | None = None,
 ) -> Conversion:
     """How blocks of one layout become blocks of the other; without windows, all of them. Raises
     `PlanError` for what does not fit."""
@@ -238,12 +238,12 @@ def conversion(
     return _merged(plan)
 
 
-def _within(name: str, window: Window | None, ours: int, theirs: int) -> Window:
+def _within(name: str, window: AxisWindow | None, ours: int, theirs: int) -> AxisWindow:
     """A window that both ends have."""
     if window is None:
         if ours != theirs:
             raise PlanError(f"{ours} {name} at the source, {theirs} at the destination")
-        return Window(0, 0, ours)
+        return AxisWindow(0, 0, ours)
     ends = ((window.source, ours), (window.destination, theirs))
     if window.width < 1 or any(at < 0 or at + window.width > size for at, size in ends):
         raise PlanError(f"{window} of {ours} {name} at the source, {theirs} at the destination")
@@ -251,7 +251,7 @@ def _within(name: str, window: Window | None, ours: int, theirs: int) -> Window:
 
 
 def _planes(
-    layout: InnerLayout, first: int, count: int, head: int
+    layout: StridedLayout, first: int, count: int, head: int
 ) -> tuple[tuple[int, Bytes], ...]:
     """Of these layers, beginning at this head."""
     own = layout.planes[2 * first : 2 * (first + count)]
@@ -345,7 +345,7 @@ def convert_pure(
 
 def _check(
     plan: Conversion,
-    side: Side,
+    side: PlaneStrides,
     planes: Sequence[tuple[int, Bytes]],
     memories: Sequence[memoryview],
     blocks: Sequence[int],

@@ -1,24 +1,27 @@
-"""How many cores this process may compute on: the least of affinity, control groups and Slurm.
+"""Determines how many cores this process may use: minimum of affinity, cgroups and Slurm.
 
-Reading is separate from deciding: `read_limits` looks, `CpuLimits` says what follows. It
-starts no thread and sets no affinity.
+`read_cpu_limits` reads the limits, `CpuLimits` decides. It starts no thread and sets no affinity.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-_QuotaOf = Callable[[Path], float | None]
-_V1_FOLDERS = ("cpu,cpuacct", "cpuacct,cpu", "cpu")
+from pdserve.limits.cgroups import groups, read
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.limits.cgroups import Cgroup
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLimits:
-    """What bounds this process; None where a bound does not exist."""
+    """CPU limits of this process; None for a limit that does not exist."""
 
     logical: int
     """CPUs of the affinity mask, hardware threads counted singly."""
@@ -51,7 +54,7 @@ class CpuLimits:
         return "CPU affinity"
 
 
-def read_limits(
+def read_cpu_limits(
     environ: Mapping[str, str] = os.environ, root: Path = Path("/"), pid: int = 0
 ) -> CpuLimits:
     """Look at this machine. `root` stands in for `/` in tests; `pid` 0 is this process."""
@@ -73,9 +76,7 @@ def _affinity(pid: int) -> set[int]:
 def _physical_cores(cpus: set[int], root: Path) -> int:
     """CPUs that are siblings of one core count once; unknown topology counts each."""
     topology = root / "sys/devices/system/cpu"
-    cores = {
-        _read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus
-    }
+    cores = {read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
     return len(cores)
 
 
@@ -86,37 +87,14 @@ def _slurm(environ: Mapping[str, str]) -> int | None:
 
 def _cgroup_quota(root: Path) -> float | None:
     """The least quota from this process's group up to the root, of either version."""
-    quotas = []
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            quotas += _walk(root / "sys/fs/cgroup", path, _quota_v2)
-        elif "cpu" in controllers.split(","):
-            for folder in _V1_FOLDERS:
-                quotas += _walk(root / "sys/fs/cgroup" / folder, path, _quota_v1)
-    return min(quotas, default=None)
+    quotas = [_quota(group) for group in groups("cpu", root)]
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _walk(mount: Path, path: str, quota_of: _QuotaOf) -> list[float]:
-    """Quotas along `path` below `mount`. Inside a container only the mount's own may exist."""
-    group = mount / path.lstrip("/")
-    groups = [group, *(parent for parent in group.parents if parent.is_relative_to(mount))]
-    return [quota for folder in groups if (quota := quota_of(folder)) is not None]
-
-
-def _quota_v2(folder: Path) -> float | None:
-    quota, _, period = (_read(folder / "cpu.max") or "max").partition(" ")
-    return None if quota == "max" else int(quota) / int(period or 100_000)
-
-
-def _quota_v1(folder: Path) -> float | None:
-    quota = int(_read(folder / "cpu.cfs_quota_us") or -1)
-    period = int(_read(folder / "cpu.cfs_period_us") or 100_000)
-    return quota / period if quota > 0 else None
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
+def _quota(group: Cgroup) -> float | None:
+    if group.version == 2:
+        share, _, period = (read(group.folder / "cpu.max") or "max").partition(" ")
+        return None if share == "max" else int(share) / int(period or 100_000)
+    microseconds = int(read(group.folder / "cpu.cfs_quota_us") or -1)
+    period = read(group.folder / "cpu.cfs_period_us") or "100000"
+    return microseconds / int(period) if microseconds > 0 else None

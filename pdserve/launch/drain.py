@@ -1,10 +1,9 @@
-"""A process's drain: begun once, whoever asks for it, and how far it is.
+"""Drains a process: runs the drain once and reports its progress.
 
-A signal asks for it, and so does an operator through any node of the process (`DRAIN`). Each part
-takes nothing new from its turn on and hands over or finishes what it has, the frontend first, since
-it owns requests; all within one time. Then the process ends, unless the operator wants it to stay:
-a drained node is a member that does nothing, until a signal ends it. How a part drains is its own
-business. Owned by the process.
+A signal starts it, or an operator through any node of the process (`DRAIN`). Each role stops taking
+new work and hands over or finishes what it has, the frontend first, since it owns requests; all
+within one time limit. Then the process ends, unless the operator wants it to stay as an idle member
+until a signal. The roles implement their own drain. Owned by the process.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
 from pdserve.messages.status import DrainState
-from pdserve.runtime.methods import DRAIN
+from pdserve.runtime.rpc_methods import DRAIN
 from pdserve.runtime.tasks import Tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.ids import Seconds
-    from pdserve.launch.parts.base import Part
+    from pdserve.launch.roles.base import Role
     from pdserve.messages.status import DrainOrder
-    from pdserve.net.base import Call
+    from pdserve.net.base import IncomingCall
     from pdserve.runtime.node import Node
 
 __all__ = ["Drain", "describe", "requests_in_words"]
@@ -32,15 +31,15 @@ __all__ = ["Drain", "describe", "requests_in_words"]
 _log = logging.getLogger(__name__)
 
 _REPLY: Final[Seconds] = 0.1
-"""For the answer to an order to be on its way before the process can be gone."""
+"""Delay after a drain request, so that its reply is sent before the process ends."""
 
 
 class Drain:
-    """See above; `close` it at the end."""
+    """Drain of one process; `close` it at the end."""
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[Role],
         timeout: Seconds,
         on_ordered: Callable[[], None],
         refusal: str = "",
@@ -53,45 +52,45 @@ class Drain:
         self._on_ordered = on_ordered
         self._refusal = refusal
         self._stays = True
-        """Until it is told to end."""
+        """False once the process must end after the drain."""
         self._tasks = Tasks("drain")
         self._task: asyncio.Task[None] | None = None
         self._until: Seconds = 0.0
 
     def serve(self, node: Node) -> None:
-        """Take orders through this node."""
+        """Accept drain requests on this node."""
         node.serve(DRAIN, lambda order, call: self._ordered(node, order, call))
 
     def begin(self, timeout: Seconds | None = None) -> None:
-        """Begin, unless it has begun. `timeout`: in place of the configured one."""
+        """Begin the drain once. `timeout` replaces the configured one."""
         if self._task is None:
             timeout = self._timeout if timeout is None else timeout
             self._until = _now() + timeout
             self._task = self._tasks.spawn(self._run(), "drain")
 
     async def finish(self, timeout: Seconds) -> None:
-        """Begin, unless it has begun, and wait for its end: the process goes."""
+        """Begin the drain if needed and wait for its end; the process ends afterwards."""
         self._stays = False
         self.begin(timeout)
         assert self._task is not None
         await asyncio.wait({self._task})
 
     async def close(self) -> None:
-        """End what is left of it."""
+        """Cancel a running drain."""
         await self._tasks.close()
 
     @property
     def begun(self) -> bool:
-        """Nothing new is taken."""
+        """True once the drain has begun and new work is refused."""
         return self._task is not None
 
     @property
     def left(self) -> int:
-        """Requests in this process; one that several parts have counts once."""
+        """Number of requests in this process; one in several roles counts once."""
         return max((part.left for part in self._parts), default=0)
 
     def state(self) -> DrainState | None:
-        """For whoever asks; None: it has not begun."""
+        """State of the drain for status requests; None before it begins."""
         if self._task is None:
             return None
         done = self._task.done()
@@ -103,13 +102,13 @@ class Drain:
         )
 
     def reason(self) -> str | None:
-        """Why the process serves nothing new; None: it has not begun."""
+        """Return why the process refuses new work; None before the drain begins."""
         state = self.state()
         return None if state is None else describe(state)
 
     # ------------------------------------------------------------------ inside
 
-    def _ordered(self, node: Node, order: DrainOrder, call: Call) -> DrainState:
+    def _ordered(self, node: Node, order: DrainOrder, call: IncomingCall) -> DrainState:
         if self._refusal:
             raise ConfigError(self._refusal)
         before = self.state()
@@ -141,7 +140,7 @@ def _now() -> Seconds:
 
 
 def describe(state: DrainState) -> str:
-    """In words, for status and probes."""
+    """Describe a drain in words for status and probes."""
     if state.drained:
         return "drained" if state.stays else "drained: it is leaving"
     return f"draining: {requests_in_words(state.left)} left, for {state.remaining:.0f} s at most"

@@ -1,4 +1,4 @@
-"""What the exit status says; `docs/operations.md` repeats this table for scripts."""
+"""Defines the exit codes; `docs/operations.md` repeats this table for scripts."""
 
 from __future__ import annotations
 

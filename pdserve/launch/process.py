@@ -1,14 +1,14 @@
-"""One process: its roles started in order, and ended in order.
+"""Runs one pdserve process: starts its roles in order and stops them in order.
 
-The order of life: listen (so that a taken port is known before a model is loaded, and `/health` can
-tell how far loading is), join, load, announce, serve, drain, leave, close. One signal drains, a
-second one ends the process at once. What the parts decide is theirs; this file only puts them in
-order.
+The order: listen (a taken port is found before a model loads, and `/health` can report loading),
+join, load, announce, serve, drain, leave, close. One signal drains, a second ends the process at
+once. The roles make the decisions; this file only orders them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import functools
 import importlib
 import io
@@ -17,21 +17,23 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pdserve import __version__, accel
 from pdserve.clock import SystemClock
-from pdserve.engine.api import EngineState
-from pdserve.errors import ConfigError, HandshakeRefused, PdserveError
+from pdserve.errors import ConfigError, EngineDied, HandshakeRefused, PdserveError
 from pdserve.launch import exit_codes
-from pdserve.launch.cluster import Membership
-from pdserve.launch.config import idle_flags, splits
+from pdserve.launch.cluster.advertise_check import watch_advertised_name
+from pdserve.launch.cluster.membership_log import log_member_event
+from pdserve.launch.cluster.node_factory import NodeFactory
+from pdserve.launch.config.resolve import has_worker_pair
+from pdserve.launch.config.startup_log import log_config_sources, log_listening, warn_about_config
+from pdserve.launch.console import Console
 from pdserve.launch.drain import Drain, requests_in_words
-from pdserve.launch.parts.base import Context
-from pdserve.launch.screen import Screen
-from pdserve.launch.siblings import is_sibling, sharing
-from pdserve.launch.witness import note_member
-from pdserve.net.address import is_loopback
+from pdserve.launch.frontend_processes import is_child_frontend, with_shared_port
+from pdserve.launch.roles.base import RoleContext
+from pdserve.net.address import join
 from pdserve.observe import logs
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.loop_lag import LoopLagMonitor
@@ -40,13 +42,13 @@ from pdserve.observe.probes import ProbeServer
 from pdserve.runtime.tasks import Tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from pdserve.ids import Seconds
-    from pdserve.launch.config import Config
-    from pdserve.launch.parts.base import Part
-    from pdserve.launch.parts.frontend import FrontendPart
-    from pdserve.launch.parts.worker import WorkerPart
+    from pdserve.launch.config.resolve import Config
+    from pdserve.launch.roles.base import Role
+    from pdserve.launch.roles.frontend import FrontendRole
+    from pdserve.launch.roles.worker import WorkerRole
     from pdserve.runtime.node import Node
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO: Seconds = 0.3
 """A signal this soon after the first is the same wish: `timeout` and shells that forward a signal
 deliver it twice, to the process and to its group."""
+_CONSEQUENCES: Seconds = 3.0
+"""Time after one engine's failure in which others can report theirs."""
 _SIBLING = (
     "this is one of several frontend processes that share a port, and would be started again: "
     "drain the first of them, which is in charge of all"
@@ -62,22 +66,32 @@ _SIBLING = (
 
 
 def serve(config: Config) -> int:
-    """Serve until a signal says otherwise; returns the exit status."""
+    """Serve until a signal; return the exit status."""
+    _report_crashes()
     # A service manager may start us without a standard error.
-    screen = Screen(sys.stderr or io.StringIO(), SystemClock())
-    logs.configure(config.process.log_format, config.process.log_level, screen)
+    screen = Console(sys.stderr or io.StringIO(), SystemClock())
+    said: dict[str, object] = {"role": config.process.role, "pid": os.getpid()}
+    logs.configure(config.process.log_format, config.process.log_level, screen, said)
     metrics = Metrics()
     degradations = Degradations(metrics)
     _note_degradations(degradations)
     _raise_file_limit(config.frontend.max_connections)
     try:
         with asyncio.Runner(loop_factory=_loop_factory(degradations)) as runner:
-            return runner.run(Process(config, screen, metrics, degradations).run())
+            return runner.run(ServerProcess(config, screen, metrics, degradations, said).run())
     except PdserveError as error:
         screen.finish()
         _log.error("%s", error.message)
         _log.debug("the failed start in detail", exc_info=error)
         return _status_of(error)
+
+
+def _report_crashes() -> None:
+    """A crash in native code, ours or a library's, leaves the stacks of all threads on standard
+    error: without them a process ends without a word."""
+    if sys.stderr is not None and not faulthandler.is_enabled():
+        with suppress(OSError, ValueError):  # it is no file
+            faulthandler.enable()
 
 
 def _status_of(error: PdserveError) -> int:
@@ -89,44 +103,91 @@ def _status_of(error: PdserveError) -> int:
     return exit_codes.ENGINE_FAILED
 
 
-class Process:
+def _refuse_idle_tls(config: Config) -> None:
+    """Certificates say that encryption is expected, and here would be none: a `ConfigError`."""
+    cluster = config.cluster
+    files = {"cert": cluster.tls_cert, "key": cluster.tls_key, "ca": cluster.tls_ca}
+    given = [name for name, path in files.items() if path is not None]
+    if given and config.process.role == "all-in-one" and cluster.alone:
+        raise ConfigError(
+            f"--tls-{given[0]} encrypts links between nodes, not the API, and this process has no "
+            "other nodes: for HTTPS put a proxy that ends TLS before it; for a cluster give "
+            "--listen too"
+        )
+
+
+async def _load_all(workers: Sequence[WorkerRole]) -> None:
+    """All engines, side by side. If several fail, the cause is raised and not its consequence:
+    those that share a process end together, in no order."""
+    loads = [asyncio.ensure_future(worker.load()) for worker in workers]
+    try:
+        if loads:
+            await asyncio.wait(loads, return_when=asyncio.FIRST_EXCEPTION)
+        if _failures(loads):
+            await asyncio.wait(loads, timeout=_CONSEQUENCES)
+            raise _first_cause(_failures(loads))
+    finally:
+        for each in loads:
+            each.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+
+
+def _failures(tasks: Sequence[asyncio.Future[None]]) -> list[BaseException]:
+    return [error for task in tasks if task.done() and (error := task.exception()) is not None]
+
+
+def _first_cause(errors: Sequence[BaseException]) -> BaseException:
+    """Of failures side by side: what an engine says itself counts more than what was seen of its
+    end, which may be the consequence of another's."""
+    return min(errors, key=lambda error: isinstance(error, EngineDied))
+
+
+class ServerProcess:
     """One process and its roles. `run` once, on the loop that it is made for."""
 
     def __init__(
-        self, config: Config, screen: Screen, metrics: Metrics, degradations: Degradations
+        self,
+        config: Config,
+        screen: Console,
+        metrics: Metrics,
+        degradations: Degradations,
+        said: dict[str, object],
     ) -> None:
-        config = sharing(config)
+        """`said`: fields that every log line of this process has."""
+        _refuse_idle_tls(config)
+        config = with_shared_port(config)
         self._config = config
         self._screen = screen
+        self._said = said
         role = config.process.role
         self._all_in_one = role == "all-in-one"
-        self._membership = Membership(
+        self._membership = NodeFactory(
             config.cluster, private=self._all_in_one and config.cluster.alone
         )
-        self._parts: list[Part] = []
-        """In the order in which they join; they end the other way round."""
+        self._parts: list[Role] = []
+        """Roles in the order in which they join; they close in reverse order."""
         self._drain = Drain(
             self._parts,
             config.frontend.drain_timeout,
             self._end,
-            _SIBLING if is_sibling(config) else "",
+            _SIBLING if is_child_frontend(config) else "",
         )
-        self._context = Context(
+        self._context = RoleContext(
             config, self._membership, screen, metrics, degradations, self._drain
         )
         self._unheard: list[Callable[[], None]] = []
         """Each ends what the log tells of members: who leaves does not judge who leaves too."""
-        self._frontend: FrontendPart | None = None
-        self._workers: list[WorkerPart] = []
+        self._frontend: FrontendRole | None = None
+        self._workers: list[WorkerRole] = []
         self._tasks = Tasks("process")
         self._probes: ProbeServer | None = None
         self._lag = LoopLagMonitor(metrics)
         self._signalled: Seconds | None = None
-        """When the first signal came to end it; None: there was none."""
+        """Time of the first signal to end; None before it."""
         metrics.build_info.labels(__version__, role).value = 1
 
     async def run(self) -> int:
-        """From listening to closed; returns the exit status.
+        """Run from listening to closed; return the exit status.
 
         Errors: `ConfigError`, `EngineDied`, `HandshakeRefused` when it cannot start.
         """
@@ -135,13 +196,15 @@ class Process:
         self._lag.start()
         drain_timeout = 0.0
         try:
+            log_config_sources(self._config)
             self._make_parts()
+            self._watch_advertised()
             self._probes = self._make_probes()
             for part in self._parts:
                 await part.begin()
             if self._probes is not None:
                 await self._probes.start()
-                _log.info("probes on port %d", self._probes.port)
+                _log.info("probes at http://%s", join(self._probes_host, self._probes.port))
             await self._unless_stopped(self._start())
             status = await self._exit
             drain_timeout = self._config.frontend.drain_timeout
@@ -157,51 +220,61 @@ class Process:
         role = self._config.process.role
         roles = ("router", "worker", "frontend") if self._all_in_one else (role,)
         for name in roles:
-            if name == "worker" and splits(self._config):
+            if name == "worker" and has_worker_pair(self._config):
                 self._make_pair()
             else:
                 self._parts.append(self._make_part(name, self._make_node(name)))
 
+    def _watch_advertised(self) -> None:
+        told = self._config.cluster.advertise
+        if told:
+            _ = self._tasks.spawn(
+                watch_advertised_name(told, self._context.degradations), "advertised name"
+            )
+
     def _make_node(self, role: str, label: str = "") -> Node:
-        node = self._membership.node(role, first=not self._parts, label=label)
+        first = not self._parts
+        node = self._membership.node(role, first=first, label=label)
         node.on_superseded = self._on_superseded
         self._drain.serve(node)
-        if not self._membership.private:
-            self._unheard.append(node.on_member(note_member))
+        if first:
+            self._said["node"] = node.id
+        if first and not self._membership.private:  # the others hear the same of the same members
+            self._unheard.append(node.on_member(log_member_event))
         return node
 
-    def _make_part(self, role: str, node: Node) -> Part:
+    def _make_part(self, role: str, node: Node) -> Role:
         """Imports what this role needs: what the others need costs time and memory."""
         if role == "router":
-            from pdserve.launch.parts.router import RouterPart
+            from pdserve.launch.roles.router import RouterRole
 
-            return RouterPart(self._context, node)
+            return RouterRole(self._context, node)
         if role == "worker":
-            from pdserve.launch.parts.worker import WorkerPart
+            from pdserve.launch.roles.worker import WorkerRole
 
-            worker = WorkerPart(self._context, node, self._on_engine_state)
+            worker = WorkerRole(self._context, node, self._on_given_up)
             self._workers.append(worker)
             return worker
-        from pdserve.launch.parts.frontend import FrontendPart
+        from pdserve.launch.roles.frontend import FrontendRole
 
-        self._frontend = FrontendPart(self._context, node, self._on_siblings_failed)
+        self._frontend = FrontendRole(self._context, node, self._on_siblings_failed)
         return self._frontend
 
     def _make_pair(self) -> None:
         """One worker for prompts and one for the rest; the latter answers for both."""
-        from pdserve.launch.parts.pair import pair
-        from pdserve.launch.parts.worker import WorkerPart
+        from pdserve.launch.roles.all_in_one import worker_pair
+        from pdserve.launch.roles.worker import WorkerRole
 
-        for config, carrier in pair(self._context):
+        for config, carrier in worker_pair(self._context):
             node = self._make_node("worker", config.mode)
-            worker = WorkerPart(
-                self._context, node, self._on_engine_state, config=config, carrier=carrier
+            worker = WorkerRole(
+                self._context, node, self._on_given_up, config=config, carrier=carrier
             )
             self._workers.append(worker)
             self._parts.append(worker)
 
     @property
-    def _worker(self) -> WorkerPart | None:
+    def _worker(self) -> WorkerRole | None:
         """The one that takes requests, if there is one in this process."""
         return self._workers[-1] if self._workers else None
 
@@ -222,13 +295,13 @@ class Process:
         """Join, load, announce. A model that cannot turn text into tokens is not ready, whatever
         the engine says."""
         if self._frontend is not None and self._frontend.service.listening:
-            self._note_listening(self._frontend)
+            log_listening(self._config, self._frontend.service.port)
         for part in self._parts:
             await part.join(tuple(p.node.address for p in self._parts if p.node.lives))
             if not self._all_in_one or not self._config.cluster.alone:
                 _log.info("%s %s at %s", part.node.config.role, part.node.id, part.node.address)
-        self._note_oddities()
-        await asyncio.gather(*(worker.load() for worker in self._workers))
+        warn_about_config(self._config, self._parts[0].node.address)
+        await _load_all(self._workers)
         if self._frontend is None:
             return
         if self._worker is None or not await self._frontend.wait_model():
@@ -237,36 +310,17 @@ class Process:
         self._screen.finish()
         self._frontend.announce_engine(self._worker.service)
 
-    def _note_listening(self, frontend: FrontendPart) -> None:
-        config = self._config.frontend
-        doing = "loading" if self._all_in_one else "looking for workers"
-        _log.info("listening on %s, port %d; %s", config.host, frontend.service.port, doing)
-        if config.api_keys_file is None and not is_loopback(config.host):
-            _log.warning("whoever reaches this address may use it: there is no --api-keys-file")
-
-    def _note_oddities(self) -> None:
-        """What is allowed and most likely not meant."""
-        role = self._config.process.role
-        idle = idle_flags(self._config)
-        if idle:
-            _log.warning("a %s has no use for %s", role, ", ".join(idle))
-        mode = self._config.worker.mode
-        if self._all_in_one and mode != "aggregated":
-            _log.warning(
-                "all in one has its own workers: nobody looks at --mode=%s without --role=worker",
-                mode,
-            )
-        if role in ("frontend", "worker") and not self._config.cluster.join:
-            address = self._parts[0].node.address
-            _log.warning("there is no --join: this %s waits for others, at %s", role, address)
-
     def _make_probes(self) -> ProbeServer | None:
         port = self._config.process.metrics_port
         if port is None:
             return None
-        host, context = self._config.frontend.host, self._context
+        host, context = self._probes_host, self._context
         pages = context.metrics if self._frontend is None else self._frontend.pages
         return ProbeServer(host, port, pages, context.degradations, self._unready_reason)
+
+    @property
+    def _probes_host(self) -> str:
+        return self._config.process.metrics_host or self._config.frontend.host
 
     def _unready_reason(self) -> str | None:
         if self._drain.begun:
@@ -276,10 +330,9 @@ class Process:
 
     # ------------------------------------------------------------------ end
 
-    def _on_engine_state(self, state: EngineState, reason: str) -> None:
-        """An engine that served and is given up leaves nothing to serve with."""
-        served = self._worker is not None and self._worker.service.cards()
-        if state is EngineState.FAILED and served and not self._exit.done():
+    def _on_given_up(self) -> None:
+        """Without that engine there is nothing to serve with."""
+        if not self._exit.done():
             self._exit.set_result(exit_codes.ENGINE_FAILED)
 
     def _on_siblings_failed(self, error: BaseException) -> None:
@@ -300,7 +353,7 @@ class Process:
     def _on_stop_signal(self, number: signal.Signals) -> None:
         now = asyncio.get_running_loop().time()
         if self._signalled is not None:
-            if now - self._signalled < _ECHO or is_sibling(self._config):
+            if now - self._signalled < _ECHO or is_child_frontend(self._config):
                 return  # a sibling's impatience is that of the process that started it
             self._screen.finish()
             _log.warning("%s again: ending at once", number.name)
@@ -323,6 +376,7 @@ class Process:
             self._frontend.siblings.reload()
         self._reload("API keys", self._reload_api_keys)
         self._reload("cluster keys", self._reload_cluster_keys)
+        self._reload("certificates", self._membership.reload_certificates)
 
     def _reload(self, what: str, reload: Callable[[], bool]) -> None:
         try:
@@ -387,7 +441,7 @@ def _loop_factory(degradations: Degradations) -> Callable[[], asyncio.AbstractEv
 
 
 def _note_degradations(degradations: Degradations) -> None:
-    """What is known to be poorer before anything starts."""
+    """Record the degradations known before start-up."""
     if not accel.NATIVE:
         degradations.add("pure_twins", f"hot loops run in pure Python: {accel.REASON}")
     if not hasattr(os, "memfd_create"):

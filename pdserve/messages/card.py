@@ -1,6 +1,6 @@
-"""What a worker says about the model it serves: all that a frontend must know to serve it.
+"""Defines the model card: everything a frontend must know to serve a worker's model.
 
-A frontend never opens the model's directory: tokenizer, template, limits and defaults come in the
+A frontend never opens the model's directory. Tokenizer, template, limits and defaults come in the
 card, so a frontend can serve a model that its own machine has never seen.
 """
 
@@ -9,6 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.messages.request import Pooling
+
+EXACT_PREFIX = "exact:"
+"""Prefix of an entry of `ModelCard.features`, before the name of the kernels. Workers with the same
+kernels compute bit-identical tokens and logprobs for a request, whatever else is in the batch.
+Without it, near ties between two candidate tokens may fall either way.
+"""
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -47,17 +53,20 @@ class ModelCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     created: int = 0
     """Unix seconds, for `/v1/models`."""
     tool_parser: str = ""
-    """How the model writes calls of tools, by the name in `text.tools`; empty: it does not."""
+    """Name in `text.tool_parsers` of the parser for the model's tool calls; empty: it makes
+    none."""
     reasoning_parser: str = ""
-    """How it marks its reasoning, by the name in `text.reasoning`; empty: it does not."""
+    """Name in `text.reasoning_parser` of the parser for its reasoning; empty: it marks none."""
     pooling: Pooling = ""
-    """How a text becomes a vector; empty: the model makes none."""
+    """How a text becomes an embedding; empty: the model makes none."""
     normalize: bool = False
-    """Vectors have length 1."""
+    """Embeddings have length 1."""
     embedding_size: int = 0
-    """Numbers of a vector."""
+    """Dimensions of an embedding."""
     features: tuple[str, ...] = ()
-    """What its engine can beyond plain text: `grammar`, `thinking`, `bans`, `embeddings`."""
+    """What its engine can beyond plain text: `grammar`, `thinking`, `bans`, `embeddings`;
+    and `EXACT_PREFIX` with the name of its kernels, if it promises that."""
     dimensions: tuple[int, ...] = ()
-    """Sizes that vectors may be cut to; 0 stands for every size below `embedding_size`. Empty: they
-    are worth nothing in part."""
+    """Sizes that embeddings may be cut to; 0 stands for every size below `embedding_size`. Empty: a
+    shortened embedding is not meaningful.
+    """

@@ -1,6 +1,6 @@
-"""What crosses the engine port: commands to an engine core, events from it.
+"""Defines the messages of the engine port: commands to an engine core, events from it.
 
-Tags are integers and never reused. A handle is chosen by the sender of `Submit` and names the
+Tags are integers and never reused. The sender of `Submit` chooses a handle, which identifies the
 submission until its last delta.
 """
 
@@ -11,27 +11,31 @@ from typing import Literal
 import msgspec
 
 from pdserve.messages.handoff import Handoff
-from pdserve.messages.kv import KvEvent
+from pdserve.messages.kv_events import KvEvent
 from pdserve.messages.request import GenerateRequest, TokenDelta
-from pdserve.messages.transfer import Control, Ticket
+from pdserve.messages.transfer import TransferControl, TransferTicket
 
 
 class TransferSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How one worker moves KV."""
+    """Settings of KV transfer for one worker."""
 
     backends: tuple[str, ...] = ()
-    """That may be used, best first; empty: whatever is possible here."""
+    """Backends that may be used, best first; empty: all that work here."""
     verify: Literal["all", "sample", "off"] = "sample"
     host: str = "127.0.0.1"
-    """Where bulk connections are listened for."""
+    """Address on which bulk connections are accepted."""
     advertise: str = ""
-    """What peers dial instead of `host`."""
+    """Address that peers dial instead of `host`."""
     tls: tuple[str, str, str] | None = None
-    """Certificate, key and CA files where the cluster's links are encrypted."""
+    """Certificate, key and CA files; set if the cluster's links are encrypted."""
     unfilled: float = 0.3
-    """Of the pool, at most so much is set aside for prompts that others prefill."""
+    """Largest fraction of the KV pool set aside for prompts that other workers prefill."""
     optional: bool = False
-    """An engine that cannot move KV serves without."""
+    """True: the engine serves without KV transfer if it cannot move KV."""
+    rdma_devices: tuple[str, ...] = ()
+    """`name`, `name:port` or `name:port:gid-index`; empty: every adapter with an active port."""
+    rdma_traffic_class: int = 0
+    """RoCE traffic class; 0: the adapter default."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -51,7 +55,7 @@ class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     kv_memory: int = 0
     """Bytes for KV blocks; 0: the engine chooses from what is free."""
     kv_share: float = 1.0
-    """Of that memory: several workers of one machine divide it."""
+    """Fraction of the KV memory for this worker, where several workers of one machine share it."""
     max_model_len: int = 0
     """0: the checkpoint's limit."""
     max_batch_tokens: int = 2048
@@ -67,16 +71,22 @@ class EngineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     options: dict[str, str] = {}
     """Engine-specific settings (`--engine-option name=value`), validated by the engine."""
     transfer: TransferSpec | None = None
-    """How KV is moved; None: this engine neither sends nor receives any."""
+    """KV transfer settings; None: this engine neither sends nor receives KV."""
+    gpu_memory_utilization: float = 0.9
+    """Fraction of a GPU's memory that this process may take with weights, KV and steps together;
+    used if `kv_memory` is 0.
+    """
+    kv_cap: int = 0
+    """Upper bound in bytes for KV, set after a larger pool did not fit; 0: no bound."""
 
     @property
     def moves_optionally(self) -> bool:
-        """It serves even if it cannot move KV."""
+        """True if the engine also serves when it cannot move KV."""
         return self.transfer is None or self.transfer.optional
 
 
 class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a loaded engine can do; fixed from `Ready` until it stops."""
+    """What a loaded engine can do; fixed from `CoreReady` until it stops."""
 
     engine: str
     model_type: str
@@ -95,11 +105,15 @@ class EngineCapabilities(msgspec.Struct, frozen=True, array_like=True, kw_only=T
     weight_bytes: int = 0
     compat_hash: str = ""
     transfers: tuple[str, ...] = ()
-    """Back ends by which this engine can move KV; empty: none."""
+    """Backends by which this engine can move KV; empty: none."""
     features: tuple[str, ...] = ()
-    """As in `ModelCard`."""
+    """Features beyond plain text, as in `ModelCard.features`."""
     embedding_size: int = 0
-    """Numbers of a vector; 0: it makes none."""
+    """Dimensions of an embedding; 0: it makes none."""
+    reduced: str = ""
+    """Why the context or the pool is smaller than the checkpoint or the spec ask for, and the
+    remedy; empty: it is not.
+    """
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -109,18 +123,18 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     waiting: int = 0
     blocks_total: int = 0
     blocks_free: int = 0
-    """Never used, or given back with nothing worth keeping."""
+    """Blocks never used, or freed with nothing worth keeping."""
     blocks_cached: int = 0
     """Unreferenced but still valid: reusable as prefix, evictable at once."""
     blocks_used: int = 0
     blocks_quarantined: int = 0
     steps: int = 0
     step_seconds: float = 0.0
-    """Sum over all steps."""
+    """Sum over all steps, in seconds."""
     prompt_tokens: int = 0
     """Prompt tokens of admitted sequences."""
     cached_tokens: int = 0
-    """Of those, taken from the prefix cache."""
+    """Prompt tokens of admitted sequences that were taken from the prefix cache."""
     computed_tokens: int = 0
     """Tokens that went through the model, recomputation included."""
     output_tokens: int = 0
@@ -128,30 +142,30 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     aborted: int = 0
     finished: int = 0
     uncomputed_tokens: int = 0
-    """Prompt tokens of this moment that no step has computed yet."""
+    """Prompt tokens that no step has computed yet, at this moment."""
     kv_tokens: int = 0
-    """Of running sequences at this moment: what a decode step reads."""
+    """Tokens of running sequences at this moment: what a decode step reads."""
     itl: float = 0.0
-    """Seconds between two tokens of a sequence, lately; 0: unknown."""
+    """Recent seconds between two tokens of a sequence; 0: unknown."""
     remote: int = 0
-    """Sequences whose prompt is prefilled elsewhere at this moment."""
+    """Sequences whose prompt is being prefilled by another worker."""
     sending: int = 0
-    """Prefilled sequences whose blocks are still being sent at this moment."""
+    """Prefilled sequences whose blocks are still being sent."""
     received_tokens: int = 0
-    """Prompt tokens whose KV came from a peer, of sequences that went on with it."""
+    """Prompt tokens whose KV came from a peer and was used."""
     received_blocks: int = 0
     received_bytes: int = 0
-    """What those blocks take here."""
+    """Bytes of KV blocks that came from peers."""
     sent_blocks: int = 0
     sent_bytes: int = 0
     attempts: int = 0
-    """Opened to be filled by a peer."""
+    """Attempts opened for a peer to fill."""
     attempts_failed: int = 0
-    """Of those, given up; what was in their blocks was not used."""
+    """Opened attempts that failed; their blocks were not used."""
 
 
-class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The first command: load this."""
+class StartCore(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The first command: load this model."""
 
     spec: EngineSpec
 
@@ -160,53 +174,57 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
     handle: int
     request: GenerateRequest
     counted: bool = True
-    """Its tokens and its end are in the statistics."""
+    """True: its tokens and its end count in the statistics."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Forget a submission and free its blocks within one step. No further delta follows."""
+    """Drops a submission and frees its blocks within one step. No further delta follows."""
 
     handle: int
 
 
 class QueryStats(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Asks for a `Stats` event."""
+    """Asks for an `EngineStats` event."""
 
 
 class ClearCache(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Drop every cached, unreferenced block."""
+    """Drops every cached, unreferenced block."""
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Abort what runs, free everything, end."""
+class StopCore(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Aborts all requests, frees everything, and ends the core."""
 
 
-class Rekey(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Name blocks with another secret: what is cached is forgotten. `EngineSpec.hash_secret` is
-    what the core began with; one that starts again begins with the newest."""
+class SetHashSecret(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Hashes blocks with another secret; cached blocks are dropped. `EngineSpec.hash_secret` is
+    what the core began with; a restarted core begins with the newest secret.
+    """
 
     hash_secret: bytes
 
 
-class Attach(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """The node that this core belongs to, and its life: paths are made in its name. A later one
-    ends what was begun in an earlier one."""
+class SetNodeLife(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Sets the node, and its life, that this core belongs to: paths are made in its name. A later
+    life ends what was begun in an earlier one.
+    """
 
     node: str
     epoch: int
 
 
 class SubmitRemote(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Take a request whose prompt will be prefilled elsewhere: set capacity aside, compute nothing.
-    Answered by `Admitted`, at once or when there is room, or `Rejected`."""
+    """Takes a request whose prompt another worker will prefill: reserves capacity, computes
+    nothing. Answered by `Admitted`, at once or when there is room, or by `Rejected`.
+    """
 
     handle: int
     request: GenerateRequest
 
 
-class Open(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Bind fresh blocks to an attempt of the peer's and let it fill them. Answered by `Opened` or
-    `AttemptLost`. An attempt that is open is given up first."""
+class OpenAttemptBlocks(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Binds fresh blocks to a peer's attempt and lets the peer fill them. Answered by
+    `AttemptBlocksOpened` or `AttemptLost`. An attempt that is already open is aborted first.
+    """
 
     handle: int
     attempt: int
@@ -215,107 +233,111 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class Activate(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """The attempt's handoff has come: once all its parts are here and checked, decode. The first
-    tokens' deltas answer it, or `AttemptLost`."""
+    """Starts to decode once all parts of a handed-off attempt are here and checked. Answered by the
+    deltas of the first tokens, or by `AttemptLost`.
+    """
 
     handle: int
     attempt: int
     handoff: Handoff
 
 
-class GiveUp(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Want nothing more of an attempt. Its blocks come back once they are fenced; `Open` may name
-    the next one at once. Unknown ones are ignored."""
+class AbortAttempt(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Aborts an attempt. Its blocks are freed once they are fenced; `OpenAttemptBlocks` may name
+    the next attempt at once. Unknown attempts are ignored.
+    """
 
     handle: int
     attempt: int
 
 
-class PrefillHere(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """A request of `SubmitRemote` is to be computed here after all; an open attempt is given up."""
+class PrefillLocally(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Prefills a `SubmitRemote` request here after all; an open attempt is aborted."""
 
     handle: int
 
 
-class Prefill(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """Compute a prompt and bring its KV to the blocks of a peer's ticket. Answered by `Prefilled`
-    or `Rejected`; ends by `Sent`. `Abort` withdraws it."""
+class PrefillForPeer(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """Computes a prompt and sends its KV to the blocks of a peer's ticket. Answered by `Prefilled`
+    or `Rejected`; ends with `PrefillSent`. `Abort` withdraws it.
+    """
 
     handle: int
     request: GenerateRequest
-    ticket: Ticket
+    ticket: TransferTicket
     node: str
     epoch: int
 
 
 class PeerGone(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    """That life of a node is over: close the paths to it, which fences what it could write."""
+    """Reports that a node life is over: closes the paths to it, which fences what it could
+    write."""
 
     node: str
     epoch: int
 
 
-class TransferCall(msgspec.Struct, frozen=True, array_like=True, tag=16):
-    """A peer's transport asks ours. Answered by `TransferReply`."""
+class InboundControl(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """A control call from a peer's transport to ours. Answered by `InboundControlReply`."""
 
     number: int
     node: str
     epoch: int
     backend: str
-    control: Control
+    control: TransferControl
 
 
-class TransferAnswered(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """To a `TransferQuestion`: the answer, or what went wrong (`kind` as in `Rejected`)."""
+class OutboundControlReply(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """Answers an `OutboundControl` with a reply or an error (`kind` as in `Rejected`)."""
 
     number: int
-    control: Control | None
+    control: TransferControl | None
     kind: str = ""
     message: str = ""
 
 
 Command = (
-    Start
+    StartCore
     | Submit
     | Abort
     | QueryStats
     | ClearCache
-    | Stop
-    | Rekey
-    | Attach
+    | StopCore
+    | SetHashSecret
+    | SetNodeLife
     | SubmitRemote
-    | Open
+    | OpenAttemptBlocks
     | Activate
-    | GiveUp
-    | PrefillHere
-    | Prefill
+    | AbortAttempt
+    | PrefillLocally
+    | PrefillForPeer
     | PeerGone
-    | TransferCall
-    | TransferAnswered
+    | InboundControl
+    | OutboundControlReply
 )
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Loading goes on: a stage in words, and how far it is (0 to 1; None: unknown)."""
+class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Progress of loading: a stage in words, and its fraction (0 to 1; None: unknown)."""
 
     stage: str
     fraction: float | None = None
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class CoreReady(msgspec.Struct, frozen=True, array_like=True, tag=2):
     capabilities: EngineCapabilities
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """What one step produced, for all sequences at once."""
 
     deltas: list[TokenDelta]
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A submission the engine cannot take or had to give up; no delta follows.
+    """Ends a submission that the engine cannot take or had to give up; no delta follows.
 
-    `kind` names a class in `pdserve.errors`, the rest are that error's arguments.
+    `kind` names a class in `pdserve.errors`, the other fields are that error's arguments.
     """
 
     handle: int
@@ -333,38 +355,39 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=6):
     stats: EngineStats
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """The core cannot go on (or could not load); it ends after this. `kind` as in `Rejected`."""
+class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """The core cannot load or go on, and ends after this event. `kind` as in `Rejected`."""
 
     kind: str
     message: str
 
 
-class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """The last event of a core that ended in order."""
+class CoreStopped(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """The last event of a core that ended normally."""
 
     leaked_blocks: int = 0
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """There is room for a request of `SubmitRemote`."""
+    """There is room for a `SubmitRemote` request."""
 
     handle: int
     cached_tokens: int
     """Leading prompt tokens that are in the pool now."""
 
 
-class Opened(msgspec.Struct, frozen=True, array_like=True, tag=10):
+class AttemptBlocksOpened(msgspec.Struct, frozen=True, array_like=True, tag=10):
     """The peer may fill the blocks of this ticket."""
 
     handle: int
     attempt: int
-    ticket: Ticket
+    ticket: TransferTicket
 
 
 class AttemptLost(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """Nothing came of an attempt; the request waits for the next one, or for `PrefillHere`. `kind`
-    as in `Rejected`."""
+    """An attempt failed; the request waits for the next one, or for `PrefillLocally`. `kind` as in
+    `Rejected`.
+    """
 
     handle: int
     attempt: int
@@ -373,94 +396,99 @@ class AttemptLost(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """A prompt has been computed; all its parts are sent or on their way."""
+    """A prompt has been computed; all its parts are sent or being sent."""
 
     handle: int
     handoff: Handoff
 
 
-class Sent(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """A prefilled or withdrawn sequence's blocks are not read any more: the end of its handle.
-    `kind` and `message` say why it failed, if it did."""
+class PrefillSent(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """The blocks of a prefilled or withdrawn sequence are no longer read: the end of its handle.
+    `kind` and `message` say why it failed, if it did.
+    """
 
     handle: int
     kind: str = ""
     message: str = ""
 
 
-class TransferQuestion(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """Our transport asks a peer's. Answered by `TransferAnswered`, within `timeout` seconds."""
+class OutboundControl(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """A control call from our transport to a peer's. Answered by `OutboundControlReply` within
+    `timeout` seconds.
+    """
 
     number: int
     node: str
     epoch: int
     backend: str
-    control: Control
+    control: TransferControl
     timeout: float
 
 
-class TransferReply(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    """To a `TransferCall`."""
+class InboundControlReply(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """Answers an `InboundControl`."""
 
     number: int
-    control: Control | None
+    control: TransferControl | None
     kind: str = ""
     message: str = ""
 
 
 class PathState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One path, as status and metrics show it."""
+    """One KV transfer path, as status and metrics show it."""
 
     node: str
     epoch: int
     backend: str
-    """`none`: there is no way to move KV to or from that peer."""
+    """Name of the backend; `none`: KV cannot move to or from that peer."""
     why: str = ""
-    """Why this back end and none better, in words."""
+    """Why this backend is used and no better one, in words."""
     expected: float = 0.0
-    """Bytes per second that this back end usually brings; 0: unknown."""
+    """Bytes per second that this backend usually reaches; 0: unknown."""
     sent_bytes: int = 0
     received_bytes: int = 0
     sent_seconds: float = 0.0
-    """During which something was being sent."""
+    """Seconds during which something was being sent."""
     failures: int = 0
     down: str = ""
-    """Why it has ended; empty while it is up, and where there is no way, once it is worth trying
-    again."""
+    """Why the path has ended; empty while it is up, and, where no backend works, once it is worth
+    trying again.
+    """
     degraded: str = ""
-    """Why a better back end, which both have, is not used, or none at all; empty: no better one
-    could be."""
+    """Why a better backend that both ends have is not used, or why there is none; empty: no better
+    one is possible.
+    """
 
 
-class Paths(msgspec.Struct, frozen=True, array_like=True, tag=16):
-    """All paths that there are: whenever one comes or goes, and with the statistics."""
+class PathStates(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """All existing paths; sent whenever one comes or goes, and with the statistics."""
 
     paths: list[PathState]
 
 
-class Freed(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """Of submissions that were aborted nothing is held any more. Every `Abort` is answered so."""
+class BlocksFreed(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """Aborted submissions hold no blocks any more. Answers every `Abort`."""
 
     handles: list[tuple[int, str]]
-    """And what each was doing when the abort came; empty: it had ended by itself."""
+    """(handle, what it was doing when the abort came); empty: it had ended by itself."""
 
 
 Event = (
-    Progress
-    | Ready
-    | Step
+    LoadProgress
+    | CoreReady
+    | StepOutput
     | Rejected
     | KvEvents
     | Stats
-    | Failed
-    | Stopped
+    | CoreFailed
+    | CoreStopped
     | Admitted
-    | Opened
+    | AttemptBlocksOpened
     | AttemptLost
     | Prefilled
-    | Sent
-    | TransferQuestion
-    | TransferReply
-    | Paths
-    | Freed
+    | PrefillSent
+    | OutboundControl
+    | InboundControlReply
+    | PathStates
+    | BlocksFreed
 )

@@ -1,23 +1,23 @@
-"""What nodes say so that a prompt is prefilled on one worker and decoded on another.
+"""Defines the messages for prefilling a prompt on one worker and decoding it on another.
 
     decode worker D        prefill queue (of a router)          prefill worker P
-    Enqueue ─────────────▶ Queued
-                           ◀──────────────────────────── Offer  credits
-                           Claimed ────────────────────▶
+    EnqueueItem ─────────▶ ItemQueued
+                           ◀────────────────────── CreditOffer  credits
+                           ItemClaimed ────────────────▶
     ◀───────────────────────────────────────────── OpenAttempt
-    Opened ──────────────────────────────────────────────────▶  request and ticket
-    ◀─────────────────────────────────────────────────── Renew  the lease, once a second
+    AttemptOpened ───────────────────────────────────────────▶  request and ticket
+    ◀───────────────────────────────────────────── RenewLeases  once a second
     ◀══════════════════════ KV, by pdserve.transfer ══════════
-    ◀────────────────────────────────────────────────── Notify  the handoff
-                           ◀─────────────────────────── Ended   of the claim
+    ◀─────────────────────────────────────────── NotifyHandoff  the handoff
+                           ◀─────────────────────── ClaimEnded  of the claim
 
-A *claim* is P's right to an item of the queue, a *lease* its right to write to blocks of D's, which
-ends unless renewed. Both are soft: D alone says what becomes of its request. It numbers the
-attempts, has at most one open, and takes a handoff only of that one; so whatever is lost, repeated
-or late, a request has one outcome. No block ids travel before an attempt is open.
+A *claim* is P's right to an item of the queue. A *lease* is P's right to write to blocks of D; it
+ends unless renewed. D alone decides the outcome of its request: it numbers the attempts, has at
+most one open, and accepts a handoff only of that one. So a request has one outcome, even if
+messages are lost, repeated or late. No block ids travel before an attempt is open.
 
-A sequence that runs on a worker S already is moved the same way, but for the queue: its next worker
-sends `HandOver` to S itself, which takes that as a claim of its own and is P from then on.
+A sequence that already runs on a worker S moves the same way without the queue: its next worker
+sends `KvFetch` to S, which treats that as a claim and takes the role of P.
 """
 
 from __future__ import annotations
@@ -28,22 +28,27 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.ids import NodeId
-from pdserve.messages.request import Deadline, GenerateRequest, Started, TokenLogprob
-from pdserve.messages.transfer import Control, Ticket
+from pdserve.messages.request import Deadline, FirstTokenStats, GenerateRequest, TokenLogprob
+from pdserve.messages.transfer import TransferControl, TransferTicket
 
 PREFILL_QUEUE: Final = 0x0305
 """The stream that decode and prefill workers open to the router that owns a model's queue."""
-PREFILL: Final = "prefill"
+PREFILL_TOPIC: Final = "prefill"
 """Topic of a router, a value: `QueueReport`."""
 
-LEASE: Final = 6.0
+LEASE_SECONDS: Final = 6.0
 """Seconds after which an attempt is given up unless its lease was renewed."""
-RENEWAL: Final = 1.0
+RENEW_INTERVAL: Final = 1.0
 """Seconds between two renewals."""
 
-Mode = Literal["aggregated", "prefill", "decode"]
+WorkerMode = Literal["aggregated", "prefill", "decode"]
 Disagg = Literal["rule", "predict", "always", "never"]
 """How a decode worker decides where a prompt is prefilled."""
+ClaimOutcome = Literal["done", "refused", "failed", "cancelled", "returned"]
+"""How a claim ends. `returned`: it was not begun and goes back into the queue. `refused`: the
+decode worker did not open an attempt, and the item is dropped. `failed`: the decode worker has been
+told if it could be reached, and the item is dropped.
+"""
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -54,142 +59,143 @@ Reason = Annotated[str, Meta(max_length=2000)]
 
 
 class PrefillItem(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One request as the queue knows it: how much work, where its prefix may be. No prompt."""
+    """One request in the prefill queue: how much work it is and where its prefix may be cached. No
+    prompt.
+    """
 
     request: Number
     """The decode worker's handle."""
     round: Count
-    """How often the decode worker has queued it; a later one takes the place of an earlier one."""
+    """How often the decode worker has queued it; a later round replaces an earlier one."""
     model: str
     """The name on the workers' cards."""
     compat_hash: str = ""
-    """Only a worker with the same one may take it."""
+    """Only a worker with the same compatibility hash may take it."""
     prompt_tokens: Count
-    """All that must be in KV: the output of earlier attempts included."""
+    """Tokens that must be in KV, including the output of earlier attempts."""
     cached_tokens: Count = 0
-    """Leading ones that the decode worker has; they need not be sent."""
+    """Leading tokens that the decode worker has already; they need not be sent."""
     names: bytes = b""
-    """Short names (`blocks.hashing.short_names`) of the prompt's full blocks."""
+    """Short block hashes (`blocks.hashing.short_names`) of the prompt's full blocks."""
     names_id: bytes = b""
     block_size: Count = 0
     priority: int = 0
     """Higher is sooner."""
     deadline: Deadline | None = None
-    """Seconds that remain at the moment of sending; None: none."""
+    """Seconds remaining at the moment of sending; None: no deadline."""
     excluded: tuple[NodeId, ...] = ()
     """Workers that have failed at it."""
     waited: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """Seconds since it was first queued, with whomever, at the moment of sending."""
+    """Seconds since it was first queued, at any router, at the moment of sending."""
 
 
-class Enqueue(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class EnqueueItem(msgspec.Struct, frozen=True, array_like=True, tag=1):
     item: PrefillItem
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Nobody need prefill this any more; answered by nothing."""
+class CancelItem(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Removes an item that no longer needs a prefill; not answered."""
 
     request: Number
     round: Count
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=3):
-    """From a prefill worker, whenever it changes: it would take so many more items."""
+class CreditOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=3):
+    """Tells a router, on every change, how many more items a prefill worker would take."""
 
     model: str
     compat_hash: str = ""
     credits: Count
     uncomputed_tokens: Count = 0
-    """Prompt tokens it has taken and not computed."""
+    """Prompt tokens it has claimed and not computed."""
     claims: Count = 0
-    """Claims of the model that had come on this stream when it said so: those that are still on
-    their way count against the credits."""
+    """Claims of the model received on this stream when the offer was sent; claims still on their
+    way count against the credits.
+    """
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A prefill worker is done with a claim."""
+class ClaimEnded(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """A prefill worker has ended a claim."""
 
     claim: Number
-    outcome: Literal["done", "refused", "failed", "cancelled", "returned"]
-    """`returned`: it was not begun and goes back into the queue.
-    `refused`: the decode worker did not open an attempt; it knows why, the item is dropped.
-    `failed`: so has the decode worker been told, if it could be; the item is dropped."""
+    outcome: ClaimOutcome
 
 
-ToQueue = Enqueue | Cancel | Offer | Ended
+ToQueue = EnqueueItem | CancelItem | CreditOffer | ClaimEnded
 
 
-class Queued(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class ItemQueued(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """To a decode worker: the item is in the queue."""
 
     request: Number
     round: Count
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """To a decode worker: it is not in the queue (any more), nobody will take it. Prefill locally,
-    or ask again elsewhere."""
+class ItemRefused(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Tells a decode worker that the item is not in the queue (any more). Prefill locally, or ask
+    again.
+    """
 
     request: Number
     round: Count
     reason: Reason
 
 
-class Claimed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=3):
-    """To a prefill worker: this is yours."""
+class ItemClaimed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=3):
+    """Gives an item to a prefill worker."""
 
     claim: Number
-    """Of this router, never reused in its life."""
+    """Claim number of this router, never reused in its life."""
     decode: NodeId
     decode_epoch: Number
     item: PrefillItem
 
 
-class Unclaimed(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """To a prefill worker: the item was cancelled; stop working on it. Answered by `Ended`."""
+class ClaimCancelled(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """To a prefill worker: the item was cancelled; stop working on it. Answered by `ClaimEnded`."""
 
     claim: Number
 
 
-FromQueue = Queued | Refused | Claimed | Unclaimed
+FromQueue = ItemQueued | ItemRefused | ItemClaimed | ClaimCancelled
 
 
 class QueueState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One model's queue."""
+    """State of one model's prefill queue."""
 
     waiting: Count = 0
-    """Items that nobody has claimed."""
+    """Items that no worker has claimed."""
     waiting_tokens: Count = 0
     """Their tokens, less what the best worker for each has cached."""
     claimed: Count = 0
     workers: Count = 0
     """Prefill workers connected."""
     uncomputed_tokens: Count = 0
-    """Claimed and not computed, over all workers."""
+    """Tokens claimed and not computed, over all workers."""
     credits: Count = 0
     """Items that would be taken at once."""
 
 
 class QueueReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a router says of the queues it owns."""
+    """State of the prefill queues that a router owns."""
 
     queues: dict[str, QueueState] = {}
-    """By model."""
+    """Queue state by model name."""
 
 
 # ---------------------------------------------------------------- from a worker to its successor
 
 
-class HandOver(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """To the worker that has the KV of a sequence: ask me for blocks, and fill them."""
+class KvFetch(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Asks the worker that has a sequence's KV to request blocks here and fill them."""
 
     item: PrefillItem
     epoch: Number
-    """The life of that worker that is meant; claims are good in that one only."""
+    """The life of that worker that is meant; claims are valid in that life only."""
 
 
-class HandOverTaken(msgspec.Struct, frozen=True, array_like=True):
-    """It will, unless it says why not."""
+class KvFetchReply(msgspec.Struct, frozen=True, array_like=True):
+    """The worker will send the KV, unless `refused` says why not."""
 
     refused: Reason = ""
     """One word, as `pdserve_prefill_decisions_total` shows it."""
@@ -204,73 +210,81 @@ class OpenAttempt(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     request: Number
     round: Count
     owner: NodeId
-    """Whose claim it is. Of another router than the request was queued with last, or of another
-    life of it, a claim is void: the fencing epoch."""
+    """The router that gave the claim. A claim of another router than the request was queued with
+    last, or of another life of that router, is void: the fencing epoch.
+    """
     owner_epoch: Number
     cached_tokens: Count = 0
-    """That the prefill worker has."""
+    """Leading tokens that the prefill worker has cached."""
     model: str = ""
     compat_hash: str = ""
     claim: Number = 0
-    """Asked twice under one claim is asked once; under another it is another's work."""
+    """Claim number. A repeated call with the same claim is the same attempt; another claim is other
+    work.
+    """
 
 
-class Opened(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The blocks, and all that is needed to compute their content."""
+class AttemptOpened(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The opened blocks, and all that is needed to compute their content."""
 
     attempt: Count
-    ticket: Ticket
+    ticket: TransferTicket
     request: GenerateRequest
-    """Its deadline is what remains at the moment of sending."""
+    """The request; its deadline is what remains at the moment of sending."""
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
-    """An attempt of a decode worker's that a prefill worker works on."""
+class HeldAttempt(msgspec.Struct, frozen=True, array_like=True):
+    """An attempt of a decode worker that a prefill worker works on."""
 
     request: Number
     attempt: Count
 
 
-class Renew(msgspec.Struct, frozen=True, array_like=True):
+class RenewLeases(msgspec.Struct, frozen=True, array_like=True):
     """A prefill worker still works on these attempts of the decode worker."""
 
-    held: tuple[Held, ...]
+    held: tuple[HeldAttempt, ...]
+    progress: tuple[Count, ...] = ()
+    """For each attempt a number that changes whenever work on it, or on work before it, advances.
+    Empty from releases that do not send it: then only the age of an attempt counts.
+    """
 
 
-class Renewed(msgspec.Struct, frozen=True, array_like=True):
-    """Those among them that are over for the decode worker: withdraw them."""
+class LeasesRenewed(msgspec.Struct, frozen=True, array_like=True):
+    """Attempts among them that are over for the decode worker; the prefill worker
+    withdraws them."""
 
-    over: tuple[Held, ...] = ()
+    over: tuple[HeldAttempt, ...] = ()
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """Of one choice."""
+    """The first token of one choice."""
 
     token: int
     logprob: TokenLogprob | None = None
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a prefilled request needs besides its blocks to go on elsewhere."""
+    """What a prefilled request needs besides its blocks to continue on another worker."""
 
     tokens: Count
-    """In KV: the prompt, and the output of earlier attempts."""
+    """Tokens in KV: the prompt, and the output of earlier attempts."""
     parts: Count
-    """Delivered under the ticket."""
+    """Number of parts delivered under the ticket."""
     first: tuple[FirstToken, ...]
     """One for each choice that has not ended before, in order."""
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: Count = 0
-    """That the prefill worker did not have to compute."""
-    started: Started
-    """How it came to its first token there."""
+    """Tokens that the prefill worker did not have to compute."""
+    started: FirstTokenStats
+    """Statistics of its first token on the prefill worker."""
     checksums: tuple[tuple[int, int], ...] = ()
     """(index into the ticket's blocks, CRC-32 of the block's valid bytes at the source): a sample,
     or all."""
 
 
-class Notify(msgspec.Struct, frozen=True, array_like=True):
-    """The attempt's KV is complete or on its way: here is the rest."""
+class NotifyHandoff(msgspec.Struct, frozen=True, array_like=True):
+    """The attempt's KV is complete or on its way; the handoff carries the rest."""
 
     request: Number
     attempt: Count
@@ -286,22 +300,24 @@ class AttemptFailed(msgspec.Struct, frozen=True, array_like=True):
     message: Reason
 
 
-class Withdraw(msgspec.Struct, frozen=True, array_like=True):
-    """From the decode worker: compute and send nothing more for this attempt."""
+class WithdrawAttempt(msgspec.Struct, frozen=True, array_like=True):
+    """Tells a prefill worker to compute and send nothing more for this attempt."""
 
     request: Number
     attempt: Count
     reason: Reason = ""
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True):
-    """It has been heard. False: the attempt was not open any more, and nothing came of it."""
+class AttemptAck(msgspec.Struct, frozen=True, array_like=True):
+    """Acknowledges a message. False: the attempt was not open any more, so the message had no
+    effect.
+    """
 
     current: bool = True
 
 
 class SetDisagg(msgspec.Struct, frozen=True, array_like=True):
-    """From an operator to a decode worker: decide like this from now on, until it restarts."""
+    """An operator sets how a decode worker decides, until it restarts."""
 
     disagg: Disagg
 
@@ -310,14 +326,14 @@ class DisaggSet(msgspec.Struct, frozen=True, array_like=True):
     before: Disagg
 
 
-class TransferAsk(msgspec.Struct, frozen=True, array_like=True):
-    """One transport to its counterpart."""
+class TransportCall(msgspec.Struct, frozen=True, array_like=True):
+    """A control call from one transport to its peer's transport."""
 
     epoch: Number
     """The receiver's life that is meant."""
     backend: str
-    control: Control
+    control: TransferControl
 
 
-class TransferAnswer(msgspec.Struct, frozen=True, array_like=True):
-    control: Control
+class TransportReply(msgspec.Struct, frozen=True, array_like=True):
+    control: TransferControl

@@ -1,7 +1,8 @@
-"""What a node says about itself to the whole cluster: small, replaced whole, pulled by version.
+"""Defines the node card: what a node tells the whole cluster about itself.
 
-Everything large (a tokenizer, a template) is named by its content's hash and fetched by those who
-need it. Values that change by the second (load) are topics, not part of the card.
+The card is small, replaced as a whole, and fetched by version. Large parts (a tokenizer, a
+template) are named by hash and fetched on demand. Values that change by the second (load) are
+topics.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pdserve.messages.card import GenerationDefaults, ModelCard
 from pdserve.messages.request import Pooling
 
 PART_HASH_BYTES = 16
-"""Parts are named by the BLAKE2b-128 of their bytes."""
+"""Length of the BLAKE2b-128 hash that names a part."""
 
 PartHash = Annotated[bytes, Meta(min_length=PART_HASH_BYTES, max_length=PART_HASH_BYTES)]
 
 
-class ModelOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class ModelSummary(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A `ModelCard` whose large fields are named by hash."""
 
     name: str
@@ -48,56 +49,56 @@ class ModelOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[bytes, ...]:
-        """Hashes of everything that a `ModelCard` needs besides."""
+        """Hashes of all large parts that a `ModelCard` needs."""
         optional = () if self.chat_template is None else (self.chat_template,)
         return (self.tokenizer, self.tokenizer_config, *optional)
 
 
 class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One node. At most 8 KiB when encoded."""
+    """One node's card. At most 8 KiB when encoded."""
 
     version: str = ""
-    """Of pdserve."""
+    """Version of pdserve."""
     role: str = ""
     started: int = 0
-    """Unix seconds."""
+    """Start time in Unix seconds."""
     host: str = ""
     pid: int = 0
     topics: tuple[str, ...] = ()
-    """What the node publishes."""
-    models: tuple[ModelOffer, ...] = ()
-    """What a worker serves; empty while it loads, and again while its engine restarts."""
+    """Topics that the node publishes."""
+    models: tuple[ModelSummary, ...] = ()
+    """Models that a worker serves; empty while it loads or its engine restarts."""
     draining: bool = False
-    """It finishes what it has and takes nothing new."""
+    """True: it finishes its work and takes nothing new."""
     http: str = ""
-    """Where a frontend answers users, `host:port`."""
+    """`host:port` where a frontend serves users."""
     metrics: str = ""
-    """Where the node answers probes and scrapes, `host:port`."""
+    """`host:port` where the node answers probes and scrapes."""
     group: str = ""
     """Frontends that share one listening port name the same group."""
     max_sequences: int = 0
-    """A worker's engine runs this many at once."""
+    """Sequences that a worker's engine runs at once."""
     degraded: tuple[str, ...] = ()
-    """Names of what runs poorer than it could."""
+    """Names of degraded functions."""
     reason: str = ""
-    """Why a worker serves no model, in words."""
+    """Why a worker serves no model."""
     names_id: bytes = b""
-    """Which hash secret the node holds (`blocks.hashing.names_id`); empty: none yet."""
+    """Id of the hash secret that the node holds (`blocks.hashing.names_id`); empty: none yet."""
     names_birth: int = 0
-    """How that secret came to be: see `runtime.secret.Claim`."""
+    """Origin of that secret, see `runtime.hash_secret.SecretClaim`."""
     mode: Literal["", "aggregated", "prefill", "decode"] = ""
-    """What a worker does; empty: whatever it is asked to."""
+    """A worker's mode; empty: it has no fixed mode."""
     transfers: tuple[str, ...] = ()
-    """Back ends by which a worker can move KV."""
+    """Backends by which a worker can move KV."""
 
 
 def part_hash(data: bytes) -> bytes:
-    """The name of a part."""
+    """Returns the hash that names a part."""
     return hashlib.blake2b(data, digest_size=PART_HASH_BYTES).digest()
 
 
-def offer(card: ModelCard) -> tuple[ModelOffer, dict[bytes, bytes]]:
-    """A model's card as it travels: the small record, and its large parts by hash."""
+def summarize_card(card: ModelCard) -> tuple[ModelSummary, dict[bytes, bytes]]:
+    """Splits a model's card into a small record and its large parts by hash."""
     parts: dict[bytes, bytes] = {}
 
     def part(data: bytes) -> bytes:
@@ -106,7 +107,7 @@ def offer(card: ModelCard) -> tuple[ModelOffer, dict[bytes, bytes]]:
         return name
 
     template = card.chat_template
-    small = ModelOffer(
+    small = ModelSummary(
         name=card.name,
         aliases=card.aliases,
         max_model_len=card.max_model_len,
@@ -132,8 +133,8 @@ def offer(card: ModelCard) -> tuple[ModelOffer, dict[bytes, bytes]]:
     return small, parts
 
 
-def model_card(offer: ModelOffer, parts: dict[bytes, bytes]) -> ModelCard:
-    """The whole card again. Raises `KeyError` if a part is missing."""
+def model_card(offer: ModelSummary, parts: dict[bytes, bytes]) -> ModelCard:
+    """Rebuilds the whole card. Raises `KeyError` if a part is missing."""
     template = offer.chat_template
     return ModelCard(
         name=offer.name,

@@ -1,7 +1,6 @@
-"""One request on its way to an engine, and what comes back: `GenerateRequest` out, `TokenDelta` in.
+"""Defines a generation request to an engine and its output: `GenerateRequest`, `TokenDelta`.
 
-Text does not appear here: prompts are token ids before they leave the frontend, and outputs stay
-token ids until they are back in it.
+Carries no text: the frontend tokenizes prompts and detokenizes outputs.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pdserve.ids import MOST_CHOICES
+from pdserve.ids import MAX_CHOICES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Deadline = Annotated[float, Meta(ge=-1e9, le=1e9)]
-"""What waits is sorted by it, so it has to be a number that can be compared."""
+"""Seconds, bounded because the queue is sorted by it."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -30,22 +29,26 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Where a model's reasoning begins and ends in its output, and how long it may be."""
 
     start: tuple[int, ...]
-    """Tokens that open it."""
+    """Tokens that open the reasoning."""
     end: tuple[int, ...]
-    """Tokens that close it; what comes after them is the answer."""
+    """Tokens that close the reasoning; the answer follows them."""
     begun: bool = False
-    """The prompt has opened it: the output begins inside."""
+    """The prompt has opened the reasoning: the output begins inside."""
     budget: int | None = None
-    """So many tokens inside at most, then `end` is all that may follow; None: no limit."""
+    """Most reasoning tokens; then `end` is forced; None: no limit."""
+    call: tuple[int, ...] = ()
+    """Tokens that begin a tool call. A tool call also ends the reasoning and is the first part of
+    the answer. Empty: there are no tools.
+    """
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How output tokens are chosen. Values were validated by the frontend; engines trust them.
 
-    Order of application: raw logprobs are taken first; then `allowed_token_ids`, `grammar`, the end
-    of `thinking`, `bad_words`, `logit_bias` and the `min_tokens` mask; repetition, frequency and
-    presence penalties; then greedy if `temperature` is 0, else temperature, min_p, top_k, top_p,
-    and one draw.
+    Order of application: raw logprobs are taken first; then `allowed_token_ids`, `grammar`,
+    the end of `thinking`, `bad_words`, `logit_bias` and the `min_tokens` mask; repetition,
+    frequency and presence penalties; then greedy if `temperature` is 0, else temperature, min_p,
+    top_k, top_p, and one draw.
     """
 
     max_tokens: int
@@ -69,7 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprobs: int | None = None
     """None: none. k >= 0: the sampled token's logprob and those of the k most likely tokens."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token but the first; such a request reads no prefix cache."""
+    """Like `logprobs`, for each prompt token but the first; such a request reads no prefix
+    cache."""
     min_tokens: int = 0
     """Until this many output tokens, stop and end-of-sequence ids cannot be sampled."""
     stop_token_ids: tuple[int, ...] = ()
@@ -81,16 +85,19 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     seed: int = 0
     """Noise is keyed by (seed, prompt index, choice index, output position). Always drawn."""
     grammar: str = ""
-    """What the output has to match, up to its end: Lark text or JSON as llguidance reads it. With
-    `thinking`, from the end of the reasoning on. Empty: nothing."""
+    """Grammar that the output must match: Lark text or JSON as llguidance reads it. With
+    `thinking`, it applies after the reasoning. Empty: no grammar.
+    """
     thinking: Thinking | None = None
-    """None: the output has no reasoning that somebody would have to know of."""
+    """Reasoning markers and budget; None: the engine need not track reasoning."""
     allowed_token_ids: tuple[int, ...] = ()
     """No others are sampled; empty: all may be. Never together with `grammar`."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens that do not occur in the output. Never together with `grammar`."""
     logprob_token_ids: tuple[int, ...] = ()
-    """Tokens whose logprobs are told at every place, besides the likeliest; needs `logprobs`."""
+    """Tokens whose logprobs are returned at every position, besides the likeliest; needs
+    `logprobs`.
+    """
 
     @property
     def steered(self) -> bool:
@@ -112,7 +119,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     prompt: list[int]
     """Token ids; never empty."""
     sampling: SamplingParams
-    n: Annotated[int, Meta(le=MOST_CHOICES)] = 1
+    n: Annotated[int, Meta(le=MAX_CHOICES)] = 1
     """Choices; they share the prompt's blocks."""
     prompt_index: int = 0
     """Which prompt of a batched completion this is; part of the noise key."""
@@ -123,26 +130,31 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     priority: int = 0
     """Higher is sooner."""
     deadline: Deadline | None = None
-    """Seconds that remain at the moment of sending; None: no deadline."""
+    """Seconds remaining at the moment of sending; None: no deadline."""
     block_names: bytes = b""
-    """Hashes of the prompt's full blocks, 16 bytes each, as the frontend made them; empty: the
-    engine makes them itself."""
+    """Hashes of the prompt's full blocks, 16 bytes each, made by the frontend; empty: the engine
+    makes them.
+    """
     names_id: bytes = b""
-    """Which secret they were made with; an engine with another one makes its own."""
+    """Id of the secret for `block_names`; an engine with another secret makes its own hashes."""
     ended: tuple[int, ...] = ()
-    """Choices that have ended before: nothing is computed for them and nothing said of them. At
-    least one is not among them."""
+    """Choices that have ended already: nothing is computed for them. At least one choice is not
+    listed.
+    """
     source: str = ""
-    """A worker that has this sequence's KV and has been asked to keep it for a while: it is fetched
-    from there instead of computed. Empty: none. It is a hint: without it the answer is the same."""
+    """A worker that has this sequence's KV and keeps it for a while, so that it can be fetched
+    instead of computed. Empty: none. Only a hint: without it the output is the same.
+    """
     source_epoch: int = 0
-    """The life of that worker that is meant."""
+    """The life of the `source` worker that is meant."""
     suspect: bool = False
-    """Workers may have died of it: of such requests one at a time is begun at a worker. An older
-    worker begins them all."""
+    """Workers may have crashed because of this request; a worker starts only one suspect request at
+    a time. A worker of an older release ignores the flag.
+    """
     pooling: Pooling = ""
-    """Not empty: no text is wanted but a vector, in the one delta's `finish`; `n` and `max_tokens`
-    are 1 then."""
+    """How the prompt becomes an embedding, which the one delta's `finish` carries; `n` and
+    `max_tokens` are 1 then. Empty: generate text.
+    """
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -206,30 +218,32 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Leading prompt tokens whose KV was reused from the pool instead of computed."""
     preemptions: int = 0
     queue_seconds: float = 0.0
-    """From submission to the first step that computed something for it."""
+    """Seconds from submission to the first step that computed something for it."""
     prefill_seconds: float = 0.0
-    """From that step to the first output token."""
+    """Seconds from that step to the first output token."""
     embedding: bytes = b""
-    """With `pooling`: the vector, float32 in little endian; its delta has no tokens."""
+    """With `pooling`: the embedding, little-endian float32; its delta has no tokens."""
 
 
-class Started(msgspec.Struct, frozen=True, array_like=True):
-    """How a sequence came to its first token."""
+class FirstTokenStats(msgspec.Struct, frozen=True, array_like=True):
+    """Statistics of how a sequence came to its first token."""
 
     cached_tokens: int
     """Leading prompt tokens whose KV was reused from the pool instead of computed."""
     queue_seconds: float
-    """From submission to the first step that computed something for it."""
+    """Seconds from submission to the first step that computed something for it."""
     prefill_seconds: float
-    """From that step's begin to the first token."""
+    """Seconds from the beginning of that step to the first token."""
     work_seconds: float
-    """Its share of the steps in between: each step's time, by its part of the step's tokens."""
+    """Seconds of its share of the steps in between, by its part of each step's tokens."""
     received_tokens: int = 0
-    """Tokens whose KV another worker has computed and sent: of the prompt, and of output that was
-    given. 0: it was computed here."""
+    """Tokens whose KV another worker computed and sent, of the prompt and of earlier output. 0: all
+    were computed here.
+    """
     prefill: str = ""
-    """Where the prompt was prefilled and why there, as the header `x-pdserve-prefill` says it;
-    empty: the worker has no choice."""
+    """Where the prompt was prefilled and why, as in the header `x-pdserve-prefill`; empty: the
+    worker has no choice.
+    """
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -245,5 +259,5 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """One per token of `tokens`, if asked for."""
     prompt_logprobs: list[TokenLogprob] | None = None
     """On a choice's first delta, if asked for: one per prompt token but the first."""
-    started: Started | None = None
+    started: FirstTokenStats | None = None
     """On a choice's first delta that has a token or a vector."""

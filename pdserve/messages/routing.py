@@ -1,8 +1,8 @@
-"""Which worker takes a request: a frontend's question, the router's answer, what it rests on.
+"""Defines the routing messages: a frontend's request, the router's decision, and its inputs.
 
-`Route` and `Release` go from frontends to routers, `Routed` back. `WorkerLoad` is what a worker
-publishes of itself, `Booked` what a router publishes of its decisions. No prompt travels here:
-tokens go from the frontend to the worker that was named, routers see only the names of blocks.
+Frontends send `RouteRequest` and `ReleaseBooking` to routers, which answer with `RouteDecision`.
+Workers publish `WorkerLoad`; routers publish `BookingRecord`. No prompt travels here: tokens go
+from the frontend to the chosen worker, and routers see only block hashes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SEQUENCES = "sequences"
 """Topic of a worker, a set: the keys of the bookings that it holds; the value is empty until the
 first token, then `messages.request.Started`."""
 BOOKINGS = "bookings"
-"""Topic of a router, a set: its own bookings, `Booked` by key."""
+"""Topic of a router, a set: its own bookings, `BookingRecord` by key."""
 
 BookingId = Annotated[int, Meta(ge=0)]
 """Names one booking in the whole cluster, in 63 bits, which every language's integers hold: the
@@ -28,20 +28,20 @@ upper 31 are drawn by the router at its start, the lower 32 count."""
 
 Count = Annotated[int, Meta(ge=0)]
 
-WEIGHTS: Final = (0.001, 1000)
+WEIGHT_BOUNDS: Final = (0.001, 1000)
 """The smallest and the largest share of a tenant: sums of time over weight stay numbers that can
 be compared."""
 
 _FAR: Final = 1e9
 """Seconds; more is no time at all, and neither is what is no number."""
 
-Outcome = Literal["finished", "cancelled", "failed", "unreached"]
+RequestOutcome = Literal["finished", "cancelled", "failed", "unreached"]
 """Of a placed request, as its frontend saw it. `failed`: the worker answered with an error or was
 lost; `unreached`: the request never left the frontend."""
 
 
-class Route(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Who takes this request? Asked again, with another `attempt`, when a worker was lost."""
+class RouteRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Asks which worker takes a request. Sent again with another `attempt` if a worker was lost."""
 
     request_id: str
     attempt: Count = 0
@@ -49,7 +49,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     model: str
     """As the client wrote it: a name or an alias."""
     prompt_tokens: Count
-    """All that must be in KV before the next token: the output of earlier attempts included."""
+    """Tokens that must be in KV before the next token, including the output of earlier attempts."""
     max_tokens: Count
     """Output tokens that may still come, per choice."""
     n: Annotated[int, Meta(ge=1)] = 1
@@ -57,53 +57,54 @@ class Route(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     priority: int = 0
     """Higher is sooner."""
     excluded: tuple[NodeId, ...] = ()
-    """Workers that this request has already failed at, or that its client will not have."""
+    """Workers that this request has failed at, or that its client excludes."""
     allowed: tuple[NodeId, ...] = ()
     """Only these workers; empty: all."""
     names: bytes = b""
-    """Short names (`blocks.hashing.short_names`, 8 bytes each) of the prompt's full blocks, in
-    order. Empty: the asker could not name them, so nothing is known to overlap."""
+    """Short block hashes (`blocks.hashing.short_names`, 8 bytes each) of the prompt's full blocks,
+    in order. Empty: the frontend could not compute them, so no overlap is known.
+    """
     names_id: bytes = b""
-    """Which secret the names were made with; a worker with another one overlaps nowhere."""
+    """Id of the secret the hashes were made with; workers with another secret have no overlap."""
     block_size: Count = 0
-    """Tokens of a block; 0 without names."""
+    """Tokens of a block; 0 without hashes."""
     session_id: str = ""
     """Requests of one conversation or agent; empty: none was given."""
     tenant: str = ""
-    """Whom the API key belongs to; empty: no keys are in use."""
-    weight: Annotated[float, Meta(ge=WEIGHTS[0], le=WEIGHTS[1])] = 1.0
-    """The tenant's share where requests wait for each other."""
+    """Owner of the API key; empty: no keys are in use."""
+    weight: Annotated[float, Meta(ge=WEIGHT_BOUNDS[0], le=WEIGHT_BOUNDS[1])] = 1.0
+    """The tenant's share while requests wait in the router."""
     lora: str = ""
-    """Adapter; only workers that have it. Empty: none."""
+    """LoRA adapter; only workers that have it are eligible. Empty: none."""
     waited: Annotated[float, Meta(ge=0, le=_FAR)] = 0.0
     """Seconds since the request reached the frontend, at the moment of sending."""
     deadline: Annotated[float, Meta(ge=-_FAR, le=_FAR)] | None = None
-    """Seconds that remain at the moment of sending; None: none."""
+    """Seconds remaining at the moment of sending; None: no deadline."""
     slo_ttft: Annotated[float, Meta(gt=0, le=_FAR)] | None = None
-    """Seconds from arrival at the frontend to the first token that its client can bear."""
+    """Target seconds from arrival at the frontend to the first token; None: no target."""
     hold: bool = True
-    """False: refuse rather than keep the question waiting; the request has a place where it is."""
+    """False: refuse instead of queueing the request; it already has a worker."""
 
 
-class Routed(msgspec.Struct, frozen=True, array_like=True):
-    """This worker, and the booking that counts the request there until it ends."""
+class RouteDecision(msgspec.Struct, frozen=True, array_like=True):
+    """The chosen worker, and the booking that counts the request there until it ends."""
 
     worker: NodeId
     epoch: int
-    """The life of the worker that was meant; in another one the booking does not exist."""
+    """The life of the worker that is meant; the booking does not exist in another one."""
     booking: BookingId
     policy: str = ""
-    """That chose; with what it fell back to, if it did."""
+    """Name of the policy that chose, and of its fallback if one was used."""
     overlap_blocks: Count = 0
-    """Leading blocks of the prompt that the router believes to be there."""
+    """Leading blocks of the prompt that the router expects in the cache of the worker."""
     predicted_ttft: float | None = None
     """Seconds from this answer to the first token; None: no prediction."""
     held: float = 0.0
-    """Seconds that the router kept the question before it answered."""
+    """Seconds that the request waited in the router."""
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One worker in an explanation."""
+    """One worker in a routing preview."""
 
     worker: NodeId
     standing: str
@@ -111,85 +112,87 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     chosen: bool = False
     overlap_blocks: Count = 0
     terms: dict[str, float] = {}
-    """What the policy weighed, by name; the policy's own docstring says in which unit. `cost` is
-    the sum that was compared, where there is one."""
+    """Values that the policy weighed, by name, in the units of the policy's docstring. `cost` is
+    the sum that was compared, where there is one.
+    """
 
 
-class Explained(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a router would do with a question now. Nothing has been booked."""
+class RoutingPreview(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a router would decide for a request now. Nothing is booked."""
 
     policy: str
     candidates: tuple[Candidate, ...] = ()
     worker: NodeId | None = None
-    """None: it would be held or refused, see `refusal`."""
+    """None: the request would be queued or refused, see `refusal`."""
     refusal: str = ""
-    """In words; empty: none."""
+    """Reason of a refusal; empty: none."""
     held: Count = 0
     """Requests of the model that wait in this router now."""
     predicted_ttft: float | None = None
 
 
-class Release(msgspec.Struct, frozen=True, array_like=True):
-    """The request is over for its frontend, or will be tried elsewhere."""
+class ReleaseBooking(msgspec.Struct, frozen=True, array_like=True):
+    """Ends a booking: the request is over for its frontend, or will be tried on another worker."""
 
     booking: BookingId
-    outcome: Outcome
+    outcome: RequestOutcome
 
 
-class Move(msgspec.Struct, frozen=True, array_like=True):
-    """From a router to the frontend that holds the booking: another worker would begin this request
-    sooner. The frontend asks anew, or leaves it."""
+class RouterMigrationHint(msgspec.Struct, frozen=True, array_like=True):
+    """Tells the frontend that holds the booking that another worker would begin this request
+    sooner. The frontend may ask for a new decision.
+    """
 
     booking: BookingId
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How busy a worker is, all its work counted, whoever sent it.
+    """The load of a worker, from all its frontends.
 
     `running + waiting` includes every booking that the worker holds when it writes this: routers
     stop adding their own bookings to a report that follows their start.
     """
 
     ready: bool = False
-    """It takes new requests; False while it loads, restarts or drains."""
+    """True if it takes new requests; False while it loads, restarts or drains."""
     running: Count = 0
     """Sequences that steps compute."""
     waiting: Count = 0
     """Sequences that have not begun, or lost their blocks and wait for new ones."""
     max_sequences: Count = 0
-    """As many run at once; 0: unknown."""
+    """Sequences that run at once, at most; 0: unknown."""
     blocks_total: Count = 0
     blocks_used: Count = 0
-    """Referenced by sequences."""
+    """Blocks referenced by sequences."""
     blocks_cached: Count = 0
-    """Unreferenced but valid: reusable as prefix, evictable at once."""
+    """Unreferenced but valid blocks: reusable as prefix, evictable at once."""
     uncomputed_tokens: Count = 0
     """Prompt tokens in the engine that no step has computed yet."""
     kv_tokens: Count = 0
     """Tokens of running sequences: what a decode step reads."""
     itl: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds between two tokens of a sequence, lately; 0: unknown."""
+    """Recent seconds between two tokens of a sequence; 0: unknown."""
 
 
-class Booked(msgspec.Struct, frozen=True, array_like=True):
-    """A booking as the other routers see it, until its own router says that it has ended."""
+class BookingRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A booking as other routers see it, until its own router ends it."""
 
     booking: BookingId
     worker: NodeId
     epoch: int
     sequences: Count
-    """What it charges: one per choice."""
+    """Sequences it charges: one per choice."""
     prompt_tokens: Count
-    """What it charges besides."""
+    """Prompt tokens it charges."""
     cached_tokens: Count = 0
-    """Of those, believed to be in the worker's pool."""
+    """Prompt tokens expected in the worker's prefix cache."""
 
 
 def booking_key(booking: int) -> bytes:
-    """A booking's id as a topic's key."""
+    """Encodes a booking's id as a topic key."""
     return booking.to_bytes(8, "big")
 
 
 def booking_of(key: bytes) -> int:
-    """The booking that a key stands for."""
+    """Decodes a topic key to a booking id."""
     return int.from_bytes(key, "big")

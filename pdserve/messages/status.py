@@ -1,8 +1,8 @@
-"""How the cluster is, for people who look: what a node says of itself, and one node's whole view.
+"""Defines the status messages: a node's report, the cluster view of one node, and metrics.
 
-`Report` is a node's own account, with numbers that are in no card. `ClusterStatus` is the view of
-the node that was asked: its members, each with the report that it gave, or why it gave none.
-`MetricFamily` carries numbers of `/metrics` between frontends that share a port.
+`NodeReport` is a node's own account, with values that are in no card. `ClusterStatus` is the view
+of the node that was asked: its members, each with its report or the reason why there is none.
+`MetricFamily` carries `/metrics` values between frontends that share a port.
 """
 
 from __future__ import annotations
@@ -16,89 +16,90 @@ from pdserve.messages.engine import PathState
 from pdserve.messages.handoff import QueueState
 from pdserve.messages.routing import Count, WorkerLoad
 
-State = Literal["alive", "suspect", "unreachable"]
-"""`suspect`: some cannot hear it. `unreachable`: the asked node has lost its link to it."""
+MemberReachability = Literal["alive", "suspect", "unreachable"]
+"""`suspect`: some members cannot reach it. `unreachable`: the asked node has lost its link
+to it."""
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """A question without details."""
+class StatusQuery(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for a status."""
 
 
 class DrainOrder(msgspec.Struct, frozen=True, array_like=True):
-    """An operator wants a node's process to take nothing new and to hand over what it has."""
+    """Tells a node's process to drain: take nothing new and move its requests."""
 
     stay: bool = False
-    """It stays in the cluster then, doing nothing, until a signal ends it; else it ends."""
+    """True: it stays in the cluster, idle, until a signal ends it; False: it exits."""
 
 
 class DrainState(msgspec.Struct, frozen=True, array_like=True):
-    """How far a process is that drains."""
+    """Progress of a draining process."""
 
     drained: bool = False
-    """All is gone, or the time has passed."""
+    """True if nothing is left, or the time has passed."""
     left: Count = 0
-    """Requests that are still there."""
+    """Requests that are left."""
     remaining: float = 0.0
-    """Seconds until those that are left end, for their frontends to send them on."""
+    """Seconds until the remaining requests end, for their frontends to retry them."""
     stays: bool = False
-    """It ends only when it is told to."""
+    """True: it exits only on a signal."""
     already: bool = False
-    """It was draining when it was asked to."""
+    """True: it was already draining."""
 
 
-class RouterNumbers(msgspec.Struct, frozen=True, array_like=True):
-    """What a router has done in this life, and what it holds."""
+class RouterStats(msgspec.Struct, frozen=True, array_like=True):
+    """Counters of a router in this life, and what it holds."""
 
     routed: Count = 0
     refused: Count = 0
     bookings: Count = 0
-    """Its own, open at the moment."""
+    """Its own open bookings."""
     held: Count = 0
-    """Requests that wait for a worker at the moment."""
+    """Requests that wait for a worker."""
     ever_held: Count = 0
     held_seconds: float = 0.0
-    """Of those that were given a worker then."""
+    """Seconds waited by requests that were then given a worker."""
     policy: str = ""
     decisions: dict[str, int] = {}
-    """By the policy, or what it fell back to for want of good predictions."""
+    """Decisions by policy, or by its fallback."""
     prompt_tokens: Count = 0
     """Of requests whose first token has come."""
     expected_tokens: Count = 0
-    """Of those, believed to be cached when the worker was chosen."""
+    """Prompt tokens expected to be cached when the worker was chosen."""
     cached_tokens: Count = 0
-    """Of those, found cached by the worker."""
+    """Prompt tokens that the worker found cached."""
     prediction: float = 0.0
-    """Time to first token, observed over predicted: the median lately; 0: none was predicted."""
+    """Recent median of observed over predicted time to first token; 0: none was predicted."""
     index_blocks: Count = 0
-    """Distinct blocks of workers' pools that it knows."""
+    """Distinct blocks of the workers' pools in its index."""
     prefill: dict[str, QueueState] = {}
     """The prefill queues that it owns, by model."""
     prefill_events: dict[str, int] = {}
-    """What happened to items of those queues, ever: see `router.prefill.queue`."""
+    """What happened to items of those queues, ever: see `router.prefill_queue.queue`."""
     moves_asked: Count = 0
-    """Requests that another worker would have begun sooner than the one they waited at."""
+    """Migration hints sent: another worker would have begun the request sooner."""
 
 
-class FrontendNumbers(msgspec.Struct, frozen=True, array_like=True):
-    """What a frontend has in hand."""
+class FrontendStats(msgspec.Struct, frozen=True, array_like=True):
+    """What a frontend has in progress."""
 
     active: Count = 0
     """Generation requests in progress."""
     connections: Count = 0
     """Open client connections."""
     rerouted: Count = 0
-    """Requests that a worker did not take and another was asked for, in this life."""
+    """Requests that were rerouted because a worker did not take them, in this life."""
 
 
-class HandoffNumbers(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A worker's part in prefill and decode on different workers; counts over its life."""
+class HandoffStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Counters of a worker's part in disaggregated prefill, over its life."""
 
     mode: str
     """`prefill` or `decode`."""
     disagg: str = ""
     """How a decode worker decides now."""
     remote: dict[str, int] = {}
-    """Prompts that came from a prefill worker, by reason."""
+    """Prompts prefilled by another worker, by reason."""
     local: dict[str, int] = {}
     """Prompts that a decode worker prefilled itself, by reason."""
     ended: dict[str, int] = {}
@@ -107,21 +108,21 @@ class HandoffNumbers(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """Requests under way to their first token, by state of the handoff."""
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One node's account of itself. Numbers of roles that it does not have are None."""
+class NodeReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One node, by its own account. Fields of roles that it does not have are None."""
 
     reason: str = ""
-    """Why it cannot do its work; empty: it can."""
+    """Why it cannot work; empty: it can."""
     degraded: dict[str, str] = {}
-    """What its process does worse than it could: name to cause and remedy."""
+    """Degraded functions of its process: name to cause and remedy."""
     worker: WorkerLoad | None = None
-    router: RouterNumbers | None = None
-    frontend: FrontendNumbers | None = None
-    handoffs: HandoffNumbers | None = None
+    router: RouterStats | None = None
+    frontend: FrontendStats | None = None
+    handoffs: HandoffStats | None = None
     paths: tuple[PathState, ...] = ()
-    """By which a worker's KV comes and goes."""
+    """KV transfer paths of a worker."""
     drain: DrainState | None = None
-    """Of its process; None: it does not drain."""
+    """Drain progress of its process; None: it is not draining."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -130,31 +131,33 @@ class MemberStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     node: NodeId
     role: str
     epoch: int
-    """The beginning of its life: Unix milliseconds, unless its clock went back."""
+    """Start of its life in Unix milliseconds, unless its clock went back."""
     address: str = ""
-    state: State = "alive"
+    state: MemberReachability = "alive"
     version: str = ""
     host: str = ""
     pid: int = 0
     started: int = 0
     """Unix seconds; 0: its card has not arrived."""
     models: tuple[str, ...] = ()
-    """What it serves, by name."""
+    """Names of the models it serves."""
     draining: bool = False
     reason: str = ""
-    """Why it serves nothing, as its card says."""
+    """Why it serves nothing, from its card."""
     http: str = ""
     metrics: str = ""
     group: str = ""
     degraded: tuple[str, ...] = ()
-    """Names of what its card says is degraded; the report, if there is one, says more."""
+    """Names of degraded functions, from its card; the report has details."""
     silence: str = ""
     """Why there is no report."""
-    report: Report | None = None
+    report: NodeReport | None = None
+    tokens: tuple[str, ...] = ()
+    """For each of `models`, the reproducibility its engine promises, see `ModelStatus.tokens`."""
 
 
 class ModelStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One served model, and who serves it."""
+    """One served model and its workers."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -162,6 +165,10 @@ class ModelStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     dtype: str = ""
     max_model_len: int = 0
     workers: tuple[NodeId, ...] = ()
+    tokens: str = ""
+    """Whether tokens depend on the worker and the batch: `exact`, with the kernels that all workers
+    have, or `near ties may differ`.
+    """
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -169,24 +176,24 @@ class ClusterStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     cluster: str
     asked: NodeId
-    """Who says all this."""
+    """The node that answers."""
     now: float
-    """Its wall clock, Unix seconds: ages are to be told by it."""
+    """Its wall clock in Unix seconds; compute ages against it."""
     members: tuple[MemberStatus, ...] = ()
     """By role and name, the asked node included."""
     models: tuple[ModelStatus, ...] = ()
     conflicts: dict[NodeId, str] = {}
-    """Workers that get no requests because their model is another one than its name's."""
+    """Workers that get no requests because their model differs from others of the same name."""
 
 
 class Scrape(msgspec.Struct, frozen=True, array_like=True):
-    """A frontend asks another for its numbers, if both share a port."""
+    """Asks another frontend for its metrics, if both share a port."""
 
     group: str
-    """What those that share the port are called; whoever is of another has no numbers."""
+    """Name of the group that shares the port; a frontend of another group answers with nothing."""
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True):
+class MetricSample(msgspec.Struct, frozen=True, array_like=True):
     """One line of `/metrics`."""
 
     name: str
@@ -200,10 +207,10 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
     name: str
     kind: str
     help: str
-    samples: tuple[Sample, ...]
+    samples: tuple[MetricSample, ...]
 
 
 class MetricPage(msgspec.Struct, frozen=True, array_like=True):
-    """All numbers of one process."""
+    """All metrics of one process."""
 
     families: tuple[MetricFamily, ...]

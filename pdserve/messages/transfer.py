@@ -1,7 +1,8 @@
 """What two nodes tell each other so that KV can move between them.
 
-Once per (peer, epoch):  Probe, Offers           which back ends could join the two
-                         Hello, Welcome, Ready   the pools of both ends, and how to reach them
+Once per (peer, epoch):  Probe, BackendOffers           which back ends could join the two
+                         Hello, PathWelcome, PathReady   the pools of both ends, and how to reach
+                         them
 Per attempt:             Ticket                  which blocks of the destination may be filled
 When it is given up:     Stop                    answered when nothing more is under way
 
@@ -25,15 +26,15 @@ MAX_PARTS: Final = 1 << 12
 
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Small = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
-Part = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+PartNumber = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
 
 
-class KvLayout(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class RankKvLayout(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What one rank's pool holds: blocks of [layer][k|v][head][token][dim], one after the other.
 
     Of latent attention (one vector for all heads): `heads` is 1. What a rank holds of the heads
-    follows from `heads`, `tp` and `rank` (`transfer.plan.heads_of`).
+    follows from `heads`, `tp` and `rank` (`transfer.copy_plan.heads_of`).
     """
 
     content: str
@@ -56,7 +57,7 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class RegionCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One rank's pool, as its peers need to know it."""
 
-    layout: KvLayout
+    layout: RankKvLayout
     blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
     address: Size = 0
     """Where it begins, as RDMA names it; 0 on back ends that need no address."""
@@ -66,7 +67,7 @@ class RegionCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Bytes that one key covers; the last slice may be shorter."""
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
+class PathHello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
     """Let us have a path: from the side that wants it."""
 
     backend: str
@@ -79,7 +80,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
     """The back end's own record."""
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
+class PathWelcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
     """The answer; the same fields from the other side."""
 
     epoch: Size
@@ -88,15 +89,16 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2)
     details: bytes = b""
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Both ends are set up: the receiver of this may start. Answered by `Done`."""
+class PathReady(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Both ends are set up: the receiver of this may start. Answered by `ControlDone`."""
 
     path: Size
     """The receiver's number."""
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Write no more under this ticket. Answered by `Done` when nothing is under way any more."""
+class StopTicket(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Write no more under this ticket. Answered by `ControlDone` when nothing is under way any
+    more."""
 
     path: Size
     """The receiver's number."""
@@ -104,21 +106,21 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=4):
     generation: Small
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class ControlDone(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """It is so."""
 
 
-class Gone(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The path has ended at the sender. Answered by `Done`; may be lost."""
+class PathGone(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The path has ended at the sender. Answered by `ControlDone`; may be lost."""
 
     path: Size
     """The receiver's number."""
     reason: Annotated[str, Meta(max_length=500)] = ""
 
 
-class Probe(msgspec.Struct, frozen=True, array_like=True, tag=7):
+class BackendProbe(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Which back ends do you have? From the side that wants a path; of no back end. Answered by
-    `Offers`."""
+    `BackendOffers`."""
 
     life: Size = 0
     """Of the sender's engine, drawn at random: tickets of another one are void, though they may
@@ -130,7 +132,7 @@ Place = Annotated[str, Meta(max_length=200)]
 Words = Annotated[str, Meta(max_length=500)]
 
 
-class Offers(msgspec.Struct, frozen=True, array_like=True, tag=8):
+class BackendOffers(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """What a node's transports can use, and where: two ends that have places must share one."""
 
     places: Annotated[dict[Name, tuple[Place, ...]], Meta(max_length=32)] = {}
@@ -139,9 +141,9 @@ class Offers(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """Why the others cannot be used there."""
 
 
-class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=9):
+class TicketWithdrawn(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """Nothing more comes under this ticket: its source has given it up. What is under way may still
-    arrive. Answered by `Done`; may be lost."""
+    arrive. Answered by `ControlDone`; may be lost."""
 
     path: Size
     """The receiver's number."""
@@ -149,10 +151,20 @@ class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=9):
     generation: Small
 
 
-Control = Hello | Welcome | Ready | Stop | Done | Gone | Probe | Offers | Withdrawn
+TransferControl = (
+    PathHello
+    | PathWelcome
+    | PathReady
+    | StopTicket
+    | ControlDone
+    | PathGone
+    | BackendProbe
+    | BackendOffers
+    | TicketWithdrawn
+)
 
 
-class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class TransferTicket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The right to fill blocks of the destination, under one attempt.
 
     `blocks[i]` takes the tokens from `first_token + i * block_size` on. What the destination has
@@ -174,4 +186,4 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     backend: Annotated[str, Meta(max_length=40)] = ""
     """Whose slots these are: each counts its own. Empty: the peers have but one."""
     life: Size = 0
-    """Of the destination's engine: see `Probe`."""
+    """Of the destination's engine: see `BackendProbe`."""

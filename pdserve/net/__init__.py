@@ -1,1 +1,1 @@
-"""Links between nodes over byte transports: TCP, and memory with faults."""
+"""Links between nodes over byte transports: TCP, and an in-memory network with faults."""

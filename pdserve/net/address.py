@@ -1,4 +1,6 @@
-"""`host:port`, with brackets around an IPv6 host; and which addresses stay on this machine."""
+"""Parses and formats `host:port` addresses (IPv6 hosts in brackets), and recognises loopback
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ __all__ = ["advertised", "is_loopback", "join", "split", "without_port"]
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port. Raises `ConfigError`."""
+    """Splits an address into host and port. Raises `ConfigError`."""
     host, colon, port = address.rpartition(":")
     if "://" in address:
         raise ConfigError(f"{address!r} is a URL: write HOST:PORT alone")
@@ -24,12 +26,12 @@ def split(address: str) -> tuple[str, int]:
 
 
 def join(host: str, port: int) -> str:
-    """The address of a host and a port."""
+    """Joins a host and a port to an address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody outside this machine can reach `host`; names other than localhost can be."""
+    """True if `host` cannot be reached from other machines; of names only localhost counts."""
     if host.lower() == "localhost":
         return True
     try:
@@ -39,13 +41,15 @@ def is_loopback(host: str) -> bool:
 
 
 def without_port(address: str) -> str:
-    """The host of `host:port` or of `host`, with its brackets if it has any."""
+    """The host of `host:port` or of `host`, with brackets if it has any."""
     host, _, port = address.rpartition(":")
     return host if host and port.isdigit() and not host.endswith(":") else address
 
 
 def advertised(wanted: str, listening: str) -> str:
-    """What others dial: as told, with the port in use where the told one is 0 or missing."""
+    """The address that peers dial: the given one, with the port in use if its own is 0 or
+    missing.
+    """
     if not wanted:
         return listening
     host = without_port(wanted)

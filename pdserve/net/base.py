@@ -1,14 +1,15 @@
-"""What the layers above need of the network, and what the network needs of bytes.
+"""Interfaces of the network: what the layers above use, and what it needs of byte transports.
 
-    Network      one node's links: listen, dial, look up          implemented by `endpoint`
-    Link         one authenticated peer                           implemented by `link`
-    Handler      what a node does with what its peers start       implemented by the runtime
-    Sink         who reads a stream                               implemented by whoever opens one
-    ByteNetwork  connections that carry bytes                     implemented by `tcp` and `memory`
+    Network      one node's links: listen, dial, look up    implemented by `endpoint`
+    Link         one authenticated peer                     implemented by `link`
+    LinkHandler  handles what peers start                   implemented by the runtime
+    StreamSink   reads a stream                             implemented by its opener
+    ByteNetwork  connections that carry bytes               `transport.tcp`, `transport.memory`
 
 Everything belongs to one event loop. Sending is synchronous: it appends, frames leave in the order
-of the calls, and a cancelled task cannot leave half a frame behind. Waiting is apart: `drain`,
-`send`."""
+of the calls, and a cancelled task cannot leave half a frame behind. Waiting is separate: `drain`,
+`send`.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ByteNetwork",
-    "Call",
-    "Down",
-    "Handler",
+    "IncomingCall",
     "Link",
-    "LinkStatistics",
-    "Listener",
+    "LinkDownReason",
+    "LinkHandler",
+    "LinkStats",
+    "NetListener",
     "Network",
     "Peer",
-    "Sink",
     "Stream",
+    "StreamSink",
 ]
 
 Q = TypeVar("Q")
@@ -43,19 +44,19 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end: authenticated, fixed for the life of the link."""
+    """The authenticated node at the other end; fixed for the life of the link."""
 
     node: NodeId
     epoch: Epoch
     address: str
-    """Where others dial it; empty: nobody can."""
+    """Address at which it can be dialled; empty: it cannot."""
     version: int
-    """Of the protocol, as agreed."""
+    """The negotiated protocol version."""
     features: int
 
 
 @dataclass(frozen=True, slots=True)
-class Down:
+class LinkDownReason:
     """Why a link ended."""
 
     cause: str
@@ -64,22 +65,22 @@ class Down:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkStatistics:
-    """A snapshot of one link."""
+class LinkStats:
+    """A snapshot of one link's counters."""
 
     pending: int
-    """Requests of ours that have no answer yet."""
+    """Own requests without an answer."""
     serving: int
-    """Requests of the peer's that we have not answered yet."""
+    """The peer's requests that this node has not answered."""
     streams: int
     queued_bytes: Bytes
-    """Bytes ever handed to the link for sending, over all its connections."""
+    """Bytes ever queued for sending, over all connections of the link."""
     unsent_bytes: Bytes
-    """Bytes that have not been handed to the transport."""
+    """Bytes not handed to the transport yet."""
     granted: int
-    """Credit granted to the peer and not yet used up or returned."""
+    """Credit granted to the peer and neither used up nor returned."""
     bulk: bool
-    """There is a bulk connection."""
+    """True if there is a bulk connection."""
 
 
 class Stream(Protocol):
@@ -90,21 +91,18 @@ class Stream(Protocol):
 
     @property
     def sendable(self) -> bool:
-        """`try_send` would be accepted now."""
+        """True if `try_send` would be accepted now."""
         ...
 
     def try_send(self, body: Buffer, *, last: bool = False) -> bool:
-        """Send one item if the peer has granted credit; False: nothing was sent.
-
-        Raises `LinkLost` (not sent) if this half has ended, `PayloadTooLarge`.
+        """Sends one item if the peer has granted credit; False: nothing was sent. Raises `LinkLost`
+        (not sent) if this half has ended, `PayloadTooLarge`.
         """
         ...
 
     async def send(self, body: Buffer, *, timeout: Seconds, last: bool = False) -> None:
-        """Send one item as soon as there is credit.
-
-        Raises `DeadlineExceeded` and what `try_send` raises; then nothing was sent. Cancellation:
-        nothing was sent.
+        """Sends one item as soon as there is credit. Raises `DeadlineExceeded` and what `try_send`
+        raises; then nothing was sent. Cancellation: nothing was sent.
         """
         ...
 
@@ -116,65 +114,69 @@ class Stream(Protocol):
         *,
         last: bool = False,
     ) -> bool:
-        """Send bytes as they are, behind a small msgpack `meta`. Like `try_send` otherwise.
+        """Sends raw bytes behind a small msgpack `meta`, if there is credit, like `try_send`.
 
         `payload` is not copied. It must not change before `on_sent` is called, which happens
         exactly once if this returned True: when the transport has drained past it, or the link is
-        gone."""
+        gone.
+        """
         ...
 
     async def send_raw(
         self, meta: bytes, payload: Buffer, *, timeout: Seconds, last: bool = False
     ) -> None:
-        """Returns when the payload may be reused, having left this process.
+        """Sends raw bytes and returns when the payload's memory may be reused.
 
-        Raises `DeadlineExceeded`, `LinkLost`. Cancellation, a deadline: if it had been handed over,
-        the link goes on reading it; use `try_send_raw` where memory is reused after a failure.
+        Raises `DeadlineExceeded`, `LinkLost`. After a cancellation or a deadline the link may still
+        read the payload; use `try_send_raw` where memory is reused after a failure.
         """
         ...
 
     def end(self) -> None:
-        """This half is complete; nothing happens if it has ended."""
+        """Completes this half; does nothing if it has ended."""
         ...
 
     def abort(self, error: BaseException) -> None:
-        """Want nothing more of the stream; the peer's sink gets `error`, ours falls silent."""
+        """Ends both halves: the peer's sink gets `error`, the own sink is not called any more."""
         ...
 
     def consumed(self, size: Bytes) -> None:
-        """An item of `size` bytes was taken; for streams whose sink holds items back."""
+        """Returns the credit of an item of `size` bytes; for streams whose sink holds items
+        back.
+        """
         ...
 
 
-class Sink(Protocol):
-    """Who reads a stream. Called on the event loop; quick, must not raise."""
+class StreamSink(Protocol):
+    """Reads a stream. Called on the event loop; must be quick and must not raise."""
 
     def on_data(self, body: Buffer) -> None:
-        """One item."""
+        """Handles one item."""
         ...
 
     def on_payload(self, meta: bytes, size: Bytes) -> memoryview | None:
-        """A large raw payload comes: where to put it (writable, `size` bytes); None drops it.
-
-        The memory is written to until `on_raw`, `on_end`, or `abort` of the stream.
+        """Returns the memory for a large raw payload (writable, `size` bytes); None drops it. The
+        memory is written to until `on_raw`, `on_end`, or `abort` of the stream.
         """
         ...
 
     def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        """A raw payload is complete: small, or where `on_payload` said; empty if dropped."""
+        """Handles a complete raw payload: a small one, or the memory from `on_payload`; empty if
+        dropped.
+        """
         ...
 
     def on_end(self, error: BaseException | None) -> None:
-        """Nothing more comes: the peer's half is complete (None) or the stream failed. Once."""
+        """Handles the end: the peer's half is complete (None) or the stream failed. Once."""
         ...
 
     def on_unblocked(self) -> None:
-        """`try_send` may succeed again."""
+        """Notes that `try_send` may succeed again."""
         ...
 
 
-class Call(Protocol):
-    """A peer's request. Answer it once; afterwards answers are dropped."""
+class IncomingCall(Protocol):
+    """A peer's request. Answer it once; later answers are dropped."""
 
     on_cancel: Callable[[], None] | None
     """Called once if the answer is no longer wanted: cancelled, past its deadline, link lost."""
@@ -190,57 +192,60 @@ class Call(Protocol):
 
     @property
     def deadline(self) -> Seconds:
-        """On the event loop's clock."""
+        """The deadline, on the event loop's clock."""
         ...
 
     @property
     def done(self) -> bool:
-        """Answered, cancelled, or past its deadline."""
+        """True if it was answered, was cancelled, or is past its deadline."""
         ...
 
     def reply(self, message: object) -> None:
-        """Answer with a typed body."""
+        """Answers with a typed body."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Answer with an error; foreign ones arrive as `PdserveError`."""
+        """Answers with an error; foreign exceptions arrive as `PdserveError`."""
         ...
 
 
-class Handler(Protocol):
-    """What a node does with what its peers start. Called on the event loop; quick.
+class LinkHandler(Protocol):
+    """Handles what peers start. Called on the event loop; must be quick.
 
     An exception from `on_request` or `on_stream` becomes the answer. An undecodable body is a
     `ProtocolError` and counts against the peer.
     """
 
     def on_link_up(self, link: Link) -> None:
-        """The link is the one `Network.link` returns for its peer from now on."""
+        """Notes a new link; from now on `Network.link` returns it for its peer."""
         ...
 
-    def on_link_down(self, link: Link, down: Down) -> None:
-        """The link is closed, after all that was under way on it has ended. The peer may have
-        another link by now: ask `Network.link`."""
+    def on_link_down(self, link: Link, down: LinkDownReason) -> None:
+        """Notes a closed link, after everything under way on it has ended. The peer may have
+        another link by now: ask `Network.link`.
+        """
         ...
 
     def on_tell(self, link: Link, method: int, body: Buffer) -> None: ...
 
-    def on_request(self, call: Call) -> None:
-        """Answer now or later; what is not answered in time is answered by its deadline."""
+    def on_request(self, call: IncomingCall) -> None:
+        """Handles a request; it may be answered later. Without an answer in time, its deadline
+        answers it.
+        """
         ...
 
-    def on_stream(self, stream: Incoming, method: int, body: Buffer) -> None:
-        """Call `accept` now or later, or `abort`."""
+    def on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
+        """Handles a new stream: call `accept`, now or later, or `abort`."""
         ...
 
 
-class Incoming(Stream, Protocol):
+class IncomingStream(Stream, Protocol):
     """A stream that the peer opened."""
 
-    def accept(self, sink: Sink, *, window: int = 0, hold: bool = False) -> None:
-        """Read it; `window` is the credit to grant (0: the peer sends nothing).
-
-        `hold`: items count as taken only by `consumed`. Raises `Overloaded` if no credit is left.
+    def accept(self, sink: StreamSink, *, window: int = 0, hold: bool = False) -> None:
+        """Reads the stream with `sink`. `window` is the credit to grant (0: the peer sends
+        nothing). `hold`: items count as taken only by `consumed`. Raises `Overloaded` if no
+        credit is left.
         """
         ...
 
@@ -252,17 +257,19 @@ class Link(Protocol):
     def peer(self) -> Peer: ...
 
     @property
-    def down(self) -> Down | None:
-        """Why it ended; None while it has not."""
+    def down(self) -> LinkDownReason | None:
+        """Why it ended; None while it is up."""
         ...
 
     @property
     def retiring(self) -> bool:
-        """Nothing more can be started on it; what is under way goes on."""
+        """True if nothing new can be started on it; work under way goes on."""
         ...
 
     def tell(self, method: int, body: Buffer) -> None:
-        """Send one way. Raises `LinkLost` (not sent), `Overloaded`, `PayloadTooLarge`."""
+        """Sends a one-way message. Raises `LinkLost` (not sent), `Overloaded`,
+        `PayloadTooLarge`.
+        """
         ...
 
     async def request(
@@ -273,30 +280,29 @@ class Link(Protocol):
         timeout: Seconds,
         late: Callable[[R], None] | None = None,
     ) -> R:
-        """Ask and wait for the answer.
+        """Sends a request and waits for the answer.
 
         Raises `DeadlineExceeded` after `timeout`; `LinkLost`, whose `sent` says whether the peer
-        may have acted; `Overloaded` and `PayloadTooLarge` before anything is sent; whatever the
-        peer failed with; `ProtocolError` for an answer of another type. Cancellation: the peer is
-        told. `late` hears the answer that comes all the same, if one was on its way when the wait
-        ended by cancellation or deadline; for answers that give something which must be given
-        back."""
+        may have acted; `Overloaded` and `PayloadTooLarge` before anything is sent; the peer's
+        error; `ProtocolError` for an answer of another type. Cancellation: the peer is told. `late`
+        is called with an answer that arrives after a cancellation or the deadline, for answers that
+        give something which must be given back.
+        """
         ...
 
     def open_stream(
         self,
         method: int,
         body: Buffer,
-        sink: Sink,
+        sink: StreamSink,
         *,
         window: int | None = None,
         last: bool = False,
         hold: bool = False,
     ) -> Stream:
-        """Open a stream; `window` is the credit granted to the peer, 0 if it is not to send.
-
-        `last`: this side sends nothing more. `hold`: see `Incoming.accept`. Raises `LinkLost` (not
-        sent), `Overloaded`, `PayloadTooLarge`.
+        """Opens a stream. `window` is the credit granted to the peer, 0 if it sends nothing.
+        `last`: this side sends nothing more. `hold`: items count as taken only by
+        `Stream.consumed`. Raises `LinkLost` (not sent), `Overloaded`, `PayloadTooLarge`.
         """
         ...
 
@@ -304,33 +310,33 @@ class Link(Protocol):
         self,
         method: int,
         body: Buffer,
-        sink: Sink,
+        sink: StreamSink,
         *,
         timeout: Seconds,
         window: int | None = None,
         last: bool = False,
         hold: bool = False,
     ) -> Stream:
-        """The same on the bulk connection, which is dialled first if there is none.
-
-        Raises `DeadlineExceeded`, `DialFailed` besides.
+        """Opens a stream on the bulk connection, which is dialled first if there is none. Raises
+        what `open_stream` raises, `DeadlineExceeded`, `DialFailed`.
         """
         ...
 
     async def drain(self, *, timeout: Seconds) -> None:
-        """Wait until the transport takes more. Raises `DeadlineExceeded`, `LinkLost`."""
+        """Waits until the transport takes more. Raises `DeadlineExceeded`, `LinkLost`."""
         ...
 
     def close(self, message: str = "") -> None:
-        """Start nothing more; close when what is under way has ended, at the latest after
-        `retire_after`."""
+        """Starts nothing more; closes when work under way has ended, at the latest after
+        `retire_after`.
+        """
         ...
 
     def abort(self, message: str = "") -> None:
-        """End now; what is under way ends with `LinkLost`."""
+        """Ends the link now; work under way ends with `LinkLost`."""
         ...
 
-    def statistics(self) -> LinkStatistics: ...
+    def statistics(self) -> LinkStats: ...
 
 
 class Network(Protocol):
@@ -342,34 +348,31 @@ class Network(Protocol):
         ...
 
     def link(self, node: NodeId) -> Link | None:
-        """The current link to `node`."""
+        """The current link to `node`; None: there is none."""
         ...
 
     async def listen(self, address: str) -> str:
-        """Accept peers at `address` (`host:port`, port 0: any); returns the address in use.
-
-        Raises `ConfigError` if that is impossible.
+        """Accepts peers at `address` (`host:port`, port 0: any); returns the address in use. Raises
+        `ConfigError` if that is impossible.
         """
         ...
 
     async def dial(self, address: str, *, expect: NodeId | None = None) -> Link:
-        """The link to the node at `address`; one dial per address at a time.
+        """Returns the link to the node at `address`; one dial per address at a time.
 
-        With `expect`, a link to that node on which something can be started is returned as it is.
-        Otherwise a new connection is made, and if it leads to a node that is linked, the two are
-        resolved.
-
-        Raises `DialFailed` or one of its kinds; `WrongPeer` if another node than `expect` answers.
-        Cancellation: only the waiting ends.
+        With `expect`, a usable link to that node is returned as it is. Otherwise a new connection
+        is made, and if it leads to a linked node, one of the two stays. Raises `DialFailed` or one
+        of its kinds; `WrongPeer` if another node than `expect` answers. Cancellation: only the
+        waiting ends.
         """
         ...
 
     async def close(self, *, grace: Seconds = 0.0) -> None:
-        """Refuse new links, let what is under way finish for up to `grace`, end the rest."""
+        """Refuses new links, lets work under way finish for up to `grace`, ends the rest."""
         ...
 
 
-class Listener(Protocol):
+class NetListener(Protocol):
     """An open listening address."""
 
     @property
@@ -378,24 +381,26 @@ class Listener(Protocol):
         ...
 
     async def close(self) -> None:
-        """Accept no more; accepted connections go on."""
+        """Accepts no more connections; accepted ones go on."""
         ...
 
 
 class ByteNetwork(Protocol):
-    """Ordered bytes between addresses, with TCP's ways of ending.
+    """Ordered byte connections between addresses. Transports behave like asyncio's: writes never
+    block, `pause_writing` and `resume_writing` follow the limits, `connection_lost` comes
+    exactly once.
+    """
 
-    Transports behave like asyncio's: writes never block, `pause_writing` and `resume_writing`
-    follow the limits, `connection_lost` comes exactly once."""
-
-    async def listen(self, address: str, factory: Callable[[], asyncio.BaseProtocol]) -> Listener:
-        """Raises `ConfigError`."""
+    async def listen(
+        self, address: str, factory: Callable[[], asyncio.BaseProtocol]
+    ) -> NetListener:
+        """Listens at an address. Raises `ConfigError`."""
         ...
 
     async def connect(
         self, address: str, factory: Callable[[], asyncio.BaseProtocol], *, timeout: Seconds
     ) -> None:
-        """Returns after `connection_made`. Raises `DialFailed` or one of its kinds."""
+        """Connects; returns after `connection_made`. Raises `DialFailed` or one of its kinds."""
         ...
 
     def binding(self, transport: asyncio.BaseTransport) -> bytes:

@@ -1,9 +1,9 @@
 """One node's links: listens, dials, shakes hands, and keeps one link per peer.
 
-Every connection begins as a `_Guest` with a deadline. When the handshake is complete,
-`links.resolve` says whether it becomes the node's link to that peer; a bulk connection finds its
-link by the session that the acceptor named in its READY. It owns all shells, dials and timers of
-the node, and after `close` there are none.
+Every connection begins as a `_PendingConnection` with a deadline. When the handshake is complete,
+`duplicate_links.resolve` says whether it becomes the node's link to that peer; a bulk connection
+finds its link by the id that the acceptor named in its READY. It owns all shells, dials and
+timers of the node, and after `close` there are none.
 
 Frames are the wire's, what happens on a link is `link`'s, when to dial again is the caller's
 (`redial` says how long to wait)."""
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -24,25 +25,32 @@ from pdserve.errors import (
     WrongPeer,
 )
 from pdserve.ids import NodeId
-from pdserve.net.admission import Pending
-from pdserve.net.base import Down, Peer
-from pdserve.net.complaints import Complaints
+from pdserve.net.base import LinkDownReason, Peer
+from pdserve.net.connection_driver import IGNORE, ConnectionDriver
+from pdserve.net.duplicate_links import Contender, Verdict, resolve
+from pdserve.net.handshake_limit import PendingHandshakes
 from pdserve.net.link import PeerLink
-from pdserve.net.links import Contender, Verdict, resolve
+from pdserve.net.log_throttle import LogThrottle
 from pdserve.net.settings import NetSettings
-from pdserve.net.shell import DEAF, Shell
 from pdserve.net.timers import Timers
 from pdserve.wire import events as ev
-from pdserve.wire.handshake import NONCE_BYTES, Acceptor, Channel, Dialler, Why
-from pdserve.wire.protocol import Connection, Leaving
+from pdserve.wire.flow import BodyBudget
+from pdserve.wire.handshake import (
+    NONCE_BYTES,
+    AcceptorHandshake,
+    ConnectionRole,
+    DialerHandshake,
+    HandshakeRefusalReason,
+)
+from pdserve.wire.protocol import Connection, GoAwayCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
     from pdserve.ids import Seconds
-    from pdserve.net.base import ByteNetwork, Handler, Listener
+    from pdserve.net.base import ByteNetwork, LinkHandler, NetListener
     from pdserve.net.timers import Timer
-    from pdserve.wire.handshake import Claim, Identity, Spoken
+    from pdserve.wire.handshake import Identity, IdentityClaim, Negotiated
     from pdserve.wire.limits import Limits
 
 __all__ = ["Endpoint"]
@@ -52,7 +60,11 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SESSION_BYTES: Final = 16
-_DUPLICATE: Final = Down("duplicate", "another connection between the two nodes took over")
+_RENEW_PAUSE: Final[Seconds] = 5.0
+"""Between two attempts to make a link anew whose key is no longer accepted here."""
+_DUPLICATE: Final = LinkDownReason(
+    "duplicate", "another connection between the two nodes took over"
+)
 
 
 class Endpoint:
@@ -61,15 +73,16 @@ class Endpoint:
     def __init__(
         self,
         identity: Identity,
-        handler: Handler,
+        handler: LinkHandler,
         network: ByteNetwork,
         *,
         keys: Callable[[], tuple[bytes, ...]],
         entropy: Callable[[int], bytes],
         settings: NetSettings | None = None,
+        bodies: BodyBudget | None = None,
     ) -> None:
-        """`keys` is asked for each handshake (see `security`); `entropy(n)` gives n random
-        bytes."""
+        """`keys` is asked for each handshake (see `cluster_keys`); `entropy(n)` gives n random
+        bytes; `bodies` counts those of requests over all lives of a node."""
         self.identity = identity
         self.settings = settings or NetSettings()
         self._handler = handler
@@ -82,17 +95,20 @@ class Endpoint:
         self._scratch = memoryview(bytearray(self.settings.read_size))
         self._closing = False
 
+        self._bodies = bodies or BodyBudget(self.settings.requests)
         self._links: dict[NodeId, PeerLink] = {}
         self._sessions: dict[bytes, PeerLink] = {}  # of links we accepted
         self._all: dict[PeerLink, None] = {}  # retiring ones too
-        self._pending: Pending[_Guest] = Pending(self.settings.pending_handshakes)
-        self._guests: dict[_Guest, None] = {}  # every connection there is
-        self._listeners: list[Listener] = []
+        self._pending: PendingHandshakes[_PendingConnection] = PendingHandshakes(
+            self.settings.pending_handshakes
+        )
+        self._guests: dict[_PendingConnection, None] = {}  # every connection there is
+        self._listeners: list[NetListener] = []
         self._dials: dict[str, asyncio.Task[PeerLink]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._bulk_dials: set[PeerLink] = set()
         self._closer: asyncio.Future[None] | None = None
-        self._complaints = Complaints()
+        self._complaints = LogThrottle()
         self.refused: dict[str, int] = {}
         """Handshakes that this node turned away, by the name of the error."""
 
@@ -122,11 +138,11 @@ class Endpoint:
         self._listeners.append(listener)
         return listener.address
 
-    def _accepting(self) -> Shell:
-        return self._shell(_Guest(self))
+    def _accepting(self) -> ConnectionDriver:
+        return self._shell(_PendingConnection(self))
 
-    def _shell(self, guest: _Guest) -> Shell:
-        return Shell(guest, self._loop, self.timers, self.settings, self._scratch)
+    def _shell(self, guest: _PendingConnection) -> ConnectionDriver:
+        return ConnectionDriver(guest, self._loop, self.timers, self.settings, self._scratch)
 
     async def dial(self, address: str, *, expect: NodeId | None = None) -> PeerLink:
         known = self._links.get(expect) if expect is not None else None
@@ -148,12 +164,12 @@ class Endpoint:
         return link
 
     async def _dial(self, address: str) -> PeerLink:
-        guest = _Guest(self, address=address)
+        guest = _PendingConnection(self, address=address)
         await self._connect(guest)
         assert guest.link is not None
         return guest.link
 
-    async def _connect(self, guest: _Guest) -> None:
+    async def _connect(self, guest: _PendingConnection) -> None:
         """Returns when the handshake is complete. Raises `DialFailed` or one of its kinds."""
         settled = guest.settled = self._loop.create_future()
         # Cancelled in the turn in which the connection was lost, nobody would look at the reason.
@@ -182,7 +198,7 @@ class Endpoint:
 
     async def _connect_bulk(self, link: PeerLink) -> None:
         try:
-            await self._connect(_Guest(self, address=link.address, bulk_of=link))
+            await self._connect(_PendingConnection(self, address=link.address, bulk_of=link))
         except PdserveError as error:
             link.bulk_failed(error)
         finally:
@@ -201,42 +217,58 @@ class Endpoint:
 
     # ------------------------------------------------------------------ handshakes
 
-    def start(self, guest: _Guest, shell: Shell) -> Connection:
+    def start(self, guest: _PendingConnection, shell: ConnectionDriver) -> Connection:
         """A transport is there: begin the handshake."""
         self._guests[guest] = None
         nonce, keys = self._entropy(NONCE_BYTES), self._keys()
         versions = self.settings.versions
         binding = self._network.binding(shell.transport)
         if guest.address:
-            channel = Channel.CONTROL if guest.bulk_of is None else Channel.BULK
+            channel = ConnectionRole.CONTROL if guest.bulk_of is None else ConnectionRole.BULK
             session = b"" if guest.bulk_of is None else guest.bulk_of.session
             claim = self.identity.claim(channel, session)
-            dialler = Dialler(claim, keys, nonce, versions=versions, binding=binding)
-            return Connection(dialler, self._limits(channel))
+            guest.proof = dialler = DialerHandshake(
+                claim, keys, nonce, versions=versions, binding=binding
+            )
+            return Connection(dialler, self._limits(channel), self._bodies)
         victim = self._pending.add(guest, guest.host)
         if victim is not None:
-            victim.give_up(Why.BUSY, "evicted by newer unfinished handshakes")
+            victim.give_up(HandshakeRefusalReason.BUSY, "evicted by newer unfinished handshakes")
         guest.timer = self.timers.call_later(
-            self.settings.handshake_timeout, lambda: guest.give_up(Why.BUSY, "took too long")
+            self.settings.handshake_timeout,
+            lambda: guest.give_up(HandshakeRefusalReason.BUSY, "took too long"),
         )
-        acceptor = Acceptor(self.identity, keys, nonce, versions=versions, binding=binding)
-        return Connection(acceptor, self.settings.limits)
+        guest.proof = acceptor = AcceptorHandshake(
+            self.identity, keys, nonce, versions=versions, binding=binding
+        )
+        return Connection(acceptor, self.settings.limits, self._bodies)
 
-    def _limits(self, channel: Channel) -> Limits:
-        return self.settings.limits if channel is Channel.CONTROL else self.settings.bulk_limits
+    def _limits(self, channel: ConnectionRole) -> Limits:
+        return (
+            self.settings.limits if channel is ConnectionRole.CONTROL else self.settings.bulk_limits
+        )
 
-    def authenticated(self, guest: _Guest, claim: Claim, spoken: Spoken) -> None:
+    def authenticated(
+        self, guest: _PendingConnection, claim: IdentityClaim, spoken: Negotiated
+    ) -> None:
         """Acceptor: who it is is known; whether it may stay is decided here."""
         self.settle(guest)
         connection = guest.shell.connection
         if self._closing:
-            guest.refuse(Why.CLOSING, HandshakeRefused("this node is going away"))
-        elif claim.channel == Channel.BULK:
+            guest.refuse(
+                HandshakeRefusalReason.CLOSING, HandshakeRefused("this node is going away")
+            )
+        elif claim.channel == ConnectionRole.BULK:
             self._admit_bulk(guest, claim)
-        elif claim.channel != Channel.CONTROL:
-            guest.refuse(Why.SESSION, HandshakeRefused(f"unknown channel {claim.channel}"))
+        elif claim.channel != ConnectionRole.CONTROL:
+            guest.refuse(
+                HandshakeRefusalReason.SESSION, HandshakeRefused(f"unknown channel {claim.channel}")
+            )
         elif (verdict := self._resolve(claim, dialled=False)) is Verdict.REFUSE:
-            guest.refuse(Why.STALE, WrongPeer(f"{claim.node} has connected in a later life"))
+            guest.refuse(
+                HandshakeRefusalReason.STALE,
+                WrongPeer(f"{claim.node} has connected in a later life"),
+            )
         else:
             session = self._entropy(_SESSION_BYTES)
             if connection.accept(session):
@@ -244,14 +276,17 @@ class Endpoint:
                 self._sessions[session] = link
                 self._install(link, verdict)
 
-    def _admit_bulk(self, guest: _Guest, claim: Claim) -> None:
+    def _admit_bulk(self, guest: _PendingConnection, claim: IdentityClaim) -> None:
         link = self._sessions.get(claim.session)
         if link is None or (link.peer.node, link.peer.epoch) != (claim.node, claim.epoch):
-            guest.refuse(Why.SESSION, HandshakeRefused(f"{claim.node} names no session of its own"))
+            guest.refuse(
+                HandshakeRefusalReason.SESSION,
+                HandshakeRefused(f"{claim.node} names no session of its own"),
+            )
         elif guest.shell.connection.accept(limits=self.settings.bulk_limits):
             guest.on_lost = link.bulk_ready(guest.shell)
 
-    def ready(self, guest: _Guest, claim: Claim, spoken: Spoken) -> None:
+    def ready(self, guest: _PendingConnection, claim: IdentityClaim, spoken: Negotiated) -> None:
         """Dialler: the connection is open, and who the peer is is known."""
         if guest.bulk_of is not None:
             link = guest.bulk_of
@@ -273,14 +308,14 @@ class Endpoint:
         guest.link = self._links.get(link.peer.node, link)
         guest.succeed()
 
-    def settle(self, guest: _Guest) -> None:
+    def settle(self, guest: _PendingConnection) -> None:
         """The handshake of an accepted connection is over, one way or the other."""
         self._pending.remove(guest, guest.host)
         if guest.timer is not None:
             guest.timer.cancel()
             guest.timer = None
 
-    def complain(self, guest: _Guest, error: PdserveError) -> None:
+    def complain(self, guest: _PendingConnection, error: PdserveError) -> None:
         """An accepted connection failed its handshake: count it, and say so, but not too often."""
         name = type(error).__name__
         self.refused[name] = self.refused.get(name, 0) + 1
@@ -291,13 +326,15 @@ class Endpoint:
 
     # ------------------------------------------------------------------ links
 
-    def _resolve(self, claim: Claim, *, dialled: bool) -> Verdict:
+    def _resolve(self, claim: IdentityClaim, *, dialled: bool) -> Verdict:
         node = NodeId(claim.node)
         old = self._links.get(node)
         known = None if old is None else Contender(old.peer.epoch, old.dialled, old.retiring)
         return resolve(self.identity.node, node, known, Contender(claim.epoch, dialled))
 
-    def _make_link(self, guest: _Guest, claim: Claim, spoken: Spoken, session: bytes) -> PeerLink:
+    def _make_link(
+        self, guest: _PendingConnection, claim: IdentityClaim, spoken: Negotiated, session: bytes
+    ) -> PeerLink:
         peer = Peer(NodeId(claim.node), claim.epoch, claim.address, spoken.version, spoken.features)
         link = PeerLink(
             peer,
@@ -310,6 +347,7 @@ class Endpoint:
             dial_bulk=self._dial_bulk,
             on_down=self._link_down,
         )
+        link.key = guest.proof.key
         guest.on_lost = link.lost
         self._all[link] = None
         return link
@@ -318,7 +356,7 @@ class Endpoint:
         """Carry out what `resolve` decided."""
         old = self._links.get(link.peer.node)
         if verdict is Verdict.YIELD:
-            link.retire(_DUPLICATE, Leaving.DUPLICATE)
+            link.retire(_DUPLICATE, GoAwayCode.DUPLICATE)
             return
         if verdict is Verdict.REPLACE and old is not None:
             old.replaced()
@@ -327,7 +365,8 @@ class Endpoint:
         link.announced = True
         self._handler.on_link_up(link)
         if old is not None:
-            old.retire(_DUPLICATE, Leaving.DUPLICATE)
+            old.retire(_DUPLICATE, GoAwayCode.DUPLICATE)
+        self._check_key(link)  # the keys may have changed since its handshake began
 
     def _link_down(self, link: PeerLink) -> None:
         if self._links.get(link.peer.node) is link:
@@ -338,9 +377,54 @@ class Endpoint:
             self._handler.on_link_down(link, link.down)
         self._wake_closer()
 
+    # ------------------------------------------------------------------ keys that are replaced
+
+    def keys_changed(self) -> None:
+        """Links whose key is accepted no more are made anew by the side that dialled them; what is
+        under way goes on. What is left after `revoke_after` ends."""
+        for link in tuple(self._all):
+            self._check_key(link)
+
+    def _check_key(self, link: PeerLink) -> None:
+        if link.key in self._keys():
+            return
+        self.timers.call_later(self.settings.revoke_after, partial(self._revoke, link))
+        if link.dialled and self._is_current(link):
+            _ = self._spawn(self._renew(link), f"renew {link.peer.node}")
+
+    def _is_current(self, link: PeerLink) -> bool:
+        """It is the link to its peer, and stays so."""
+        known = self._links.get(link.peer.node) is link
+        return known and not link.retiring and link.down is None
+
+    async def _renew(self, link: PeerLink) -> None:
+        """Until the link is replaced, or ends: the peer's file may change a little later."""
+        while self._is_current(link) and link.key not in self._keys():
+            try:
+                await self.dial(link.address)
+            except DialFailed as error:
+                _log.warning(
+                    "the link with %s keeps its old key for now: %s", link.peer.node, error.message
+                )
+            else:
+                return
+            await asyncio.sleep(_RENEW_PAUSE)
+
+    def _revoke(self, link: PeerLink) -> None:
+        """Its peer has not shown a key that is accepted, in all that time."""
+        if link.down is not None or link.key in self._keys():
+            return
+        if self._links.get(link.peer.node) not in (link, None):
+            return  # it has; this one ends with what runs on it
+        _log.warning(
+            "the link with %s ends: the cluster key that it was made with is no longer in use",
+            link.peer.node,
+        )
+        link.abort("its cluster key is no longer in use")
+
     # ------------------------------------------------------------------ the end
 
-    def forget(self, guest: _Guest) -> None:
+    def forget(self, guest: _PendingConnection) -> None:
         """A transport is gone."""
         self.settle(guest)
         self._guests.pop(guest, None)
@@ -352,7 +436,7 @@ class Endpoint:
             await listener.close()
         self._listeners.clear()
         for guest in self._pending.drain():
-            guest.give_up(Why.CLOSING, "this node is going away")
+            guest.give_up(HandshakeRefusalReason.CLOSING, "this node is going away")
         deadline = self._loop.time() + grace
         for link in tuple(self._all):
             link.close("the node is going away")
@@ -381,7 +465,7 @@ class Endpoint:
             self._closer.set_result(None)
 
 
-class _Guest:
+class _PendingConnection:
     """One connection from its first byte to its last: a handshake, then part of a link."""
 
     def __init__(
@@ -394,7 +478,8 @@ class _Guest:
         self.link: PeerLink | None = None
         """After a dial: the node's link to that peer, which may be an older one."""
         self.host = ""
-        self.shell: Shell
+        self.shell: ConnectionDriver
+        self.proof: DialerHandshake | AcceptorHandshake
         self.timer: Timer | None = None
         self.settled: asyncio.Future[None] | None = None
         """Done when the handshake of a dialled connection is over."""
@@ -402,14 +487,14 @@ class _Guest:
         """Who hears of the end once the handshake is over."""
         self._endpoint = endpoint
 
-    def connected(self, shell: Shell) -> Connection:
+    def connected(self, shell: ConnectionDriver) -> Connection:
         self.shell = shell
         peername = shell.transport.get_extra_info("peername")
         self.host = str(peername[0]) if peername else ""
         shell.rules = {
             ev.Authenticated: lambda e: self._endpoint.authenticated(self, e.claim, e.spoken),
-            ev.Ready: lambda e: self._endpoint.ready(self, e.claim, e.spoken),
-            ev.Violated: lambda e: self.fail(e.error),
+            ev.ConnectionReady: lambda e: self._endpoint.ready(self, e.claim, e.spoken),
+            ev.ProtocolViolated: lambda e: self.fail(e.error),
         }
         return self._endpoint.start(self, shell)
 
@@ -425,25 +510,25 @@ class _Guest:
             self._endpoint.complain(self, error)
         elif not self.settled.done():
             self.settled.set_exception(error)
-        self.shell.rules = DEAF
-        self.shell.connection.send_goaway(Leaving.REPLACED, "the handshake has failed")
+        self.shell.rules = IGNORE
+        self.shell.connection.send_goaway(GoAwayCode.REPLACED, "the handshake has failed")
         self.shell.close()
 
-    def refuse(self, why: Why, error: HandshakeRefused) -> None:
+    def refuse(self, why: HandshakeRefusalReason, error: HandshakeRefused) -> None:
         """Acceptor: turn the peer away with a word."""
         self.shell.connection.refuse(why, error)
         self.fail(error)
 
-    def give_up(self, why: Why, text: str) -> None:
+    def give_up(self, why: HandshakeRefusalReason, text: str) -> None:
         """Acceptor: end an unfinished handshake at once; the word may not arrive."""
         self._endpoint.settle(self)
         self._endpoint.complain(self, HandshakeRefused(text))
-        self.shell.rules = DEAF
+        self.shell.rules = IGNORE
         self.shell.connection.refuse(why, HandshakeRefused(text))
         self.shell.flush()
         self.shell.abort()
 
-    def lost(self, shell: Shell, error: BaseException | None) -> None:
+    def lost(self, shell: ConnectionDriver, error: BaseException | None) -> None:
         self._endpoint.forget(self)
         if self.settled is not None and not self.settled.done():
             text = f"the connection to {self.address} was lost during the handshake"

@@ -7,8 +7,8 @@ When the link ends, everything under way on it ends exactly once, before `on_lin
 request of ours by `LinkLost`, whose `sent` is False only if its frame never left this process; each
 request of the peer's by its `on_cancel`; each stream by its sink's `on_end`.
 
-Decisions about frames are the wire's, about which link stays `links`'; this file performs. Owned by
-one `Endpoint`.
+Decisions about frames are the wire's, about which link stays `duplicate_links`'; this file
+performs. Owned by one `Endpoint`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from pdserve.errors import DeadlineExceeded, LinkLost, PdserveError, ProtocolError
-from pdserve.net.base import Down, LinkStatistics
-from pdserve.net.calls import Serving
-from pdserve.net.deadlines import Deadlines
-from pdserve.net.shell import DEAF
-from pdserve.net.streams import LinkStream
+from pdserve.errors import DeadlineExceeded, LinkLost, NoMethod, PdserveError, ProtocolError
+from pdserve.net.base import LinkDownReason, LinkStats
+from pdserve.net.connection_driver import IGNORE
+from pdserve.net.lazy_deadline import LazyDeadline
+from pdserve.net.link_call import LinkCall
+from pdserve.net.link_stream import LinkStream
 from pdserve.wire import events as ev
 from pdserve.wire.codec import UNDECODABLE, encode
 from pdserve.wire.parser import Buffer
-from pdserve.wire.protocol import Leaving
+from pdserve.wire.protocol import GoAwayCode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.ids import Bytes, Seconds
-    from pdserve.net.base import Handler, Peer, Sink
+    from pdserve.net.base import LinkHandler, Peer, StreamSink
+    from pdserve.net.connection_driver import ConnectionDriver
     from pdserve.net.settings import NetSettings
-    from pdserve.net.shell import Shell
     from pdserve.net.timers import Timer, Timers
     from pdserve.wire.codec import Method
-    from pdserve.wire.flow import Stream
+    from pdserve.wire.flow import StreamState
 
 __all__ = ["PeerLink"]
 
@@ -49,16 +49,18 @@ _log = logging.getLogger(__name__)
 Q = TypeVar("Q")
 R = TypeVar("R")
 
-Heir = Callable[[Buffer], None]
+LateAnswerHandler = Callable[[Buffer], None]
 """Takes the body of an answer that nobody waits for any more."""
 
-Asking = tuple["asyncio.Future[Buffer]", int, float, Heir | None]
+PendingRequest = tuple["asyncio.Future[Buffer]", int, float, LateAnswerHandler | None]
 """A request of ours, the context of its wire's call: the future that carries the answer's body, the
 bytes queued on the connection before it (below `taken`, it has left this process), the deadline,
 and who takes an answer that comes after it."""
 
 _LONGEST: Final = 0xFFFF_FFFF
 """Milliseconds that fit the header: 49 days."""
+_UNSERVED: Final = "method {} is not served"
+"""How a peer of release 0.1 says `NoMethod`, as a `ProtocolError`."""
 _RECHECK: Final[Seconds] = 0.02
 """How often a retiring link looks whether it may close: that happens once in its life."""
 
@@ -69,8 +71,8 @@ class PeerLink:
     def __init__(
         self,
         peer: Peer,
-        shell: Shell,
-        handler: Handler,
+        shell: ConnectionDriver,
+        handler: LinkHandler,
         timers: Timers,
         settings: NetSettings,
         *,
@@ -85,9 +87,11 @@ class PeerLink:
         self.dialled = bool(address)
         self.session = session
         """What the acceptor calls this link; a bulk connection names it."""
-        self.down: Down | None = None
+        self.down: LinkDownReason | None = None
         self.announced = False
         """The handler knows of the link."""
+        self.key = b""
+        """The cluster key that it was made with."""
 
         self._loop = asyncio.get_running_loop()
         self.now: Callable[[], Seconds] = self._loop.time
@@ -103,18 +107,21 @@ class PeerLink:
         self.connection = shell.connection
         self._timeout: Seconds = 0.0
         self._milliseconds = 0  # the same, as it travels
-        self._asking = Deadlines(timers, self._expire_asking)
-        self._serving: dict[int, Serving] = {}
-        self._served = Deadlines(timers, self._expire_serving)
-        self._strikes = 0
+        self._asking = LazyDeadline(timers, self._expire_asking)
+        self._serving: dict[int, LinkCall] = {}
+        self._served = LazyDeadline(timers, self._expire_serving)
+        self._strikes: list[Seconds] = []  # when, within the window
+        self._unserved: set[int] = set()  # methods that would be a strike at the peer
         self._silence = 0  # keepalive intervals without a byte
         self._pings = 0
-        self._farewell: Down | None = None  # why, as far as known before the transport is gone
+        self._farewell: LinkDownReason | None = (
+            None  # why, as far as known before the transport is gone
+        )
         self._last_call: Timer | None = None
         self._next_look: Timer | None = None  # of the keepalive
 
         # The bulk connection.
-        self.bulk: Shell | None = None
+        self.bulk: ConnectionDriver | None = None
         """The bulk connection, if there is one."""
         self._bulk_waiters: list[asyncio.Future[None]] = []
         self._bulk_error: BaseException | None = None
@@ -147,13 +154,15 @@ class PeerLink:
         late: Callable[[R], None] | None = None,
     ) -> R:
         connection, shell = self.connection, self.shell
+        if self._unserved and method.id in self._unserved:
+            raise NoMethod(f"{self.peer.node} does not serve {method.name}")
         future: asyncio.Future[Buffer] = self._create_future()
         deadline = self.now() + timeout
         if timeout != self._timeout:  # most requests have that of the one before
             self._milliseconds = min(max(0, int(timeout * 1000)), _LONGEST)
             self._timeout = timeout
         heir = None if late is None else partial(self._late, method, late)
-        asking: Asking = (future, connection.queued, deadline, heir)
+        asking: PendingRequest = (future, connection.queued, deadline, heir)
         call = connection.send_request(method.id, encode(message), self._milliseconds, asking)
         if not shell.due:
             shell.wake()
@@ -163,6 +172,10 @@ class PeerLink:
             return method.unpack_reply(await future)
         except UNDECODABLE as error:
             raise method.bad_reply(error) from None
+        except ProtocolError as error:
+            if error.message.startswith(_UNSERVED.format(method.id)):
+                raise self._note_unserved(method, error) from None
+            raise
         except asyncio.CancelledError:
             if future.cancelled():
                 self._withdraw(call, heir)
@@ -170,9 +183,17 @@ class PeerLink:
                 heir(future.result())  # both in one turn of the loop
             raise
 
-    def _withdraw(self, call: int, heir: Heir | None) -> None:
+    def _note_unserved(self, method: Method[Q, R], error: ProtocolError) -> NoMethod:
+        """A peer of release 0.1 counts each such question as garbage and ends the link at the
+        third, so it is not asked again."""
+        if isinstance(error, NoMethod):
+            return error
+        self._unserved.add(method.id)
+        return NoMethod(error.message)
+
+    def _withdraw(self, call: int, heir: LateAnswerHandler | None) -> None:
         """Wait no more; the answer may be on its way all the same."""
-        asking: Asking | None = None
+        asking: PendingRequest | None = None
         if heir is not None:
             future: asyncio.Future[Buffer] = self._create_future()
             future.add_done_callback(partial(_inherit, heir))
@@ -194,7 +215,7 @@ class PeerLink:
         for call, asking in tuple(self.connection.calls.items()):
             if asking is None:
                 continue  # cancelled, not yet confirmed
-            future, _, deadline, heir = cast("Asking", asking)
+            future, _, deadline, heir = cast("PendingRequest", asking)
             if deadline > now:
                 earliest = min(earliest, deadline)
                 continue
@@ -203,7 +224,7 @@ class PeerLink:
                 future.set_exception(DeadlineExceeded("the peer did not answer in time"))
         return earliest
 
-    def _keep(self, serving: Serving) -> None:
+    def _keep(self, serving: LinkCall) -> None:
         """The handler will answer later: from now on the deadline is ours to watch."""
         if self.down is not None:
             serving.cancelled()
@@ -213,7 +234,7 @@ class PeerLink:
         if serving.kept < self._served.due:
             self._served.watch(serving.kept)
 
-    def served(self, serving: Serving) -> None:
+    def served(self, serving: LinkCall) -> None:
         """It was answered after all."""
         self._serving.pop(serving.id, None)
 
@@ -232,7 +253,7 @@ class PeerLink:
         self,
         method: int,
         body: Buffer,
-        sink: Sink,
+        sink: StreamSink,
         *,
         window: int | None = None,
         last: bool = False,
@@ -244,7 +265,7 @@ class PeerLink:
         self,
         method: int,
         body: Buffer,
-        sink: Sink,
+        sink: StreamSink,
         *,
         timeout: Seconds,
         window: int | None = None,
@@ -260,10 +281,10 @@ class PeerLink:
 
     def _open(
         self,
-        shell: Shell,
+        shell: ConnectionDriver,
         method: int,
         body: Buffer,
-        sink: Sink,
+        sink: StreamSink,
         window: int | None,
         last: bool,
         hold: bool,
@@ -280,19 +301,19 @@ class PeerLink:
     async def drain(self, *, timeout: Seconds) -> None:
         deadline, shell = self.now() + timeout, self.shell
         while self.down is None and (shell.full or self.connection.unsent):
-            if not (shell.full or shell.closed):
+            if shell.takes():
                 shell.flush()
                 continue
             waiting = max(0.0, deadline - self.now())
             await asyncio.wait({shell.wait_drained()}, timeout=waiting)
-            if (shell.full or shell.closed) and self.now() >= deadline:
+            if not shell.takes() and self.now() >= deadline:
                 raise DeadlineExceeded("the peer did not read in time")
         if self.down is not None:
             raise LinkLost(f"the link ended: {self.down.message}")
 
     # ------------------------------------------------------------------ the bulk connection
 
-    async def _wait_bulk(self, deadline: Seconds) -> Shell:
+    async def _wait_bulk(self, deadline: Seconds) -> ConnectionDriver:
         """The bulk connection, asked for if nobody has yet."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         if self.down is not None:
@@ -319,7 +340,7 @@ class PeerLink:
             self.connection.send_bulk_wanted()
             self.wake()
 
-    def bulk_ready(self, shell: Shell) -> Callable[[BaseException | None], None]:
+    def bulk_ready(self, shell: ConnectionDriver) -> Callable[[BaseException | None], None]:
         """A bulk connection for this link; it replaces an earlier one. Returns who hears its
         end."""
         if self.bulk is not None:
@@ -334,9 +355,9 @@ class PeerLink:
         self._bulk_error = error
         self._wake_bulk()
 
-    def _bulk_lost(self, shell: Shell, error: BaseException | None) -> None:
+    def _bulk_lost(self, shell: ConnectionDriver, error: BaseException | None) -> None:
         """A bulk connection is gone; its streams end, the link goes on."""
-        shell.rules = DEAF
+        shell.rules = IGNORE
         if self.bulk is shell:
             self.bulk = None
         self._bulk_queued += shell.connection.queued
@@ -354,48 +375,55 @@ class PeerLink:
     def _control_rules(self) -> Mapping[type, Callable[[Any], None]]:
         return {
             **self._stream_rules(self.shell),
-            ev.Answered: self._on_answered,
-            ev.Asked: self._on_asked,
-            ev.Told: self._on_told,
-            ev.Failed: self._on_failed,
+            ev.AnswersReceived: self._on_answered,
+            ev.RequestsReceived: self._on_asked,
+            ev.TellReceived: self._on_told,
+            ev.RequestFailed: self._on_failed,
             ev.RequestCancelled: self._on_cancelled,
             ev.GoingAway: self._on_going_away,
             ev.BulkWanted: lambda _: self._dial_bulk(self),
-            ev.Violated: self._on_violated,
+            ev.ProtocolViolated: self._on_violated,
         }
 
-    def _bulk_rules(self, shell: Shell) -> Mapping[type, Callable[[Any], None]]:
+    def _bulk_rules(self, shell: ConnectionDriver) -> Mapping[type, Callable[[Any], None]]:
         """Only streams: requests would escape the accounting of the control connection."""
 
         def refuse(event: ev.Event) -> None:
             _log.warning("%r: %s on the bulk connection", self, type(event).__name__)
             shell.abort()
 
-        def violated(event: ev.Violated) -> None:
+        def violated(event: ev.ProtocolViolated) -> None:
             level = logging.WARNING if isinstance(event.error, ProtocolError) else logging.DEBUG
             _log.log(level, "%r: bulk connection: %s", self, event.error)
             shell.close()
 
-        others = (ev.Answered, ev.Asked, ev.Told, ev.Failed, ev.RequestCancelled, ev.BulkWanted)
+        others = (
+            ev.AnswersReceived,
+            ev.RequestsReceived,
+            ev.TellReceived,
+            ev.RequestFailed,
+            ev.RequestCancelled,
+            ev.BulkWanted,
+        )
         rules: dict[type, Callable[[Any], None]] = dict.fromkeys(others, refuse)
-        rules |= {ev.GoingAway: lambda _: shell.close(), ev.Violated: violated}
+        rules |= {ev.GoingAway: lambda _: shell.close(), ev.ProtocolViolated: violated}
         return rules | dict(self._stream_rules(shell))
 
-    def _stream_rules(self, shell: Shell) -> Mapping[type, Callable[[Any], None]]:
+    def _stream_rules(self, shell: ConnectionDriver) -> Mapping[type, Callable[[Any], None]]:
         return {
-            ev.Data: self._on_data,
-            ev.Raw: self._on_raw,
+            ev.DataReceived: self._on_data,
+            ev.RawReceived: self._on_raw,
             ev.PayloadBegins: lambda event: self._on_payload(shell, event),
-            ev.Opened: lambda event: self._on_opened(shell, event),
-            ev.Ended: lambda event: _of(event.stream).on_end(None),
-            ev.Reset: lambda event: _of(event.stream).on_end(event.error),
-            ev.Unblocked: lambda event: _of(event.stream).on_unblocked(),
+            ev.StreamOpened: lambda event: self._on_opened(shell, event),
+            ev.StreamEnded: lambda event: _of(event.stream).on_end(None),
+            ev.StreamReset: lambda event: _of(event.stream).on_end(event.error),
+            ev.StreamUnblocked: lambda event: _of(event.stream).on_unblocked(),
             ev.Pong: lambda _: None,
         }
 
-    def _on_answered(self, event: ev.Answered) -> None:
+    def _on_answered(self, event: ev.AnswersReceived) -> None:
         for asking, body in event.answers:
-            future = asking[0]  # type: ignore[index]  # an Asking: all contexts are
+            future = asking[0]  # type: ignore[index]  # a PendingRequest: all contexts are
             if not future.done():
                 future.set_result(body)
                 continue
@@ -403,17 +431,17 @@ class PeerLink:
             if heir is not None:  # cancelled in this turn: the asker has not run yet
                 heir(body)
 
-    def _on_failed(self, event: ev.Failed) -> None:
-        future, *_ = cast("Asking", event.context)
+    def _on_failed(self, event: ev.RequestFailed) -> None:
+        future, *_ = cast("PendingRequest", event.context)
         if not future.done():
             future.set_exception(event.error)
 
-    def _on_asked(self, event: ev.Asked) -> None:
+    def _on_asked(self, event: ev.RequestsReceived) -> None:
         on_request = self._handler.on_request
         for call, method, milliseconds, body in event.requests:
             if self.down is not None:
                 return  # the one before has ended the link
-            serving = Serving(self, call, method, milliseconds, body)
+            serving = LinkCall(self, call, method, milliseconds, body)
             try:
                 on_request(serving)
             except Exception as error:
@@ -427,14 +455,14 @@ class PeerLink:
         if serving is not None:
             serving.cancelled()
 
-    def _on_told(self, event: ev.Told) -> None:
+    def _on_told(self, event: ev.TellReceived) -> None:
         try:
             self._handler.on_tell(self, event.method, event.body)
         except Exception as error:
             self._strike(error)
             _log.exception("%r: tell of method %d", self, event.method)
 
-    def _on_opened(self, shell: Shell, event: ev.Opened) -> None:
+    def _on_opened(self, shell: ConnectionDriver, event: ev.StreamOpened) -> None:
         stream = LinkStream(self, shell, event.stream, None, hold=False)
         event.stream.context = stream
         if event.last:
@@ -447,21 +475,21 @@ class PeerLink:
                 _log.exception("%r: stream of method %d", self, event.method)
             stream.abort(error)
 
-    def _on_data(self, event: ev.Data) -> None:
+    def _on_data(self, event: ev.DataReceived) -> None:
         stream = _of(event.stream)
         try:
             stream.on_data(event.items, event.cost, last=event.last)
         except Exception as error:
             self._sink_failed(stream, error)
 
-    def _on_raw(self, event: ev.Raw) -> None:
+    def _on_raw(self, event: ev.RawReceived) -> None:
         stream = _of(event.stream)
         try:
             stream.on_raw(event.meta, event.payload, event.size, last=event.last)
         except Exception as error:
             self._sink_failed(stream, error)
 
-    def _on_payload(self, shell: Shell, event: ev.PayloadBegins) -> None:
+    def _on_payload(self, shell: ConnectionDriver, event: ev.PayloadBegins) -> None:
         stream, destination = _of(event.stream), None
         try:
             destination = stream.on_payload(event.meta, event.size)
@@ -483,21 +511,26 @@ class PeerLink:
 
     def _strike(self, error: Exception) -> None:
         """A body that could not be decoded: one may be a bug, several are a peer gone wrong."""
-        if isinstance(error, ProtocolError):
-            self._strikes += 1
-            if self._strikes >= self._settings.strikes:
-                self._end(Down("violation", error.message), Leaving.VIOLATION)
+        if not isinstance(error, ProtocolError) or isinstance(error, NoMethod):
+            return
+        now, settings = self.now(), self._settings
+        self._strikes = [at for at in self._strikes if now - at < settings.strike_window]
+        self._strikes.append(now)
+        if len(self._strikes) >= settings.strikes:
+            self._end(LinkDownReason("violation", error.message), GoAwayCode.VIOLATION)
 
     # ------------------------------------------------------------------ the end
 
     def close(self, message: str = "") -> None:
-        self.retire(Down("shutdown", message or "closed by this side"), Leaving.SHUTDOWN)
+        self.retire(
+            LinkDownReason("shutdown", message or "closed by this side"), GoAwayCode.SHUTDOWN
+        )
 
     def abort(self, message: str = "") -> None:
-        down = Down("closed", message or "closed by this side")
-        self._end(down, Leaving.REPLACED)
+        down = LinkDownReason("closed", message or "closed by this side")
+        self._end(down, GoAwayCode.REPLACED)
 
-    def retire(self, down: Down, code: Leaving) -> None:
+    def retire(self, down: LinkDownReason, code: GoAwayCode) -> None:
         """Start nothing more; close when all is done, at the latest after `retire_after`."""
         if self.down is not None or self.connection.leaving:
             return
@@ -509,19 +542,22 @@ class PeerLink:
 
     def replaced(self) -> None:
         """A later life of the peer has connected: this one's work is void."""
-        self._end(Down("replaced", "a later life of the peer has connected"), Leaving.REPLACED)
+        self._end(
+            LinkDownReason("replaced", "a later life of the peer has connected"),
+            GoAwayCode.REPLACED,
+        )
 
     def _on_going_away(self, event: ev.GoingAway) -> None:
         causes: dict[int, str] = {
-            Leaving.SHUTDOWN: "shutdown",
-            Leaving.DUPLICATE: "duplicate",
-            Leaving.REPLACED: "replaced",
-            Leaving.VIOLATION: "violation",
-            Leaving.SILENT: "silent",
+            GoAwayCode.SHUTDOWN: "shutdown",
+            GoAwayCode.DUPLICATE: "duplicate",
+            GoAwayCode.REPLACED: "replaced",
+            GoAwayCode.VIOLATION: "violation",
+            GoAwayCode.SILENT: "silent",
         }
         cause = causes.get(event.code, "closed")
         if self._farewell is None:
-            self._farewell = Down(cause, event.message or "closed by the peer")
+            self._farewell = LinkDownReason(cause, event.message or "closed by the peer")
             self._give_up_later("the peer went away")
         self._check_finished()
 
@@ -542,18 +578,18 @@ class PeerLink:
     def _bulk_busy(self) -> bool:
         return self.bulk is not None and self.bulk.connection.busy > 0
 
-    def _on_violated(self, event: ev.Violated) -> None:
+    def _on_violated(self, event: ev.ProtocolViolated) -> None:
         if isinstance(event.error, ProtocolError):
             _log.warning("%r: %s", self, event.error)
-            self._farewell = Down("violation", event.error.message)
+            self._farewell = LinkDownReason("violation", event.error.message)
         elif self._farewell is None:
-            self._farewell = Down("eof", str(event.error))
+            self._farewell = LinkDownReason("eof", str(event.error))
         self.shell.close()
 
-    def _end(self, down: Down, code: Leaving) -> None:
+    def _end(self, down: LinkDownReason, code: GoAwayCode) -> None:
         """End now, but let the transport say why if it can at once: what is reported as not sent
         must not leave later."""
-        if self._farewell is None or code is not Leaving.SHUTDOWN:
+        if self._farewell is None or code is not GoAwayCode.SHUTDOWN:
             self._farewell = down
         self.connection.send_goaway(code, down.message)
         self.shell.end()
@@ -566,13 +602,13 @@ class PeerLink:
         if self._farewell is not None:
             self.down = self._farewell
         elif error is not None:
-            self.down = Down("reset", f"{type(error).__name__}: {error}")
+            self.down = LinkDownReason("reset", f"{type(error).__name__}: {error}")
         else:
-            self.down = Down("eof", "the connection was closed")
+            self.down = LinkDownReason("eof", "the connection was closed")
         for timer in (self._last_call, self._next_look):
             if timer is not None:
                 self._timers.remove(timer)
-        self.shell.rules = DEAF
+        self.shell.rules = IGNORE
         self._fail_requests(self.down)
         for serving in tuple(self._serving.values()):
             serving.cancelled()
@@ -585,17 +621,17 @@ class PeerLink:
         self._wake_bulk()
         self._on_down(self)
 
-    def _fail_requests(self, down: Down) -> None:
+    def _fail_requests(self, down: LinkDownReason) -> None:
         taken = self.connection.taken
         for asking in self.connection.abandon():
-            future, mark, *_ = cast("Asking", asking)
+            future, mark, *_ = cast("PendingRequest", asking)
             if future.done():
                 continue
             sent = mark < taken
             how = "it may have been received" if sent else "it was not sent"
             future.set_exception(LinkLost(f"the link ended: {down.message}; {how}", sent=sent))
 
-    def _end_streams(self, shell: Shell, error: LinkLost) -> None:
+    def _end_streams(self, shell: ConnectionDriver, error: LinkLost) -> None:
         for wire in shell.connection.streams():
             wire.sending = wire.receiving = False
             if wire.context is not None:  # else: refused, or its `Opened` was not looked at
@@ -614,7 +650,7 @@ class PeerLink:
             self._silence += 1
             if self._silence * interval >= self._settings.silent_after:
                 text = f"nothing was heard for {self._settings.silent_after:g} s"
-                self._end(Down("silent", text), Leaving.SILENT)
+                self._end(LinkDownReason("silent", text), GoAwayCode.SILENT)
                 return
             self._pings += 1
             self.connection.send_ping(self._pings & _LONGEST)
@@ -624,11 +660,11 @@ class PeerLink:
 
     # ------------------------------------------------------------------ looking
 
-    def statistics(self) -> LinkStatistics:
+    def statistics(self) -> LinkStats:
         connections = [self.connection]
         if self.bulk is not None:
             connections.append(self.bulk.connection)
-        return LinkStatistics(
+        return LinkStats(
             pending=self.connection.pending,
             serving=self.connection.serving,
             streams=sum(len(connection.streams()) for connection in connections),
@@ -644,13 +680,13 @@ class PeerLink:
             self.shell.wake()
 
 
-def _inherit(heir: Heir, ended: asyncio.Future[Buffer]) -> None:
+def _inherit(heir: LateAnswerHandler, ended: asyncio.Future[Buffer]) -> None:
     """An error says that there was no answer."""
     if not ended.cancelled() and ended.exception() is None:
         heir(ended.result())
 
 
-def _of(wire: Stream) -> LinkStream:
+def _of(wire: StreamState) -> LinkStream:
     """Our record of a wire's stream."""
     stream = wire.context
     assert type(stream) is LinkStream

@@ -1,13 +1,16 @@
-"""When to dial again: a pace per cause, as data, and the state to follow it.
+"""Computes when to dial again: one policy per cause, and the state to follow it.
 
-Delays double from `first` to `most` and are then drawn evenly from zero to the result ("full
-jitter"), so that nodes that lost the same peer do not come back in step. A link that held for
-`healthy` starts over. Nothing here waits: the caller asks for a delay and owns the waiting."""
+Delays double from `first` to `most` and are drawn evenly from zero to the result ("full jitter"),
+so that nodes that lost the same peer do not redial in step. A link that held for `healthy` starts
+over. The caller does the waiting.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+from pdserve.backoff import backoff_delay
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,23 +19,23 @@ if TYPE_CHECKING:
     from pdserve.errors import DialFailed
     from pdserve.ids import Seconds
 
-__all__ = ["PACES", "Pace", "Redial"]
+__all__ = ["REDIAL_POLICIES", "Redial", "RedialPolicy"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How one cause is retried."""
+class RedialPolicy:
+    """The back-off for one cause of failure."""
 
     first: Seconds
     most: Seconds
     floor: Seconds = 0.0
-    """Never sooner than this: for causes that time alone does not cure."""
+    """Smallest delay, for causes that time alone does not cure."""
 
 
-_TRANSIENT: Final = Pace(first=0.1, most=5.0)
-_BY_HAND: Final = Pace(first=5.0, most=60.0, floor=5.0)
+_TRANSIENT: Final = RedialPolicy(first=0.1, most=5.0)
+_BY_HAND: Final = RedialPolicy(first=5.0, most=60.0, floor=5.0)
 
-PACES: Final[Mapping[str, Pace]] = {
+REDIAL_POLICIES: Final[Mapping[str, RedialPolicy]] = {
     "lost": _TRANSIENT,  # a link that was up
     "refused": _TRANSIENT,  # the process restarts
     "timeout": _TRANSIENT,  # the attempt itself took seconds
@@ -44,11 +47,13 @@ PACES: Final[Mapping[str, Pace]] = {
     "self": _BY_HAND,  # one of its seeds is the node itself
     "peer": _BY_HAND,  # somebody else is there: wait for news of the node
 }
-"""By `DialFailed.cause`."""
+"""Policies by `DialFailed.cause`."""
 
 
 class Redial:
-    """The pace towards one peer. `random` is the caller's, so that a simulation repeats."""
+    """The back-off state towards one peer. `random` is the caller's, so that a simulation
+    repeats.
+    """
 
     def __init__(self, random: Random, *, healthy: Seconds = 30.0) -> None:
         self._random = random
@@ -58,26 +63,25 @@ class Redial:
         self._since: Seconds | None = None
 
     def connected(self, now: Seconds) -> None:
-        """A link is up."""
+        """Notes that a link is up."""
         self._since = now
 
     def lost(self, now: Seconds) -> Seconds:
-        """The link is down; returns how long to wait before the next dial."""
+        """Notes that the link is down; returns the delay before the next dial."""
         if self._since is not None and now - self._since >= self._healthy:
             self._failures = 0
         self._since = None
         return self._delay("lost")
 
     def failed(self, error: DialFailed) -> Seconds:
-        """A dial failed; returns how long to wait before the next one."""
+        """Notes a failed dial; returns the delay before the next one."""
         return self._delay(error.cause)
 
     def _delay(self, cause: str) -> Seconds:
-        pace = PACES.get(cause, _TRANSIENT)
-        if PACES.get(self._cause, _TRANSIENT) is not pace:
+        pace = REDIAL_POLICIES.get(cause, _TRANSIENT)
+        if REDIAL_POLICIES.get(self._cause, _TRANSIENT) is not pace:
             self._failures = 0
         self._cause = cause
-        # Past the cap the exponent need not grow: 2 ** 1100 is no float.
-        longest = min(pace.most, pace.first * 2.0 ** min(self._failures, 30))
+        longest = backoff_delay(pace.first, pace.most, self._failures)
         self._failures += 1
         return max(pace.floor, self._random.uniform(0.0, longest))

@@ -1,4 +1,4 @@
-"""Every time and bound of the links of one node, with unit, effect and the default's reason."""
+"""Times and bounds of one node's links, with unit, effect and the default's reason."""
 
 from __future__ import annotations
 
@@ -16,39 +16,59 @@ __all__ = ["NetSettings"]
 
 @dataclass(frozen=True, slots=True)
 class NetSettings:
-    """The same for every link of a node; peers may differ in theirs."""
+    """Settings of all links of a node; peers may have others."""
 
     limits: Limits = field(default_factory=Limits)
-    """Of a control connection."""
+    """Limits of a control connection."""
     bulk_limits: Limits = field(default_factory=lambda: Limits(budget=64 << 20, window=16 << 20))
-    """Of a bulk connection: its windows keep a fast network busy."""
+    """Limits of a bulk connection; its windows keep a fast network busy."""
     versions: Versions = field(default_factory=Versions)
 
+    requests: Bytes = 256 << 20
+    """Most bytes of request bodies under way here, over all peers; one more is answered
+    `Overloaded`, except within each peer's own share (`Limits.asked_least`).
+    """
+
     dial_timeout: Seconds = 5.0
-    """From the first packet to an open link; a busy loop on the other side fits in."""
+    """From the first packet to an open link; long enough for a busy event loop at the other
+    side.
+    """
     handshake_timeout: Seconds = 3.0
     """How long an accepted connection may stay unauthenticated."""
     pending_handshakes: int = 256
-    """Unauthenticated connections at a time; one more ends the oldest of the host with most."""
+    """Most unauthenticated connections; one more ends the oldest of the host with the most."""
 
     ping_after: Seconds = 5.0
-    """A link that has been silent this long is asked for a sign of life."""
+    """A link that has been silent this long is pinged."""
     silent_after: Seconds = 15.0
-    """A link that has been silent this long is lost: its host or its network is gone. Membership
-    notices earlier by its own means; this bounds what a link holds when nothing else does."""
+    """A link that has been silent this long is lost: the host or the network is gone. Membership
+    notices earlier; this bounds what a link holds.
+    """
     retire_after: Seconds = 900.0
-    """What is still under way on a connection that another replaced may take this long: more than
-    the longest request, whose tokens travel on it. A dead peer is noticed as on any other link."""
+    """How long work may go on over a replaced connection: more than the longest request, whose
+    tokens travel on it. A dead peer is detected as on any other link.
+    """
+    revoke_after: Seconds = 60.0
+    """A link whose cluster key is no longer in the file ends after this, unless its peer has
+    reconnected: time to send SIGHUP to all nodes one after the other.
+    """
     close_timeout: Seconds = 1.0
-    """Last words wait this long for a peer that does not read."""
+    """How long the last frames wait for a peer that does not read."""
 
     high_water: Bytes = 1 << 20
-    """Bytes in the transport's buffer at which we stop handing it more; what waits with us can
-    still be reported as never sent."""
+    """Bytes in the transport's buffer at which no more is handed to it; what waits above can still
+    be reported as never sent.
+    """
     low_water: Bytes = 256 * 1024
-    """Bytes at which we go on; uvloop's own default of 16 would leave the socket idle meanwhile."""
+    """Bytes in the transport's buffer at which sending goes on; uvloop's default of 16 would leave
+    the socket idle meanwhile.
+    """
     read_size: Bytes = 256 * 1024
-    """Most bytes taken from a socket at a time; one buffer per node, not per connection."""
+    """Most bytes per socket read; one buffer per node, not per connection."""
 
     strikes: int = 3
-    """Undecodable bodies from one peer before its link ends."""
+    """Undecodable bodies from one peer within `strike_window` before its link ends."""
+    strike_window: Seconds = 60.0
+    """A strike is forgotten after this: a link lives for weeks, and one bad body a day is no faulty
+    peer.
+    """

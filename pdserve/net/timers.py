@@ -1,10 +1,9 @@
-"""Many deadlines, few timers: a wheel of coarse ticks.
+"""Manages many deadlines with one event-loop timer: a wheel of coarse ticks.
 
-Setting a deadline and taking it back cost one dictionary operation each. An entry never expires
-early and at most one tick late. One timer of the loop is armed for the earliest tick that was ever
-filled; a tick whose entries were all taken back costs one empty wake-up at most.
-
-It knows nothing of what expires. Owned by one endpoint; everything runs on its event loop.
+Setting and cancelling a deadline cost one dictionary operation each. An entry never expires early
+and at most one tick late. One timer is armed for the earliest filled tick; a tick whose entries
+were all cancelled costs at most one empty wake-up. Owned by one endpoint; everything runs on its
+event loop.
 """
 
 from __future__ import annotations
@@ -17,31 +16,34 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
 
-__all__ = ["TICK", "Expiring", "Timer", "Timers", "Wheel"]
+__all__ = ["TICK", "Expiring", "Timer", "TimerWheel", "Timers"]
 
 TICK: Final[Seconds] = 0.01
-"""Deadlines in a cluster are tens of milliseconds and up; finer ticks only cost wake-ups."""
+"""Length of a tick. Deadlines in a cluster are tens of milliseconds and up; finer ticks only cost
+wake-ups.
+"""
 _TICKS_PER_SECOND: Final = round(1 / TICK)
 
 
 class Expiring(Protocol):
-    """Something with a deadline. `tick` belongs to the wheel: set it to 0 and leave it alone."""
+    """Something with a deadline. `tick` belongs to the wheel: initialise it to 0."""
 
     tick: int
 
     def expire(self) -> None:
-        """The deadline has passed. Called once, even if taken back within this very tick; must not
-        raise."""
+        """Handles the passed deadline. Called once, even if cancelled within this very tick; must
+        not raise.
+        """
         ...
 
 
 _EMPTIED: Final[dict[Expiring, None]] = {}
-"""In place of a tick whose entries were all taken back; nobody writes to it."""
+"""Stands for a tick whose entries were all cancelled; it is never written to."""
 _FEW: Final = 64
-"""Emptied ticks that are not worth being looked for."""
+"""Number of emptied ticks below which they are not cleaned up."""
 
 
-class Wheel:
+class TimerWheel:
     """The bookkeeping, without a clock."""
 
     __slots__ = ("_emptied", "_filled", "_slots")
@@ -56,7 +58,7 @@ class Wheel:
         return sum(map(len, self._slots.values()))
 
     def add(self, entry: Expiring, when: Seconds) -> bool:
-        """Expire `entry` at the first tick not before `when`; True if that is a new tick."""
+        """Expires `entry` at the first tick not before `when`; True if that is a new tick."""
         tick = int(when * _TICKS_PER_SECOND) + 1
         entry.tick = tick
         slot = self._slots.get(tick)
@@ -71,7 +73,7 @@ class Wheel:
         return True
 
     def remove(self, entry: Expiring) -> None:
-        """Take the deadline back; nothing happens if it has expired."""
+        """Cancels a deadline; an expired one is ignored."""
         slot = self._slots.get(entry.tick)
         if slot:
             slot.pop(entry, None)
@@ -82,18 +84,19 @@ class Wheel:
                     self._drop_emptied()
 
     def _drop_emptied(self) -> None:
-        """Deadlines are minutes ahead and seldom come: what was used of all those ticks would be
-        kept for as long."""
+        """Removes emptied ticks; deadlines are minutes ahead, and the memory would be kept that
+        long.
+        """
         self._slots = {tick: slot for tick, slot in self._slots.items() if slot}
         self._filled = sorted(self._slots)  # which is a heap
         self._emptied = 0
 
     def next(self) -> Seconds | None:
-        """When `due` may have something, None if never."""
+        """When `due` may have something; None: never."""
         return self._filled[0] * TICK if self._filled else None
 
     def due(self, now: Seconds) -> list[Expiring]:
-        """Take out what has expired by `now`, earliest tick first."""
+        """Removes and yields what has expired by `now`, earliest tick first."""
         expired: list[Expiring] = []
         while self._filled and self._filled[0] * TICK <= now:
             slot = self._slots.pop(heappop(self._filled))
@@ -103,25 +106,25 @@ class Wheel:
         return expired
 
 
-class Loop(Protocol):
-    """What a wheel's driver needs of an event loop."""
+class TimerLoop(Protocol):
+    """The part of an event loop that a wheel needs."""
 
     def time(self) -> Seconds: ...
 
-    def call_at(self, when: Seconds, callback: Callable[[], None]) -> Handle: ...
+    def call_at(self, when: Seconds, callback: Callable[[], None]) -> TimerHandle: ...
 
 
-class Handle(Protocol):
+class TimerHandle(Protocol):
     def cancel(self) -> None: ...
 
 
 class Timers:
-    """A wheel driven by an event loop's own clock, real or virtual."""
+    """A timer wheel driven by an event loop's clock, real or virtual."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: TimerLoop) -> None:
         self._loop = loop
-        self._wheel = Wheel()
-        self._handle: Handle | None = None
+        self._wheel = TimerWheel()
+        self._handle: TimerHandle | None = None
         self._armed: Seconds = 0.0
         self._closed = False
 
@@ -129,12 +132,12 @@ class Timers:
         return len(self._wheel)
 
     def add(self, entry: Expiring, when: Seconds) -> None:
-        """Call `entry.expire()` at loop time `when` or up to one tick later."""
+        """Calls `entry.expire()` at loop time `when` or up to one tick later."""
         if self._wheel.add(entry, when):
             self._arm()
 
     def remove(self, entry: Expiring) -> None:
-        """Take the deadline back; nothing happens if it has expired."""
+        """Cancels a deadline; an expired one is ignored."""
         self._wheel.remove(entry)
 
     def now(self) -> Seconds:
@@ -142,18 +145,19 @@ class Timers:
         return self._loop.time()
 
     def call_at(self, when: Seconds, callback: Callable[[], None]) -> Timer:
-        """Call `callback` at loop time `when` or up to one tick later; keep the result to
-        cancel."""
+        """Calls `callback` at loop time `when` or up to one tick later; keep the result to cancel
+        it.
+        """
         timer = Timer(callback, self._wheel)
         self.add(timer, when)
         return timer
 
     def call_later(self, delay: Seconds, callback: Callable[[], None]) -> Timer:
-        """Call `callback` in `delay` seconds; keep the result to cancel it."""
+        """Calls `callback` after `delay` seconds; keep the result to cancel it."""
         return self.call_at(self._loop.time() + delay, callback)
 
     def close(self) -> None:
-        """Nothing expires any more."""
+        """Cancels all deadlines."""
         self._closed = True
         if self._handle is not None:
             self._handle.cancel()
@@ -186,13 +190,13 @@ class Timer:
 
     __slots__ = ("_callback", "_wheel", "tick")
 
-    def __init__(self, callback: Callable[[], None], wheel: Wheel) -> None:
+    def __init__(self, callback: Callable[[], None], wheel: TimerWheel) -> None:
         self.tick = 0
         self._callback: Callable[[], None] | None = callback
         self._wheel = wheel
 
     def cancel(self) -> None:
-        """Never call back, even if it is due in this very tick."""
+        """Cancels the callback, even if it is due in this very tick."""
         self._callback = None
         self._wheel.remove(self)
 

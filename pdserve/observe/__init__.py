@@ -1,1 +1,1 @@
-"""Metrics, logs and loop lag: one place for every name."""
+"""Metrics, logs, probes and loop lag."""

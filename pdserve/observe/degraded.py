@@ -1,7 +1,7 @@
-"""What this process does worse than it could, and why: nothing falls back in silence.
+"""Records in which ways this process runs degraded, and why.
 
-Whoever takes a slower or poorer road says so here once; it becomes one log line, a metric and an
-entry in `/health`. This file knows no reason by name.
+Code that falls back to a slower or poorer way reports it here; each reason becomes one log line, a
+metric and an entry in `/health`. This file knows no reason by name.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _log = logging.getLogger(__name__)
 
 
 class Degradations:
-    """The reasons in force, by a short name in snake_case; belongs to the process's start-up."""
+    """The active degradations, by a short snake_case name; owned by the process's start-up."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._reasons: dict[str, str] = {}
 
     def add(self, reason: str, detail: str) -> None:
-        """Put `reason` in force; `detail` tells a person the cause and the remedy. Idempotent."""
+        """Activates `reason`; `detail` gives the cause and the remedy. Idempotent."""
         if reason in self._reasons:
             return
         self._reasons[reason] = detail
@@ -34,7 +34,7 @@ class Degradations:
         _log.warning("degraded (%s): %s", reason, detail)
 
     def clear(self, reason: str) -> None:
-        """The reason is gone; unknown ones are ignored."""
+        """Ends a reason; unknown ones are ignored."""
         if self._reasons.pop(reason, None) is None:
             return
         self._metrics.degraded.remove(reason)

@@ -1,8 +1,8 @@
-"""Counters, gauges and histograms that a hot path can afford: plain numbers, added to in place.
+"""Counters, gauges and histograms for hot paths: plain numbers, added to in place.
 
-Nothing here knows a metric's name, a label's meaning or Prometheus; `pdserve.observe.metrics` owns
-the names and reads these at scrape time. Instruments belong to one event loop's thread; a scrape on
-that thread sees them between two additions, so there is no lock.
+It knows no metric names and no Prometheus; `pdserve.observe.metrics` owns the names and reads the
+instruments at scrape time. Instruments belong to one event loop's thread; a scrape runs on that
+thread between two additions, so there is no lock.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 OTHER = "other"
-"""The label value that stands for all beyond a family's bound."""
+"""The label value for all combinations beyond a family's bound."""
 
 
 class Counter:
-    """Only grows. `counter.value += n` is the whole interface of a hot path."""
+    """A number that only grows. Hot paths use `counter.value += n`."""
 
     __slots__ = ("value",)
 
@@ -26,12 +26,12 @@ class Counter:
         self.value: float = 0
 
     def inc(self, amount: float = 1) -> None:
-        """Add `amount` (>= 0)."""
+        """Adds `amount` (>= 0)."""
         self.value += amount
 
 
 class Gauge:
-    """Goes up and down; either set in place or read from its owner at scrape time."""
+    """A number that goes up and down; set in place, or read from its owner at scrape time."""
 
     __slots__ = ("_read", "_value")
 
@@ -48,12 +48,12 @@ class Gauge:
         self._value = value
 
     def read_from(self, read: Callable[[], float]) -> None:
-        """Let `read` answer every scrape; it must be quick and must not raise."""
+        """Reads every scrape's value from `read`, which must be quick and must not raise."""
         self._read = read
 
 
 class Histogram:
-    """Counts per bucket, upper bounds inclusive, with the sum of what was observed."""
+    """Counts per bucket, upper bounds inclusive, with the sum of the observations."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -65,7 +65,7 @@ class Histogram:
         self.sum: float = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Record `value`, `times` over: one call for the tokens of one delta."""
+        """Records `value`, `times` over: one call for the tokens of one delta."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -78,10 +78,9 @@ T = TypeVar("T", Counter, Gauge, Histogram)
 
 
 class Family(Generic[T]):
-    """Instruments told apart by label values, `bound` of them at most.
-
-    Beyond the bound every new combination shares one instrument whose labels are all `other`:
-    a client that invents label values cannot grow the process.
+    """Instruments by label values, at most `bound` of them. Beyond the bound all new combinations
+    share one instrument whose labels are `other`, so a client that invents label values cannot
+    grow the process.
     """
 
     __slots__ = ("_bound", "_make", "_members", "_width")
@@ -93,7 +92,7 @@ class Family(Generic[T]):
         self._members: dict[tuple[str, ...], T] = {}
 
     def labels(self, *values: str) -> T:
-        """The instrument of these label values, made at first use."""
+        """The instrument of these label values; made at first use."""
         member = self._members.get(values)
         return member if member is not None else self._add(values)
 
@@ -107,7 +106,7 @@ class Family(Generic[T]):
         return self._members[values]
 
     def remove(self, *values: str) -> None:
-        """Forget a combination; unknown ones are ignored."""
+        """Removes a combination; unknown ones are ignored."""
         self._members.pop(values, None)
 
     def __iter__(self) -> Iterator[tuple[tuple[str, ...], T]]:

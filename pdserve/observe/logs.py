@@ -1,8 +1,8 @@
-"""How log lines look: text for people, JSON for collectors, the request's id in every one.
+"""Formats log lines: text for people, JSON for collectors, with the request id in each.
 
-`configure` is called once by whoever owns the process; libraries and roles only use `logging`.
-The request id travels in a context variable, so a line deep inside a request carries it unasked.
-Lines go to standard error and stay one line each: what a client sent cannot forge a second one.
+The process's start-up calls `configure` once; libraries and roles only use `logging`. The request
+id travels in a context variable. Lines go to standard error and stay one line each, so that text
+from a client cannot forge a second one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import io
 import json
 import logging
 import sys
-from typing import Literal, TextIO
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 LogFormat = Literal["text", "json"]
 TextStream = TextIO | io.TextIOBase
 
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
-"""Set by the frontend for the life of a request's task; empty elsewhere."""
+"""The current request's id, set by the frontend for the request's task; empty elsewhere."""
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -27,19 +31,23 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 _CONTROL |= {0x0A: "\\n", 0x0D: "\\r", 0x09: "\\t", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-"""Attributes every record has; all others came in by `extra=`."""
+"""Attributes of every log record; all others came by `extra=`."""
 
 
 def configure(
-    form: LogFormat = "text", level: str = "info", stream: TextStream | None = None
+    form: LogFormat = "text",
+    level: str = "info",
+    stream: TextStream | None = None,
+    said: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """Send the process's log to `stream` (default: standard error). Replaces earlier handlers.
+    """Sends the process's log to `stream` (default: standard error). Replaces earlier handlers.
 
-    `level` is one of `LEVELS` and holds for pdserve; other libraries speak from warning upwards,
-    or from info when pdserve is at debug.
+    `said` is added to every JSON record as it is at that time: the process's identity. `level` is
+    one of `LEVELS` and applies to pdserve; other libraries log from warning upwards, or from info
+    when pdserve is at debug.
     """
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter(said) if form == "json" else TextFormatter())
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
@@ -51,7 +59,9 @@ def configure(
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:00.123 INFO frontend.service: message key=value [req-1]`, tracebacks below it."""
+    """Formats `12:00:00.123 INFO frontend.service: message key=value [req-1]`, tracebacks below
+    it.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
@@ -62,12 +72,25 @@ class TextFormatter(logging.Formatter):
             line += f" [{current}]"
         line = line.translate(_CONTROL)
         if record.exc_info and record.exc_info[0] is not None:
-            line += "\n" + self.formatException(record.exc_info)
+            line += "".join(map(_indented, self.formatException(record.exc_info).split("\n")))
         return line
 
 
+def _indented(line: str) -> str:
+    """Indents a line of a traceback, which may quote a client, so that it never looks like a log
+    line.
+    """
+    return f"\n    {line.translate(_CONTROL)}"
+
+
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, logger, message, request_id, exception, extras."""
+    """Formats one JSON object per line: time, level, logger, message, process identity, request_id,
+    exception, extras.
+    """
+
+    def __init__(self, said: Mapping[str, object] = MappingProxyType({})) -> None:
+        super().__init__()
+        self._said = said
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
@@ -76,6 +99,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **self._said,
         }
         if current := request_id.get():
             line["request_id"] = current

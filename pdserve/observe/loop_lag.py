@@ -1,8 +1,8 @@
-"""How late the event loop runs, the proof that nothing blocks it, and how many tasks it has.
+"""Measures how late the event loop runs, and how many tasks it has.
 
-A timer is due every `interval`; how late it fires is one sample. Stalls shorter than the interval
-may fall between two ticks, longer ones cannot hide. The bookkeeping is plain code (`LagWindow`); a
-thin driver re-arms the timer. Owned by the process's start-up.
+A timer is due every `interval`; its lateness is one sample. Stalls shorter than the interval may
+fall between two ticks, longer ones always show. `LagWindow` is plain code; a thin driver re-arms
+the timer. Owned by the process's start-up.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from pdserve.observe.metrics import Metrics
 
 INTERVAL: Seconds = 0.05
-"""Twenty wake-ups a second cost an idle process about a thousandth of a core."""
+"""Sampling interval. Twenty wake-ups a second cost an idle process about a thousandth of a core."""
 WINDOW: Seconds = 60.0
 
 
 class LagWindow:
-    """The largest lag of the current and the previous window: one to two windows of memory."""
+    """The largest lag of the current and the previous window."""
 
     def __init__(self, now: Seconds, window: Seconds = WINDOW) -> None:
         self._window = window
@@ -32,7 +32,7 @@ class LagWindow:
         self._previous: Seconds = 0.0
 
     def add(self, lag: Seconds, now: Seconds) -> None:
-        """Record one sample taken at `now`."""
+        """Records a sample taken at `now`."""
         elapsed = now - self._since
         if elapsed >= self._window:
             self._previous = self._current if elapsed < 2 * self._window else 0.0
@@ -60,7 +60,7 @@ class LoopLagMonitor:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin; needs a running loop. A second call changes nothing."""
+        """Starts measuring; needs a running loop. Idempotent."""
         if self._timer is not None:
             return
         self._loop = asyncio.get_running_loop()
@@ -71,7 +71,7 @@ class LoopLagMonitor:
         self._arm(self._clock.now())
 
     def stop(self) -> None:
-        """End; idempotent."""
+        """Stops measuring. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

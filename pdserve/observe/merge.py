@@ -1,7 +1,7 @@
-"""Sums the numbers of several processes that are one server to whoever watches. Pure.
+"""Merges the metrics of several processes that share a port into one page.
 
-Counters and histograms add up. Gauges do too, but for those where the larger says it all. It works
-on Prometheus' own families, whoever made them.
+Pure. Counters and histograms add up; gauges too, except those where the larger value counts. It
+works on Prometheus metric families of any origin.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["merge"]
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 _OLDEST: Final = "process_start_time_seconds"
-"""The one number of Prometheus' own that cannot be added: the server is as old as its oldest."""
+"""Prometheus' own metric that cannot be added: the start time of the oldest process counts."""
 
 
 def merge(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """One family for each name, in the order in which they first appear."""
+    """One family for each name, in the order of first appearance."""
     # Prometheus' families of counters are named without their ending.
     largest = {
         one.name.removesuffix("_total") for one in Metrics.definitions() if one.combine == "max"

@@ -1,15 +1,16 @@
-"""Every metric pdserve has: its name, its meaning, its owner; and how a scrape is answered.
+"""Defines every metric of pdserve (name, kind, help, labels, buckets) and answers scrapes.
 
-Names end as in vLLM, so that dashboards need a new prefix only. Seconds, bytes and ratios are base
-units. An instance belongs to one process of a deployment (several live in one test process); its
-attributes are plain instruments that owners add to, and nothing is computed before a scrape.
-
-It does not know where the numbers come from: who owns a group is said beside it.
+`Instruments` is the table. A `Metrics` belongs to one process of a deployment (a test process
+holds several); roles add to its attributes, and a scrape turns them into Prometheus text. Names
+end as in vLLM, so that dashboards need a new prefix only; units are seconds, bytes and ratios.
+It does not know where the numbers come from: each definition names the role that owns it.
 """
+
+# ruff: noqa: RUF009 (the calls in `Instruments` make dataclass fields, not values)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
 
@@ -39,17 +40,23 @@ _I = TypeVar("_I", bound=Instrument)
 Kind = Literal["counter", "gauge", "histogram"]
 Combine = Literal["sum", "max"]
 
-LATENCY = (
+_DEFINITION = "definition"
+"""Key of a field's metadata."""
+
+LATENCY_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
 """Seconds; vLLM's bounds for the time to first token, widened at the end for requests."""
-PACE = (
+TOKEN_LATENCY_BUCKETS = (
     *(0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1),
     *(0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
 )
 """Seconds between two tokens of one choice, or between two turns of the event loop."""
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+TOKEN_COUNT_BUCKETS = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
+    *(10_000, 20_000, 50_000, 100_000),
+)
 
 Outcome = Literal[
     "completed", "cancelled", "invalid", "overloaded", "unavailable", "deadline", "error"
@@ -57,7 +64,7 @@ Outcome = Literal[
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
-    """The one word by which a finished request is counted; None is success."""
+    """The `outcome` label of a finished request; None is success."""
     kinds: tuple[tuple[type[PdserveError], Outcome], ...] = (
         (RequestError, "invalid"),
         (Overloaded, "overloaded"),
@@ -72,7 +79,7 @@ def outcome_of(error: BaseException | None) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """What a worker reports about its engine at a scrape; counters are totals over all lives."""
+    """What a worker reports about its engine at a scrape; counters go on over engine restarts."""
 
     ready: bool = False
     running: int = 0
@@ -98,11 +105,11 @@ class EngineSample:
         return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
 
 
-def together(samples: Sequence[EngineSample]) -> EngineSample:
-    """Several engines of one process as one; it is ready when all are. At least one sample."""
+def merge_engine_samples(samples: Sequence[EngineSample]) -> EngineSample:
+    """Sums the samples of a process's engines (at least one); ready when all are ready."""
     if len(samples) == 1:
         return samples[0]
-    names = [field.name for field in fields(EngineSample) if field.name != "ready"]
+    names = [each.name for each in fields(EngineSample) if each.name != "ready"]
     sums = {name: sum(getattr(sample, name) for sample in samples) for name in names}
     sums["stalled_for"] = max(sample.stalled_for for sample in samples)
     return EngineSample(ready=all(sample.ready for sample in samples), **sums)
@@ -118,7 +125,7 @@ class Definition:
     owner: str
     labels: tuple[str, ...] = ()
     combine: Combine = "sum"
-    """What several processes that share a port are together."""
+    """How values of several processes that share a port become one."""
 
 
 def _engine(
@@ -224,8 +231,8 @@ _ENGINE = (
 )
 
 
-class Pages(Protocol):
-    """Whoever answers a scrape: one process, or several that share a port."""
+class ScrapeHandler(Protocol):
+    """Answers a scrape: for one process, or for several that share a port."""
 
     async def page(self, accept: str = "") -> tuple[bytes, str]:
         """The page and its content type."""
@@ -233,7 +240,7 @@ class Pages(Protocol):
 
 
 class _Fixed:
-    """A collector, by structure, of what is there already."""
+    """A Prometheus collector of families that are collected already."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -258,221 +265,313 @@ _NODE = tuple(
 )
 
 
-class Metrics:
-    """The instruments of one process, grouped by owner."""
+def _declare(definition: Definition, make: Callable[[], _I]) -> _I:
+    """A dataclass field whose value `make` gives each instance; its type to a checker."""
+    return field(init=False, default_factory=make, metadata={_DEFINITION: definition})
+
+
+def _counter(name: str, text: str, owner: str) -> Counter:
+    return _declare(Definition(f"pdserve_{name}", "counter", text, owner), Counter)
+
+
+def _gauge(name: str, text: str, owner: str, combine: Combine = "sum") -> Gauge:
+    return _declare(Definition(f"pdserve_{name}", "gauge", text, owner, combine=combine), Gauge)
+
+
+def _histogram(name: str, text: str, owner: str, bounds: Sequence[float]) -> Histogram:
+    definition = Definition(f"pdserve_{name}", "histogram", text, owner)
+    return _declare(definition, lambda: Histogram(bounds))
+
+
+def _counters(
+    name: str, text: str, owner: str, labels: tuple[str, ...], bound: int = 256
+) -> Family[Counter]:
+    definition = Definition(f"pdserve_{name}", "counter", text, owner, labels)
+    return _declare(definition, lambda: Family(Counter, len(labels), bound))
+
+
+def _gauges(
+    name: str, text: str, owner: str, labels: tuple[str, ...], combine: Combine = "sum"
+) -> Family[Gauge]:
+    definition = Definition(f"pdserve_{name}", "gauge", text, owner, labels, combine)
+    return _declare(definition, lambda: Family(Gauge, len(labels), bound=256))
+
+
+def _histograms(
+    name: str, text: str, owner: str, bounds: Sequence[float], labels: tuple[str, ...]
+) -> Family[Histogram]:
+    definition = Definition(f"pdserve_{name}", "histogram", text, owner, labels)
+    return _declare(definition, lambda: Family(lambda: Histogram(bounds), len(labels), bound=64))
+
+
+@dataclass(eq=False, repr=False)
+class Instruments:
+    """The table: each attribute is an instrument that its owner adds to, declared with the metric
+    that it is exported as. `Family.labels` takes values in the order of the labels named here."""
+
+    # The frontend's, per request.
+    requests: Family[Counter] = _counters(
+        "requests_total",
+        "Requests by how they ended: completed, cancelled, invalid, overloaded, "
+        "unavailable, deadline, error.",
+        "frontend",
+        ("outcome",),
+    )
+    time_to_first_token: Histogram = _histogram(
+        "time_to_first_token_seconds",
+        "From a request's arrival to its first token, tokenising and queueing included.",
+        "frontend",
+        LATENCY_BUCKETS,
+    )
+    inter_token_latency: Histogram = _histogram(
+        "inter_token_latency_seconds",
+        "Between two tokens of one choice.",
+        "frontend",
+        TOKEN_LATENCY_BUCKETS,
+    )
+    e2e_request_latency: Histogram = _histogram(
+        "e2e_request_latency_seconds",
+        "From a request's arrival to its last token.",
+        "frontend",
+        LATENCY_BUCKETS,
+    )
+    request_queue: Histogram = _histogram(
+        "request_queue_seconds",
+        "From submission to the first step that computed something for it.",
+        "frontend",
+        LATENCY_BUCKETS,
+    )
+    request_prefill: Histogram = _histogram(
+        "request_prefill_seconds",
+        "From that step to the first token.",
+        "frontend",
+        LATENCY_BUCKETS,
+    )
+    request_prompt_tokens: Histogram = _histogram(
+        "request_prompt_tokens",
+        "Prompt tokens per finished request.",
+        "frontend",
+        TOKEN_COUNT_BUCKETS,
+    )
+    request_generation_tokens: Histogram = _histogram(
+        "request_generation_tokens",
+        "Output tokens per finished request.",
+        "frontend",
+        TOKEN_COUNT_BUCKETS,
+    )
+
+    migrations: Family[Counter] = _counters(
+        "migrations_total",
+        "Requests that had to go on at another worker, by the reason (worker_lost, "
+        "engine_died, engine_stalled, step_failed, not_ready, drain, queue, itl, kv) and what "
+        "became of it: completed (the next worker gave a token), stayed (nobody had room), "
+        "no_worker, poison, failed, cancelled.",
+        "frontend",
+        ("reason", "outcome"),
+    )
+    migration_gap: Histogram = _histogram(
+        "migration_gap_seconds",
+        "From the end of a stream at one worker, as the frontend heard of it, to its next "
+        "token from another.",
+        "frontend",
+        LATENCY_BUCKETS,
+    )
+    poisoned_requests: Counter = _counter(
+        "poisoned_requests_total",
+        "Requests at which workers died, one after another, and which were given to no other.",
+        "frontend",
+    )
+
+    router_failures: Family[Counter] = _counters(
+        "router_failures_total",
+        "Questions for which a router was left for another, by the reason: unreachable (its "
+        "link ended, it did not answer, it drains), failed (it failed inside).",
+        "frontend",
+        ("reason",),
+    )
+
+    # The frontend's, per connection and field.
+    http_requests_in_flight: Gauge = _gauge(
+        "http_requests_in_flight", "Requests with a body being answered.", "frontend"
+    )
+    api_keys_refused: Family[Counter] = _counters(
+        "api_keys_refused_total",
+        "Requests without an API key that is known, by the reason: missing, malformed, unknown.",
+        "frontend",
+        ("reason",),
+    )
+    text_jobs_given_up: Counter = _counter(
+        "text_jobs_given_up_total",
+        "Jobs on a request's text (tokens, templates, grammars) that took longer than one may.",
+        "frontend",
+    )
+    text_threads_stuck: Gauge = _gauge(
+        "text_threads_stuck",
+        "Threads of such jobs that still run; others have taken their place.",
+        "frontend",
+    )
+    http_responses: Family[Counter] = _counters(
+        "http_responses_total",
+        "HTTP responses by route and status.",
+        "frontend",
+        ("route", "status"),
+    )
+    http_connections: Gauge = _gauge("http_connections", "Open client connections.", "frontend")
+    connections_cut: Family[Counter] = _counters(
+        "connections_cut_total",
+        "Client connections dropped because the client broke a bound, by reason.",
+        "frontend",
+        ("reason",),
+    )
+    unknown_fields: Family[Counter] = _counters(
+        "unknown_fields_total",
+        "Request fields that were not understood and therefore ignored; bounded, the rest "
+        "is counted as `other`.",
+        "frontend",
+        ("field",),
+        bound=64,
+    )
+    tools_left_out: Family[Counter] = _counters(
+        "tools_left_out_total",
+        "Tools of requests that a server would have to run and that were left out, by type; "
+        "custom.format: a grammar of a custom tool that was shown to the model only.",
+        "frontend",
+        ("type",),
+    )
+
+    # The worker's and the router's, of requests that had better be served elsewhere.
+    moves_asked: Family[Counter] = _counters(
+        "moves_asked_total",
+        "Requests that their frontend was asked to have served elsewhere, by reason: drain, "
+        "kv (the worker runs out of blocks), itl (its streams are too slow), queue (another "
+        "worker would begin it sooner).",
+        "node",
+        ("reason",),
+    )
+
+    # The worker's, of prompts that are prefilled elsewhere or for others.
+    prefill_decisions: Family[Counter] = _counters(
+        "prefill_decisions_total",
+        "Prompts by where they were prefilled, here (local) or on another worker (remote), "
+        "and by the reason.",
+        "worker",
+        ("where", "reason"),
+    )
+    handoff_attempts: Family[Counter] = _counters(
+        "handoff_attempts_total",
+        "Attempts at having a prompt prefilled elsewhere: done, unwanted (the request ended), "
+        "or failed: lost (KV did not arrive whole), failed (the prefill worker said so), "
+        "lapsed (it was silent), died, superseded, fenced, or hindered (no free blocks here).",
+        "worker",
+        ("outcome",),
+    )
+    handoff_claims: Family[Counter] = _counters(
+        "handoff_claims_total",
+        "Prompts taken from the queue by a prefill worker, and sequences that left for another "
+        "worker: done, refused (by that one), failed, cancelled.",
+        "worker",
+        ("outcome",),
+    )
+    handoff_seconds: Family[Histogram] = _histograms(
+        "handoff_seconds",
+        "Of a handoff, by phase: admit (until there is room), queue (until a prefill worker "
+        "asks), open (until its blocks are bound), fill (until it hands over), activate (until "
+        "the first token).",
+        "worker",
+        LATENCY_BUCKETS,
+        ("phase",),
+    )
+    handoffs: Family[Gauge] = _gauges(
+        "handoffs",
+        "Prompts on their way between two workers, by state.",
+        "worker",
+        ("state",),
+    )
+
+    cancel_seconds: Family[Histogram] = _histograms(
+        "cancel_seconds",
+        "From the moment a worker hears that a request is cancelled until its blocks are free, "
+        "by what it was doing: queued, remote_queued and remote_filling (its prompt was to "
+        "come, or was coming, from another worker), prefilling, decoding, preempted, sending "
+        "(its prompt was computed for another).",
+        "worker",
+        TOKEN_LATENCY_BUCKETS,
+        ("stage",),
+    )
+
+    # The worker's, of moving KV.
+    transfer_bytes: Family[Counter] = _counters(
+        "transfer_bytes_total",
+        "KV sent to and received from other workers, by what carried it.",
+        "worker",
+        ("direction", "backend"),
+    )
+    transfer_seconds: Family[Counter] = _counters(
+        "transfer_seconds_total",
+        "Time during which KV was being sent, summed over peers.",
+        "worker",
+        ("backend",),
+    )
+    transfer_failures: Family[Counter] = _counters(
+        "transfer_failures_total",
+        "Paths to other workers that could not be set up or have broken.",
+        "worker",
+        ("backend",),
+    )
+    transfer_paths_degraded: Gauge = _gauge(
+        "transfer_paths_degraded",
+        "Paths that use a poorer back end than the pair has, because the better one fails, "
+        "and peers to which there is no way.",
+        "worker",
+    )
+
+    # The process's.
+    event_loop_lag: Histogram = _histogram(
+        "event_loop_lag_seconds",
+        "How late the event loop ran a timer; one sample per tick.",
+        "process",
+        TOKEN_LATENCY_BUCKETS,
+    )
+    event_loop_lag_max: Gauge = _gauge(
+        "event_loop_lag_max_seconds",
+        "The largest lag of the last one to two minutes.",
+        "process",
+        "max",
+    )
+    event_loop_tasks: Gauge = _gauge(
+        "event_loop_tasks",
+        "Tasks of the event loop; back to what it was once requests have ended.",
+        "process",
+    )
+    degraded: Family[Gauge] = _gauges(
+        "degraded",
+        "1 for each reason why this process does less than it could.",
+        "process",
+        ("reason",),
+        combine="max",
+    )
+    build_info: Family[Gauge] = _gauges(
+        "build_info",
+        "Always 1; the labels say what runs.",
+        "process",
+        ("version", "role"),
+        combine="max",
+    )
+
+
+_INSTRUMENTS: dict[str, Definition] = {
+    each.name: each.metadata[_DEFINITION] for each in fields(Instruments)
+}
+"""Definitions by the attribute that holds the instrument."""
+
+
+class Metrics(Instruments):
+    """The instruments of one process, and the answer to a scrape of it."""
 
     def __init__(self) -> None:
-        self._exported: list[tuple[Definition, Instrument]] = []
+        super().__init__()
         self._engines: list[Callable[[], EngineSample]] = []
         self._nodes: list[Callable[[], NodeSample]] = []
-
-        # The frontend's, per request.
-        self.requests = self._counters(
-            "requests_total",
-            "Requests by how they ended: completed, cancelled, invalid, overloaded, "
-            "unavailable, deadline, error.",
-            "frontend",
-            ("outcome",),
-        )
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds",
-            "From a request's arrival to its first token, tokenising and queueing included.",
-            "frontend",
-            LATENCY,
-        )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of one choice.", "frontend", PACE
-        )
-        self.e2e_request_latency = self._histogram(
-            "e2e_request_latency_seconds",
-            "From a request's arrival to its last token.",
-            "frontend",
-            LATENCY,
-        )
-        self.request_queue = self._histogram(
-            "request_queue_seconds",
-            "From submission to the first step that computed something for it.",
-            "frontend",
-            LATENCY,
-        )
-        self.request_prefill = self._histogram(
-            "request_prefill_seconds", "From that step to the first token.", "frontend", LATENCY
-        )
-        self.request_prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Prompt tokens per finished request.", "frontend", TOKENS
-        )
-        self.request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Output tokens per finished request.", "frontend", TOKENS
-        )
-
-        self.migrations = self._counters(
-            "migrations_total",
-            "Requests that had to go on at another worker, by the reason (worker_lost, "
-            "engine_died, engine_stalled, step_failed, not_ready, drain, queue, itl, kv) and what "
-            "became of it: completed (the next worker gave a token), stayed (nobody had room), "
-            "no_worker, poison, failed, cancelled.",
-            "frontend",
-            ("reason", "outcome"),
-        )
-        self.migration_gap = self._histogram(
-            "migration_gap_seconds",
-            "From the end of a stream at one worker, as the frontend heard of it, to its next "
-            "token from another.",
-            "frontend",
-            LATENCY,
-        )
-        self.poisoned_requests = self._counter(
-            "poisoned_requests_total",
-            "Requests at which workers died, one after another, and which were given to no other.",
-            "frontend",
-        )
-
-        # The frontend's, per connection and field.
-        self.http_requests_in_flight = self._gauge(
-            "http_requests_in_flight", "Generation requests being answered.", "frontend"
-        )
-        self.http_responses = self._counters(
-            "http_responses_total",
-            "HTTP responses by route and status.",
-            "frontend",
-            ("route", "status"),
-        )
-        self.http_connections = self._gauge(
-            "http_connections", "Open client connections.", "frontend"
-        )
-        self.connections_cut = self._counters(
-            "connections_cut_total",
-            "Client connections dropped because the client broke a bound, by reason.",
-            "frontend",
-            ("reason",),
-        )
-        self.unknown_fields = self._counters(
-            "unknown_fields_total",
-            "Request fields that were not understood and therefore ignored; bounded, the rest "
-            "is counted as `other`.",
-            "frontend",
-            ("field",),
-            bound=64,
-        )
-
-        # The worker's and the router's, of requests that had better be served elsewhere.
-        self.moves_asked = self._counters(
-            "moves_asked_total",
-            "Requests that their frontend was asked to have served elsewhere, by reason: drain, "
-            "kv (the worker runs out of blocks), itl (its streams are too slow), queue (another "
-            "worker would begin it sooner).",
-            "node",
-            ("reason",),
-        )
-
-        # The worker's, of prompts that are prefilled elsewhere or for others.
-        self.prefill_decisions = self._counters(
-            "prefill_decisions_total",
-            "Prompts by where they were prefilled, here (local) or on another worker (remote), "
-            "and by the reason.",
-            "worker",
-            ("where", "reason"),
-        )
-        self.handoff_attempts = self._counters(
-            "handoff_attempts_total",
-            "Attempts at having a prompt prefilled elsewhere: done, unwanted (the request ended), "
-            "or failed: lost (KV did not arrive whole), failed (the prefill worker said so), "
-            "lapsed (it was silent), died, superseded, fenced.",
-            "worker",
-            ("outcome",),
-        )
-        self.handoff_claims = self._counters(
-            "handoff_claims_total",
-            "Prompts taken from the queue by a prefill worker, and sequences that left for another "
-            "worker: done, refused (by that one), failed, cancelled.",
-            "worker",
-            ("outcome",),
-        )
-        self.handoff_seconds = self._histograms(
-            "handoff_seconds",
-            "Of a handoff, by phase: admit (until there is room), queue (until a prefill worker "
-            "asks), open (until its blocks are bound), fill (until it hands over), activate (until "
-            "the first token).",
-            "worker",
-            LATENCY,
-            ("phase",),
-        )
-        self.handoffs = self._gauges(
-            "handoffs",
-            "Prompts on their way between two workers, by state.",
-            "worker",
-            ("state",),
-        )
-
-        self.cancel_seconds = self._histograms(
-            "cancel_seconds",
-            "From the moment a worker hears that a request is cancelled until its blocks are free, "
-            "by what it was doing: queued, remote_queued and remote_filling (its prompt was to "
-            "come, or was coming, from another worker), prefilling, decoding, preempted, sending "
-            "(its prompt was computed for another).",
-            "worker",
-            PACE,
-            ("stage",),
-        )
-
-        # The worker's, of moving KV.
-        self.transfer_bytes = self._counters(
-            "transfer_bytes_total",
-            "KV sent to and received from other workers, by what carried it.",
-            "worker",
-            ("direction", "backend"),
-        )
-        self.transfer_seconds = self._counters(
-            "transfer_seconds_total",
-            "Time during which KV was being sent, summed over peers.",
-            "worker",
-            ("backend",),
-        )
-        self.transfer_failures = self._counters(
-            "transfer_failures_total",
-            "Paths to other workers that could not be set up or have broken.",
-            "worker",
-            ("backend",),
-        )
-        self.transfer_paths_degraded = self._gauge(
-            "transfer_paths_degraded",
-            "Paths that use a poorer back end than the pair has, because the better one fails, "
-            "and peers to which there is no way.",
-            "worker",
-        )
-
-        # The process's.
-        self.event_loop_lag = self._histogram(
-            "event_loop_lag_seconds",
-            "How late the event loop ran a timer; one sample per tick.",
-            "process",
-            PACE,
-        )
-        self.event_loop_lag_max = self._gauge(
-            "event_loop_lag_max_seconds",
-            "The largest lag of the last one to two minutes.",
-            "process",
-            "max",
-        )
-        self.event_loop_tasks = self._gauge(
-            "event_loop_tasks",
-            "Tasks of the event loop; back to what it was once requests have ended.",
-            "process",
-        )
-        self.degraded = self._gauges(
-            "degraded",
-            "1 for each reason why this process does less than it could.",
-            "process",
-            ("reason",),
-            combine="max",
-        )
-        self.build_info = self._gauges(
-            "build_info",
-            "Always 1; the labels say what runs.",
-            "process",
-            ("version", "role"),
-            combine="max",
-        )
 
     def attach_engine(self, read: Callable[[], EngineSample]) -> None:
         """Export what `read` reports, summed over all engines of this process; without any the
@@ -487,22 +586,22 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Prometheus client's collector protocol."""
-        for definition, instrument in self._exported:
-            yield _family(definition, instrument)
+        for name, definition in _INSTRUMENTS.items():
+            yield _family(definition, getattr(self, name))
         if self._engines:
-            sample = together([read() for read in self._engines])
+            sample = merge_engine_samples([read() for read in self._engines])
             for definition, value in _ENGINE:
                 yield _single(definition, value(sample))
         samples = [read() for read in self._nodes]
-        for definition, field in _NODE:
+        for definition, attribute in _NODE:
             metric = _empty(definition)
             for sample_of_node in samples:
-                _add(metric, sample_of_node.role, getattr(sample_of_node, field))
+                _add(metric, sample_of_node.role, getattr(sample_of_node, attribute))
             if metric.samples:
                 yield metric
 
     def families(self) -> list[Metric]:
-        """Everything that a scrape of this process shows."""
+        """Everything that a scrape of this process shows, its memory and CPU time included."""
         from prometheus_client import CollectorRegistry, ProcessCollector
 
         registry = CollectorRegistry(auto_describe=False)
@@ -522,64 +621,14 @@ class Metrics:
         return encode(registry), content_type
 
     async def page(self, accept: str = "") -> tuple[bytes, str]:
-        """See `Pages`."""
+        """The page for `/metrics` and its content type; `ScrapeHandler` of one process."""
         return self.render(accept)
 
     @staticmethod
     def definitions() -> tuple[Definition, ...]:
         """All metrics, for the documentation."""
-        own = tuple(definition for definition, _ in Metrics()._exported)
         sampled = (*_ENGINE, *_NODE)
-        return own + tuple(definition for definition, _ in sampled)
-
-    # ------------------------------------------------------------------ declaring
-
-    def _counter(self, name: str, text: str, owner: str) -> Counter:
-        return self._export(Definition(f"pdserve_{name}", "counter", text, owner), Counter())
-
-    def _gauge(self, name: str, text: str, owner: str, combine: Combine = "sum") -> Gauge:
-        definition = Definition(f"pdserve_{name}", "gauge", text, owner, combine=combine)
-        return self._export(definition, Gauge())
-
-    def _histogram(self, name: str, text: str, owner: str, bounds: Sequence[float]) -> Histogram:
-        definition = Definition(f"pdserve_{name}", "histogram", text, owner)
-        return self._export(definition, Histogram(bounds))
-
-    def _counters(
-        self, name: str, text: str, owner: str, labels: tuple[str, ...], bound: int = 256
-    ) -> Family[Counter]:
-        definition = Definition(f"pdserve_{name}", "counter", text, owner, labels)
-        return self._export(definition, Family(Counter, len(labels), bound))
-
-    def _histograms(
-        self,
-        name: str,
-        text: str,
-        owner: str,
-        bounds: Sequence[float],
-        labels: tuple[str, ...],
-        bound: int = 64,
-    ) -> Family[Histogram]:
-        definition = Definition(f"pdserve_{name}", "histogram", text, owner, labels)
-        family = Family(lambda: Histogram(bounds), len(labels), bound)
-        return self._export(definition, family)
-
-    def _gauges(
-        self,
-        name: str,
-        text: str,
-        owner: str,
-        labels: tuple[str, ...],
-        bound: int = 256,
-        *,
-        combine: Combine = "sum",
-    ) -> Family[Gauge]:
-        definition = Definition(f"pdserve_{name}", "gauge", text, owner, labels, combine)
-        return self._export(definition, Family(Gauge, len(labels), bound))
-
-    def _export(self, definition: Definition, instrument: _I) -> _I:
-        self._exported.append((definition, instrument))
-        return instrument
+        return (*_INSTRUMENTS.values(), *(definition for definition, _ in sampled))
 
 
 def _family(definition: Definition, instrument: Instrument) -> Metric:
@@ -610,7 +659,7 @@ def _add(
     role: str,
     value: float | Mapping[str, float] | None,
 ) -> None:
-    """What one node says under one name; None: nothing."""
+    """Adds one node's value, or its values by label; None adds nothing."""
     if value is None:
         return
     if isinstance(value, int | float):

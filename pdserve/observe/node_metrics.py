@@ -1,8 +1,7 @@
-"""What a node reports at a scrape: the names and meanings of the cluster's metrics.
+"""Defines the cluster metrics of a node.
 
-A process may hold several nodes, so every one of these carries the node's role. Counters are totals
-over the process's life, whatever number of lives the node had in it. Who fills a sample is the
-process's start-up; this file knows names only.
+A process may hold several nodes, so each metric carries the node's role. Counters are totals over
+the process's life, over all lives of the node. The process's start-up fills the samples.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["NODE_METRICS", "NodeMetric", "NodeSample", "RouterSample"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSample:
-    """One router's decisions, now; None: the node is none."""
+    """One router's decisions at a scrape."""
 
     decisions: Mapping[str, float] = field(default_factory=dict)
     held: float | None = None
@@ -42,7 +41,7 @@ class RouterSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSample(RouterSample):
-    """One node, now. Mappings are by the second label's value."""
+    """One node at a scrape. Mappings are keyed by the second label's value."""
 
     role: str
     members: Mapping[str, float] = field(default_factory=dict)
@@ -51,20 +50,22 @@ class NodeSample(RouterSample):
     links: float = 0
     lives: float = 0
     handshakes_refused: Mapping[str, float] = field(default_factory=dict)
+    requests_refused: float = 0
     topic_events: Mapping[str, float] = field(default_factory=dict)
     routed: float | None = None
-    """None: not a router."""
+    """The router's decisions; None: not a router."""
     refused: float = 0
     bookings: float = 0
     bookings_ended: Mapping[str, float] = field(default_factory=dict)
     rerouted: float | None = None
-    """None: not a frontend."""
+    """Requests routed again; None: not a frontend."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeMetric:
-    """One name; `field` is the sample's, `label` that of a mapping's keys, `combine` what several
-    processes that share a port are together."""
+    """Definition of one metric: `field` is the sample's field, `label` names a mapping's keys,
+    `combine` says how processes that share a port are merged.
+    """
 
     name: str
     kind: str
@@ -107,6 +108,12 @@ NODE_METRICS = (
         "handshakes_refused",
         "Connections that were turned away, by reason.",
         "error",
+    ),
+    NodeMetric(
+        "node_requests_refused_total",
+        "counter",
+        "requests_refused",
+        "Requests and streams of peers that found no room: too many, or too many bytes.",
     ),
     NodeMetric(
         "node_topic_events_total",
@@ -243,4 +250,4 @@ NODE_METRICS = (
         "Times a worker did not take a request and the router was asked again.",
     ),
 )
-"""In the order of `docs/metrics.md`."""
+"""All node metrics, in the order of `docs/metrics.md`."""

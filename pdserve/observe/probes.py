@@ -1,14 +1,15 @@
-"""A listener of its own for whoever watches: `/live`, `/health` and `/metrics`, no API keys.
+"""Serves `/live`, `/health` and `/metrics` on a port of their own, without API keys.
 
-Every role can open one (`--metrics-port`), so that probes and scrapes neither compete with requests
-for connections nor need a place on the public address. It knows nothing of requests. Owned by the
-process's start-up.
+Every role can open one (`--metrics-port`), so that probes and scrapes do not compete with requests
+for connections and need no public address. Input is bounded as on the API's port (`edge`). At the
+bound of connections, the host with the most loses its oldest one, so that new connections are
+always accepted. Owned by the process's start-up.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pdserve import __version__
 from pdserve.errors import ConfigError
@@ -18,50 +19,57 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from pdserve.edge.hosts import HostRule
     from pdserve.observe.degraded import Degradations
-    from pdserve.observe.metrics import Pages
+    from pdserve.observe.metrics import ScrapeHandler
 
 _SHUTDOWN = 1.0
 """Seconds for a scrape in progress to end."""
 _PATIENCE = 15.0
-"""Seconds without a whole request before a connection is closed; a scraper just opens another."""
+"""Seconds without a complete request after which a connection is closed; a scraper opens another.
+"""
 _MAX_CONNECTIONS = 256
-"""One more is dropped at once: each takes a file from those that requests need."""
+"""Most connections; each takes a file descriptor from requests."""
 
 
 class ProbeServer:
-    """`start`, then `stop`, on one event loop."""
+    """The probe listener: `start`, then `stop`, on one event loop."""
 
     def __init__(
         self,
         host: str,
         port: int,
-        pages: Pages,
+        pages: ScrapeHandler,
         degradations: Degradations,
         unready_reason: Callable[[], str | None],
     ) -> None:
-        """`unready_reason` is None when the role can do its work."""
+        """Args: `unready_reason` returns None when the role can work."""
         self._host = host
         self._port = port
         self._pages = pages
         self._degradations = degradations
         self._unready_reason = unready_reason
         self._listener: asyncio.Server | None = None
+        self._hosts: HostRule | None = None
 
     @property
     def port(self) -> int:
-        """The port that is listened on. Only after `start`."""
+        """The port that is listened on; valid after `start`."""
         assert self._listener is not None, "not started"
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def start(self) -> None:
-        """Listen. Errors: `ConfigError` when the address cannot be had."""
-        from aiohttp import web
+        """Starts to listen. Raises `ConfigError` if the address is not available."""
+        # aiohttp takes a while to import, and only a process that listens needs it.
+        from pdserve.edge.hosts import HostRule, is_loopback
+        from pdserve.edge.server import BoundedServer
 
-        self._server = web.Server(self._handle, access_log=None, keepalive_timeout=_PATIENCE)
+        if is_loopback(self._host):  # a page of another site may have a name for this machine
+            self._hosts = HostRule((self._host,))
+        self._server = BoundedServer(self._handle, _MAX_CONNECTIONS, _PATIENCE)
         loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(self._accept, self._host, self._port)
+            self._listener = await loop.create_server(self._server, self._host, self._port)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"cannot listen on {self._host}:{self._port}: {error}; choose another "
@@ -70,20 +78,18 @@ class ProbeServer:
             ) from None
 
     async def stop(self) -> None:
-        """Close the listener and its connections. Idempotent."""
+        """Closes the listener and its connections. Idempotent."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
             self._server.pre_shutdown()
             await self._server.shutdown(_SHUTDOWN)
 
-    def _accept(self) -> asyncio.BaseProtocol:
-        crowded = len(self._server.connections) >= _MAX_CONNECTIONS
-        return _Refusal() if crowded else self._server()
-
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         from aiohttp import web
 
+        if self._hosts is not None and (why := self._hosts.refusal(request.headers.get("Host"))):
+            return web.json_response({"error": why.partition(";")[0]}, status=403)
         if request.method not in ("GET", "HEAD"):
             return web.json_response({"error": "only GET"}, status=405, headers={"Allow": "GET"})
         if request.path == "/live":
@@ -113,10 +119,3 @@ def _status(reason: str | None) -> str:
     if reason is None:
         return "ok"
     return "draining" if reason.startswith(("draining", "drained")) else "unavailable"
-
-
-class _Refusal(asyncio.Protocol):
-    """Drops its connection."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast("asyncio.Transport", transport).abort()

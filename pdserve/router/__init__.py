@@ -1,1 +1,1 @@
-"""The router role: answers one question per request, which worker takes it."""
+"""The router role: chooses a worker for each request."""

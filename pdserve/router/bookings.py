@@ -1,7 +1,7 @@
 """The ledger: what was placed where and has not ended, so that a decision counts at once.
 
     placed ──held──▶ seen ──report──▶ counted        at its worker
-       └───────────────┴─────────────────┴─▶ ended   exactly once, for one reason (`End`)
+       └───────────────┴─────────────────┴─▶ ended   exactly once, for one reason (`BookingEnd`)
 
 A worker's load is what it reports plus what its report cannot contain yet: bookings that it was not
 seen to hold, and those that it took after its last report. Without a report, all bookings count.
@@ -32,17 +32,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pdserve.messages.routing import Booked
+from pdserve.ids import NodeLife
+from pdserve.messages.routing import BookingRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from random import Random
 
     from pdserve.ids import Epoch, NodeId, Seconds
-    from pdserve.messages.request import Started
+    from pdserve.messages.request import FirstTokenStats
     from pdserve.router.config import RouterConfig
 
-__all__ = ["Booking", "Bookings", "Charge", "Dispatch", "End", "Life", "Prefills"]
+__all__ = ["BookedLoad", "Booking", "BookingEnd", "Bookings", "DecisionBasis", "PendingPrefills"]
 
 _COUNTER_BITS = 32
 _PART_BITS = 31
@@ -57,14 +58,7 @@ _WINDOW: Final[Seconds] = 180.0
 _BUCKETS: Final = 12
 
 
-class Life(NamedTuple):
-    """One life of a node."""
-
-    node: NodeId
-    epoch: Epoch
-
-
-class End(Enum):
+class BookingEnd(Enum):
     """Why a booking ended."""
 
     LET_GO = "let_go"
@@ -77,14 +71,14 @@ class End(Enum):
     """Its worker did not report it in time."""
 
 
-class Charge(NamedTuple):
+class BookedLoad(NamedTuple):
     """What bookings weigh."""
 
     sequences: int
     prompt_tokens: int
 
 
-class Prefills(NamedTuple):
+class PendingPrefills(NamedTuple):
     """What bookings without a first token weigh besides, and what is known of those that had it."""
 
     requests: int = 0
@@ -107,7 +101,7 @@ class Prefills(NamedTuple):
     """Work of the last three minutes."""
 
 
-class Dispatch(NamedTuple):
+class DecisionBasis(NamedTuple):
     """What an own decision rested on, to be compared with what came of it."""
 
     model: str
@@ -130,7 +124,7 @@ class Booking:
     """One request's place at one worker."""
 
     id: int
-    worker: Life
+    worker: NodeLife
     sequences: int
     prompt_tokens: int
     cached_tokens: int = 0
@@ -139,18 +133,20 @@ class Booking:
     """Predicted microseconds to compute the others."""
     placed: Seconds = 0.0
     """When it was, or when this router heard of it."""
-    dispatch: Dispatch | None = None
+    dispatch: DecisionBasis | None = None
     """Only of own bookings."""
-    owner: Life | None = None
+    owner: NodeLife | None = None
     """The router that placed it; None: this one."""
-    asker: Life | None = None
+    asker: NodeLife | None = None
     """The frontend that asked; only of own bookings."""
 
     @property
-    def record(self) -> Booked:
+    def record(self) -> BookingRecord:
         """As other routers hear of it."""
         node, epoch = self.worker
-        return Booked(self.id, node, epoch, self.sequences, self.prompt_tokens, self.cached_tokens)
+        return BookingRecord(
+            self.id, node, epoch, self.sequences, self.prompt_tokens, self.cached_tokens
+        )
 
     @property
     def uncached(self) -> int:
@@ -309,8 +305,8 @@ class _Account:
         self.strangers.discard(id)
 
     @property
-    def unreported(self) -> Charge:
-        return Charge(
+    def unreported(self) -> BookedLoad:
+        return BookedLoad(
             self.sequences - self.reported_sequences, self.prompt_tokens - self.reported_tokens
         )
 
@@ -322,8 +318,8 @@ class Bookings:
         self,
         config: RouterConfig,
         random: Random,
-        on_end: Callable[[Booking, End], None] = lambda booking, why: None,
-        predict: Callable[[Life, int, int], Seconds] = lambda worker, prompt, cached: 0.0,
+        on_end: Callable[[Booking, BookingEnd], None] = lambda booking, why: None,
+        predict: Callable[[NodeLife, int, int], Seconds] = lambda worker, prompt, cached: 0.0,
         clock: Callable[[], Seconds] = lambda: 0.0,
     ) -> None:
         """`on_end` hears of each own booking exactly once; it must not call back. `predict` says
@@ -339,16 +335,16 @@ class Bookings:
         self._own: dict[int, Booking] = {}
         self._unseen: dict[int, Seconds] = {}
         """Own bookings that their worker has not reported: when they run out, earliest first."""
-        self._by_asker: dict[Life, dict[int, Booking]] = {}
-        self._peers: dict[Life, dict[int, Booking]] = {}
+        self._by_asker: dict[NodeLife, dict[int, Booking]] = {}
+        self._peers: dict[NodeLife, dict[int, Booking]] = {}
         """What each router has open, whether or not its worker is known here."""
-        self._beats: dict[Life, Seconds | None] = {}
+        self._beats: dict[NodeLife, Seconds | None] = {}
         """When each router was last heard; None: it said that it is idle."""
-        self._trust: dict[Life, float] = {}
+        self._trust: dict[NodeLife, float] = {}
         """Of routers that were not heard lately: how much their word is worth, below 1."""
         self.placed = 0
         """Ever."""
-        self.ended: Counter[End] = Counter()
+        self.ended: Counter[BookingEnd] = Counter()
         """Ever, by reason; `placed` is the sum of these and `len()`."""
         self.touched: set[NodeId] = set()
         """Workers whose load may have changed; whoever caches it empties this."""
@@ -367,13 +363,13 @@ class Bookings:
     def place(
         self,
         now: Seconds,
-        worker: Life,
-        asker: Life,
+        worker: NodeLife,
+        asker: NodeLife,
         sequences: int,
         prompt_tokens: int,
         cached_tokens: int = 0,
         work: Seconds = 0.0,
-        dispatch: Dispatch | None = None,
+        dispatch: DecisionBasis | None = None,
     ) -> Booking:
         """Charge a worker. Raises `ValueError` if it is not up, or if the ledger is full."""
         account = self._account(worker)
@@ -403,7 +399,7 @@ class Bookings:
         booking = self._own.get(id)
         if booking is None:
             return False
-        self._end(booking, End.RELEASED)
+        self._end(booking, BookingEnd.RELEASED)
         return True
 
     def expire(self, now: Seconds) -> int:
@@ -414,21 +410,16 @@ class Bookings:
                 break
             passed.append(id)
         for id in passed:
-            self._end(self._own[id], End.NEVER_SEEN)
+            self._end(self._own[id], BookingEnd.NEVER_SEEN)
         return len(passed)
 
-    @property
-    def next_expiry(self) -> Seconds | None:
-        """When `expire` has something to do next."""
-        return next(iter(self._unseen.values()), None)
-
-    def load(self, worker: NodeId) -> Charge:
+    def load(self, worker: NodeId) -> BookedLoad:
         """What comes on top of the worker's report; all that is charged if there is none. Zero for
         a worker that is not up."""
         account = self._accounts.get(worker)
-        return account.unreported if account else Charge(0, 0)
+        return account.unreported if account else BookedLoad(0, 0)
 
-    def prefills(self, worker: NodeId) -> Prefills:
+    def prefills(self, worker: NodeId) -> PendingPrefills:
         """What is charged there and has no first token. O(1), unless a peer is silent."""
         account = self._accounts.get(worker)
         if account is None:
@@ -437,7 +428,7 @@ class Bookings:
         if self._trust:
             count, tokens, work = self._blended(account)
         head = next(iter(account.prefill.values())).work if account.prefill else 0
-        return Prefills(
+        return PendingPrefills(
             count,
             account.prefill_sequences,
             tokens,
@@ -465,7 +456,7 @@ class Bookings:
 
     def _blended(self, account: _Account) -> tuple[int, int, int]:
         """The sums, with each silent peer's part moved towards the own one."""
-        parts: dict[Life | None, list[int]] = {None: [0, 0, 0]}
+        parts: dict[NodeLife | None, list[int]] = {None: [0, 0, 0]}
         for silent in self._trust:
             parts[silent] = [0, 0, 0]
         for booking in account.prefill.values():
@@ -494,13 +485,13 @@ class Bookings:
 
     # ------------------------------------------------------------------ members
 
-    def worker_up(self, worker: Life) -> None:
+    def worker_up(self, worker: NodeLife) -> None:
         """A life begins; an earlier one of the node ends. Idempotent."""
         account = self._accounts.get(worker.node)
         if account and account.epoch >= worker.epoch:
             return
         if account:
-            self.worker_gone(Life(worker.node, account.epoch))
+            self.worker_gone(NodeLife(worker.node, account.epoch))
         self._accounts[worker.node] = account = _Account(worker.epoch)
         for bookings in self._peers.values():
             for booking in bookings.values():
@@ -508,37 +499,39 @@ class Bookings:
                     account.charge(self._clock(), booking)
         self.touched.add(worker.node)
 
-    def worker_gone(self, worker: Life) -> None:
+    def worker_gone(self, worker: NodeLife) -> None:
         """Everything there has ended."""
         account = self._account(worker)
         if account is None:
             return
         for booking in tuple(account.open.values()):
             if booking.owner is None:
-                self._end(booking, End.WORKER_GONE)
+                self._end(booking, BookingEnd.WORKER_GONE)
         del self._accounts[worker.node]
         self.touched.discard(worker.node)
 
-    def asker_gone(self, asker: Life) -> None:
+    def asker_gone(self, asker: NodeLife) -> None:
         """A frontend died, and with it all that it asked for."""
         for booking in tuple(self._by_asker.get(asker, {}).values()):
-            self._end(booking, End.ASKER_GONE)
+            self._end(booking, BookingEnd.ASKER_GONE)
 
     # ------------------------------------------------------------------ what workers say
 
-    def reported(self, worker: Life) -> None:
+    def reported(self, worker: NodeLife) -> None:
         """A load report came, written when the worker held all that it has said it holds."""
         if account := self._account(worker):
             account.report()
             self.touched.add(worker.node)
 
-    def report_lost(self, worker: Life) -> None:
+    def report_lost(self, worker: NodeLife) -> None:
         """Its load is no longer known; from here on, all bookings count."""
         if account := self._account(worker):
             account.report_lost()
             self.touched.add(worker.node)
 
-    def held(self, worker: Life, id: int, started: Started | None = None) -> Booking | None:
+    def held(
+        self, worker: NodeLife, id: int, started: FirstTokenStats | None = None
+    ) -> Booking | None:
         """The worker has this booking's request, and `started` if its first token has come. Returns
         the booking if that is news and it is one of ours."""
         account = self._account(worker)
@@ -557,7 +550,7 @@ class Bookings:
         booking = account.start(self._clock(), id)
         return booking if booking is not None and booking.owner is None else None
 
-    def let_go(self, worker: Life, id: int) -> None:
+    def let_go(self, worker: NodeLife, id: int) -> None:
         """The worker no longer has it, so it had it."""
         account = self._account(worker)
         if account is None:
@@ -566,7 +559,7 @@ class Bookings:
         if booking is None:
             account.let_go(id)
         elif booking.owner is None:
-            self._end(booking, End.LET_GO)
+            self._end(booking, BookingEnd.LET_GO)
             account.let_go(id, booking.sequences)
         else:
             # Its owner will say so too; until then it stays in `_peers`, without a charge.
@@ -574,7 +567,7 @@ class Bookings:
             account.let_go(id, booking.sequences)
         self.touched.add(worker.node)
 
-    def holds(self, worker: Life, ids: Iterable[int]) -> None:
+    def holds(self, worker: NodeLife, ids: Iterable[int]) -> None:
         """The worker has these and no others. What it has not seen yet stays placed."""
         account = self._account(worker)
         if account is None:
@@ -587,11 +580,11 @@ class Bookings:
 
     # ------------------------------------------------------------------ other routers
 
-    def peer_up(self, router: Life) -> None:
+    def peer_up(self, router: NodeLife) -> None:
         """Its bookings are heard from here on. Idempotent."""
         self._peers.setdefault(router, {})
 
-    def peer_beat(self, now: Seconds, router: Life, busy: bool) -> None:
+    def peer_beat(self, now: Seconds, router: NodeLife, busy: bool) -> None:
         """It was heard. `busy`: it will be heard again soon, or something is wrong."""
         if router in self._peers:
             self._beats[router] = now if busy else None
@@ -600,7 +593,7 @@ class Bookings:
 
     def judge_peers(self, now: Seconds) -> None:
         """How much of what is known of each peer is to be believed; to be called often."""
-        trust: dict[Life, float] = {}
+        trust: dict[NodeLife, float] = {}
         for router, heard in self._beats.items():
             if heard is not None and now - heard > _TRUSTED:
                 late = (now - heard - _TRUSTED) / (_WORTHLESS - _TRUSTED)
@@ -614,7 +607,7 @@ class Bookings:
         """Routers whose word is late."""
         return sorted(router.node for router in self._trust)
 
-    def peer_gone(self, router: Life) -> None:
+    def peer_gone(self, router: NodeLife) -> None:
         """What it had placed no longer counts: frontends ask again, workers report what runs."""
         self._beats.pop(router, None)
         if self._trust.pop(router, None) is not None:
@@ -622,12 +615,12 @@ class Bookings:
         for booking in self._peers.pop(router, {}).values():
             self._discharge(booking)
 
-    def peer_placed(self, router: Life, booked: Booked) -> None:
+    def peer_placed(self, router: NodeLife, booked: BookingRecord) -> None:
         """Idempotent."""
         bookings = self._peers.get(router)
         if bookings is None or booked.booking in bookings:
             return
-        worker = Life(booked.worker, booked.epoch)
+        worker = NodeLife(booked.worker, booked.epoch)
         now = self._clock()
         work = self._predict(worker, booked.prompt_tokens, booked.cached_tokens)
         booking = Booking(
@@ -646,23 +639,15 @@ class Bookings:
             account.charge(now, booking)
             self.touched.add(worker.node)
 
-    def peer_ended(self, router: Life, id: int) -> None:
+    def peer_ended(self, router: NodeLife, id: int) -> None:
         """Idempotent."""
         booking = self._peers.get(router, {}).pop(id, None)
         if booking:
             self._discharge(booking)
 
-    def peer_has(self, router: Life, booked: Iterable[Booked]) -> None:
-        """The other router has these open and no others."""
-        records = {record.booking: record for record in booked}
-        for id in self._peers.get(router, {}).keys() - records.keys():
-            self.peer_ended(router, id)
-        for record in records.values():
-            self.peer_placed(router, record)
-
     # ------------------------------------------------------------------ inside
 
-    def _account(self, worker: Life) -> _Account | None:
+    def _account(self, worker: NodeLife) -> _Account | None:
         account = self._accounts.get(worker.node)
         return account if account and account.epoch == worker.epoch else None
 
@@ -673,7 +658,7 @@ class Bookings:
             if id not in self._own and id not in account.open:
                 return id
 
-    def _end(self, booking: Booking, why: End) -> None:
+    def _end(self, booking: Booking, why: BookingEnd) -> None:
         """The one way out of an own booking."""
         del self._own[booking.id]
         self._unseen.pop(booking.id, None)
@@ -732,9 +717,9 @@ class Bookings:
             assert owned[booking.id] is booking
 
 
-def _sum(bookings: Iterable[Booking]) -> Charge:
+def _sum(bookings: Iterable[Booking]) -> BookedLoad:
     listed = list(bookings)
-    return Charge(sum(b.sequences for b in listed), sum(b.prompt_tokens for b in listed))
+    return BookedLoad(sum(b.sequences for b in listed), sum(b.prompt_tokens for b in listed))
 
 
-_NO_PREFILLS: Final = Prefills()
+_NO_PREFILLS: Final = PendingPrefills()

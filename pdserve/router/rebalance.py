@@ -1,19 +1,16 @@
-"""Which requests wait at a worker although another one would begin them sooner.
+"""Finds requests that wait at a worker although another worker would begin them sooner.
 
-Work that waits in an engine cannot be given to another by a router; but its frontend can take it
-back and ask anew, as long as nothing of it has been computed. Whether it should:
+A router cannot move work that waits in an engine, but the frontend can abort it and route it again
+while nothing of it has been computed. A move is compared by predicted time to first token:
 
-    here     predicted time to its first token where it is: what was placed before it there, and its
-             own prompt. Who is late by a second is taken to be late by another one
-    there    what waits at another worker with room, and the whole prompt: nothing cached
+    here     work placed before it at its worker, and its own prefill. A request that is late by a
+             second is expected to be late by another one
+    there    work waiting at another worker with room, and the whole prompt: nothing cached
 
-It is worth it if it saves a quarter of a second, and 30 %, and did so half a second ago: numbers
-are some tenths of a second old. A few requests at a time, each to a worker that the earlier ones of
-the same look have left room at; the same one is not asked for again for a while, since its frontend
-has its reasons, and one that has been through several workers stays.
-
-Pure: time comes in. It knows neither bookings' fates nor who is told; the desk owns one and gives
-it what it knows.
+It is worth it if it saves a quarter of a second and 30 %, and did so half a second ago, because the
+numbers are some tenths of a second old. Each pass proposes a few moves, each to a worker that still
+has room after the earlier ones. A booking is not proposed again for a while, since its frontend may
+have refused, and a request that was placed often stays. Pure; `RouterCore` owns one.
 """
 
 from __future__ import annotations
@@ -27,68 +24,78 @@ if TYPE_CHECKING:
     from pdserve.ids import NodeId, Seconds
     from pdserve.router.bookings import Booking
 
-__all__ = ["MOST_ATTEMPTS", "Group", "Place", "Rebalancer", "Waiting", "waiting"]
+__all__ = [
+    "MAX_ATTEMPTS",
+    "RebalanceGroup",
+    "RebalanceTarget",
+    "Rebalancer",
+    "WaitingBooking",
+    "waiting_bookings",
+]
 
 _LEAST: Final[Seconds] = 0.25
 _SHARE: Final = 0.3
-"""A move must save this much, and this part of what is left."""
+"""Smallest share of the remaining time that a move must save, besides the absolute minimum."""
 _SETTLED: Final[Seconds] = 0.5
-"""For so long it must have been worth it."""
+"""How long a move must have been worth it."""
 _AGAIN: Final[Seconds] = 5.0
-"""Before the same booking is asked for again."""
+"""Interval before the same booking is proposed again."""
 _MOST: Final = 4
-"""Moves in one look."""
-MOST_ATTEMPTS: Final = 3
+"""Most moves in one pass."""
+MAX_ATTEMPTS: Final = 3
 """A request that routers have placed more often than this stays where it is."""
 _MICRO: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingBooking:
     """A booking whose request has not begun."""
 
     booking: int
     worker: NodeId
     here: Seconds
-    """Predicted from now to its first token where it is."""
+    """Predicted time from now to its first token at its present worker."""
     late: Seconds
-    """Of that, what does not rest on predictions of this moment."""
+    """The part of `here` that does not rest on predictions of this moment."""
     prompt_tokens: int
     sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A worker that may take one more."""
+class RebalanceTarget:
+    """A worker that may take one more request."""
 
     node: NodeId
     wait: Seconds
-    """Predicted until it begins what comes now."""
+    """Predicted time until it would begin a new request."""
     room: int
-    """Sequences that it could run besides."""
+    """Further sequences that it could run."""
     idle: bool = False
-    """No prompt waits there, or is being computed."""
+    """True if no prompt waits or is being computed there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """One model's."""
+class RebalanceGroup:
+    """Waiting bookings and targets of one model."""
 
-    waiting: Sequence[Waiting]
-    places: Sequence[Place]
+    waiting: Sequence[WaitingBooking]
+    places: Sequence[RebalanceTarget]
     cost: Callable[[NodeId, int], Seconds]
-    """Predicted for so many prompt tokens there."""
+    """Predicts prefill time at a worker from the number of prompt tokens."""
     trusted: bool = True
-    """Predictions are good. If not, only who is late may go, and only to who is idle."""
+    """True if predictions are good. If not, only late requests move, and only to idle workers."""
 
 
-def waiting(
+def waiting_bookings(
     now: Seconds, bookings: Iterable[Booking], since: Seconds, sequences: int
-) -> list[Waiting]:
-    """Those at one worker that have not begun. Args: `bookings` are all there without a first
-    token, in the order in which they came; the first since `since`. By the worker's report the
-    last `sequences` wait; those before them are being computed."""
-    found: list[Waiting] = []
+) -> list[WaitingBooking]:
+    """The bookings at one worker that have not begun.
+
+    Args: `bookings` are all there without a first token, oldest first; the oldest became so at
+    `since`. By the worker's report the last `sequences` of them wait; those before are being
+    computed.
+    """
+    found: list[WaitingBooking] = []
     ahead = 0.0
     for booking in bookings:
         work = booking.work / _MICRO
@@ -99,7 +106,7 @@ def waiting(
         late = max(0.0, now - booking.placed - expected)
         ahead += work - passed
         found.append(
-            Waiting(
+            WaitingBooking(
                 booking.id,
                 booking.worker.node,
                 max(ahead, late),
@@ -108,7 +115,7 @@ def waiting(
                 booking.sequences,
             )
         )
-    last: list[Waiting] = []
+    last: list[WaitingBooking] = []
     for one in reversed(found):
         sequences -= one.sequences
         if sequences < 0:
@@ -118,16 +125,16 @@ def waiting(
 
 
 class Rebalancer:
-    """See above."""
+    """Finds waiting requests that another worker would begin sooner; remembers what it proposed."""
 
     def __init__(self) -> None:
         self._since: dict[int, Seconds] = {}
-        """Bookings for which a move is worth it, since when."""
+        """Bookings for which a move is worth it, and since when."""
         self._told: dict[int, Seconds] = {}
-        """Bookings that were asked for, when."""
+        """Bookings that were proposed, and when."""
 
-    def look(self, now: Seconds, groups: Iterable[Group]) -> list[int]:
-        """The bookings whose frontends had better ask anew, those that gain most first."""
+    def look(self, now: Seconds, groups: Iterable[RebalanceGroup]) -> list[int]:
+        """The bookings that should be routed again, largest gain first."""
         moves: list[int] = []
         worth: dict[int, Seconds] = {}
         there: set[int] = set()
@@ -140,7 +147,7 @@ class Rebalancer:
         return moves
 
     def _judge(
-        self, now: Seconds, group: Group, worth: dict[int, Seconds], moves: list[int]
+        self, now: Seconds, group: RebalanceGroup, worth: dict[int, Seconds], moves: list[int]
     ) -> None:
         taken: dict[NodeId, Seconds] = {}
         room = {place.node: place.room for place in group.places}
@@ -161,14 +168,17 @@ class Rebalancer:
             taken[node] = taken.get(node, 0.0) + group.cost(node, one.prompt_tokens)
 
 
-def _here(group: Group, one: Waiting) -> Seconds:
+def _here(group: RebalanceGroup, one: WaitingBooking) -> Seconds:
     return one.here if group.trusted else one.late
 
 
 def _best(
-    group: Group, one: Waiting, room: dict[NodeId, int], taken: dict[NodeId, Seconds]
+    group: RebalanceGroup,
+    one: WaitingBooking,
+    room: dict[NodeId, int],
+    taken: dict[NodeId, Seconds],
 ) -> tuple[NodeId, Seconds] | None:
-    """Who would have its first token soonest, and after how long."""
+    """The target with the soonest first token, and the time until then."""
     found = [
         (place.wait + taken.get(place.node, 0.0) + group.cost(place.node, one.prompt_tokens), place)
         for place in group.places

@@ -1,1 +1,1 @@
-"""What every node runs on: tasks, actors, supervision, members, topics, the node itself."""
+"""The base of every node: links, members, topics, tasks and supervision."""

@@ -26,16 +26,16 @@ from pdserve.errors import (
     LinkLost,
     NameTaken,
     NoCommonVersion,
+    NoMethod,
     NotReady,
     OwnAddress,
-    ProtocolError,
     WrongCluster,
     WrongClusterKey,
     WrongPeer,
 )
 from pdserve.gossip import events as ev
 from pdserve.gossip.config import GossipConfig
-from pdserve.gossip.messages import TELL, Card, Part, Record
+from pdserve.gossip.messages import TELL, Card, CardPart, MemberRecord
 from pdserve.gossip.service import PARTS, GossipService
 from pdserve.net import address as addresses
 from pdserve.net.endpoint import Endpoint
@@ -44,6 +44,7 @@ from pdserve.net.timers import Timers
 from pdserve.runtime.registry import Registry
 from pdserve.runtime.tasks import Tasks
 from pdserve.wire.codec import encode
+from pdserve.wire.flow import BodyBudget
 from pdserve.wire.handshake import Identity
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.node import NodeCard
-    from pdserve.net.base import ByteNetwork, Call, Down, Incoming, Link
+    from pdserve.net.base import ByteNetwork, IncomingCall, IncomingStream, Link, LinkDownReason
     from pdserve.runtime.registry import MemberEvent
     from pdserve.wire.codec import Method
     from pdserve.wire.parser import Buffer
@@ -135,14 +136,15 @@ class Node:
         self._past: dict[_Life, None] = {}
         """Lives that are over and not closed yet."""
         self._closed = False
+        self.bodies = BodyBudget(config.net.requests)
+        """Of peers' requests under way, over all lives."""
         self._refused: Counter[str] = Counter()  # of earlier lives
-        self._answers: dict[int, Callable[[Call], None]] = {}
+        self._answers: dict[int, Callable[[IncomingCall], None]] = {}
         self._tells: dict[int, Callable[[Link, Buffer], None]] = {TELL: self._hear_gossip}
-        self._streams: dict[int, Callable[[Incoming, Buffer], None]] = {
+        self._streams: dict[int, Callable[[IncomingStream, Buffer], None]] = {
             PARTS: lambda stream, body: self._living().gossip.opened(stream, body)
         }
         self._fetching: dict[bytes, asyncio.Future[bytes]] = {}
-        self._link_listeners: list[Callable[[Link, Down | None], None]] = []
         self.timers = Timers(self._loop)
         """Deadlines and intervals of whatever lives on this node; they end with it."""
 
@@ -188,11 +190,11 @@ class Node:
 
     # ------------------------------------------------------------------ what it answers
 
-    def serve(self, method: Method[Q, R], answer: Callable[[Q, Call], R | None]) -> None:
+    def serve(self, method: Method[Q, R], answer: Callable[[Q, IncomingCall], R | None]) -> None:
         """Answer requests: by what `answer` returns, by what it raises, or, after None, by the
         call's `reply` or `fail`."""
 
-        def on_call(call: Call) -> None:
+        def on_call(call: IncomingCall) -> None:
             reply = answer(method.decode_request(call.body), call)
             if reply is not None:
                 call.reply(reply)
@@ -203,17 +205,13 @@ class Node:
         """Hear one-way messages. `hear` raises `ProtocolError` for what cannot be decoded."""
         self._tells[number] = hear
 
-    def serve_stream(self, number: int, opened: Callable[[Incoming, Buffer], None]) -> None:
+    def serve_stream(self, number: int, opened: Callable[[IncomingStream, Buffer], None]) -> None:
         """Take streams that peers open."""
         self._streams[number] = opened
 
     def on_member(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]:
         """See `Registry.listen`."""
         return self.registry.listen(listener)
-
-    def on_link(self, listener: Callable[[Link, Down | None], None]) -> None:
-        """Hear of every link: up (None) and down."""
-        self._link_listeners.append(listener)
 
     # ------------------------------------------------------------------ taking part
 
@@ -225,7 +223,7 @@ class Node:
         `WrongCluster`, `NoCommonVersion` or `WrongPeer` when a seed says so.
         """
         epoch = max(int(self._wall() * 1000), self._epoch + 1)
-        await self._begin(epoch, ev.Start((*self.config.join, *beside)))
+        await self._begin(epoch, ev.StartGossip((*self.config.join, *beside)))
         await self._joined
         _log.debug("%s joined as life %d", self.id, self._epoch)
 
@@ -289,7 +287,7 @@ class Node:
 
     def _tell_card(self, life: _Life) -> None:
         if self.card is not None:
-            named = tuple(Part("", name, len(data)) for name, data in self._parts.items())
+            named = tuple(CardPart("", name, len(data)) for name, data in self._parts.items())
             life.gossip.set_card(Card(encode(self.card), named), tuple(self._parts.values()))
 
     # ------------------------------------------------------------------ reaching others
@@ -347,7 +345,7 @@ class Node:
             raise NotReady("this node is not in the cluster", retry_after=1.0)
         return self._life
 
-    async def _begin(self, epoch: Epoch, start: ev.Start) -> None:
+    async def _begin(self, epoch: Epoch, start: ev.StartGossip) -> None:
         """A new life: listen first, since its address is part of its identity."""
         self._epoch = epoch
         life = _Life(self, epoch)
@@ -383,7 +381,7 @@ class Node:
         """An effect of membership that concerns more than links."""
         if life is not self._life or self._closed:
             return
-        if isinstance(effect, ev.Ready):
+        if isinstance(effect, ev.TableReady):
             if effect.alone and set(self.config.join) - life.own - {self.address}:
                 why = "; ".join(life.troubles.values()) or "no answer"
                 _log.warning("no seed has let this node in (%s): alone for now, trying on", why)
@@ -395,7 +393,7 @@ class Node:
             _ = self.tasks.spawn(self._rejoin(effect), "rejoin")
         elif isinstance(effect, ev.Superseded):
             self._superseded(life)
-        elif isinstance(effect, ev.Stopped):
+        elif isinstance(effect, ev.GossipStopped):
             life.stop()
         elif isinstance(effect, ev.PartReady):
             self._part_settled(effect.hash, effect.data)
@@ -449,55 +447,51 @@ class Node:
     # ------------------------------------------------------------------ net.base.Handler
 
     def on_link_up(self, link: Link) -> None:
-        """See `net.base.Handler`."""
+        """See `net.base.LinkHandler`."""
         # Whom nobody can dial is a visitor: it asks, and is no member.
         if self._life is not None and link.peer.address:
             self._life.gossip.link_up(link)
-        self._tell_link(link, None)
 
-    def on_link_down(self, link: Link, down: Down) -> None:
-        """See `net.base.Handler`."""
+    def on_link_down(self, link: Link, down: LinkDownReason) -> None:
+        """See `net.base.LinkHandler`."""
         life = self._life
         if life is not None:
             now = life.endpoint.link(link.peer.node)
             if now is None or now.peer.epoch != link.peer.epoch:
                 orderly = down.cause == "shutdown"
                 life.gossip.link_down(link.peer.node, link.peer.epoch, orderly=orderly)
-        self._tell_link(link, down)
-
-    def _tell_link(self, link: Link, down: Down | None) -> None:
-        for listener in tuple(self._link_listeners):
-            try:
-                listener(link, down)
-            except Exception:  # of its owner; whoever is told next is not to suffer
-                _log.exception("a listener failed on a link of %s", link.peer.node)
 
     def on_tell(self, link: Link, method: int, body: Buffer) -> None:
-        """See `net.base.Handler`."""
+        """See `net.base.LinkHandler`."""
         hear = self._tells.get(method)
         if hear is None:
             _log.debug("%s told us something of method %d, unknown here", link.peer.node, method)
         else:
             hear(link, body)
 
-    def on_request(self, call: Call) -> None:
-        """See `net.base.Handler`."""
+    def on_request(self, call: IncomingCall) -> None:
+        """See `net.base.LinkHandler`."""
         answer = self._answers.get(call.method)
         if answer is None:
-            raise ProtocolError(f"method {call.method} is not served by {self.config.role} nodes")
+            raise NoMethod(f"method {call.method} is not served by {self.config.role} nodes")
         answer(call)
 
-    def on_stream(self, stream: Incoming, method: int, body: Buffer) -> None:
-        """See `net.base.Handler`."""
+    def on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
+        """See `net.base.LinkHandler`."""
         opened = self._streams.get(method)
         if opened is None:
-            raise ProtocolError(f"no stream of method {method} at {self.config.role} nodes")
+            raise NoMethod(f"no stream of method {method} at {self.config.role} nodes")
         opened(stream, body)
 
     def _hear_gossip(self, link: Link, body: Buffer) -> None:
         """Between two lives links end, and what still comes on them is nobody's."""
         if self._life is not None:
             self._life.gossip.told(link, body)
+
+    def keys_changed(self) -> None:
+        """The cluster keys are others from now on: see `Endpoint.keys_changed`."""
+        if self._life is not None:
+            self._life.endpoint.keys_changed()
 
     # ------------------------------------------------------------------ for a life
 
@@ -510,6 +504,7 @@ class Node:
             keys=self._keys,
             entropy=self._entropy,
             settings=self.config.net,
+            bodies=self.bodies,
         )
 
 
@@ -539,7 +534,7 @@ class _Life:
         self.listening = await self.endpoint.listen(address)
         advertised = addresses.advertised(node.config.advertise, self.listening)
         self.endpoint.identity = Identity(node.config.cluster, node.id, self._epoch, advertised)
-        me = Record(node.id, self._epoch, address=advertised, role=node.config.role)
+        me = MemberRecord(node.id, self._epoch, address=advertised, role=node.config.role)
         self.gossip = GossipService(
             me,
             self.endpoint,

@@ -1,8 +1,8 @@
-"""Who is in the cluster, as this node sees it: members, their cards, and what has just changed.
+"""Keeps the members of the cluster as this node sees them, and reports their changes.
 
-Fed with membership's effects, read by everybody. Plain synchronous code; a reader gets immutable
-records, a listener hears of each change after it has happened. Per life of a member `Gone` comes
-exactly once, after everything else about that life. Owned by `Node`.
+Fed with gossip effects. Plain synchronous code; readers get immutable records, and listeners are
+called after each change. For each life of a member `MemberGone` comes exactly once and last. Owned
+by `Node`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pdserve.messages.node import NodeCard
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pdserve.gossip.messages import Record
+    from pdserve.gossip.messages import MemberRecord
     from pdserve.ids import Epoch, NodeId
 
-__all__ = ["Appeared", "Changed", "Gone", "Member", "MemberEvent", "Registry"]
+__all__ = ["Member", "MemberAppeared", "MemberChanged", "MemberEvent", "MemberGone", "Registry"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,45 +36,45 @@ class Member:
     node: NodeId
     epoch: Epoch
     address: str
-    """Where it is dialled."""
+    """Address at which it is dialled."""
     role: str
     card: NodeCard | None = None
-    """None: not known yet."""
+    """Its card; None: not known yet."""
     suspect: bool = False
-    """Some cannot hear it; it is still a member."""
+    """True if gossip suspects that it is dead; it is still a member."""
     reachable: bool = True
-    """False: this node's own link to it was lost and there is no other yet."""
+    """False if this node's own link to it was lost and there is no other yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Appeared:
-    """A life begins here; its card may come later, as `Changed`."""
+class MemberAppeared:
+    """A life began; its card may come later, as `MemberChanged`."""
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
-    """Its card, its reachability, or a suspicion."""
+class MemberChanged:
+    """A member's card, reachability or suspicion changed."""
 
     member: Member
     before: Member
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """That life is over: whatever waits for it can stop waiting."""
+class MemberGone:
+    """A member's life ended: waits for it can stop."""
 
     member: Member
     reason: str
-    """`died`, `left`, or `own rejoin`: this node was held for dead and starts afresh."""
+    """`died`, `left`, or `own rejoin`: peers declared this node dead, and it starts afresh."""
 
 
-MemberEvent = Appeared | Changed | Gone
+MemberEvent = MemberAppeared | MemberChanged | MemberGone
 
 
 class Registry:
-    """See above."""
+    """The members and their listeners."""
 
     def __init__(self) -> None:
         self._members: dict[NodeId, Member] = {}
@@ -83,7 +83,7 @@ class Registry:
     # ------------------------------------------------------------------ reading
 
     def get(self, node: NodeId) -> Member | None:
-        """The present life of `node`."""
+        """The present life of `node`; None: no member."""
         return self._members.get(node)
 
     def __iter__(self) -> Iterator[Member]:
@@ -97,22 +97,19 @@ class Registry:
         found = [member for member in self._members.values() if member.role == role]
         return sorted(found, key=lambda member: member.node)
 
-    def by_topic(self, topic: str) -> list[Member]:
-        """Members whose cards say that they publish `topic`."""
-        return [m for m in self._members.values() if m.card is not None and topic in m.card.topics]
-
     def listen(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]:
-        """Call `listener` on every change, beginning with those who are there already; returns
-        what ends it."""
+        """Calls `listener` on every change, beginning with the present members. Returns a function
+        that ends it.
+        """
         self._listeners[listener] = None
         for member in tuple(self._members.values()):
-            _call(listener, Appeared(member))
+            _call(listener, MemberAppeared(member))
         return lambda: self._listeners.pop(listener, None)
 
     # ------------------------------------------------------------------ feeding
 
     def feed(self, effect: ev.Effect) -> None:
-        """Take note of one effect of membership; those of no concern are ignored."""
+        """Applies one gossip effect; irrelevant ones are ignored."""
         if isinstance(effect, ev.Joined):
             self._joined(effect.record)
         elif isinstance(effect, ev.CardReady):
@@ -131,19 +128,19 @@ class Registry:
             self._gone(effect.record, "left")
 
     def clear(self, reason: str) -> None:
-        """This node starts afresh: everybody is gone, until they are found again."""
+        """Reports all members as gone, because this node starts afresh."""
         for member in tuple(self._members.values()):
             del self._members[member.node]
-            self._tell(Gone(member, reason))
+            self._tell(MemberGone(member, reason))
 
-    def _joined(self, record: Record) -> None:
+    def _joined(self, record: MemberRecord) -> None:
         old = self._members.get(record.node)
         if old is not None:  # its death was never told: a later life is proof enough
             del self._members[record.node]
-            self._tell(Gone(old, "died"))
+            self._tell(MemberGone(old, "died"))
         member = Member(record.node, record.epoch, record.address, record.role)
         self._members[record.node] = member
-        self._tell(Appeared(member))
+        self._tell(MemberAppeared(member))
 
     def _card_ready(self, effect: ev.CardReady) -> None:
         try:
@@ -160,13 +157,13 @@ class Registry:
         member = replace(before, **fields)  # type: ignore[arg-type]
         if member != before:
             self._members[node] = member
-            self._tell(Changed(member, before))
+            self._tell(MemberChanged(member, before))
 
-    def _gone(self, record: Record, reason: str) -> None:
+    def _gone(self, record: MemberRecord, reason: str) -> None:
         member = self._members.get(record.node)
         if member is not None and member.epoch == record.epoch:
             del self._members[record.node]
-            self._tell(Gone(member, reason))
+            self._tell(MemberGone(member, reason))
 
     def _tell(self, event: MemberEvent) -> None:
         for listener in tuple(self._listeners):

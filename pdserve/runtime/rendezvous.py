@@ -1,8 +1,8 @@
-"""Rendezvous hashing: who of many is the home of a key, the same on every node.
+"""Assigns keys to nodes by rendezvous hashing, the same on every node.
 
-Each (key, node) has a score, the highest is the key's home (Thaler and Ravishankar, "Using
-name-based mappings to increase hit rates", IEEE/ACM Transactions on Networking 6, 1998). A node
-that comes takes only keys that now prefer it, one that goes gives up only its own. Pure.
+Each (key, node) has a score; the key belongs to the node with the highest (Thaler and Ravishankar,
+"Using name-based mappings to increase hit rates", IEEE/ACM Transactions on Networking 6, 1998). A
+new node takes only keys that now prefer it, and a lost node gives up only its own. Pure.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ _ODD: Final = 0x9E3779B97F4A7C15
 
 
 def key_of(data: bytes) -> int:
-    """64 bits of whatever is to be held together."""
+    """Hashes a key to 64 bits."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
 def score(key: int, node: str) -> int:
-    """How much the key prefers the node. Multiply and shift: enough to make scores of one key
-    independent, given hashed inputs."""
+    """The score of a node for a key. Multiply and shift: enough to make the scores of one key
+    independent, given hashed inputs.
+    """
     mixed = ((key ^ _hash(node)) * _ODD) & _MASK
     mixed ^= mixed >> 29
     return (mixed * _ODD) & _MASK

@@ -4,7 +4,7 @@
     STATUS   the whole view: this node's members, each with the report that it gave in time
 
 Whoever asks need not be a member. What a report says is its role's business, what a view looks like
-`overview`'s. It lives as long as its node, whose tasks it uses.
+`build_cluster_view`'s. It lives as long as its node, whose tasks it uses.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import Overloaded, PdserveError
 from pdserve.messages.node import NodeCard
-from pdserve.messages.status import Ask, Report
-from pdserve.runtime.methods import REPORT, STATUS
-from pdserve.runtime.overview import overview
+from pdserve.messages.status import NodeReport, StatusQuery
+from pdserve.runtime.cluster_view import build_cluster_view
 from pdserve.runtime.registry import Member
+from pdserve.runtime.rpc_methods import REPORT, STATUS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.status import ClusterStatus
-    from pdserve.net.base import Call
+    from pdserve.net.base import IncomingCall
     from pdserve.runtime.node import Node
 
 __all__ = ["StatusService"]
@@ -43,7 +43,7 @@ class StatusService:
     """See above."""
 
     def __init__(
-        self, node: Node, report: Callable[[], Report], wall: Callable[[], Seconds]
+        self, node: Node, report: Callable[[], NodeReport], wall: Callable[[], Seconds]
     ) -> None:
         """`report` is quick and does not raise; `wall` is the wall clock, Unix seconds."""
         self._node = node
@@ -53,7 +53,7 @@ class StatusService:
         node.serve(REPORT, lambda question, call: report())
         node.serve(STATUS, self._status)
 
-    def _status(self, question: Ask, call: Call) -> None:
+    def _status(self, question: StatusQuery, call: IncomingCall) -> None:
         if self._askers >= _ASKERS:
             raise Overloaded("too many ask for the cluster's status at once", retry_after=1.0)
         self._askers += 1
@@ -68,7 +68,7 @@ class StatusService:
     def _answered(self, task: asyncio.Task[None]) -> None:
         self._askers -= 1
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, call: IncomingCall) -> None:
         patience = min(_PATIENCE, call.deadline - self._node.now() - _MARGIN)
         call.reply(await self.view(patience=max(0.0, patience)))
 
@@ -76,7 +76,7 @@ class StatusService:
         """This node's view. Cancellation: nobody is asked any further."""
         node = self._node
         members = tuple(node.registry)
-        answers: dict[NodeId, Report | str] = {node.id: self._report()}
+        answers: dict[NodeId, NodeReport | str] = {node.id: self._report()}
         turn = asyncio.Semaphore(_AT_ONCE)
 
         async def ask(member: NodeId) -> None:
@@ -92,7 +92,7 @@ class StatusService:
         finally:
             for task in asking:
                 task.cancel()
-        return overview(
+        return build_cluster_view(
             cluster=node.config.cluster,
             me=self._me(),
             members=members,
@@ -100,10 +100,10 @@ class StatusService:
             now=self._wall(),
         )
 
-    async def _ask(self, member: NodeId, patience: Seconds) -> Report | str:
+    async def _ask(self, member: NodeId, patience: Seconds) -> NodeReport | str:
         try:
             link = await self._node.link(member, timeout=patience)
-            return await link.request(REPORT, Ask(), timeout=patience)
+            return await link.request(REPORT, StatusQuery(), timeout=patience)
         except PdserveError as error:
             return error.message
 

@@ -1,11 +1,9 @@
-"""Starts children in order, restarts those that fail, stops them in reverse order.
+"""Starts children in order, restarts those that fail, and stops them in reverse order.
 
-Children are anything with `when_ended` and `stop`: an actor's `Cell`, another `Supervisor`. When
-they fail more often than allowed, all are stopped and the supervisor itself ends by
-`RestartsExhausted`: the failure of its owner, which is another supervisor or the process.
-
-What to do is decided by `supervision`; this file performs, one thing at a time. Owned by whoever
-calls `stop`.
+A child is anything with `when_ended` and `stop`: a child process, another `Supervisor`. When
+children fail more often than allowed, all are stopped and the supervisor itself ends with
+`RestartsExhausted`, for its owner to handle. `supervisor_plan` decides; this file performs, one
+step at a time. The owner calls `stop`.
 """
 
 from __future__ import annotations
@@ -16,48 +14,50 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pdserve.errors import DeadlineExceeded, RestartsExhausted
-from pdserve.runtime.intensity import Restarts
-from pdserve.runtime.supervision import GiveUp, Plan, Start, Stop
+from pdserve.runtime.restart_intensity import RestartLimits
+from pdserve.runtime.supervisor_plan import RestartsUsedUp, StartChild, StopChild, SupervisorPlan
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from random import Random
 
     from pdserve.ids import Seconds
-    from pdserve.runtime.supervision import Kind, Strategy
+    from pdserve.runtime.supervisor_plan import RestartKind, RestartStrategy
     from pdserve.runtime.tasks import Tasks
 
-__all__ = ["Child", "ChildSpec", "Supervisor"]
+__all__ = ["ChildSpec", "SupervisedChild", "Supervisor"]
 
 _log = logging.getLogger(__name__)
 
 
-class Child(Protocol):
-    """What can be supervised."""
+class SupervisedChild(Protocol):
+    """The interface of a child."""
 
     def when_ended(self, callback: Callable[[BaseException | None], None]) -> None:
-        """Call back once with why it failed, None if it did not; also if it has ended already."""
+        """Calls back once with the failure, None if there was none; also if it has ended
+        already.
+        """
         ...
 
     async def stop(self, *, timeout: Seconds) -> None:
-        """End within about `timeout`. Must not raise."""
+        """Ends within about `timeout` seconds. Must not raise."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How to make a child, and how to treat it."""
+    """How to start a child, and when to restart it."""
 
     name: str
-    start: Callable[[], Awaitable[Child]]
-    """Returns a running child. When it raises or is cancelled, nothing may be left of it."""
-    kind: Kind = "permanent"
+    start: Callable[[], Awaitable[SupervisedChild]]
+    """Returns a running child. If it raises or is cancelled, nothing of the child may be left."""
+    kind: RestartKind = "permanent"
     start_timeout: Seconds = 30.0
     stop_timeout: Seconds = 5.0
 
 
 class Supervisor:
-    """See above."""
+    """Supervises an ordered list of children."""
 
     def __init__(
         self,
@@ -66,17 +66,17 @@ class Supervisor:
         *,
         tasks: Tasks,
         random: Random,
-        strategy: Strategy = "one_for_one",
-        restarts: Restarts | None = None,
+        strategy: RestartStrategy = "one_for_one",
+        restarts: RestartLimits | None = None,
     ) -> None:
-        """`tasks` own its one task."""
+        """Args: `tasks` owns its one task."""
         self.name = name
         self.failure: BaseException | None = None
         self._specs = tuple(children)
         self._tasks = tasks
         kinds = [spec.kind for spec in children]
-        self._plan = Plan(kinds, strategy, restarts or Restarts(), random)
-        self._running: dict[int, Child] = {}
+        self._plan = SupervisorPlan(kinds, strategy, restarts or RestartLimits(), random)
+        self._running: dict[int, SupervisedChild] = {}
         self._last_error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._happened: asyncio.Future[None] | None = None
@@ -84,21 +84,24 @@ class Supervisor:
         self._ended = False
         self._callbacks: list[Callable[[BaseException | None], None]] = []
 
-    def child(self, name: str) -> Child | None:
+    def child(self, name: str) -> SupervisedChild | None:
         """The present child of that name; None while it does not run."""
         names = [spec.name for spec in self._specs]
         return self._running.get(names.index(name))
 
     def when_ended(self, callback: Callable[[BaseException | None], None]) -> None:
-        """See `Child`."""
+        """Calls back once with the supervisor's failure (`SupervisedChild.when_ended`)."""
         if self._ended:
             self._loop.call_soon(callback, self.failure)
         else:
             self._callbacks.append(callback)
 
     async def start(self) -> None:
-        """Start all, in order. Raises what a start raises, and `DeadlineExceeded`; then, and when
-        cancelled, those that had started have been stopped."""
+        """Starts all children in order.
+
+        Raises what a child's start raises, and `DeadlineExceeded`. Then, and on cancellation,
+        started children have been stopped.
+        """
         try:
             for index in range(len(self._specs)):
                 await self._start(index)
@@ -108,8 +111,9 @@ class Supervisor:
         self._task = self._tasks.spawn(self._run(), f"supervisor {self.name}")
 
     async def stop(self, *, timeout: Seconds) -> None:
-        """Restart nothing more, and stop all in reverse order. A child gets its `stop_timeout`, or
-        what is left of `timeout` if that is less. Idempotent."""
+        """Stops all children in reverse order, without restarts. A child gets its `stop_timeout`,
+        or the rest of `timeout` if that is less. Idempotent.
+        """
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task})  # what it may be doing has deadlines of its own
@@ -119,10 +123,10 @@ class Supervisor:
     # ------------------------------------------------------------------ the task
 
     async def _run(self) -> None:
-        while not isinstance(action := self._plan.next(self._loop.time()), GiveUp):
-            if isinstance(action, Stop):
+        while not isinstance(action := self._plan.next(self._loop.time()), RestartsUsedUp):
+            if isinstance(action, StopChild):
                 await self._stop(action.index, self._specs[action.index].stop_timeout)
-            elif isinstance(action, Start):
+            elif isinstance(action, StartChild):
                 await self._restart(action.index)
             else:
                 await self._wait(action.until)
@@ -154,8 +158,8 @@ class Supervisor:
         self._plan.started(index)
         child.when_ended(lambda error: self._on_end(index, child, error))
 
-    def _on_end(self, index: int, child: Child, error: BaseException | None) -> None:
-        """A child has ended, at its own will or ours."""
+    def _on_end(self, index: int, child: SupervisedChild, error: BaseException | None) -> None:
+        """Handles a child's end, requested or not."""
         if self._running.get(index) is not child:
             return
         del self._running[index]
@@ -177,7 +181,7 @@ class Supervisor:
         self._on_end(index, child, None)  # for one that did not end: it has been named in the log
 
     async def _stop_all(self, until: Seconds | None = None) -> None:
-        """In reverse order of their start."""
+        """Stops all in reverse order of their start."""
         for index in reversed(range(len(self._specs))):
             if index in self._running:
                 timeout = self._specs[index].stop_timeout

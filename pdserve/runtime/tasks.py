@@ -1,8 +1,7 @@
-"""Who owns a background task, so that none is lost, forgotten, or left behind.
+"""Owns background tasks, so that none is lost and no failure goes unnoticed.
 
-A bare task is kept alive by nobody and its failure is heard by nobody. Here both have an owner.
-It knows nothing of what the tasks do, and restarts none: that is `supervisor`'s. Owned by whoever
-closes it.
+asyncio keeps no reference to a bare task and reports its failure late or never. It does not restart
+tasks; `supervisor` does. The owner calls `close`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PATIENCE: Final[Seconds] = 5.0
-"""How long a cancelled task may take before the log names it; it is cancelled once more."""
+"""How long a cancelled task may take before the log names it; it is then cancelled again."""
 
 
 class Tasks:
@@ -34,17 +33,19 @@ class Tasks:
     def __init__(
         self, owner: str, on_failure: Callable[[str, BaseException], None] | None = None
     ) -> None:
-        """`on_failure` hears the name and the error of each task that fails; it must not raise."""
+        """Args: `on_failure` is called with the name and the error of each failed task; it must not
+        raise.
+        """
         self.owner = owner
         self.closed = False
         self._on_failure = on_failure
         self._running: dict[asyncio.Task[Any], None] = {}  # in order, so that runs repeat
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Run `work` in the background. A failure is logged and told to `on_failure`.
+        """Runs `work` in the background. A failure is logged and passed to `on_failure`.
 
         Raises `Draining` once closed; then `work` never starts. Cancelling the task is no failure.
-        Whoever does not want the task writes `_ = tasks.spawn(...)`, which mypy asks for.
+        A caller that does not need the task writes `_ = tasks.spawn(...)`, which mypy requires.
         """
         if self.closed:
             work.close()
@@ -64,9 +65,9 @@ class Tasks:
             self._on_failure(task.get_name(), error)
 
     async def close(self) -> None:
-        """Refuse new ones, cancel those that run, and wait until all have ended. Idempotent.
+        """Refuses new tasks, cancels running ones, and waits until all have ended. Idempotent.
 
-        Called from one of the tasks, that one is left to end by itself. Cancellation: the tasks
+        If called from one of the tasks, that one is left to end by itself. Cancellation: the tasks
         have been cancelled, but may not have ended.
         """
         self.closed = True
@@ -80,9 +81,9 @@ class Tasks:
             await asyncio.sleep(0)
 
     def __len__(self) -> int:
-        """How many have not ended."""
+        """Number of tasks that have not ended."""
         return len(self._running)
 
     def names(self) -> list[str]:
-        """Of those that have not ended."""
+        """Names of the tasks that have not ended."""
         return sorted(task.get_name() for task in self._running)

@@ -1,1 +1,1 @@
-"""A virtual world of whole nodes: the product's own code from one seed (docs/simulation.md)."""
+"""Simulates whole clusters in virtual time from one seed (docs/simulation.md)."""

@@ -1,10 +1,9 @@
-"""An engine inline: the real core, scheduler and pool, stepped by the world's clock.
+"""Simulates an engine process in place: the real engine core, stepped by the virtual clock.
 
-What `CoreClient` and its child process are to a worker, this is to a worker in a world. A step
-takes `pace` seconds of virtual time and no real ones. It can be killed, and comes back as a
-restarted core does. The executor is the scripted one, whose tokens depend on every block it reads,
-so that each output can be checked against `reference_tokens`. KV moves over the world's fabric, by
-the mover that serves, on the world's loop.
+It replaces `CoreClient` and its child process for a simulated worker. A step takes `pace` seconds
+of virtual time and no real time. The engine can be killed, and comes back as a restarted core does.
+It uses the scripted executor, whose tokens depend on every KV block read, so that each output can
+be checked against `reference_tokens`. KV moves over the simulated fabric.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from pdserve.engine.api import EngineState
-from pdserve.engine.core import EngineCore
-from pdserve.engine.desk import TransferDesk, tell_remote
-from pdserve.engine.movers.loop import LoopMover
-from pdserve.engine.rejection import error_of
+from pdserve.engine.port import EngineState
+from pdserve.engine.transfer_control import TransferController, deliver_remote_event
+from pdserve.engine_core.core import EngineCore
+from pdserve.engine_core.kv_transfer.loop_connector import LoopKvConnector
 from pdserve.errors import (
     Draining,
     EngineDied,
@@ -28,70 +26,71 @@ from pdserve.errors import (
     TransferCorrupt,
     TransferRefused,
 )
+from pdserve.ids import NodeLife
 from pdserve.messages.engine import (
     Abort,
+    AbortAttempt,
     Activate,
     Admitted,
+    AttemptBlocksOpened,
     AttemptLost,
     EngineStats,
-    GiveUp,
+    InboundControlReply,
     KvEvents,
-    Open,
-    Opened,
-    Paths,
-    Prefill,
+    OpenAttemptBlocks,
+    OutboundControl,
+    PathStates,
     Prefilled,
-    PrefillHere,
+    PrefillForPeer,
+    PrefillLocally,
+    PrefillSent,
     Rejected,
-    Rekey,
-    Sent,
-    Step,
+    SetHashSecret,
+    StepOutput,
     Submit,
     SubmitRemote,
-    TransferQuestion,
-    TransferReply,
 )
-from pdserve.messages.kv import PoolCleared
-from pdserve.sim.guard import Guard, GuardedTransport
+from pdserve.messages.engine_errors import error_of
+from pdserve.messages.kv_events import PoolCleared
+from pdserve.sim.memory_guard import GuardedTransport, MemoryGuard
 from pdserve.testing.scripted import ScriptedExecutor
-from pdserve.transfer.backends import BackEnd
-from pdserve.transfer.base import PeerKey
+from pdserve.transfer.backends import TransferBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.engine.api import (
+    from pdserve.engine.port import (
         Answered,
         AskPeer,
         Handle,
         PrefillSink,
-        RemoteSink,
+        RemotePrefillSink,
         TokenSink,
     )
-    from pdserve.engine.core import Core
-    from pdserve.engine.mover import AttemptKey, Mover
+    from pdserve.engine_core.kit import Core
+    from pdserve.engine_core.kv_transfer.connector import AttemptKey, KvConnector
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.engine import (
         Command,
         EngineCapabilities,
         EngineSpec,
         Event,
+        LoadProgress,
         PathState,
-        Progress,
     )
-    from pdserve.messages.handoff import Handoff, TransferAsk
-    from pdserve.messages.kv import KvEvent
+    from pdserve.messages.handoff import Handoff, TransportCall
+    from pdserve.messages.kv_events import KvEvent
     from pdserve.messages.request import GenerateRequest, TokenDelta
-    from pdserve.messages.transfer import Ticket
-    from pdserve.transfer.base import Ask, Region
-    from pdserve.transfer.fake import FakeFabric, FakeTransport
+    from pdserve.messages.transfer import TransferTicket
+    from pdserve.testing.fake_rdma import FakeFabric, FakeTransport
+    from pdserve.transfer.base import CallPeer, Region
 
-__all__ = ["InlineEngine"]
+__all__ = ["VirtualTimeEngine"]
 
 _NOTHING: Final = EngineStats()
 
 
-class InlineEngine:
+class VirtualTimeEngine:
     """See `worker.service.SupervisedEngine`."""
 
     def __init__(
@@ -120,14 +119,14 @@ class InlineEngine:
         self._sinks: dict[Handle, TokenSink] = {}
         self._choices: dict[Handle, int] = {}
         """Of each submission, those that have not ended."""
-        self._remotes: dict[Handle, RemoteSink] = {}
+        self._remotes: dict[Handle, RemotePrefillSink] = {}
         """Those sinks whose prompt is prefilled elsewhere."""
         self._prefills: dict[Handle, PrefillSink] = {}
-        self._desk = TransferDesk(self._post)
+        self._desk = TransferController(self._post)
         self._fabric = fabric
-        self._key: PeerKey | None = None
+        self._key: NodeLife | None = None
         """In whose name it moves KV."""
-        self._guard = Guard()
+        self._guard = MemoryGuard()
         """Of the present core."""
         self._mover: _InlineMover | None = None
         self._ending: list[_InlineMover] = []
@@ -147,8 +146,8 @@ class InlineEngine:
 
     # ------------------------------------------------------------------ life
 
-    async def start(self, on_progress: Callable[[Progress], None] | None = None) -> None:
-        """See `engine.api.Engine`."""
+    async def start(self, on_progress: Callable[[LoadProgress], None] | None = None) -> None:
+        """See `engine.port.Engine`."""
         self.state, self.state_reason = EngineState.LOADING, "loading"
         await asyncio.sleep(self._load_time)
         self._boot()
@@ -157,7 +156,7 @@ class InlineEngine:
         self._reboot = None
         if self._fabric is not None and self._spec.transfer is not None:
             random = self._fabric.random
-            self._guard = Guard()
+            self._guard = MemoryGuard()
             self._mover = _InlineMover(
                 [_fake(self._fabric, self._guard)],
                 nudge=self._arm,
@@ -171,7 +170,7 @@ class InlineEngine:
         if self.capabilities.transfers:
             self._desk.begin()
 
-    def _make_core(self, spec: EngineSpec, mover: Mover | None) -> Core:
+    def _make_core(self, spec: EngineSpec, mover: KvConnector | None) -> Core:
         return EngineCore(ScriptedExecutor(), self, mover)
 
     def die(self, restart_after: Seconds) -> bool:
@@ -187,7 +186,7 @@ class InlineEngine:
         return True
 
     async def stop(self) -> None:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         self._drop_core()
         if self._reboot is not None:
             self._reboot.cancel()
@@ -198,7 +197,7 @@ class InlineEngine:
             await self._ending.pop().closed()
 
     async def drain(self, timeout: Seconds) -> bool:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         until = self._loop.time() + timeout
         while self._owed and self._loop.time() < until:  # noqa: ASYNC110  as a core is polled
             await asyncio.sleep(self._pace)
@@ -250,7 +249,7 @@ class InlineEngine:
     # ------------------------------------------------------------------ requests
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         handle = self._admit()
         self._sinks[handle] = sink
         self._choices[handle] = len(request.live)
@@ -260,13 +259,13 @@ class InlineEngine:
     def _admit(self) -> Handle:
         if self._core is None:
             raise NotReady(f"the engine is {self.state.value}", retry_after=1.0)
-        if self._owed >= self._spec.max_sequences + self._spec.max_waiting:
+        if self.full:
             raise Overloaded(f"{self._owed} requests are in flight", retry_after=1.0)
         self._handles += 1
         return self._handles
 
     def abort(self, handle: Handle) -> None:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         if self._forget(handle) is not None or self._prefills.pop(handle, None) is not None:
             self._post(Abort(handle=handle))
 
@@ -282,8 +281,8 @@ class InlineEngine:
 
     # ------------------------------------------------------------------ handing prompts over
 
-    def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle:
-        """See `engine.api.Engine`."""
+    def submit_remote(self, request: GenerateRequest, sink: RemotePrefillSink) -> Handle:
+        """See `engine.port.Engine`."""
         handle = self._admit_transfer()
         self._sinks[handle] = self._remotes[handle] = sink
         self._choices[handle] = len(request.live)
@@ -293,15 +292,17 @@ class InlineEngine:
     def prefill(
         self,
         request: GenerateRequest,
-        ticket: Ticket,
+        ticket: TransferTicket,
         node: NodeId,
         epoch: Epoch,
         sink: PrefillSink,
     ) -> Handle:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         handle = self._admit_transfer()
         self._prefills[handle] = sink
-        self._post(Prefill(handle=handle, request=request, ticket=ticket, node=node, epoch=epoch))
+        self._post(
+            PrefillForPeer(handle=handle, request=request, ticket=ticket, node=node, epoch=epoch)
+        )
         return handle
 
     def _admit_transfer(self) -> Handle:
@@ -311,60 +312,67 @@ class InlineEngine:
         return handle
 
     def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         if handle in self._remotes:
-            self._post(Open(handle=handle, attempt=attempt, node=node, epoch=epoch))
+            self._post(OpenAttemptBlocks(handle=handle, attempt=attempt, node=node, epoch=epoch))
 
     def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         if handle in self._remotes:
             self._post(Activate(handle=handle, attempt=attempt, handoff=handoff))
 
     def give_up(self, handle: Handle, attempt: int) -> None:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         if handle in self._remotes:
-            self._post(GiveUp(handle=handle, attempt=attempt))
+            self._post(AbortAttempt(handle=handle, attempt=attempt))
 
     def prefill_here(self, handle: Handle) -> None:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         if handle in self._remotes:
-            self._post(PrefillHere(handle=handle))
+            self._post(PrefillLocally(handle=handle))
 
     def attach(self, node: NodeId, epoch: Epoch) -> None:
-        """See `engine.api.Engine`."""
-        self._key = PeerKey(node, epoch)
+        """See `engine.port.Engine`."""
+        self._key = NodeLife(node, epoch)
         self._desk.attach(node, epoch)
 
     def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         self._desk.peer_gone(node, epoch)
 
-    def transfer_call(self, node: NodeId, epoch: Epoch, ask: TransferAsk, reply: Answered) -> None:
-        """See `engine.api.Engine`."""
+    def transfer_call(
+        self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
+    ) -> None:
+        """See `engine.port.Engine`."""
         self._desk.call(node, epoch, ask, reply)
 
     def on_transfer(self, ask: AskPeer) -> None:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         self._desk.on_transfer(ask)
 
     def paths(self) -> Sequence[PathState]:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         return self._desk.paths
 
     # ------------------------------------------------------------------ the rest of the port
 
+    @property
+    def full(self) -> bool:
+        """It takes no more requests for now."""
+        return self._owed >= self._spec.max_sequences + self._spec.max_waiting
+
     def statistics(self) -> EngineStats:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         core = self._core
         return core.statistics() if isinstance(core, EngineCore) else _NOTHING
 
     def rekey(self, hash_secret: bytes) -> None:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         self._spec = replace(self._spec, hash_secret=hash_secret)
-        self._post(Rekey(hash_secret=hash_secret))
+        self._post(SetHashSecret(hash_secret=hash_secret))
 
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
-        """See `engine.api.Engine`; a death reaches it as `PoolCleared`."""
+        """See `engine.port.Engine`; a death reaches it as `PoolCleared`."""
         self._kv_listeners.append(listener)
 
     def _tell_listeners(self, events: Sequence[KvEvent]) -> None:
@@ -374,13 +382,15 @@ class InlineEngine:
     # ------------------------------------------------------------------ steps
 
     def _arm(self) -> None:
+        """A timer that is set for later, such as for a deadline, does not hold up new work."""
         core = self._core
-        if self._timer is not None or core is None:
+        if core is None:
             return
-        if core.has_work:
-            self._timer = self._loop.call_later(self._pace, self._step)
-        elif (due := core.wake_at()) is not None:
-            self._timer = self._loop.call_at(due, self._step)
+        due = self._loop.time() + self._pace if core.has_work else core.wake_at()
+        if due is None or (self._timer is not None and self._timer.when() <= due):
+            return
+        self._disarm()
+        self._timer = self._loop.call_at(due, self._step)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -395,21 +405,21 @@ class InlineEngine:
         self._arm()
 
     def _tell(self, event: Event) -> None:
-        if isinstance(event, Step):
+        if isinstance(event, StepOutput):
             for delta in event.deltas:
                 self._deliver(delta)
         elif isinstance(event, Rejected):
             self._reject(event)
         elif isinstance(event, KvEvents):
             self._tell_listeners(event.events)
-        elif isinstance(event, TransferQuestion | TransferReply | Paths):
+        elif isinstance(event, OutboundControl | InboundControlReply | PathStates):
             self._desk.take(event)
-        elif isinstance(event, Admitted | Opened | AttemptLost):
+        elif isinstance(event, Admitted | AttemptBlocksOpened | AttemptLost):
             assert not self._spoilt(event), f"bytes were wrong and nobody spoilt them: {event}"
             remote = self._remotes.get(event.handle)
             if remote is not None:
-                tell_remote(remote, event)
-        elif isinstance(event, Prefilled | Sent):
+                deliver_remote_event(remote, event)
+        elif isinstance(event, Prefilled | PrefillSent):
             self._tell_prefill(event)
 
     def _spoilt(self, event: Event) -> bool:
@@ -422,7 +432,7 @@ class InlineEngine:
         if sink is not None:
             sink.on_error(error_of(event))
 
-    def _tell_prefill(self, event: Prefilled | Sent) -> None:
+    def _tell_prefill(self, event: Prefilled | PrefillSent) -> None:
         sink = self._prefills.get(event.handle)
         if sink is None:
             return
@@ -446,7 +456,7 @@ class InlineEngine:
         sink.on_delta(delta)
 
 
-class _InlineMover(LoopMover):
+class _InlineMover(LoopKvConnector):
     dead = False
     """Its process was killed: nothing of it runs any more."""
 
@@ -454,7 +464,7 @@ class _InlineMover(LoopMover):
         if not self.dead:
             super().revoke(key)
 
-    def withdraw(self, handle: int, peer: PeerKey, ticket: Ticket) -> None:
+    def withdraw(self, handle: int, peer: NodeLife, ticket: TransferTicket) -> None:
         if not self.dead:
             super().withdraw(handle, peer, ticket)
 
@@ -463,10 +473,10 @@ class _InlineMover(LoopMover):
             super().close()
 
 
-def _fake(fabric: FakeFabric, guard: Guard) -> BackEnd:
-    def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> FakeTransport:
+def _fake(fabric: FakeFabric, guard: MemoryGuard) -> TransferBackend:
+    def make(key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> FakeTransport:
         transport = GuardedTransport(key.node, key.epoch, regions, ask, fabric, key=key)
         transport.guard = guard
         return transport
 
-    return BackEnd(name="fake", make=make)
+    return TransferBackend(name="fake", make=make)

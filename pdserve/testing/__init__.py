@@ -1,1 +1,1 @@
-"""Public fakes and conformance suites."""
+"""Provides public fakes and conformance suites."""

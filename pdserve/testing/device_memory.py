@@ -1,4 +1,4 @@
-"""A pool in device memory, as tests look at it: the part of `kv.storage.BlockMemory` they use."""
+"""Reads and writes a pool in device memory for tests, in the style of `kv.storage.BlockMemory`."""
 
 from __future__ import annotations
 

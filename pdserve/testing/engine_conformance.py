@@ -1,4 +1,4 @@
-"""What every `pdserve.engine.api.Engine` must do, as a test suite to inherit.
+"""Tests that an engine keeps to `pdserve.engine.port.Engine`: a suite to inherit.
 
     class TestMyEngine(EngineConformance):
         prompt = (17, 42, 8)
@@ -6,8 +6,8 @@
         def make_engine(self) -> Engine:
             return MyEngine(...)
 
-The engine must be deterministic for greedy requests. It needs pytest with pytest-asyncio in auto
-mode. Which features an engine has is read from its capabilities; what it has must work.
+The engine must be deterministic for greedy requests. The suite needs pytest with pytest-asyncio in
+auto mode. It reads the engine's features from its capabilities and tests each of them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pdserve.errors import (
     NotReady,
     PdserveError,
 )
-from pdserve.messages.kv import BlockStored
+from pdserve.messages.kv_events import BlockStored
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.testing.sinks import LedgerSink, until
+from pdserve.testing.sinks import CheckingSink, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from pdserve.engine.api import Engine
-    from pdserve.messages.engine import EngineCapabilities, Progress
-    from pdserve.messages.kv import KvEvent
+    from pdserve.engine.port import Engine
+    from pdserve.messages.engine import EngineCapabilities, LoadProgress
+    from pdserve.messages.kv_events import KvEvent
     from pdserve.messages.request import Pooling
-    from pdserve.testing.ledger import Ledger
+    from pdserve.testing.output_checker import OutputChecker
 
 __all__ = ["EngineConformance"]
 
@@ -84,16 +84,16 @@ class EngineConformance:
         assert engine.capabilities is not None
         return engine.capabilities
 
-    async def complete(self, engine: Engine, **changes: Any) -> Ledger:
+    async def complete(self, engine: Engine, **changes: Any) -> OutputChecker:
         """Run one request; it must not fail."""
-        ledger = await LedgerSink(engine, self.request(**changes)).wait()
+        ledger = await CheckingSink(engine, self.request(**changes)).wait()
         assert ledger.error is None, ledger.error
         return ledger
 
     async def error(self, engine: Engine, request: GenerateRequest) -> PdserveError:
         """Run a request that must fail, at once or later."""
         try:
-            sink = LedgerSink(engine, request)
+            sink = CheckingSink(engine, request)
         except PdserveError as error:
             return error
         ledger = await sink.wait()
@@ -124,7 +124,7 @@ class EngineConformance:
         assert isinstance(await self.error(engine, self.request()), Draining)
 
     async def test_start_reports_progress(self) -> None:
-        stages: list[Progress] = []
+        stages: list[LoadProgress] = []
         engine = self.make_engine()
         await engine.start(stages.append)
         await engine.stop()
@@ -135,7 +135,7 @@ class EngineConformance:
         engine = self.make_engine()
         await engine.start()
         limit = self.capabilities(engine).max_model_len
-        sinks = [LedgerSink(engine, self.request(max_tokens=limit)) for _ in range(4)]
+        sinks = [CheckingSink(engine, self.request(max_tokens=limit)) for _ in range(4)]
         await asyncio.gather(engine.stop(), engine.stop())
         await engine.stop()
         for sink in sinks:
@@ -156,7 +156,7 @@ class EngineConformance:
 
     async def test_drain_waits_for_what_runs_and_takes_nothing_new(self) -> None:
         async with self.running() as engine:
-            sink = LedgerSink(engine, self.request(max_tokens=20))
+            sink = CheckingSink(engine, self.request(max_tokens=20))
             assert await engine.drain(10.0)
             assert sink.checked().done
             with pytest.raises(Draining):
@@ -198,7 +198,7 @@ class EngineConformance:
         async with self.running() as engine:
             prompts = [self.prompt * (i % 3 + 1) + self.prompt[: i % 3] for i in range(24)]
             alone = [(await self.complete(engine, prompt=p)).tokens for p in prompts[:6]]
-            sinks = [LedgerSink(engine, self.request(prompt=p)) for p in prompts]
+            sinks = [CheckingSink(engine, self.request(prompt=p)) for p in prompts]
             ledgers = [await sink.wait() for sink in sinks]
             assert [ledger.tokens for ledger in ledgers[:6]] == alone
             await self.nothing_left(engine)
@@ -310,7 +310,7 @@ class EngineConformance:
             long = (self.prompt * (2 * size))[: 2 * size + 1]
             shape: dict[str, Any] = {"pooling": pooling, "max_tokens": 1}
             alone = await self.complete(engine, prompt=long, **shape)
-            others = [LedgerSink(engine, self.request(prompt=long[:i])) for i in (1, 5, size)]
+            others = [CheckingSink(engine, self.request(prompt=long[:i])) for i in (1, 5, size)]
             again = await self.complete(engine, prompt=long, **shape)
             short = await self.complete(engine, **shape)
             for sink in others:
@@ -374,7 +374,7 @@ class EngineConformance:
     async def test_after_an_abort_nothing_comes_and_nothing_is_held(self) -> None:
         async with self.running() as engine:
             limit = self.capabilities(engine).max_model_len
-            sink = LedgerSink(engine, self.request(max_tokens=limit, n=2))
+            sink = CheckingSink(engine, self.request(max_tokens=limit, n=2))
             await sink.some()
             sink.abort()
             engine.abort(sink.handle)
@@ -387,7 +387,7 @@ class EngineConformance:
         async with self.running() as engine:
             rng = random.Random(1)
             for _ in range(5):
-                sinks = [LedgerSink(engine, self.request(max_tokens=30)) for _ in range(20)]
+                sinks = [CheckingSink(engine, self.request(max_tokens=30)) for _ in range(20)]
                 for sink in rng.sample(sinks, k=len(sinks)):
                     if rng.random() < 0.3:
                         await asyncio.sleep(0.001)
@@ -426,7 +426,7 @@ class EngineConformance:
             assert len(stored) == blocks
 
 
-def vector(ledger: Ledger) -> list[float]:
+def vector(ledger: OutputChecker) -> list[float]:
     """What came instead of tokens."""
     finish = ledger.finishes[0]
     assert finish is not None

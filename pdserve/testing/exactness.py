@@ -1,11 +1,10 @@
-"""Token exactness: however an engine schedules, every request gets what it would get alone.
+"""Tests token exactness: every request gets the tokens that it would get alone.
 
-`solo_outputs` runs each request in a fresh engine of its own, without prefix cache and with room
-for everything: the reference. `Scenario` runs all of them together under conditions that force one
-mechanism (chunks, preemption, prefix hits, forks, aborted neighbours), and says by the engine's own
-counters whether that mechanism was at work: a scenario that proves nothing fails.
-
-Usable with every executor whose results do not depend on the batch: scripted, sim, torch in fp32.
+`solo_outputs` is the reference: each request in a fresh engine, without prefix cache and with room
+for everything. `Scenario` runs all of them together under conditions that force one mechanism
+(chunks, preemption, prefix hits, forks, aborted neighbours). It fails if the engine's counters show
+that the mechanism did not run. Works with every executor whose results do not depend on the batch:
+scripted, sim, torch in fp32.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import msgspec
 
 from pdserve.messages.engine import QueryStats, Stats
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.testing.inline import InlineEngine
+from pdserve.testing.inline_engine import InlineEngine
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-    from pdserve.engine.executor import Executor
+    from pdserve.engine_core.executor import Executor
     from pdserve.messages.engine import EngineSpec, EngineStats
 
     Outputs = list[list[list[int]]]
 
-__all__ = ["SCENARIOS", "Scenario", "broken_off", "mixed_requests", "solo_outputs"]
+__all__ = ["SCENARIOS", "Scenario", "continued_requests", "mixed_requests", "solo_outputs"]
 
 
 def mixed_requests(
@@ -69,7 +68,7 @@ def mixed_requests(
     return requests
 
 
-def broken_off(
+def continued_requests(
     rng: random.Random, requests: Sequence[GenerateRequest], outputs: Outputs
 ) -> list[GenerateRequest]:
     """The same requests as they go on elsewhere: each choice at some point of its output, or

@@ -1,9 +1,9 @@
-"""Movers of cores in one process: bytes are copied when a test says so, in the order it wants.
+"""Fakes KV movers of cores in one process: bytes are copied when and in the order a test chooses.
 
-What a transport may do, this does: parts arrive in any order; bytes land after the attempt was
-revoked, until it is closed; a sender that was told of a failure has learned nothing, and what it
-sent may land afterwards; after a fence nothing lands. `FreeGuard` sees bytes that land where nobody
-expects any, and blocks that are handed out although a peer may still write to them.
+It does all that a real transport may do: parts arrive in any order; bytes land after the attempt
+was revoked, until it is closed; bytes of a failed send may land later; after a fence nothing lands.
+`FreeGuard` detects bytes that land in unexpected blocks, and blocks that are allocated while a peer
+may still write to them.
 """
 
 from __future__ import annotations
@@ -12,21 +12,29 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.engine.mover import Arrived, Closed, Delivered, Granted, Lost, Moved
+from pdserve.engine_core.kv_transfer.connector import (
+    AttemptBroken,
+    AttemptFenced,
+    AttemptGranted,
+    ConnectorEvent,
+    PartArrived,
+    PartDelivered,
+)
 from pdserve.errors import PathLost, TransferError, TransferRefused, TransferWithdrawn
-from pdserve.messages.transfer import Ticket
+from pdserve.messages.transfer import TransferTicket
 from pdserve.testing.kv_oracle import POISON
-from pdserve.transfer.plan import align, bind, block_bytes, template
+from pdserve.transfer.copy_plan import align_blocks, bind_blocks, block_bytes, plan_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-    from pdserve.engine.mover import AttemptKey
+    from pdserve.engine_core.kv_transfer.connector import AttemptKey, NodeMessage
+    from pdserve.ids import NodeLife
     from pdserve.kv.block_pool import BlockPool
-    from pdserve.messages.engine import PathState, PeerGone, TransferAnswered, TransferCall
-    from pdserve.transfer.base import Order, Part, PeerKey, Region
-    from pdserve.transfer.plan import Runs
+    from pdserve.messages.engine import InboundControl, OutboundControlReply, PathState, PeerGone
+    from pdserve.transfer.base import GrantSpec, KvPart, Region
+    from pdserve.transfer.copy_plan import CopyRuns
 
 __all__ = ["FakeMover", "FakeNet", "FreeGuard"]
 
@@ -35,7 +43,7 @@ __all__ = ["FakeMover", "FakeNet", "FreeGuard"]
 class _Grant:
     mover: FakeMover
     key: AttemptKey
-    ticket: Ticket
+    ticket: TransferTicket
     revoked: bool = False
     closed: bool = False
 
@@ -46,8 +54,8 @@ class _Delivery:
 
     source: FakeMover
     handle: int
-    ticket: Ticket
-    part: Part
+    ticket: TransferTicket
+    part: KvPart
     error: TransferError | None = None
     """It will end by this, nothing of it having landed."""
 
@@ -57,7 +65,7 @@ class _Ghost:
     """Bytes whose sender has given up."""
 
     grant: _Grant
-    runs: Runs
+    runs: CopyRuns
     data: list[bytes]
 
 
@@ -100,7 +108,7 @@ class FakeNet:
 
 @dataclass(slots=True, eq=False)
 class FakeMover:
-    """An `engine.mover.Mover`."""
+    """An `engine_core.kv_transfer.connector.KvConnector`."""
 
     net: FakeNet
     refuse: str = ""
@@ -108,27 +116,31 @@ class FakeMover:
     closed: bool = False
     region: Region = field(init=False)
     _wake: Callable[[], None] = field(init=False)
-    _events: list[Moved] = field(default_factory=list)
+    _events: list[ConnectorEvent] = field(default_factory=list)
     _grants: dict[AttemptKey, _Grant] = field(default_factory=dict)
 
     def start(self, region: Region, wake: Callable[[], None]) -> tuple[str, ...]:
         self.region, self._wake = region, wake
         return ("fake",)
 
-    def attach(self, peer: PeerKey) -> None:
+    def attach(self, peer: NodeLife) -> None:
         """Nodes do not matter here."""
 
-    def take(self, command: PeerGone | TransferCall | TransferAnswered) -> None:
+    def take(self, command: PeerGone | InboundControl | OutboundControlReply) -> None:
         """Nobody is asked anything."""
 
     def paths(self) -> list[PathState]:
         return []
 
-    def poll(self) -> list[Moved]:
+    def poll(self) -> list[ConnectorEvent]:
         events, self._events = self._events, []
         return events
 
-    def say(self, moved: Moved) -> None:
+    def says(self) -> list[NodeMessage]:
+        """It has nothing for the node."""
+        return []
+
+    def say(self, moved: ConnectorEvent) -> None:
         """Something has come of it."""
         if not self.closed:
             self._events.append(moved)
@@ -136,10 +148,10 @@ class FakeMover:
 
     # ------------------------------------------------------------------ destination
 
-    def open(self, key: AttemptKey, peer: PeerKey, order: Order) -> None:
+    def open(self, key: AttemptKey, peer: NodeLife, order: GrantSpec) -> None:
         net = self.net
         assert not net.closing(self) & set(order.blocks), "blocks of two attempts at once"
-        ticket = Ticket(
+        ticket = TransferTicket(
             transfer=order.transfer,
             attempt=key.attempt,
             epoch=1,
@@ -157,9 +169,9 @@ class FakeMover:
         if grant.revoked:
             return
         if self.refuse:
-            self.say(Lost(grant.key, PathLost(self.refuse)))
+            self.say(AttemptBroken(grant.key, PathLost(self.refuse)))
         else:
-            self.say(Granted(grant.key, grant.ticket))
+            self.say(AttemptGranted(grant.key, grant.ticket))
 
     def finish(self, key: AttemptKey) -> None:
         self._grants.pop(key).closed = True
@@ -171,18 +183,18 @@ class FakeMover:
 
     def _close(self, grant: _Grant) -> None:
         grant.closed = True
-        self.say(Closed(grant.key))
+        self.say(AttemptFenced(grant.key))
 
     # ------------------------------------------------------------------ source
 
-    def deliver(self, handle: int, peer: PeerKey, ticket: Ticket, part: Part) -> None:
+    def deliver(self, handle: int, peer: NodeLife, ticket: TransferTicket, part: KvPart) -> None:
         delivery = _Delivery(self, handle, ticket, part)
         self.net.under_way.append(lambda: self._land(delivery))
         self._deliveries.append(delivery)
 
     _deliveries: list[_Delivery] = field(default_factory=list)
 
-    def withdraw(self, handle: int, peer: PeerKey, ticket: Ticket) -> None:
+    def withdraw(self, handle: int, peer: NodeLife, ticket: TransferTicket) -> None:
         for delivery in self._deliveries:
             if delivery.handle == handle:
                 delivery.error = TransferWithdrawn("the source has withdrawn it")
@@ -203,30 +215,30 @@ class FakeMover:
             if fault == "late":
                 self._leave_ghost(grant, delivery)
         if delivery.error is not None:
-            self.say(Delivered(delivery.handle, delivery.part.number, 0, delivery.error))
+            self.say(PartDelivered(delivery.handle, delivery.part.number, 0, delivery.error))
             if not (grant.revoked or grant.closed):
-                grant.mover.say(Lost(grant.key, delivery.error))
+                grant.mover.say(AttemptBroken(grant.key, delivery.error))
             return
         runs = self._runs(grant, delivery)
         self._write(grant, runs, [self._read(at, size) for at, _, size in runs], fault)
-        self.say(Delivered(delivery.handle, delivery.part.number, runs.size, None))
+        self.say(PartDelivered(delivery.handle, delivery.part.number, runs.size, None))
         if not grant.revoked:
-            grant.mover.say(Arrived(grant.key, delivery.part.number, runs.size))
+            grant.mover.say(PartArrived(grant.key, delivery.part.number, runs.size))
 
-    def _runs(self, grant: _Grant, delivery: _Delivery) -> Runs:
+    def _runs(self, grant: _Grant, delivery: _Delivery) -> CopyRuns:
         ticket, part, ours = delivery.ticket, delivery.part, self.region.layout
-        skip, place = align(
+        skip, place = align_blocks(
             ticket.first_token, ticket.tokens, ours.tokens, part.start, len(part.blocks)
         )
         blocks = part.blocks[skip:]
-        plan = template(ours, grant.mover.region.layout, part.layers)
-        return bind(plan, blocks, ticket.blocks[place : place + len(blocks)])
+        plan = plan_block(ours, grant.mover.region.layout, part.layers)
+        return bind_blocks(plan, blocks, ticket.blocks[place : place + len(blocks)])
 
     def _read(self, at: int, size: int) -> bytes:
         assert self.region.view is not None
         return bytes(self.region.view[at : at + size])
 
-    def _write(self, grant: _Grant, runs: Runs, data: list[bytes], fault: str) -> None:
+    def _write(self, grant: _Grant, runs: CopyRuns, data: list[bytes], fault: str) -> None:
         view = grant.mover.region.view
         assert view is not None
         for (_, at, size), piece in zip(runs, data, strict=True):

@@ -1,9 +1,8 @@
-"""What the bytes of KV blocks have to be, worked out cell by cell: slow, plain, and by other means
-than `transfer.plan`.
+"""Computes the expected bytes of KV blocks cell by cell, independent of `transfer.copy_plan`.
 
-Every cell of (name, layer, k|v, head, token) has bytes of its own; a rank's block is its cells in
-the order of the layout. A name stands for a block's content, the same on all ranks. Bytes that
-belong to nobody are a pattern.
+Every cell of (block hash, layer, k|v, head, token) has its own bytes; a rank's block is its cells
+in the order of the layout. A block hash stands for a block's content, the same on all ranks. Bytes
+without an owner have a fixed pattern.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from pdserve.messages.transfer import KvLayout
+from pdserve.messages.transfer import RankKvLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pdserve.ids import Bytes
 
-__all__ = ["POISON", "block_of", "held_heads", "layouts", "pattern", "received"]
+__all__ = ["POISON", "expected_block", "expected_pool", "held_heads", "layouts", "pattern"]
 
 POISON: Final = 0xA5
 """Every byte of a block that nobody holds."""
@@ -33,10 +32,10 @@ def layouts(
     dim: int = 4,
     itemsize: int = 2,
     first_layer: int = 0,
-) -> tuple[KvLayout, ...]:
+) -> tuple[RankKvLayout, ...]:
     """The ranks of one small model."""
     return tuple(
-        KvLayout(
+        RankKvLayout(
             content="oracle",
             layers=layers,
             first_layer=first_layer,
@@ -51,7 +50,7 @@ def layouts(
     )
 
 
-def held_heads(layout: KvLayout) -> list[int]:
+def held_heads(layout: RankKvLayout) -> list[int]:
     """By definition: those that this rank computes."""
     heads, ranks = layout.heads, layout.tp
     if ranks <= heads:
@@ -66,7 +65,7 @@ def _cell(name: int, layer: int, kv: int, head: int, token: int, size: Bytes) ->
 
 
 @lru_cache(maxsize=8192)
-def block_of(layout: KvLayout, name: int) -> bytes:
+def expected_block(layout: RankKvLayout, name: int) -> bytes:
     """The block of this content on this rank."""
     size = layout.dim * layout.itemsize
     return b"".join(
@@ -83,16 +82,16 @@ def pattern(size: Bytes) -> bytes:
     return bytes([POISON]) * size
 
 
-def received(
-    layout: KvLayout, blocks: int, names: Mapping[int, int], layers: Iterable[int]
+def expected_pool(
+    layout: RankKvLayout, blocks: int, names: Mapping[int, int], layers: Iterable[int]
 ) -> bytes:
     """A rank's whole pool, poisoned before, when `layers` of the blocks in `names` (block to
     content) have arrived and nothing else has been touched."""
-    size = len(block_of(layout, 0))
+    size = len(expected_block(layout, 0))
     row = size // layout.layers
     pool = bytearray(pattern(blocks * size))
     for block, name in names.items():
-        whole = block_of(layout, name)
+        whole = expected_block(layout, name)
         for layer in set(layers):
             at = (layer - layout.first_layer) * row
             if 0 <= at < size:

@@ -1,4 +1,4 @@
-"""Nodes for tests of the network: a handler that does what it is told, sinks that remember."""
+"""Provides nodes for tests of the network: a scripted handler, sinks that record."""
 
 from __future__ import annotations
 
@@ -17,11 +17,20 @@ if TYPE_CHECKING:
 
     from pdserve.errors import PdserveError
     from pdserve.ids import Bytes, Epoch, Seconds
-    from pdserve.net.base import ByteNetwork, Call, Down, Incoming, Link
+    from pdserve.net.base import ByteNetwork, IncomingCall, IncomingStream, Link, LinkDownReason
     from pdserve.net.settings import NetSettings
     from pdserve.wire.parser import Buffer
 
-__all__ = ["ECHO", "HANG", "KEY", "REFUSE", "Echo", "RecordingHandler", "RecordingSink", "node"]
+__all__ = [
+    "ECHO",
+    "HANG",
+    "KEY",
+    "REFUSE",
+    "Echo",
+    "RecordingHandler",
+    "RecordingStreamSink",
+    "node",
+]
 
 KEY = b"the tests' own cluster key, 32 bytes or more"
 
@@ -40,7 +49,7 @@ REFUSE = Method(3, "refuse", Echo, Echo)
 """Answered by the error in `RecordingHandler.refusal`."""
 
 
-class RecordingSink:
+class RecordingStreamSink:
     """Reads a stream: remembers all, and lets a test wait for it."""
 
     def __init__(self, place: Callable[[bytes, Bytes], memoryview | None] | None = None) -> None:
@@ -71,7 +80,9 @@ class RecordingSink:
     def on_unblocked(self) -> None:
         self.unblocked += 1
 
-    async def until(self, met: Callable[[RecordingSink], bool], timeout: Seconds = 10.0) -> None:
+    async def until(
+        self, met: Callable[[RecordingStreamSink], bool], timeout: Seconds = 10.0
+    ) -> None:
         """Wait until `met(self)`."""
         async with asyncio.timeout(timeout):
             while not met(self):
@@ -89,23 +100,23 @@ class RecordingHandler:
 
     def __init__(self) -> None:
         self.ups: list[Link] = []
-        self.downs: list[tuple[Link, Down]] = []
+        self.downs: list[tuple[Link, LinkDownReason]] = []
         self.tells: list[tuple[int, bytes]] = []
-        self.calls: list[Call] = []
+        self.calls: list[IncomingCall] = []
         """Those that were not answered at once."""
         self.cancelled = 0
         self.refusal: PdserveError | Exception = ValueError("no reason was set")
-        self.streams: list[tuple[Incoming, RecordingSink]] = []
+        self.streams: list[tuple[IncomingStream, RecordingStreamSink]] = []
         self.window = 64 * 1024
         self.hold = False
-        self.on_stream_hook: Callable[[Incoming, int, Buffer], None] | None = None
+        self.on_stream_hook: Callable[[IncomingStream, int, Buffer], None] | None = None
         self._changed = asyncio.Event()
 
     def on_link_up(self, link: Link) -> None:
         self.ups.append(link)
         self._changed.set()
 
-    def on_link_down(self, link: Link, down: Down) -> None:
+    def on_link_down(self, link: Link, down: LinkDownReason) -> None:
         self.downs.append((link, down))
         self._changed.set()
 
@@ -113,7 +124,7 @@ class RecordingHandler:
         self.tells.append((method, bytes(body)))
         self._changed.set()
 
-    def on_request(self, call: Call) -> None:
+    def on_request(self, call: IncomingCall) -> None:
         self._changed.set()
         if call.method == ECHO.id:
             call.reply(ECHO.decode_request(call.body))
@@ -127,12 +138,12 @@ class RecordingHandler:
         self.cancelled += 1
         self._changed.set()
 
-    def on_stream(self, stream: Incoming, method: int, body: Buffer) -> None:
+    def on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
         self._changed.set()
         if self.on_stream_hook is not None:
             self.on_stream_hook(stream, method, body)
             return
-        sink = RecordingSink()
+        sink = RecordingStreamSink()
         stream.accept(sink, window=self.window, hold=self.hold)
         self.streams.append((stream, sink))
 

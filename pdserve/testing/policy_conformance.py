@@ -1,10 +1,9 @@
-"""What every policy of `pdserve.router.policies` must do, as a test suite to inherit.
+"""Tests that a policy keeps to the rules of `pdserve.router.policies`: a suite to inherit.
 
     class TestMyPolicy(PolicyConformance):
         policy = staticmethod(choose)
 
-It needs nothing but pytest. That a worker which may not be chosen is not chosen, is no policy's
-business: it never sees one.
+It needs only pytest. A policy never sees ineligible workers, so the suite does not test them.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
 from pdserve.ids import NodeId
-from pdserve.messages.routing import Route
-from pdserve.router.policies.base import State, WorkerView
+from pdserve.messages.routing import RouteRequest
+from pdserve.router.policies.base import RoutingState, WorkerView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyConformance", "some_states", "state_of", "view"]
 
-QUESTION = Route(request_id="r", model="m", prompt_tokens=100, max_tokens=10)
+ROUTE_REQUEST = RouteRequest(request_id="r", model="m", prompt_tokens=100, max_tokens=10)
 
 
 def view(node: str, sequences: int = 0, max_sequences: int = 8) -> WorkerView:
@@ -44,12 +43,12 @@ def view(node: str, sequences: int = 0, max_sequences: int = 8) -> WorkerView:
     )
 
 
-def state_of(workers: Sequence[WorkerView], last: str = "", count: int = 0) -> State:
+def state_of(workers: Sequence[WorkerView], last: str = "", count: int = 0) -> RoutingState:
     """A snapshot of these, in the order that it promises."""
-    return State(tuple(sorted(workers, key=lambda worker: worker.node)), NodeId(last), count)
+    return RoutingState(tuple(sorted(workers, key=lambda worker: worker.node)), NodeId(last), count)
 
 
-def some_states(count: int = 200) -> Iterator[State]:
+def some_states(count: int = 200) -> Iterator[RoutingState]:
     """Snapshots of all kinds, the same every time: up to twelve workers of different size and load,
     equal ones among them; whoever was chosen last may have left."""
     for number in range(count):
@@ -79,14 +78,14 @@ class PolicyConformance:
 
     def test_it_chooses_one_of_the_offered(self) -> None:
         for state in some_states():
-            chosen = self.policy(QUESTION, state, Random(1))
+            chosen = self.policy(ROUTE_REQUEST, state, Random(1))
             assert any(chosen is worker for worker in state.workers)
 
     def test_the_same_inputs_give_the_same_choice(self) -> None:
         for state in some_states():
-            first = self.policy(QUESTION, state, Random(7))
-            self.policy(QUESTION, state_of([view("other", 3)]), Random(8))
-            assert self.policy(QUESTION, state, Random(7)) is first
+            first = self.policy(ROUTE_REQUEST, state, Random(7))
+            self.policy(ROUTE_REQUEST, state_of([view("other", 3)]), Random(8))
+            assert self.policy(ROUTE_REQUEST, state, Random(7)) is first
 
     def test_the_busier_of_two_is_left_alone(self) -> None:
         if not self.heeds_load:
@@ -94,7 +93,7 @@ class PolicyConformance:
         for less, more in product(range(9), range(1, 9)):
             for idle, busy in (("a", "b"), ("b", "a")):
                 state = state_of([view(idle, less), view(busy, less + more)], last=busy)
-                assert self.policy(QUESTION, state, Random(more)).node == idle
+                assert self.policy(ROUTE_REQUEST, state, Random(more)).node == idle
 
     def test_equal_workers_get_equal_shares(self) -> None:
         """Nothing ends; with the fixed seed the outcome is the same every time."""
@@ -102,7 +101,7 @@ class PolicyConformance:
         placed = Counter({f"w{i}": 0 for i in range(8)})
         for done in range(80 * len(placed)):
             state = state_of([view(node, count) for node, count in placed.items()], last, done)
-            last = self.policy(QUESTION, state, random).node
+            last = self.policy(ROUTE_REQUEST, state, random).node
             placed[last] += 1
         assert all(60 <= count <= 100 for count in placed.values()), placed
 
@@ -110,5 +109,5 @@ class PolicyConformance:
         for size in (8, 512):
             workers = tuple(_Counting(NodeId(f"w{i:03}"), 1, 1, 8, 0.125) for i in range(size))
             _Counting.looks = 0
-            self.policy(QUESTION, State(workers, NodeId("w004")), Random(1))
+            self.policy(ROUTE_REQUEST, RoutingState(workers, NodeId("w004")), Random(1))
             assert _Counting.looks <= 16 * size

@@ -1,11 +1,11 @@
-"""A scripted executor: no model, but KV that matters.
+"""Provides a scripted executor: no model, but KV that matters.
 
-Every token it computes writes one entry into a small block-major array, at the place that the
-sequence's block table names, and the entry depends on the entry before it, as attention does. The
-next token is a hash of all entries read back through the table, of all token ids, and, above
-temperature 0, of the noise key. So a wrong block table, a missed copy-on-write, a stale or shared
-block that somebody wrote, a skipped or doubled position all change the output, and an engine that
-schedules rightly gives the same tokens however it batches, chunks, preempts or reuses.
+Every computed token writes one entry into a small block-major array, at the place in the sequence's
+block table, and the entry depends on the one before it, as attention does. The next token is a hash
+of all entries read back, of all token ids, and, above temperature 0, of the noise key. So a wrong
+block table, a missed copy-on-write, a stale or shared block, a skipped or doubled position all
+change the output, and a correct engine gives the same tokens however it batches, chunks, preempts
+or reuses.
 
 `reference_tokens` computes the same without blocks. Faults are triggered by token ids, named in
 `EngineSpec.options`, so that they work across a process boundary.
@@ -22,8 +22,15 @@ import time
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from pdserve.engine.executor import Chunk, KvLayout, ModelInfo, ProgressFn, StepPlan, StepResult
-from pdserve.engine.region import layout_of, region_in_memory
+from pdserve.engine_core.executor import (
+    KvBlockShape,
+    ModelInfo,
+    ProgressFn,
+    ScheduledChunk,
+    StepPlan,
+    StepResult,
+)
+from pdserve.engine_core.kv_transfer.kv_region import layout_of, region_in_memory
 from pdserve.errors import ConfigError, EngineDied
 from pdserve.kv.storage import BlockMemory
 from pdserve.messages.request import SamplingParams, TokenLogprob
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from collections.abc import Sequence as Seq
 
-    from pdserve.engine.sequence import Sequence
+    from pdserve.engine_core.scheduler.sequence import Sequence
     from pdserve.ids import SequenceKey
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import GenerateRequest
@@ -100,7 +107,7 @@ class ScriptedExecutor:
         self._size = spec.block_size
         self._vocab = int(self._options["vocab"])
         layers = int(self._options["layers"])
-        layout = KvLayout(layers, 1, spec.block_size, 1, _ENTRY // 2 // layers)
+        layout = KvBlockShape(layers, 1, spec.block_size, 1, _ENTRY // 2 // layers)
         info = ModelInfo(
             model_type="scripted",
             dtype="float32",
@@ -121,7 +128,7 @@ class ScriptedExecutor:
         self._memory = BlockMemory(num_blocks, (self._size, _ENTRY))
 
     def region(self) -> Region:
-        """See `engine.executor.Movable`."""
+        """See `engine_core.executor.SupportsKvTransfer`."""
         return region_in_memory(self._layout, self._kv)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -173,7 +180,7 @@ class ScriptedExecutor:
         assert self._memory is not None
         return self._memory
 
-    def _write(self, chunk: Chunk) -> None:
+    def _write(self, chunk: ScheduledChunk) -> None:
         sequence, size = chunk.sequence, self._size
         before = self._read(sequence, chunk.start - 1) if chunk.start else b""
         for position in range(chunk.start, chunk.start + chunk.count):
@@ -193,7 +200,7 @@ class ScriptedExecutor:
         entries = b"".join(blocks)[: length * _ENTRY]
         return _choose(sequence.request, sequence.choice, sequence.tokens, entries, self._vocab)
 
-    def _pool(self, chunk: Chunk) -> bytes:
+    def _pool(self, chunk: ScheduledChunk) -> bytes:
         """The vector, once the chunk is the last one. A mean is made of the chunks as they come:
         one that is missing, or comes twice, is a failure."""
         sequence, end = chunk.sequence, chunk.start + chunk.count
@@ -210,7 +217,7 @@ class ScriptedExecutor:
         mean = self._means[sequence.key][1] if sequence.request.pooling == "mean" else b""
         return _vector(mean, entries, int(self._options["embedding"]))
 
-    def _misbehave(self, chunk: Chunk) -> None:
+    def _misbehave(self, chunk: ScheduledChunk) -> None:
         tokens = _prompt_tokens(chunk)
         if self._hits("raise_on", tokens):
             raise RuntimeError("the script says: this step fails")
@@ -235,7 +242,7 @@ def _nap(seconds: float, tick: Callable[[int], None] | None) -> None:
             tick(layer + 1)
 
 
-def _prompt_tokens(chunk: Chunk) -> list[int]:
+def _prompt_tokens(chunk: ScheduledChunk) -> list[int]:
     """Those that the chunk computes."""
     end = min(chunk.start + chunk.count, chunk.sequence.prompt_len)
     return chunk.sequence.tokens[chunk.start : end]

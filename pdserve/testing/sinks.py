@@ -1,33 +1,33 @@
-"""A token sink for tests: keeps a ledger, lets one wait for the end."""
+"""Provides a token sink for tests: records the outputs, and can wait for the end."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
 
-from pdserve.testing.ledger import Ledger
+from pdserve.testing.output_checker import OutputChecker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.engine.api import Engine, Handle
+    from pdserve.engine.port import Engine, Handle
     from pdserve.errors import PdserveError
     from pdserve.ids import Seconds
     from pdserve.messages.request import GenerateRequest, TokenDelta
 
-__all__ = ["LedgerSink", "until"]
+__all__ = ["CheckingSink", "until"]
 
 PATIENCE: Seconds = 20.0
 """How long anything in a test may take; far above what it should."""
 
 
-class LedgerSink:
+class CheckingSink:
     """A `TokenSink` that checks what it gets. Violations surface in `wait`, since an engine must
     survive a sink that raises."""
 
     def __init__(self, engine: Engine, request: GenerateRequest) -> None:
         """Submits at once; raises what `submit` raises."""
-        self.ledger = Ledger(request)
+        self.ledger = OutputChecker(request)
         self.violation: AssertionError | None = None
         self._engine = engine
         self._done = asyncio.Event()
@@ -56,19 +56,19 @@ class LedgerSink:
         self._engine.abort(self.handle)
         self._done.set()
 
-    async def some(self) -> Ledger:
+    async def some(self) -> OutputChecker:
         """Wait for the first call."""
         async with asyncio.timeout(PATIENCE):
             await self._some.wait()
         return self.checked()
 
-    async def wait(self) -> Ledger:
+    async def wait(self) -> OutputChecker:
         """Wait for the end."""
         async with asyncio.timeout(PATIENCE):
             await self._done.wait()
         return self.checked()
 
-    def checked(self) -> Ledger:
+    def checked(self) -> OutputChecker:
         """The ledger, unless there was a violation."""
         if self.violation is not None:
             raise self.violation

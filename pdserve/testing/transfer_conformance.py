@@ -1,7 +1,7 @@
-"""What every back end of the transfer port keeps to, whatever carries the bytes.
+"""Tests that a transport back end keeps to the transfer port: a suite to inherit.
 
-A back end's test derives from `TransferConformance` and says how to make one side. Bytes are judged
-by `kv_oracle`; whatever nobody was to write to is a pattern, so that one stray byte shows.
+A back end's test derives from `TransferConformance` and says how to make one side. `kv_oracle`
+judges the bytes; all other memory has a pattern, so that one stray byte shows.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import msgspec
 import pytest
 
 from pdserve.errors import PathLost, TransferError, TransferRefused, TransferWithdrawn
-from pdserve.testing.kv_oracle import block_of, layouts
+from pdserve.ids import NodeLife
+from pdserve.testing.kv_oracle import expected_block, layouts
 from pdserve.testing.transfer_support import (
-    Ends,
-    RecordingSink,
+    RecordingTransferSink,
+    TransferPair,
     Waiter,
     deliver,
-    ends,
     host_memory,
     order,
+    transfer_pair,
 )
-from pdserve.transfer.base import Part, PeerKey
-from pdserve.transfer.plan import groups_of
+from pdserve.transfer.base import KvPart
+from pdserve.transfer.copy_plan import layer_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes
     from pdserve.kv.storage import BlockMemory
-    from pdserve.messages.transfer import KvLayout
+    from pdserve.messages.transfer import RankKvLayout
     from pdserve.testing.device_memory import DeviceMemory
-    from pdserve.transfer.base import Ask, Grant, Path, Region, Transport
-    from pdserve.transfer.path import PathCore
+    from pdserve.transfer.base import CallPeer, Grant, KvPath, KvTransport, Region
+    from pdserve.transfer.path_base import PathBase
 
 __all__ = ["SIZES", "TransferConformance"]
 
@@ -50,23 +51,23 @@ ALL = range(99)
 class TransferConformance:
     """Derive, and implement `make`."""
 
-    def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+    def make(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
         """One side."""
         raise NotImplementedError
 
-    def new_memory(self, key: PeerKey, blocks: int, size: Bytes) -> BlockMemory | DeviceMemory:
+    def new_memory(self, key: NodeLife, blocks: int, size: Bytes) -> BlockMemory | DeviceMemory:
         """The pool of one rank of this side."""
         return host_memory(key, blocks, size)
 
     def world(
         self,
-        sources: Sequence[KvLayout] = (),
-        destinations: Sequence[KvLayout] = (),
+        sources: Sequence[RankKvLayout] = (),
+        destinations: Sequence[RankKvLayout] = (),
         blocks: int = 16,
-    ) -> AbstractAsyncContextManager[Ends]:
+    ) -> AbstractAsyncContextManager[TransferPair]:
         """Two nodes; without layouts, of one rank each."""
         one = layouts(2, 1)
-        return ends(
+        return transfer_pair(
             self.make,
             sources or one,
             destinations or one,
@@ -84,7 +85,7 @@ class TransferConformance:
             async with self.world(layouts(heads, p), layouts(heads, d)) as world:
                 await self._one_sequence(world, random)
 
-    async def _one_sequence(self, world: Ends, random: Random) -> None:
+    async def _one_sequence(self, world: TransferPair, random: Random) -> None:
         """Random blocks and parts; the destination may have a prefix, the last block is partial."""
         ours, theirs = await world.connect()
         names = list(range(100, 107))
@@ -92,7 +93,7 @@ class TransferConformance:
         prefix = random.randrange(3)
         there = random.sample(range(16), 7 - prefix)
         world.source.fill(dict(zip(here, names, strict=True)))
-        sink = RecordingSink()
+        sink = RecordingTransferSink()
         tokens = 4 * (7 - prefix) - random.randrange(4)
         grant = theirs.grant(order(there, tokens, 4 * prefix), sink)
         parts = self._parts(here, random)
@@ -102,17 +103,17 @@ class TransferConformance:
         grant.finish()
         assert sorted(sink.parts) == [part.number for part in parts]
         assert world.destination.holds(dict(zip(there, names[prefix:], strict=True)), ALL)
-        assert theirs.statistics().granted == ours.statistics().outgoing == 0
+        assert theirs.stats.granted == ours.stats.outgoing == 0
         assert grant.closed
 
-    def _parts(self, blocks: list[int], random: Random) -> list[Part]:
+    def _parts(self, blocks: list[int], random: Random) -> list[KvPart]:
         """Chunks of blocks, each in groups of layers, in any order."""
         cut = random.randrange(1, len(blocks))
         chunks = [(0, blocks[:cut]), (4 * cut, blocks[cut:])]
-        groups = groups_of((0, 3), random.randint(1, 3))
+        groups = layer_groups((0, 3), random.randint(1, 3))
         pieces = [(start, chunk, group) for start, chunk in chunks for group in groups]
         random.shuffle(pieces)
-        return [Part(n, *piece) for n, piece in enumerate(pieces)]
+        return [KvPart(n, *piece) for n, piece in enumerate(pieces)]
 
     async def test_a_part_is_there_when_its_sink_hears_of_it(self) -> None:
         async with self.world(layouts(4, 2), layouts(4, 4), blocks=64) as world:
@@ -124,19 +125,19 @@ class TransferConformance:
                 done = {b: b for b in range(64) if b // 8 in sink.parts}
                 seen.append(all(self._there(world, block) for block in done))
 
-            sink = RecordingSink(look)
+            sink = RecordingTransferSink(look)
             grant = theirs.grant(order(range(64), 256), sink)
             for n in range(8):
-                part = Part(n, 32 * n, range(8 * n, 8 * n + 8), (0, 3))
+                part = KvPart(n, 32 * n, range(8 * n, 8 * n + 8), (0, 3))
                 deliver(ours, grant.ticket, part)
             await sink.until(lambda s: len(s.parts) == 8)
             assert seen == [True] * 8
             grant.finish()
 
-    def _there(self, world: Ends, block: int) -> bool:
+    def _there(self, world: TransferPair, block: int) -> bool:
         side = world.destination
         return all(
-            memory.view(block) == block_of(layout, block)
+            memory.view(block) == expected_block(layout, block)
             for layout, memory in zip(side.layouts, side.memories, strict=True)
         )
 
@@ -150,10 +151,10 @@ class TransferConformance:
             for n in range(10):
                 pair = range(2 * n, 2 * n + 2)
                 back = range(20 + 2 * n, 22 + 2 * n)
-                grants.append(theirs.grant(order(pair, 8, name=f"r-{n}"), RecordingSink()))
-                waiters.append(deliver(ours, grants[-1].ticket, Part(0, 0, pair, (0, 3))))
-                grants.append(ours.grant(order(back, 8, name=f"b-{n}"), RecordingSink()))
-                waiters.append(deliver(theirs, grants[-1].ticket, Part(0, 0, back, (0, 3))))
+                grants.append(theirs.grant(order(pair, 8, name=f"r-{n}"), RecordingTransferSink()))
+                waiters.append(deliver(ours, grants[-1].ticket, KvPart(0, 0, pair, (0, 3))))
+                grants.append(ours.grant(order(back, 8, name=f"b-{n}"), RecordingTransferSink()))
+                waiters.append(deliver(theirs, grants[-1].ticket, KvPart(0, 0, back, (0, 3))))
             assert [await waiter.wait() for waiter in waiters] == [None] * 20
             for grant in grants:
                 await grant.revoke(timeout=5)
@@ -164,9 +165,9 @@ class TransferConformance:
     async def test_a_part_that_the_destination_has_is_notified_all_the_same(self) -> None:
         async with self.world() as world:
             ours, theirs = await world.connect()
-            sink = RecordingSink()
+            sink = RecordingTransferSink()
             grant = theirs.grant(order([3], 4, first_token=8), sink)
-            waiter = deliver(ours, grant.ticket, Part(5, 0, [0, 1], (0, 3)))
+            waiter = deliver(ours, grant.ticket, KvPart(5, 0, [0, 1], (0, 3)))
             assert await waiter.wait() is None
             await sink.until(lambda s: s.parts == [5])
             grant.finish()
@@ -188,9 +189,9 @@ class TransferConformance:
                 assert world.destination.holds({}, ALL), "written to after the fence"
                 assert len(sink.parts) == heard
                 assert not sink.failed
-            assert theirs.statistics().granted == 0
-            assert theirs.statistics().fenced == 4
-            assert theirs.statistics().stale == 0
+            assert theirs.stats.granted == 0
+            assert theirs.stats.fenced == 4
+            assert theirs.stats.stale == 0
 
     async def test_nothing_arrives_after_the_path_is_closed(self) -> None:
         for side in ("source", "destination"):
@@ -224,7 +225,7 @@ class TransferConformance:
             assert world.destination.holds({}, ALL)
             assert theirs.down is not None
             with pytest.raises(PathLost):
-                theirs.grant(order([0], 4), RecordingSink())
+                theirs.grant(order([0], 4), RecordingTransferSink())
 
     async def test_a_withdrawn_ticket_delivers_nothing_more(self) -> None:
         async with self.world(blocks=64) as world:
@@ -237,37 +238,37 @@ class TransferConformance:
             self._names(sink.failed[0], "r-1/0", "p/1")
             world.source.poison(range(64))  # its blocks are free: nobody reads them any more
             with pytest.raises(TransferRefused, match="stopped"):
-                ours.deliver(grant.ticket, Part(77, 0, [0], (0, 3)), Waiter())
+                ours.deliver(grant.ticket, KvPart(77, 0, [0], (0, 3)), Waiter())
             await grant.revoke(timeout=10)
-            assert ours.statistics().outgoing == 0
+            assert ours.stats.outgoing == 0
 
     async def test_a_withdrawal_is_heard_of_although_nothing_is_under_way(self) -> None:
         async with self.world() as world:
             ours, theirs = await world.connect()
             world.source.fill({0: 7})
-            sink = RecordingSink()
+            sink = RecordingTransferSink()
             grant = theirs.grant(order([1, 2], 8), sink)
-            assert await deliver(ours, grant.ticket, Part(0, 0, [0], (0, 3))).wait() is None
+            assert await deliver(ours, grant.ticket, KvPart(0, 0, [0], (0, 3))).wait() is None
             await sink.until(lambda s: s.parts == [0])
             ours.withdraw(grant.ticket)
             await sink.until(lambda s: bool(s.failed))
             assert isinstance(sink.failed[0], TransferWithdrawn)
             self._names(sink.failed[0], "r-1/0", "p/1", "withdrawn")
             await grant.revoke(timeout=10)
-            other = theirs.grant(order([1], 4), RecordingSink())
+            other = theirs.grant(order([1], 4), RecordingTransferSink())
             ours.withdraw(grant.ticket)  # again, when others have its blocks
-            assert await deliver(ours, other.ticket, Part(0, 0, [0], (0, 3))).wait() is None
+            assert await deliver(ours, other.ticket, KvPart(0, 0, [0], (0, 3))).wait() is None
             other.finish()
             assert ours.down is None
 
     def _flood(
-        self, world: Ends, ours: Path, theirs: Path, last: int = 64
-    ) -> tuple[Grant, RecordingSink, list[Waiter]]:
+        self, world: TransferPair, ours: KvPath, theirs: KvPath, last: int = 64
+    ) -> tuple[Grant, RecordingTransferSink, list[Waiter]]:
         """A part per block, all at once; those from `last` on are never delivered."""
         world.source.fill({block: block for block in range(64)})
-        sink = RecordingSink()
+        sink = RecordingTransferSink()
         grant = theirs.grant(order(range(64), 256), sink)
-        waiters = [deliver(ours, grant.ticket, Part(n, 4 * n, [n], (0, 3))) for n in range(last)]
+        waiters = [deliver(ours, grant.ticket, KvPart(n, 4 * n, [n], (0, 3))) for n in range(last)]
         return grant, sink, waiters
 
     async def _ended(self, waiters: Sequence[Waiter]) -> None:
@@ -298,17 +299,17 @@ class TransferConformance:
     async def test_a_peer_of_another_life_has_no_path(self) -> None:
         async with self.world() as world:
             ask = world.source.transport
-            world.destination.key = PeerKey(world.destination.key.node, 3)
+            world.destination.key = NodeLife(world.destination.key.node, 3)
             with pytest.raises(TransferError, match="life"):
                 await ask.connect(world.destination.key, timeout=5)
 
     async def test_a_later_life_of_the_peer_ends_its_earlier_paths(self) -> None:
         async with self.world() as world:
             _, theirs = await world.connect()
-            sink = RecordingSink()
+            sink = RecordingTransferSink()
             grant = theirs.grant(order([1], 4), sink)
             source = world.source
-            later = PeerKey(source.key.node, source.key.epoch + 1)
+            later = NodeLife(source.key.node, source.key.epoch + 1)
             before = source.transport
             source.key = later
             source.transport = self.make(later, source.regions, world.ask_of(later))
@@ -318,8 +319,8 @@ class TransferConformance:
                 self._names(sink.failed[0], "r-1/0", "p/1", "later life")
                 await grant.revoke(timeout=5)
                 assert again is not theirs
-                fresh = again.grant(order([1], 4), RecordingSink())
-                waiter = deliver(ours, fresh.ticket, Part(0, 0, [1], (0, 3)))
+                fresh = again.grant(order([1], 4), RecordingTransferSink())
+                waiter = deliver(ours, fresh.ticket, KvPart(0, 0, [1], (0, 3)))
                 assert await waiter.wait() is None
                 fresh.finish()
             finally:
@@ -328,7 +329,7 @@ class TransferConformance:
     async def test_a_path_that_is_never_ready_is_given_up(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pdserve.transfer.host.HALF_OPEN", 0.05)
+        monkeypatch.setattr("pdserve.transfer.transport_base.HALF_OPEN", 0.5)
         async with self.world() as world:
             monkeypatch.setattr(type(world.source.transport), "_say_ready", _never_ready)
             with pytest.raises(TransferError, match="never"):
@@ -350,7 +351,7 @@ class TransferConformance:
     async def test_what_cannot_be_granted(self) -> None:
         async with self.world() as world:
             _, theirs = await world.connect()
-            held = theirs.grant(order([1, 2], 8), RecordingSink())
+            held = theirs.grant(order([1, 2], 8), RecordingTransferSink())
             for wrong in (
                 order([2], 4),  # of another grant
                 order([3, 3], 8),
@@ -361,22 +362,22 @@ class TransferConformance:
                 order([3], 4, first_token=2),
             ):
                 with pytest.raises(TransferRefused, match="r-1/0"):
-                    theirs.grant(wrong, RecordingSink())
+                    theirs.grant(wrong, RecordingTransferSink())
             held.finish()
-            theirs.grant(order([2], 4), RecordingSink()).finish()
-            assert theirs.statistics().granted == 0
+            theirs.grant(order([2], 4), RecordingTransferSink()).finish()
+            assert theirs.stats.granted == 0
 
     async def test_what_cannot_be_delivered(self) -> None:
         async with self.world() as world:
             ours, theirs = await world.connect()
-            grant = theirs.grant(order([1, 2], 7, first_token=4), RecordingSink())
+            grant = theirs.grant(order([1, 2], 7, first_token=4), RecordingTransferSink())
             ticket = grant.ticket
             for wrong in (
-                Part(0, 4, [1, 2, 3], (0, 3)),  # beyond the end
-                Part(0, 6, [1], (0, 3)),
-                Part(0, 4, [16], (0, 3)),
-                Part(0, 4, [-1], (0, 3)),
-                Part(0, 4, [1], (0, 3), b"short"),
+                KvPart(0, 4, [1, 2, 3], (0, 3)),  # beyond the end
+                KvPart(0, 6, [1], (0, 3)),
+                KvPart(0, 4, [16], (0, 3)),
+                KvPart(0, 4, [-1], (0, 3)),
+                KvPart(0, 4, [1], (0, 3), b"short"),
             ):
                 with pytest.raises(
                     TransferRefused, match=r"transfer r-1/0 with d/2 over .*, deliver"
@@ -384,22 +385,22 @@ class TransferConformance:
                     ours.deliver(ticket, wrong, Waiter())
             foreign = msgspec.structs.replace(ticket, epoch=9)
             with pytest.raises(TransferRefused, match="epoch"):
-                ours.deliver(foreign, Part(0, 4, [1], (0, 3)), Waiter())
+                ours.deliver(foreign, KvPart(0, 4, [1], (0, 3)), Waiter())
             outside = msgspec.structs.replace(ticket, blocks=(1, 16))
             with pytest.raises(TransferRefused):
-                ours.deliver(outside, Part(0, 4, [1, 2], (0, 3)), Waiter())
-            assert ours.statistics().outgoing == 0
+                ours.deliver(outside, KvPart(0, 4, [1, 2], (0, 3)), Waiter())
+            assert ours.stats.outgoing == 0
             grant.finish()
             assert world.destination.holds({}, ALL)
 
     async def test_a_revoked_ticket_is_worth_nothing(self) -> None:
         async with self.world() as world:
             ours, theirs = await world.connect()
-            grant = theirs.grant(order([1], 4), RecordingSink())
+            grant = theirs.grant(order([1], 4), RecordingTransferSink())
             await grant.revoke(timeout=5)
             world.source.fill({0: 1})
             try:
-                error = await deliver(ours, grant.ticket, Part(0, 0, [0], (0, 3))).wait()
+                error = await deliver(ours, grant.ticket, KvPart(0, 0, [0], (0, 3))).wait()
             except TransferRefused as refused:
                 error = refused
             assert isinstance(error, TransferError)
@@ -410,7 +411,7 @@ class TransferConformance:
             _, theirs = await world.connect()
             seen = set()
             for _ in range(5000):
-                grant = theirs.grant(order([1], 4), RecordingSink())
+                grant = theirs.grant(order([1], 4), RecordingTransferSink())
                 seen.add((grant.ticket.slot, grant.ticket.generation))
                 grant.finish()
             assert len(seen) == 5000
@@ -428,13 +429,13 @@ class TransferConformance:
                 await asyncio.sleep(0.01)
             third, theirs = await world.connect()
             assert third is not first
-            grant = theirs.grant(order([1], 4), RecordingSink())
-            assert await deliver(third, grant.ticket, Part(0, 0, [1], (0, 3))).wait() is None
+            grant = theirs.grant(order([1], 4), RecordingTransferSink())
+            assert await deliver(third, grant.ticket, KvPart(0, 0, [1], (0, 3))).wait() is None
             grant.finish()
 
 
-async def _never_ready(self: object, path: PathCore, timeout: float) -> None:
-    """`TransportCore._say_ready` of a node that comes to nothing in between."""
+async def _never_ready(self: object, path: PathBase, timeout: float) -> None:
+    """`TransportBase._say_ready` of a node that comes to nothing in between."""
     path.fail("connect", "never")
     assert path.down is not None
     raise path.down

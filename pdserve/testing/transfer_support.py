@@ -1,4 +1,4 @@
-"""Two nodes with pools for tests of KV transfers: wired to each other, poisoned, and watched."""
+"""Provides two connected nodes with poisoned, watched pools for tests of KV transfers."""
 
 from __future__ import annotations
 
@@ -10,39 +10,48 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from pdserve.errors import LinkLost, TransferError
-from pdserve.ids import NodeId
+from pdserve.ids import NodeId, NodeLife
 from pdserve.kv.storage import BlockMemory
-from pdserve.messages.transfer import Control
+from pdserve.messages.transfer import TransferControl
 from pdserve.testing.device_memory import DeviceMemory
-from pdserve.testing.kv_oracle import block_of, pattern, received
-from pdserve.transfer.base import Order, Part, PeerKey, Region
+from pdserve.testing.kv_oracle import expected_block, expected_pool, pattern
+from pdserve.transfer.base import GrantSpec, KvPart, Region
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from pdserve.ids import Bytes, Seconds
-    from pdserve.messages.transfer import KvLayout, Ticket
-    from pdserve.transfer.base import Ask, Path, Transport
+    from pdserve.messages.transfer import RankKvLayout, TransferTicket
+    from pdserve.transfer.base import CallPeer, KvPath, KvTransport
 
-__all__ = ["Ends", "Make", "NewMemory", "RecordingSink", "Side", "Waiter", "ends", "host_memory"]
+__all__ = [
+    "MakeMemory",
+    "MakeTransport",
+    "RecordingTransferSink",
+    "TransferNode",
+    "TransferPair",
+    "Waiter",
+    "host_memory",
+    "transfer_pair",
+]
 
 PATIENCE: Seconds = 20.0
 """How long a test waits for what has to happen."""
 
 
-class Make(Protocol):
+class MakeTransport(Protocol):
     """A back end's transport for one side."""
 
-    def __call__(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport: ...
+    def __call__(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport: ...
 
 
-class NewMemory(Protocol):
+class MakeMemory(Protocol):
     """Makes a rank's pool, for blocks of so many bytes."""
 
-    def __call__(self, key: PeerKey, blocks: int, size: Bytes) -> BlockMemory | DeviceMemory: ...
+    def __call__(self, key: NodeLife, blocks: int, size: Bytes) -> BlockMemory | DeviceMemory: ...
 
 
-class RecordingSink:
+class RecordingTransferSink:
     """Remembers what it hears; `look` is called with each part, at that very moment."""
 
     def __init__(self, look: Callable[[int], None] | None = None) -> None:
@@ -61,7 +70,7 @@ class RecordingSink:
         self.failed.append(error)
         self._changed.set()
 
-    async def until(self, met: Callable[[RecordingSink], bool]) -> None:
+    async def until(self, met: Callable[[RecordingTransferSink], bool]) -> None:
         """Wait until `met(self)`."""
         async with asyncio.timeout(PATIENCE):
             while not met(self):
@@ -87,28 +96,28 @@ class Waiter:
         return self.calls[0]
 
 
-def host_memory(key: PeerKey, blocks: int, size: Bytes) -> BlockMemory:
+def host_memory(key: NodeLife, blocks: int, size: Bytes) -> BlockMemory:
     """What most back ends move."""
     return BlockMemory(blocks, (size,))
 
 
 @dataclass(eq=False)
-class Side:
+class TransferNode:
     """One node: its ranks' memories and its transport."""
 
-    key: PeerKey
-    layouts: Sequence[KvLayout]
+    key: NodeLife
+    layouts: Sequence[RankKvLayout]
     blocks: int
-    new_memory: NewMemory = host_memory
+    new_memory: MakeMemory = host_memory
     memories: list[Any] = field(default_factory=list)
     """What `new_memory` has made; tests know of which kind."""
     regions: list[Region] = field(default_factory=list)
-    transport: Transport = field(init=False)
+    transport: KvTransport = field(init=False)
 
     def allocate(self) -> None:
         """Poisoned pools."""
         for layout in self.layouts:
-            size = len(block_of(layout, 0))
+            size = len(expected_block(layout, 0))
             memory = self.new_memory(self.key, self.blocks, size)
             self.memories.append(memory)
             if isinstance(memory, DeviceMemory):
@@ -129,13 +138,13 @@ class Side:
         """Compute the KV of these blocks (block to content)."""
         for layout, memory in zip(self.layouts, self.memories, strict=True):
             for block, name in names.items():
-                memory.view(block)[:] = block_of(layout, name)
+                memory.view(block)[:] = expected_block(layout, name)
 
     def holds(self, names: Mapping[int, int], layers: Iterable[int]) -> bool:
         """Exactly this is in the pools, and poison everywhere else."""
         layers = list(layers)
         return all(
-            memory.view() == received(layout, self.blocks, names, layers)
+            memory.view() == expected_pool(layout, self.blocks, names, layers)
             for layout, memory in zip(self.layouts, self.memories, strict=True)
         )
 
@@ -149,25 +158,27 @@ class Side:
 
 
 @dataclass(eq=False)
-class Ends:
+class TransferPair:
     """A source and a destination."""
 
-    source: Side
-    destination: Side
+    source: TransferNode
+    destination: TransferNode
     cut: bool = False
     """Control gets through no more."""
 
-    async def connect(self) -> tuple[Path, Path]:
+    async def connect(self) -> tuple[KvPath, KvPath]:
         """The source's and the destination's end of a path."""
         ours = await self.source.transport.connect(self.destination.key, timeout=PATIENCE)
         theirs = self.destination.transport.path(self.source.key)
         assert theirs is not None
         return ours, theirs
 
-    def ask_of(self, key: PeerKey) -> Ask:
+    def ask_of(self, key: NodeLife) -> CallPeer:
         """How a node's transport asks the other's: typed records, encoded on the way."""
 
-        async def ask(peer: PeerKey, control: Control, timeout: Seconds) -> Control:
+        async def ask(
+            peer: NodeLife, control: TransferControl, timeout: Seconds
+        ) -> TransferControl:
             await asyncio.sleep(0)
             sides = {side.key: side for side in (self.source, self.destination)}
             if self.cut or peer not in sides:
@@ -180,18 +191,18 @@ class Ends:
 
 
 @contextlib.asynccontextmanager
-async def ends(
-    make: Make,
-    sources: Sequence[KvLayout],
-    destinations: Sequence[KvLayout],
+async def transfer_pair(
+    make: MakeTransport,
+    sources: Sequence[RankKvLayout],
+    destinations: Sequence[RankKvLayout],
     *,
     blocks: int = 16,
-    new_memory: NewMemory = host_memory,
-) -> AsyncIterator[Ends]:
+    new_memory: MakeMemory = host_memory,
+) -> AsyncIterator[TransferPair]:
     """Two nodes, which are closed at the end; the pools' memory is the last to go."""
-    world = Ends(
-        Side(PeerKey(NodeId("p"), 1), sources, blocks, new_memory),
-        Side(PeerKey(NodeId("d"), 2), destinations, blocks, new_memory),
+    world = TransferPair(
+        TransferNode(NodeLife(NodeId("p"), 1), sources, blocks, new_memory),
+        TransferNode(NodeLife(NodeId("d"), 2), destinations, blocks, new_memory),
     )
     sides = (world.source, world.destination)
     for side in sides:
@@ -206,18 +217,22 @@ async def ends(
             side.free()
 
 
-def _passed(control: Control) -> Control:
+def _passed(control: TransferControl) -> TransferControl:
     """As it comes out at the other end."""
-    passed: Control = msgspec.msgpack.decode(msgspec.msgpack.encode(control), type=Control)
+    passed: TransferControl = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(control), type=TransferControl
+    )
     return passed
 
 
-def order(blocks: Sequence[int], tokens: int, first_token: int = 0, name: str = "r-1/0") -> Order:
+def order(
+    blocks: Sequence[int], tokens: int, first_token: int = 0, name: str = "r-1/0"
+) -> GrantSpec:
     """An attempt at filling these."""
-    return Order(name, 1, first_token, tokens, blocks)
+    return GrantSpec(name, 1, first_token, tokens, blocks)
 
 
-def deliver(path: Path, ticket: Ticket, part: Part) -> Waiter:
+def deliver(path: KvPath, ticket: TransferTicket, part: KvPart) -> Waiter:
     """Deliver, and get something to wait for."""
     waiter = Waiter()
     path.deliver(ticket, part, waiter)

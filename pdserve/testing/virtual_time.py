@@ -1,8 +1,8 @@
-"""An event loop whose clock jumps: waiting costs nothing, and runs take the same course each time.
+"""Provides an event loop with a virtual clock: waiting takes no time, and runs are deterministic.
 
-When nothing is ready, the clock moves to the next timer. When there is no timer either, nothing
-could ever happen again, and the loop says so instead of hanging. Only for code that does no real
-I/O and uses no threads, such as nodes on a `MemoryWorld`.
+When nothing is ready, the clock jumps to the next timer. When there is no timer either, nothing
+could ever happen again, and the loop raises instead of hanging. Only for code that does no real I/O
+and uses no threads, such as nodes on a `MemoryWorld`.
 """
 
 from __future__ import annotations

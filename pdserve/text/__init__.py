@@ -1,4 +1,4 @@
-"""Text to tokens and back: templates, tokenizer, incremental detokeniser, stop strings.
+"""Turns text into tokens and back: templates, tokenizer, incremental detokeniser, stop strings.
 
 Tokenizer.from_card(card)       encode, decode, .detokenizer() per choice
 ChatTemplates.from_card(card)   .select(name, tools=...).render(messages, ...)

@@ -1,50 +1,109 @@
-"""Finds the moment at which an output begins to say the same thing over and over.
+"""Detects an output that repeats the same token pattern over and over.
 
-Plain state over token ids: a pattern of `p` tokens has come `c` times in a row as soon as each of
-the last `p * (c - 1)` tokens equals the one `p` before it. So per pattern length one number is
-kept, and only for lengths at which the newest token does repeat one; a token costs as many steps as
-it has occurred among the last `max_pattern_size` ones. Owned by one choice.
+Works on token ids: a pattern of `p` tokens has come `c` times in a row when each of the last
+`p * (c - 1)` tokens equals the one `p` before it. A run cannot be complete earlier than that many
+tokens after the last mismatch, so each pattern length is checked only when it may be complete, and
+every token is compared once per length. Creating a detector is cheap, since a request may have many
+choices. One choice owns one detector.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from typing import Final
 
-__all__ = ["Repetition"]
+__all__ = ["RepetitionDetector"]
+
+_BYTES: Final = 4
+"""Bytes per token id."""
 
 
-class Repetition:
-    """Told every token of one output, in order."""
+class RepetitionDetector:
+    """Detects repetition in one output; gets every token in order."""
 
-    __slots__ = ("_after", "_least", "_most", "_places", "_runs", "_seen", "_times")
+    __slots__ = (
+        "_after",
+        "_begin",
+        "_broken",
+        "_due",
+        "_history",
+        "_least",
+        "_looked",
+        "_most",
+        "_seen",
+        "_times",
+    )
 
     def __init__(
         self, max_pattern_size: int, min_count: int, min_pattern_size: int = 1, after: int = 0
     ) -> None:
-        """Args: before `after` tokens nothing is found."""
+        """`after`: number of first tokens in which no repetition is reported."""
         self._after = after
-        self._most = max_pattern_size
         self._least = min_pattern_size
+        self._most = max_pattern_size
         self._times = min_count - 1
         self._seen = 0
-        self._places: dict[int, deque[int]] = {}
-        """Where each token has occurred, as far back as a pattern may reach."""
-        self._runs: dict[int, int] = {}
-        """By distance, how many tokens in a row equal the one so far before them."""
+        self._history = bytearray()
+        self._begin = 0
+        """Position of the first token in the history."""
+        self._broken = list(range(-1, max_pattern_size))
+        """By size, the last place whose token is not the one so far before it."""
+        self._looked = self._broken.copy()
+        """By size, the place up to which tokens were compared."""
+        self._due: dict[int, list[int]] = {}
+        """By place, the sizes to be looked at there again."""
 
     def feed(self, token: int) -> bool:
-        """Whether the output now ends in a pattern that has come often enough."""
-        place, runs = self._seen, self._runs
+        """Add a token; return True if the output ends in `min_count` repeats of a pattern."""
+        place = self._seen
         self._seen += 1
-        places = self._places.setdefault(token, deque())
-        while places and place - places[0] > self._most:
-            places.popleft()
-        self._runs = now = {
-            distance: runs.get(distance, 0) + 1
-            for distance in (place - earlier for earlier in places)
-            if distance >= self._least
-        }
-        places.append(place)
-        if self._seen < self._after:
-            return False
-        return any(run >= distance * self._times for distance, run in now.items())
+        self._history += token.to_bytes(_BYTES, "little")
+        found = False
+        for size in (*self._first_due(place), *self._due.pop(place, ())):
+            found = self._look(size, place) or found
+        if place - self._begin > 4 * self._most:
+            self._forget(place - 2 * self._most)
+        return found
+
+    def _first_due(self, place: int) -> list[int]:
+        """The sizes to be looked at here for the first time: as `_plan` would have it."""
+        whole, rest = divmod(place + 1, self._times + 1)
+        forgotten = place + 1 - self._most
+        first = []
+        if not rest and whole * self._times <= self._most and self._may_be(whole):
+            first.append(whole)
+        if forgotten * self._times > self._most and self._may_be(forgotten):
+            first.append(forgotten)
+        return first
+
+    def _may_be(self, size: int) -> bool:
+        return self._least <= size <= self._most
+
+    def _look(self, size: int, place: int) -> bool:
+        """Whether a pattern of this size is whole here; plans the next look."""
+        begin = self._looked[size] + 1
+        difference = self._number(begin, place) ^ self._number(begin - size, place - size)
+        if difference:
+            self._broken[size] = begin + (difference.bit_length() - 1) // (8 * _BYTES)
+        self._looked[size] = place
+        found = place - self._broken[size] >= size * self._times and self._seen >= self._after
+        self._plan(size)
+        return found
+
+    def _plan(self, size: int) -> None:
+        """When the run may be whole; before that, when its tokens would be forgotten."""
+        looked = self._looked[size]
+        whole = self._broken[size] + size * self._times
+        if whole <= looked:
+            whole = max(looked + 1, self._after - 1)
+        self._due.setdefault(min(whole, looked + self._most), []).append(size)
+
+    def _number(self, begin: int, end: int) -> int:
+        """The tokens from `begin` to `end` as one number, the last one on top."""
+        first = (begin - self._begin) * _BYTES
+        last = (end + 1 - self._begin) * _BYTES
+        return int.from_bytes(self._history[first:last], "little")
+
+    def _forget(self, begin: int) -> None:
+        """Tokens before `begin`, which no size looks back to any more."""
+        del self._history[: (begin - self._begin) * _BYTES]
+        self._begin = begin

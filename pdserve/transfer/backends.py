@@ -1,59 +1,67 @@
-"""The back ends there are: whether one can be used here, where it reaches, and how it is made.
+"""Lists the KV transfer backends: whether each works here, where it reaches, how it is created.
 
-Nothing of a back end is imported before somebody may use it.
+No backend is imported before it is needed.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
+import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from pdserve.errors import ConfigError
-from pdserve.messages.transfer import Offers
+from pdserve.errors import ConfigError, TransferError
+from pdserve.messages.transfer import BackendOffers
 from pdserve.net.address import is_loopback
-from pdserve.transfer.places import fabrics, interface_of
+from pdserve.transfer.nic_topology import fabrics, interface_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.ids import NodeLife
     from pdserve.messages.engine import TransferSpec
-    from pdserve.transfer.base import Ask, PeerKey, Region, Transport
+    from pdserve.transfer.base import CallPeer, KvTransport, Region
+    from pdserve.transfer.rdma.adapters import Adapters
     from pdserve.transfer.verify import Verify
 
-__all__ = ["ORDER", "BackEnd", "offers_of", "standard"]
+__all__ = ["BACKEND_ORDER", "TransferBackend", "backend_offers", "make_backends"]
 
-ORDER: Final = ("rdma", "cuda_ipc", "shm", "tcp")
+_log = logging.getLogger(__name__)
+
+BACKEND_ORDER: Final = ("rdma", "cuda_ipc", "shm", "tcp")
 """Best first."""
 ADAPTERS: Final = Path("/sys/class/infiniband")
 INTERFACES: Final = Path("/sys/class/net")
 _SAMPLE: Final = 8 << 20
 """Bytes: more than the caches of a core hold."""
 
-Make = Callable[["PeerKey", "Sequence[Region]", "Ask"], "Transport"]
+TransportFactory = Callable[["NodeLife", "Sequence[Region]", "CallPeer"], "KvTransport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackEnd:
+class TransferBackend:
     """One way to move KV, on this machine."""
 
     name: str
-    make: Make
+    make: TransportFactory
     """A transport in the name of a node's life, on the running loop."""
     lacking: Callable[[Sequence[Region]], str] = lambda regions: ""
-    """Why it cannot be used for these pools; empty: it can."""
+    """Why it cannot be used for these pools; empty: it can. What takes long and concerns no peer,
+    such as registering the pools, it does: so it is called once, before the engine is ready."""
     places: Callable[[], tuple[str, ...]] = tuple
     """Where it reaches: both ends must have one in common. Empty: anywhere."""
     expected: Callable[[], float] = field(default=lambda: 0.0)
     """Bytes per second that it usually brings; 0: unknown."""
+    close: Callable[[], None] = lambda: None
+    """Undo what `lacking` did, once no transport is left. Idempotent."""
 
 
-def offers_of(backends: Sequence[BackEnd], regions: Sequence[Region]) -> Offers:
+def backend_offers(backends: Sequence[TransferBackend], regions: Sequence[Region]) -> BackendOffers:
     """What of these can be used, and why the others cannot.
 
     Raises `ConfigError` with the reason of each when nothing is left.
@@ -72,33 +80,35 @@ def offers_of(backends: Sequence[BackEnd], regions: Sequence[Region]) -> Offers:
             f"KV cannot be moved by what --transfer allows here ({reasons}); "
             "--transfer=auto takes whatever is possible"
         )
-    return Offers(places, lacking)
+    return BackendOffers(places, lacking)
 
 
-def standard(spec: TransferSpec) -> list[BackEnd]:
+def make_backends(spec: TransferSpec) -> list[TransferBackend]:
     """Those that `spec` allows, best first. Raises `ConfigError` for an unknown name."""
+    rdma = _Rdma(spec)
     made = {
-        "rdma": BackEnd(
+        "rdma": TransferBackend(
             name="rdma",
-            make=_make_rdma,
-            lacking=_lacking_rdma,
+            make=rdma.make,
+            lacking=rdma.lacking,
             places=lambda: fabrics(ADAPTERS),
             expected=_rdma_rate,
+            close=rdma.close,
         ),
-        "cuda_ipc": BackEnd(
+        "cuda_ipc": TransferBackend(
             name="cuda_ipc",
             make=lambda key, regions, ask: _make_cuda_ipc(spec, key, regions, ask),
             lacking=_lacking_cuda_ipc,
             places=_this_host,
         ),
-        "shm": BackEnd(
+        "shm": TransferBackend(
             name="shm",
             make=lambda key, regions, ask: _make_shm(spec, key, regions, ask),
             lacking=_lacking_shm,
             places=_this_host,
             expected=_copy_rate,
         ),
-        "tcp": BackEnd(
+        "tcp": TransferBackend(
             name="tcp",
             make=lambda key, regions, ask: _make_tcp(spec, key, regions, ask),
             lacking=_lacking_tcp,
@@ -107,23 +117,69 @@ def standard(spec: TransferSpec) -> list[BackEnd]:
     }
     unknown = [name for name in spec.backends if name not in made]
     if unknown:
-        known = ", ".join(ORDER)
+        known = ", ".join(BACKEND_ORDER)
         raise ConfigError(f"there is no way to move KV called {unknown[0]!r}; there are {known}")
-    return [made[name] for name in spec.backends or ORDER]
+    return [made[name] for name in spec.backends or BACKEND_ORDER]
 
 
 # ------------------------------------------------------------------------------ rdma
 
 
-def _lacking_rdma(regions: Sequence[Region]) -> str:
-    module = _module("pdserve.transfer.rdma")
-    return "this build has none" if module is None else module.available() or ""
+class _Rdma:
+    """Of one engine: its pools are registered once, for all lives of its node."""
 
+    def __init__(self, spec: TransferSpec) -> None:
+        self._spec = spec
+        self._adapters: Adapters | None = None
 
-def _make_rdma(key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
-    module = importlib.import_module("pdserve.transfer.rdma")
-    made: Transport = module.RdmaTransport(*key, regions, ask)
-    return made
+    def lacking(self, regions: Sequence[Region]) -> str:
+        """See `TransferBackend`."""
+        if not _in_build("pdserve.transfer.rdma"):
+            return "this build has none"
+        from pdserve.transfer.rdma.device_memory import unsupported_reason
+        from pdserve.transfer.rdma.pyverbs_loader import unavailable_reason
+
+        in_device = any(region.view is None for region in regions)
+        if in_device and self._spec.verify == "all":
+            return (
+                "--verify-kv=all: what an adapter writes to device memory is not compared "
+                "(cuda_ipc compares it; sample and off allow rdma)"
+            )
+        why = unavailable_reason() or unsupported_reason(regions) or self._register(regions)
+        if not why and in_device and self._spec.verify != "off":
+            _log.warning(
+                "--verify-kv=%s: over rdma KV in device memory is not compared (cuda_ipc: is)",
+                self._spec.verify,
+            )
+        return why
+
+    def _register(self, regions: Sequence[Region]) -> str:
+        if self._adapters is not None:
+            return ""
+        from pdserve.transfer.rdma.adapter import QueuePairOptions
+        from pdserve.transfer.rdma.adapters import Adapters
+
+        options = QueuePairOptions(traffic_class=self._spec.rdma_traffic_class)
+        adapters = Adapters(regions, self._spec.rdma_devices, options)
+        try:
+            adapters.open()
+        except TransferError as error:
+            _log.warning("KV does not move over rdma: %s", error.message)
+            return error.message
+        self._adapters = adapters
+        return ""
+
+    def make(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
+        """See `TransferBackend`."""
+        from pdserve.transfer.rdma.transport import RdmaTransport
+
+        return RdmaTransport(*key, regions, ask, adapters=self._adapters)
+
+    def close(self) -> None:
+        """See `TransferBackend`."""
+        adapters, self._adapters = self._adapters, None
+        if adapters is not None:
+            adapters.close()
 
 
 def _rdma_rate() -> float:
@@ -151,20 +207,22 @@ def _this_host() -> tuple[str, ...]:
 
 
 def _lacking_cuda_ipc(regions: Sequence[Region]) -> str:
-    module = _module("pdserve.transfer.cuda_ipc")
-    if module is None:
+    if not _in_build("pdserve.transfer.same_host.cuda_ipc"):
         return "this build has none"
     if any(region.view is not None for region in regions):
         return "the pool is in host memory"
-    return module.available() or ""
+    from pdserve.transfer.cuda.nvidia import unavailable_reason
+    from pdserve.transfer.same_host.cuda_ipc import unsupported_reason
+
+    return unavailable_reason() or unsupported_reason(regions)
 
 
 def _make_cuda_ipc(
-    spec: TransferSpec, key: PeerKey, regions: Sequence[Region], ask: Ask
-) -> Transport:
-    module = importlib.import_module("pdserve.transfer.cuda_ipc")
-    made: Transport = module.CudaIpcTransport(*key, regions, ask, verify=spec.verify)
-    return made
+    spec: TransferSpec, key: NodeLife, regions: Sequence[Region], ask: CallPeer
+) -> KvTransport:
+    from pdserve.transfer.same_host.cuda_ipc import CudaIpcTransport
+
+    return CudaIpcTransport(*key, regions, ask, verify=spec.verify)
 
 
 def _lacking_shm(regions: Sequence[Region]) -> str:
@@ -185,8 +243,10 @@ def _copy_rate() -> float:
     return _SAMPLE / max(1e-6, time.perf_counter() - begin)
 
 
-def _make_shm(spec: TransferSpec, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
-    from pdserve.transfer.shm import ShmTransport
+def _make_shm(
+    spec: TransferSpec, key: NodeLife, regions: Sequence[Region], ask: CallPeer
+) -> KvTransport:
+    from pdserve.transfer.same_host.shm import ShmTransport
 
     return ShmTransport(*key, regions, ask, verify=spec.verify)
 
@@ -200,15 +260,17 @@ def _lacking_tcp(regions: Sequence[Region]) -> str:
     return ""
 
 
-def _make_tcp(spec: TransferSpec, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+def _make_tcp(
+    spec: TransferSpec, key: NodeLife, regions: Sequence[Region], ask: CallPeer
+) -> KvTransport:
     """A network is no memory: unless nothing is to be checked, all is."""
-    from pdserve.net.tls import Tls
-    from pdserve.transfer.tcp import TcpTransport
+    from pdserve.net.transport.certificates import Certificates
+    from pdserve.transfer.tcp.transport import TcpTransport
 
     tls = None
     if spec.tls is not None:
         cert, key_file, ca = spec.tls
-        tls = Tls.load(Path(cert), Path(key_file), Path(ca) if ca else None)
+        tls = Certificates(Path(cert), Path(key_file), Path(ca) if ca else None)
     verify: Verify = "off" if spec.verify == "off" else "all"
     return TcpTransport(
         *key, regions, ask, host=spec.host, advertise=spec.advertise, verify=verify, tls=tls
@@ -229,11 +291,6 @@ def _tcp_rate(spec: TransferSpec) -> float:
     return max(0.0, speed) * 1e6 / 8
 
 
-def _module(name: str) -> Any:
-    """None where this build does not have it."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(error.name):
-            return None
-        raise
+def _in_build(module: str) -> bool:
+    """A build may leave a back end out."""
+    return importlib.util.find_spec(module) is not None

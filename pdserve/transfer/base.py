@@ -11,8 +11,8 @@ The destination *grants*: it binds blocks to a ticket, which travels to the sour
 bytes is the back end's matter (rdma writes them, tcp sends them to a receiver that places them, shm
 and cuda_ipc let the destination fetch them) and changes nothing of what follows.
 
-**Order.** `Sink.on_part` comes after all bytes of the part are in the blocks, on every road. Parts
-may arrive in another order than they were delivered in.
+**Order.** `GrantSink.on_part` comes after all bytes of the part are in the blocks, on every road.
+Parts may arrive in another order than they were delivered in.
 
 **Completion.** `done` of a delivery comes once. Without an error, the part has arrived and its sink
 has been or is being told; either way, the source's blocks are no longer read afterwards.
@@ -20,7 +20,7 @@ has been or is being told; either way, the source's blocks are no longer read af
 **Fence.** A failure, a timeout or a death says nothing about bytes that are still under way. Two
 things do, and only after one of them may the blocks be used for anything else:
     `Grant.revoke` returned    the writer has acknowledged that nothing is under way for this grant
-    `Path.close` returned      this node has destroyed what the peer could write through: needs
+    `KvPath.close` returned      this node has destroyed what the peer could write through: needs
                                nobody's cooperation, and holds for all grants of the path
 `Grant.finish` needs neither: the owner has been told of all parts that there are.
 
@@ -32,49 +32,39 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pdserve.messages.transfer import Control, RegionCard
-from pdserve.transfer.plan import block_bytes
+from pdserve.ids import NodeLife
+from pdserve.messages.transfer import RegionCard, TransferControl
+from pdserve.transfer.copy_plan import block_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.errors import TransferError
-    from pdserve.ids import Bytes, Epoch, NodeId, Seconds
-    from pdserve.messages.transfer import KvLayout, Ticket
-    from pdserve.transfer.plan import Layers
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.transfer import RankKvLayout, TransferTicket
+    from pdserve.transfer.copy_plan import Layers
 
 __all__ = [
-    "Ask",
-    "Done",
+    "CallPeer",
+    "DeliveryDone",
     "Grant",
-    "Order",
-    "Part",
-    "Path",
-    "PathStatistics",
-    "PeerKey",
+    "GrantSink",
+    "GrantSpec",
+    "KvPart",
+    "KvPath",
+    "KvTransport",
+    "PathStats",
     "Region",
-    "Sink",
-    "Transport",
 ]
 
 
-class PeerKey(NamedTuple):
-    """One life of a node. Another life of it has other paths."""
-
-    node: NodeId
-    epoch: Epoch
-
-    def __str__(self) -> str:
-        return f"{self.node}/{self.epoch}"
-
-
-Ask = Callable[[PeerKey, Control, float], Awaitable[Control]]
+CallPeer = Callable[[NodeLife, TransferControl, float], Awaitable[TransferControl]]
 """Says something to the peer's transport and returns its answer, within so many seconds. Raises a
-`PdserveError` when there is none. What it says arrives at the peer's `Transport.answer`."""
+`PdserveError` when there is none. What it says arrives at the peer's `KvTransport.answer`."""
 
-Done = Callable[["TransferError | None"], None]
+DeliveryDone = Callable[["TransferError | None"], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +74,7 @@ class Region:
     It must outlive the transport. `view` is its bytes in this process, None in device memory; `fd`
     is a descriptor that others can map, if there is one (`kv.storage.MemoryExport.fd`)."""
 
-    layout: KvLayout
+    layout: RankKvLayout
     blocks: int
     view: memoryview | None = None
     fd: int | None = None
@@ -101,8 +91,8 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a destination wants filled. Becomes a `Ticket` once it has a slot."""
+class GrantSpec:
+    """What a destination wants filled. Becomes a `TransferTicket` once it has a slot."""
 
     transfer: str
     attempt: int
@@ -112,7 +102,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class KvPart:
     """What a source has ready: `blocks` hold the tokens from `start` on, in `layers`."""
 
     number: int
@@ -126,7 +116,7 @@ class Part:
     """16 bytes per block, their hashes; empty: they have none. For back ends that can compare."""
 
 
-class Sink(Protocol):
+class GrantSink(Protocol):
     """Who hears what arrives under a grant. Called on the loop; quick, must not raise."""
 
     def on_part(self, part: int) -> None:
@@ -142,7 +132,7 @@ class Grant(Protocol):
     """The destination's side of one attempt."""
 
     @property
-    def ticket(self) -> Ticket: ...
+    def ticket(self) -> TransferTicket: ...
 
     @property
     def closed(self) -> bool:
@@ -163,11 +153,11 @@ class Grant(Protocol):
         ...
 
 
-class Path(Protocol):
+class KvPath(Protocol):
     """One peer, in one life of it, over one back end. Both ends may grant and deliver."""
 
     @property
-    def peer(self) -> PeerKey: ...
+    def peer(self) -> NodeLife: ...
 
     @property
     def backend(self) -> str: ...
@@ -177,18 +167,18 @@ class Path(Protocol):
         """Why nothing more can be started; None while it can."""
         ...
 
-    def grant(self, order: Order, sink: Sink) -> Grant:
+    def grant(self, order: GrantSpec, sink: GrantSink) -> Grant:
         """Let the peer fill these blocks. Raises `TransferRefused` for what cannot be (blocks of
         another grant, a wrong number), `PathLost`, `Overloaded` without a free slot."""
         ...
 
-    def deliver(self, ticket: Ticket, part: Part, done: Done) -> None:
+    def deliver(self, ticket: TransferTicket, part: KvPart, done: DeliveryDone) -> None:
         """Bring a part to the blocks of the peer's ticket. `part.blocks` must keep their content
         until `done`. Raises `TransferRefused`, `PathLost`, `Overloaded`; then `done` is not called.
         """
         ...
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def withdraw(self, ticket: TransferTicket) -> None:
         """Deliver nothing more under this ticket. What is under way ends by its `done`, when the
         source's blocks are no longer read; the peer's sink fails."""
         ...
@@ -199,26 +189,29 @@ class Path(Protocol):
         `PathLost`, sinks of open grants fail. Not to be cancelled."""
         ...
 
-    def statistics(self) -> PathStatistics: ...
+    @property
+    def stats(self) -> PathStats:
+        """Its counters. The record is the path's own and goes on counting."""
+        ...
 
 
-class Transport(Protocol):
+class KvTransport(Protocol):
     """One back end on one node."""
 
     @property
     def name(self) -> str: ...
 
-    async def connect(self, peer: PeerKey, *, timeout: Seconds) -> Path:
+    async def connect(self, peer: NodeLife, *, timeout: Seconds) -> KvPath:
         """The path to a peer, set up if there is none. Raises `TransferError`, naming the step.
         When both ends connect at once, both get a path that works; they may be two."""
         ...
 
-    async def answer(self, peer: PeerKey, control: Control) -> Control:
+    async def answer(self, peer: NodeLife, control: TransferControl) -> TransferControl:
         """What the peer's transport asked. The caller has authenticated the peer. Raises
         `TransferError`, which the caller passes on."""
         ...
 
-    def path(self, peer: PeerKey) -> Path | None:
+    def path(self, peer: NodeLife) -> KvPath | None:
         """The path to a peer that is up, whoever asked for it."""
         ...
 
@@ -228,7 +221,7 @@ class Transport(Protocol):
 
 
 @dataclass(slots=True)
-class PathStatistics:
+class PathStats:
     """Only grow during one life of a path, but for the last two."""
 
     parts_delivered: int = 0

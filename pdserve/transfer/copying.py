@@ -1,7 +1,7 @@
-"""Copying runs of bytes, and checksums over them: what a thread does for the loop.
+"""Copies runs of bytes and computes checksums, in threads beside the event loop.
 
-Both release the interpreter while they work, in the native twin: a pure `copy_runs` would hold it
-for as long as a chunk takes, so chunks are small enough for the loop beside it either way.
+The native functions release the GIL while they work. The pure `copy_runs` holds it for one chunk,
+so chunks are small enough not to delay the loop.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pdserve.ids import Bytes
-    from pdserve.transfer.plan import Runs
+    from pdserve.transfer.copy_plan import CopyRuns
 
-__all__ = ["CHUNK", "STREAMED", "checksum", "chunks", "copy_pure", "copy_runs", "crc32"]
+__all__ = ["CHUNK", "NON_TEMPORAL_BYTES", "checksum", "chunks", "copy_pure", "copy_runs", "crc32"]
 
 CHUNK: Final[Bytes] = 8 << 20
 """About how much is copied between two looks at whether it is still wanted: a millisecond."""
 
-STREAMED: Final[Bytes] = 1 << 20
+NON_TEMPORAL_BYTES: Final[Bytes] = 1 << 20
 """Copies of so much together go past the caches: they would push out what others have there."""
 
 
@@ -58,7 +58,9 @@ crc32 = accel.native.crc32 if accel.NATIVE and accel.native.crc32_here() else zl
 bytes are cut, which is what two ends with other runs of the same bytes need."""
 
 
-def chunks(runs: Runs, size: Bytes = CHUNK) -> Iterator[tuple[memoryview, memoryview, memoryview]]:
+def chunks(
+    runs: CopyRuns, size: Bytes = CHUNK
+) -> Iterator[tuple[memoryview, memoryview, memoryview]]:
     """The runs' destinations, sources and lengths, a few at a time, of about `size` bytes. Runs are
     not cut: `plan.split` does that."""
     if not len(runs):

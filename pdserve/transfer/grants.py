@@ -1,8 +1,8 @@
-"""A node's table of grants: which slot is whose, in which generation, and which blocks it holds.
+"""Tracks a node's grants: the slot, generation and blocks of each.
 
-A slot is a number that a notification can carry. Slots are reused in turn, each time with the next
-generation, so that a notification of an earlier use is recognised; blocks of a grant that is not
-closed are in no second one. It is pure; one transport owns it.
+A slot is a number that fits into a notification. Slots are reused in turn, each time with the next
+generation, so that a notification of an earlier use is recognised. A block belongs to at most one
+grant that is not closed. Pure; one transport owns it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from pdserve.errors import Overloaded
-from pdserve.messages.transfer import MAX_SLOTS, Ticket
-from pdserve.transfer.immediate import GENERATIONS
-from pdserve.transfer.plan import PlanError
+from pdserve.messages.transfer import MAX_SLOTS, TransferTicket
+from pdserve.transfer.copy_plan import PlanError
+from pdserve.transfer.rdma.imm_data import IMM_GENERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdserve.ids import Epoch, Seconds
-    from pdserve.transfer.base import Order, Sink
-    from pdserve.transfer.path import PathCore
+    from pdserve.transfer.base import GrantSink, GrantSpec
+    from pdserve.transfer.path_base import PathBase
 
-__all__ = ["GrantTable", "Granted"]
+__all__ = ["GrantEntry", "GrantTable"]
 
 _GENERATIONS: Final = 1 << 32
 
@@ -31,7 +31,7 @@ State = Literal["open", "failed", "stopping", "closed"]
 
 
 @dataclass(slots=True, eq=False)
-class Granted:
+class GrantEntry:
     """See `base.Grant`.
 
     open       parts arrive and are notified
@@ -40,9 +40,9 @@ class Granted:
     closed     finished or fenced
     """
 
-    ticket: Ticket
-    path: PathCore
-    sink: Sink
+    ticket: TransferTicket
+    path: PathBase
+    sink: GrantSink
     state: State = "open"
     parts: set[int] = field(default_factory=set)
     """Those that have arrived."""
@@ -69,13 +69,13 @@ class GrantTable:
         self.epoch = epoch
         self._free = deque(range(slots))
         self._generations = [0] * slots
-        self._current: dict[int, Granted] = {}
+        self._current: dict[int, GrantEntry] = {}
         self._blocks: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._current)
 
-    def open(self, path: PathCore, order: Order, sink: Sink) -> Granted:
+    def open(self, path: PathBase, order: GrantSpec, sink: GrantSink) -> GrantEntry:
         """A slot for an order. Raises `Overloaded`, `PlanError` for blocks of another grant."""
         if not self._free:
             raise Overloaded("every transfer slot is taken", retry_after=1.0)
@@ -84,7 +84,7 @@ class GrantTable:
             raise PlanError(f"block {min(shared)} belongs to another grant")
         slot = self._free.popleft()
         self._generations[slot] = (self._generations[slot] + 1) % _GENERATIONS
-        ticket = Ticket(
+        ticket = TransferTicket(
             transfer=order.transfer,
             attempt=order.attempt,
             epoch=self.epoch,
@@ -94,29 +94,29 @@ class GrantTable:
             tokens=order.tokens,
             blocks=tuple(order.blocks),
         )
-        granted = Granted(ticket, path, sink)
+        granted = GrantEntry(ticket, path, sink)
         self._current[slot] = granted
         self._blocks.update(ticket.blocks)
         return granted
 
     def find(
-        self, path: PathCore, slot: int, generation: int, *, exact: bool = False
-    ) -> Granted | None:
+        self, path: PathBase, slot: int, generation: int, *, exact: bool = False
+    ) -> GrantEntry | None:
         """The grant of this path that a notification means; four bits of its generation suffice,
         unless all of them are known (`exact`)."""
         granted = self._current.get(slot)
         if granted is None or granted.path is not path:
             return None
         same = (granted.ticket.generation - generation) % (
-            _GENERATIONS if exact else GENERATIONS
+            _GENERATIONS if exact else IMM_GENERATIONS
         ) == 0
         return granted if same else None
 
-    def of(self, path: PathCore) -> list[Granted]:
+    def of(self, path: PathBase) -> list[GrantEntry]:
         """All grants of a path that are not closed."""
         return [granted for granted in self._current.values() if granted.path is path]
 
-    def close(self, granted: Granted) -> None:
+    def close(self, granted: GrantEntry) -> None:
         """The blocks are the owner's again; the slot goes to the end of the line."""
         if granted.state == "closed":
             return
@@ -125,5 +125,5 @@ class GrantTable:
         self._blocks.difference_update(granted.ticket.blocks)
         self._free.append(granted.ticket.slot)
 
-    def __iter__(self) -> Iterator[Granted]:
+    def __iter__(self) -> Iterator[GrantEntry]:
         return iter(list(self._current.values()))

@@ -1,4 +1,4 @@
-"""How much of what arrives is compared with what was sent, besides what each road checks anyway."""
+"""Decides how much of the received KV is compared with what was sent."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Sans-I/O framing of messages."""
+"""The wire protocol between nodes, sans-I/O."""

@@ -1,12 +1,11 @@
-"""Typed bodies: a Struct to msgpack and back, with one error for whatever cannot be decoded.
+"""Encodes typed bodies as msgpack and decodes them, with one error for bytes that do not decode.
 
-Bodies are `msgspec.Struct`s encoded as arrays: fields are append-only with defaults, so a reader
+Bodies are `msgspec.Struct`s encoded as arrays. Fields are append-only with defaults, so a reader
 skips what a later version added and fills what an earlier one lacks. No body may hold an untyped
-field: a typed decoder refuses containers it does not expect while it parses, so that nesting and
-size are bounded by the types and by the frame, whatever the bytes claim.
+field: a typed decoder refuses unexpected containers while it parses, so that types and frame size
+bound nesting and memory, whatever the bytes claim.
 
-It knows no message. `Method` pairs a number on the wire with its two types; the numbers belong to
-whoever defines the methods.
+`Method` pairs a number on the wire with its two types; each package defines its own numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
-"""A body's bytes. Foreign objects raise TypeError: only what has a type on the wire is sent."""
+"""Encodes a body. Objects without a type on the wire raise `TypeError`."""
 
 UNDECODABLE: Final = (
     msgspec.DecodeError,  # malformed, truncated, trailing bytes; ValidationError: another type
@@ -39,12 +38,11 @@ UNDECODABLE: Final = (
     OverflowError,
     MemoryError,
 )
-"""All that a decoder raises for bytes that are not what they should be."""
+"""All exceptions that a decoder raises for malformed bytes."""
 
 
 def decoder(kind: type[T]) -> Callable[[Buffer], T]:
-    """A function from bytes to `kind`; it raises `ProtocolError` for anything else.
-
+    """Makes a function from bytes to `kind`, which raises `ProtocolError` for malformed bytes.
     Raises `TypeError` at once if `kind` could hold untyped data.
     """
     check_type(kind)
@@ -61,10 +59,9 @@ def decoder(kind: type[T]) -> Callable[[Buffer], T]:
 
 
 class Method(Generic[Q, R]):
-    """One kind of request: its number, a name for logs, the types of question and answer.
-
-    Numbers are 16 bits, chosen once and never reused: a peer of another version must not take
-    one question for another.
+    """One kind of request: its number, a name for logs, the types of request and answer. Numbers
+    are 16 bits, chosen once and never reused, so that peers of other versions cannot confuse
+    them.
     """
 
     __slots__ = ("decode_request", "id", "name", "reply", "unpack_reply")
@@ -78,17 +75,12 @@ class Method(Generic[Q, R]):
         check_type(reply)
         self.reply = reply
         self.unpack_reply: Callable[[Buffer], R] = msgspec.msgpack.Decoder(reply).decode
-        """Raises any of `UNDECODABLE`: for the one caller to which another call would show."""
-
-    def decode_reply(self, body: Buffer) -> R:
-        """Raises `ProtocolError` for anything but a reply."""
-        try:
-            return self.unpack_reply(body)
-        except UNDECODABLE as error:
-            raise self.bad_reply(error) from None
+        """Decodes an answer and raises any of `UNDECODABLE`; for the hot path, which saves a
+        call.
+        """
 
     def bad_reply(self, error: Exception) -> ProtocolError:
-        """What an answer that cannot be decoded means."""
+        """The error for an answer that does not decode."""
         return ProtocolError(f"the answer to {self.name} is no {self.reply.__name__}: {error}")
 
     def __repr__(self) -> str:
@@ -99,9 +91,8 @@ _NAMED = (inspect.DataclassType, inspect.TypedDictType)
 
 
 def check_type(kind: Any) -> None:
-    """Raise `TypeError` if a value of `kind` could hold untyped data, or a Struct no array.
-
-    `msgspec.Raw` may be held: it is bytes until a typed decoder reads them.
+    """Raises `TypeError` if a value of `kind` could hold untyped data, or a Struct that is no
+    array. `msgspec.Raw` is allowed: it is bytes until a typed decoder reads them.
     """
     seen: set[int] = set()
     waiting = [inspect.type_info(kind)]

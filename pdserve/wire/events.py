@@ -1,9 +1,8 @@
-"""What a connection reports: one record per thing that happened, in the order of the bytes.
+"""Events of a connection: one record for each thing that happened, in the order of the bytes.
 
-An event is handed over once and not kept. What a busy connection has most of, requests, answers
-and items of streams, comes by the list: one event for a run of them.
-
-`context` is whatever the owner gave when it started the request; a stream's is on the `Stream`.
+An event is handed over once and not kept. Frequent things (requests, answers, stream items) come in
+lists: one event for a run of them. `context` is the object that the owner gave when it started the
+request; a stream's is on the `StreamState`.
 """
 
 from __future__ import annotations
@@ -11,78 +10,78 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.errors import PdserveError
-from pdserve.wire.flow import Stream
-from pdserve.wire.handshake import Claim, Spoken
+from pdserve.wire.flow import StreamState
+from pdserve.wire.handshake import IdentityClaim, Negotiated
 from pdserve.wire.parser import Buffer
 
 __all__ = [
-    "Answered",
-    "Asked",
+    "AnswersReceived",
     "Authenticated",
     "BulkWanted",
-    "Data",
-    "Ended",
+    "ConnectionReady",
+    "DataReceived",
     "Event",
-    "Failed",
     "GoingAway",
-    "Opened",
     "PayloadBegins",
     "Pong",
-    "Raw",
-    "Ready",
+    "ProtocolViolated",
+    "RawReceived",
     "RequestCancelled",
-    "Reset",
-    "Told",
-    "Unblocked",
-    "Violated",
+    "RequestFailed",
+    "RequestsReceived",
+    "StreamEnded",
+    "StreamOpened",
+    "StreamReset",
+    "StreamUnblocked",
+    "TellReceived",
 ]
 
 
 class _Event(msgspec.Struct, gc=False):
-    """No cycles run through an event, so the collector need not look at it: except where it has an
-    error, whose traceback leads to the frame that holds the event."""
+    """Base of events. The garbage collector skips them, since no cycles run through an event,
+    except one with an error, whose traceback leads to the frame that holds it.
+    """
 
 
 class Authenticated(_Event):
     """Acceptor: the peer has proved the key. Answer with `accept` or `refuse` before reading on."""
 
-    claim: Claim
-    spoken: Spoken
+    claim: IdentityClaim
+    spoken: Negotiated
 
 
-class Ready(_Event):
+class ConnectionReady(_Event):
     """Dialler: the connection is open."""
 
-    claim: Claim
-    spoken: Spoken
+    claim: IdentityClaim
+    spoken: Negotiated
 
 
-class Told(_Event):
+class TellReceived(_Event):
     """A one-way message."""
 
     method: int
     body: Buffer
 
 
-class Asked(_Event):
-    """Requests that came one behind the other.
-
-    Exactly one of `respond` and `fail` answers each, unless it is cancelled first.
+class RequestsReceived(_Event):
+    """Requests that came in a run. Answer each exactly once by `respond` or `fail`, unless it is
+    cancelled first.
     """
 
     requests: list[tuple[int, int, int, Buffer]]
-    """(id, method, milliseconds left of the asker's deadline, body)."""
+    """Tuples of (id, method, milliseconds left of the caller's deadline, body)."""
 
 
-class Answered(_Event):
-    """Requests of ours that succeeded, whose answers came one behind the other."""
+class AnswersReceived(_Event):
+    """Answers of own requests that succeeded, in a run."""
 
     answers: list[tuple[object, Buffer]]
-    """(context, body)."""
+    """Tuples of (context, body)."""
 
 
-class Failed(_Event, gc=True):
-    """A request of ours failed at the peer."""
+class RequestFailed(_Event, gc=True):
+    """An own request failed at the peer."""
 
     context: object
     error: PdserveError
@@ -94,65 +93,64 @@ class RequestCancelled(_Event):
     stream: int
 
 
-class Opened(_Event):
+class StreamOpened(_Event):
     """The peer opened a stream. Give it a context, then `grant` credit if data is to come."""
 
-    stream: Stream
+    stream: StreamState
     method: int
     body: Buffer
     last: bool
-    """The peer sends nothing."""
+    """True if the peer sends nothing."""
 
 
-class Data(_Event):
-    """Items of one stream that came one behind the other."""
+class DataReceived(_Event):
+    """Items of one stream that came in a run."""
 
-    stream: Stream
+    stream: StreamState
     items: list[Buffer]
     cost: int
-    """What they cost together: the credit to return once they are taken."""
+    """Their total cost: the credit to return once they are taken."""
     last: bool
 
 
 class PayloadBegins(_Event):
-    """A large payload waits: call `place` with its destination, or None to drop it.
-
-    Always the last event of a `receive_*` call.
+    """A large payload waits: call `place` with its destination, or None to drop it. Always the last
+    event of a `receive_*` call.
     """
 
-    stream: Stream
+    stream: StreamState
     meta: bytes
     size: int
 
 
-class Raw(_Event):
+class RawReceived(_Event):
     """A raw payload is complete; a large one is where it was placed, empty if it was dropped."""
 
-    stream: Stream
+    stream: StreamState
     meta: bytes
     payload: Buffer
     size: int
-    """Of meta and payload together, also if it was dropped."""
+    """Bytes of meta and payload together, also if it was dropped."""
     last: bool
 
 
-class Ended(_Event):
+class StreamEnded(_Event):
     """The peer's half of the stream is complete."""
 
-    stream: Stream
+    stream: StreamState
 
 
-class Reset(_Event, gc=True):
+class StreamReset(_Event, gc=True):
     """The stream is over in both directions."""
 
-    stream: Stream
+    stream: StreamState
     error: PdserveError
 
 
-class Unblocked(_Event):
+class StreamUnblocked(_Event):
     """Credit came for a stream that had none left."""
 
-    stream: Stream
+    stream: StreamState
 
 
 class Pong(_Event):
@@ -160,17 +158,17 @@ class Pong(_Event):
 
 
 class GoingAway(_Event):
-    """The peer starts nothing more here; what is under way goes on."""
+    """The peer starts nothing more here; work under way goes on."""
 
     code: int
     message: str
 
 
 class BulkWanted(_Event):
-    """The peer asks us, who dialled, for the bulk connection."""
+    """The peer asks this side, which dialled, for the bulk connection."""
 
 
-class Violated(_Event, gc=True):
+class ProtocolViolated(_Event, gc=True):
     """The last event: the connection cannot go on. Send what is left, then close the transport."""
 
     error: PdserveError
@@ -178,21 +176,21 @@ class Violated(_Event, gc=True):
 
 Event = (
     Authenticated
-    | Ready
-    | Told
-    | Asked
-    | Answered
-    | Failed
+    | ConnectionReady
+    | TellReceived
+    | RequestsReceived
+    | AnswersReceived
+    | RequestFailed
     | RequestCancelled
-    | Opened
-    | Data
+    | StreamOpened
+    | DataReceived
     | PayloadBegins
-    | Raw
-    | Ended
-    | Reset
-    | Unblocked
+    | RawReceived
+    | StreamEnded
+    | StreamReset
+    | StreamUnblocked
     | Pong
     | GoingAway
     | BulkWanted
-    | Violated
+    | ProtocolViolated
 )

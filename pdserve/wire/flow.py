@@ -1,12 +1,12 @@
-"""Credit: how much of each stream, and of all streams of a peer, may be on its way.
+"""Credit-based flow control, per stream and per peer.
 
 A receiver grants credit; a DATA frame spends its body's length plus `FRAME_COST`, so that one
 number bounds bytes and frames. A sender may send while any credit is left, even a frame longer than
 it: no stream can stall on a frame that never fits, and a receiver holds at most its grants and one
 frame per stream. Credit returns when the consumer has taken half a window.
 
-All grants to one peer come from one `Budget`: however many streams it opens, its data occupies no
-more than that. Owned by one `Connection`.
+All grants to one peer come from one `CreditBudget`, however many streams it opens. Owned by one
+`Connection`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdserve.wire.limits import FRAME_COST
 if TYPE_CHECKING:
     from pdserve.ids import Bytes
 
-__all__ = ["Budget", "Stream", "cost_of"]
+__all__ = ["CreditBudget", "StreamState", "cost_of"]
 
 
 def cost_of(body: Bytes) -> int:
@@ -26,7 +26,7 @@ def cost_of(body: Bytes) -> int:
     return body + FRAME_COST
 
 
-class Budget:
+class CreditBudget:
     """Credit that may be granted to one peer at a time."""
 
     __slots__ = ("granted", "total")
@@ -36,7 +36,7 @@ class Budget:
         self.granted = 0
 
     def take(self, wanted: int, least: int) -> int:
-        """As much of `wanted` as there is; 0 if that is less than `least`."""
+        """Takes up to `wanted`; 0 if less than `least` is left."""
         available = min(wanted, self.total - self.granted)
         if available < min(least, wanted):
             return 0
@@ -44,18 +44,30 @@ class Budget:
         return available
 
     def give(self, amount: int) -> None:
-        """Return what was taken."""
+        """Returns credit."""
         self.granted -= amount
         if self.granted < 0:
             raise AssertionError("more credit returned than was granted")
 
 
-class Stream:
-    """One stream, as both directions of one connection see it.
+class BodyBudget:
+    """Bytes of request bodies that this node has under way for all its peers."""
+
+    __slots__ = ("most", "refused", "used")
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.used = 0
+        self.refused = 0
+        """Requests that found no room, here or in their peer's own share."""
+
+
+class StreamState:
+    """One stream of a connection, in both directions.
 
     Each half ends exactly once: ours when we send END, RESET or a frame flagged LAST, the peer's
-    when we receive one. The slot is free when both have ended, and not before: no frame of one
-    stream can be taken for a frame of the next.
+    when we receive one. The slot is free only when both have ended, so that a frame of one stream
+    cannot be taken for a frame of the next.
     """
 
     __slots__ = (
@@ -73,29 +85,29 @@ class Stream:
     def __init__(self, stream_id: int, *, credit: int, context: object = None) -> None:
         self.id = stream_id
         self.context = context
-        """The owner's."""
+        """The owner's object."""
         self.sending = True
-        """Our half goes on."""
+        """True while our half goes on."""
         self.receiving = True
-        """The peer's half goes on."""
+        """True while the peer's half goes on."""
         self.listening = True
-        """What the peer sends is reported; False once we reset or stopped it."""
+        """True while the peer's data is reported; False once we reset or stopped it."""
         self.credit = credit
-        """What we may still send; at 0 or below, nothing."""
+        """Credit left for sending; at 0 or below nothing may be sent."""
         self.window = 0
-        """What of the budget this stream holds."""
+        """This stream's part of the budget."""
         self.allowance = 0
-        """What the peer may still send."""
+        """Credit that the peer has left."""
         self.spent = 0
-        """What the consumer has taken since the last grant."""
+        """Credit of data taken by the consumer since the last grant."""
 
     @property
     def over(self) -> bool:
-        """Both halves have ended."""
+        """True if both halves have ended."""
         return not (self.sending or self.receiving)
 
     def refill(self, cost: int) -> int:
-        """The consumer took data of `cost`; returns the credit to grant now, often 0."""
+        """Notes that the consumer took data of `cost`; returns the credit to grant now, often 0."""
         self.spent += cost
         if 2 * self.spent < self.window:
             return 0
@@ -104,9 +116,8 @@ class Stream:
         return grant
 
     def release(self) -> int:
-        """The peer's half has ended: returns the share of the budget that nothing occupies.
-
-        What was received and not yet taken stays in `window`; `reclaim` returns it bit by bit.
+        """Ends the peer's half; returns the unoccupied part of the budget. Data received and not
+        yet taken stays in `window`; `reclaim` returns it step by step.
         """
         occupied = self.window - self.allowance - self.spent if self.listening else 0
         kept = min(max(occupied, 0), self.window)
@@ -114,7 +125,9 @@ class Stream:
         return freed
 
     def reclaim(self, cost: int) -> int:
-        """The consumer took data of `cost` after `release`; returns the share that frees."""
+        """Notes data of `cost` taken after `release`; returns the part of the budget that this
+        frees.
+        """
         freed = min(cost, self.window)
         self.window -= freed
         return freed

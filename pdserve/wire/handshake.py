@@ -1,4 +1,4 @@
-"""Who is there: a mutual proof of the cluster key, before anything else is said.
+"""Authenticates both sides of a connection: a mutual proof of the cluster key.
 
     dialler                                        acceptor
     HELLO  versions, features, nonce_d   ------->
@@ -56,22 +56,22 @@ __all__ = [
     "KEY_BYTES",
     "NONCE_BYTES",
     "PROTOCOL",
-    "Acceptor",
-    "Channel",
-    "Claim",
-    "Dialler",
+    "AcceptorHandshake",
+    "ConnectionRole",
+    "DialerHandshake",
+    "HandshakeRefusal",
+    "HandshakeRefusalReason",
     "Identity",
-    "Refusal",
-    "Spoken",
+    "IdentityClaim",
+    "Negotiated",
     "Versions",
-    "Why",
     "refusal_error",
 ]
 
 PROTOCOL: Final = 1
-"""The version of the protocol that this code speaks at most."""
+"""The highest protocol version that this code speaks."""
 KEY_BYTES: Final = 32
-"""A cluster key has at least this many bytes: a proof can be tried against guesses at leisure."""
+"""Smallest length of a cluster key: proofs can be tried against guesses offline."""
 NONCE_BYTES: Final = 32
 _MAGIC: Final = "pdserve"
 
@@ -83,7 +83,7 @@ _Version = Annotated[int, Meta(ge=1, le=0xFFFF)]
 _Bits = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Channel(IntEnum):
+class ConnectionRole(IntEnum):
     """What a connection carries."""
 
     CONTROL = 0
@@ -105,24 +105,28 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Auth(msgspec.Struct, frozen=True, array_like=True):
-    """AUTH and READY."""
+    """Body of AUTH and READY."""
 
     proof: _Proof
     claim: Annotated[bytes, Meta(max_length=800)]
-    """A `Claim` as it is hashed: later fields of it are covered by the proof, unknown or not."""
+    """An `IdentityClaim`, encoded as it is hashed: the proof covers fields of later versions
+    too.
+    """
 
 
-class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """Who a node says it is, and what the connection is for."""
+class IdentityClaim(msgspec.Struct, frozen=True, array_like=True):
+    """A node's claimed identity, and what the connection is for."""
 
     cluster: _Name
     node: _Name
     epoch: _Bits
     address: _Address = ""
-    """Where others dial it; empty: nobody can."""
-    channel: Annotated[int, Meta(ge=0, le=255)] = Channel.CONTROL
+    """Address at which it can be dialled; empty: it cannot."""
+    channel: Annotated[int, Meta(ge=0, le=255)] = ConnectionRole.CONTROL
     session: Annotated[bytes, Meta(max_length=32)] = b""
-    """READY: names the control connection; AUTH of a bulk connection: the one it belongs to."""
+    """In READY: names the control connection; in AUTH of a bulk connection: the one it belongs
+    to.
+    """
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True):
@@ -133,13 +137,13 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True):
 _decode_hello = decoder(Hello)
 _decode_challenge = decoder(Challenge)
 _decode_auth = decoder(Auth)
-_decode_claim = decoder(Claim)
+_decode_claim = decoder(IdentityClaim)
 _decode_refuse = decoder(Refuse)
 
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """The versions a node speaks, and the optional features it understands (bits)."""
+    """Protocol versions that a node speaks, and the optional features it understands (bits)."""
 
     least: int = max(1, PROTOCOL - 1)
     most: int = PROTOCOL
@@ -147,8 +151,8 @@ class Versions:
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
-    """What the two sides agreed on."""
+class Negotiated:
+    """The version and features that both sides agreed on."""
 
     version: int
     features: int
@@ -156,23 +160,25 @@ class Spoken:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this node is; the same for all its connections."""
+    """This node's identity, the same for all its connections."""
 
     cluster: str
     node: NodeId
     epoch: Epoch
     address: str = ""
 
-    def claim(self, channel: Channel = Channel.CONTROL, session: bytes = b"") -> Claim:
-        """The identity as it travels."""
-        return Claim(self.cluster, self.node, self.epoch, self.address, channel, session)
+    def claim(
+        self, channel: ConnectionRole = ConnectionRole.CONTROL, session: bytes = b""
+    ) -> IdentityClaim:
+        """The identity as it is sent."""
+        return IdentityClaim(self.cluster, self.node, self.epoch, self.address, channel, session)
 
 
 # ---------------------------------------------------------------------- refusals
 
 
-class Why(IntEnum):
-    """Codes of REFUSE. The first four are all that an unauthenticated peer can provoke."""
+class HandshakeRefusalReason(IntEnum):
+    """Codes of REFUSE. An unauthenticated peer can provoke only the first four."""
 
     MALFORMED = 1
     VERSION = 2
@@ -188,34 +194,48 @@ class Why(IntEnum):
 
 
 _TEXT: Final[dict[int, tuple[type[HandshakeRefused], str]]] = {
-    Why.MALFORMED: (HandshakeRefused, "the peer did not understand the handshake"),
-    Why.VERSION: (NoCommonVersion, "the peer speaks no version of the protocol that this does"),
-    Why.KEY: (WrongClusterKey, "the peer does not accept this node's cluster key"),
-    Why.BUSY: (HandshakeRefused, "the peer has too many unfinished handshakes"),
-    Why.CLUSTER: (WrongCluster, "the peer belongs to another cluster"),
-    Why.SELF: (WrongPeer, "the address leads back to a node of the same id"),
-    Why.STALE: (NameTaken, "the peer knows a later life of this node"),
-    Why.ITSELF: (OwnAddress, "the address leads back to this node itself"),
-    Why.SESSION: (HandshakeRefused, "the peer knows no such session for a bulk connection"),
-    Why.CLOSING: (HandshakeRefused, "the peer is going away"),
+    HandshakeRefusalReason.MALFORMED: (
+        HandshakeRefused,
+        "the peer did not understand the handshake",
+    ),
+    HandshakeRefusalReason.VERSION: (
+        NoCommonVersion,
+        "the peer speaks no version of the protocol that this does",
+    ),
+    HandshakeRefusalReason.KEY: (
+        WrongClusterKey,
+        "the peer does not accept this node's cluster key",
+    ),
+    HandshakeRefusalReason.BUSY: (HandshakeRefused, "the peer has too many unfinished handshakes"),
+    HandshakeRefusalReason.CLUSTER: (WrongCluster, "the peer belongs to another cluster"),
+    HandshakeRefusalReason.SELF: (WrongPeer, "the address leads back to a node of the same id"),
+    HandshakeRefusalReason.STALE: (NameTaken, "the peer knows a later life of this node"),
+    HandshakeRefusalReason.ITSELF: (OwnAddress, "the address leads back to this node itself"),
+    HandshakeRefusalReason.SESSION: (
+        HandshakeRefused,
+        "the peer knows no such session for a bulk connection",
+    ),
+    HandshakeRefusalReason.CLOSING: (HandshakeRefused, "the peer is going away"),
 }
 
 
-class Refusal(Exception):
-    """This side refuses: `why` goes over the wire, `error` is for this side's log."""
+class HandshakeRefusal(Exception):
+    """This side refuses: `why` is sent, `error` is for this side's log."""
 
-    def __init__(self, why: Why, error: HandshakeRefused | ProtocolError) -> None:
+    def __init__(
+        self, why: HandshakeRefusalReason, error: HandshakeRefused | ProtocolError
+    ) -> None:
         super().__init__(error.message)
         self.why = why
         self.error = error
 
     def body(self) -> bytes:
-        """Of the REFUSE frame: the code and its fixed text, nothing about this side."""
+        """Body of the REFUSE frame: the code and its fixed text, nothing about this side."""
         return encode(Refuse(self.why, _TEXT[self.why][1]))
 
 
 def refusal_error(body: Buffer) -> HandshakeRefused:
-    """What the peer's REFUSE means here. Raises `ProtocolError` if it means nothing."""
+    """The error for the peer's REFUSE. Raises `ProtocolError` for an unknown code."""
     refuse = _decode_refuse(body)
     kind, text = _TEXT.get(refuse.code, (HandshakeRefused, f"the peer refuses ({refuse.code})"))
     return kind(text)
@@ -230,7 +250,7 @@ _ACCEPTOR: Final = b"acceptor"
 def proof(
     key: bytes, role: bytes, hello: bytes, challenge: bytes, claim: bytes, binding: bytes
 ) -> bytes:
-    """The HMAC; every part is preceded by its length, so that no two inputs look alike."""
+    """Computes the HMAC; every part is preceded by its length, so that no two inputs look alike."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in (b"pdserve handshake 1", role, hello, challenge, claim, binding):
         mac.update(len(part).to_bytes(4, "big"))
@@ -243,21 +263,22 @@ def _check_keys(keys: tuple[bytes, ...]) -> None:
         raise ValueError(f"one or two keys of at least {KEY_BYTES} bytes are needed")
 
 
-class Dialler:
-    """The dialling side, one step per frame received. Steps raise `Refusal`."""
+class DialerHandshake:
+    """The dialling side, one step per received frame. Steps raise `HandshakeRefusal`."""
 
     def __init__(
         self,
-        claim: Claim,
+        claim: IdentityClaim,
         keys: tuple[bytes, ...],
         nonce: bytes,
         *,
         versions: Versions,
         binding: bytes = b"",
     ) -> None:
-        """`binding` is the SHA-256 of the acceptor's certificate under TLS, else empty."""
+        """Args: `binding` is the SHA-256 of the acceptor's certificate under TLS, else empty."""
         _check_keys(keys)
-        self._key = keys[0]
+        self.key = keys[0]
+        """The key that it proves itself with."""
         self._claim = encode(claim)
         self._cluster = claim.cluster
         self._versions = versions
@@ -265,35 +286,41 @@ class Dialler:
         hello = Hello(_MAGIC, versions.least, versions.most, versions.features, nonce)
         self.hello = encode(hello)
         self._challenge = b""
-        self.spoken = Spoken(0, 0)
+        self.spoken = Negotiated(0, 0)
 
     def on_challenge(self, body: Buffer) -> bytes:
-        """Returns AUTH's body."""
+        """Handles CHALLENGE; returns AUTH's body."""
         challenge = _well_formed(_decode_challenge, body)
         if not self._versions.least <= challenge.version <= self._versions.most:
-            raise Refusal(Why.VERSION, NoCommonVersion("the peer chose a version not offered"))
+            raise HandshakeRefusal(
+                HandshakeRefusalReason.VERSION,
+                NoCommonVersion("the peer chose a version not offered"),
+            )
         if challenge.features & ~self._versions.features:
-            raise Refusal(Why.MALFORMED, ProtocolError("the peer chose a feature not offered"))
-        self.spoken = Spoken(challenge.version, challenge.features)
+            raise HandshakeRefusal(
+                HandshakeRefusalReason.MALFORMED,
+                ProtocolError("the peer chose a feature not offered"),
+            )
+        self.spoken = Negotiated(challenge.version, challenge.features)
         self._challenge = bytes(body)
         return encode(Auth(self._proof(_DIALLER, self._claim), self._claim))
 
-    def on_ready(self, body: Buffer) -> Claim:
-        """Returns who the peer is, now proved."""
+    def on_ready(self, body: Buffer) -> IdentityClaim:
+        """Handles READY; returns the authenticated peer."""
         ready = _well_formed(_decode_auth, body)
         if not hmac.compare_digest(self._proof(_ACCEPTOR, ready.claim), ready.proof):
             text = "the peer could not prove that it has the cluster key"
-            raise Refusal(Why.KEY, WrongClusterKey(text))
+            raise HandshakeRefusal(HandshakeRefusalReason.KEY, WrongClusterKey(text))
         claim = _well_formed(_decode_claim, ready.claim)
         _check_cluster(self._cluster, claim)
         return claim
 
     def _proof(self, role: bytes, claim: bytes) -> bytes:
-        return proof(self._key, role, self.hello, self._challenge, claim, self._binding)
+        return proof(self.key, role, self.hello, self._challenge, claim, self._binding)
 
 
-class Acceptor:
-    """The accepting side, one step per frame received. Steps raise `Refusal`."""
+class AcceptorHandshake:
+    """The accepting side, one step per received frame. Steps raise `HandshakeRefusal`."""
 
     def __init__(
         self,
@@ -311,25 +338,32 @@ class Acceptor:
         self._versions = versions
         self._binding = binding
         self._hello = self._challenge = b""
-        self._key = b""
-        self.spoken = Spoken(0, 0)
+        self.key = b""
+        """The key that the peer proved itself with; empty until then."""
+        self.spoken = Negotiated(0, 0)
 
     def on_hello(self, body: Buffer) -> bytes:
-        """Returns CHALLENGE's body."""
+        """Handles HELLO; returns CHALLENGE's body."""
         hello = _well_formed(_decode_hello, body)
         if hello.magic != _MAGIC:
-            raise Refusal(Why.MALFORMED, ProtocolError("the peer does not speak this protocol"))
+            raise HandshakeRefusal(
+                HandshakeRefusalReason.MALFORMED,
+                ProtocolError("the peer does not speak this protocol"),
+            )
         version = min(hello.version_max, self._versions.most)
         if version < max(hello.version_min, self._versions.least):
             offered = f"{hello.version_min} to {hello.version_max}"
-            raise Refusal(Why.VERSION, NoCommonVersion(f"the peer speaks versions {offered} only"))
-        self.spoken = Spoken(version, hello.features & self._versions.features)
+            raise HandshakeRefusal(
+                HandshakeRefusalReason.VERSION,
+                NoCommonVersion(f"the peer speaks versions {offered} only"),
+            )
+        self.spoken = Negotiated(version, hello.features & self._versions.features)
         self._hello = bytes(body)
         self._challenge = encode(Challenge(version, self.spoken.features, self._nonce))
         return self._challenge
 
-    def on_auth(self, body: Buffer) -> Claim:
-        """Returns who the peer is, now proved."""
+    def on_auth(self, body: Buffer) -> IdentityClaim:
+        """Handles AUTH; returns the authenticated peer."""
         auth = _well_formed(_decode_auth, body)
         shown = b""
         for key in self._keys:  # all of them, whichever fits: the time taken tells nothing
@@ -337,20 +371,27 @@ class Acceptor:
             if hmac.compare_digest(expected, auth.proof):
                 shown = key
         if not shown:
-            raise Refusal(Why.KEY, WrongClusterKey("a peer does not have this cluster's key"))
-        self._key = shown
+            raise HandshakeRefusal(
+                HandshakeRefusalReason.KEY,
+                WrongClusterKey("a peer does not have this cluster's key"),
+            )
+        self.key = shown
         claim = _well_formed(_decode_claim, auth.claim)
         _check_cluster(self._identity.cluster, claim)
         if (claim.node, claim.epoch) == (self._identity.node, self._identity.epoch):
-            raise Refusal(Why.ITSELF, OwnAddress("this node has dialled itself"))
+            raise HandshakeRefusal(
+                HandshakeRefusalReason.ITSELF, OwnAddress("this node has dialled itself")
+            )
         if claim.node == self._identity.node:
-            raise Refusal(Why.SELF, WrongPeer("a peer has this node's own id"))
+            raise HandshakeRefusal(
+                HandshakeRefusalReason.SELF, WrongPeer("a peer has this node's own id")
+            )
         return claim
 
-    def ready(self, session: bytes, channel: Channel = Channel.CONTROL) -> bytes:
+    def ready(self, session: bytes, channel: ConnectionRole = ConnectionRole.CONTROL) -> bytes:
         """READY's body, once the peer is to be admitted."""
         claim = encode(self._identity.claim(channel, session))
-        shown = proof(self._key, _ACCEPTOR, self._hello, self._challenge, claim, self._binding)
+        shown = proof(self.key, _ACCEPTOR, self._hello, self._challenge, claim, self._binding)
         return encode(Auth(shown, claim))
 
 
@@ -358,9 +399,12 @@ def _well_formed(decode: Callable[[Buffer], T], body: Buffer) -> T:
     try:
         return decode(body)
     except ProtocolError as error:
-        raise Refusal(Why.MALFORMED, error) from None
+        raise HandshakeRefusal(HandshakeRefusalReason.MALFORMED, error) from None
 
 
-def _check_cluster(ours: str, claim: Claim) -> None:
+def _check_cluster(ours: str, claim: IdentityClaim) -> None:
     if claim.cluster != ours:
-        raise Refusal(Why.CLUSTER, WrongCluster(f"{claim.node} is of cluster {claim.cluster!r}"))
+        raise HandshakeRefusal(
+            HandshakeRefusalReason.CLUSTER,
+            WrongCluster(f"{claim.node} is of cluster {claim.cluster!r}"),
+        )

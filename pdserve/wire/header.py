@@ -1,4 +1,4 @@
-"""The 16 bytes before every frame's body, and every number a frame type or flag has ever had.
+"""Defines the 16-byte frame header, and the numbers of all frame kinds and flags.
 
     0        4     5      6      8         12        16
     | length | kind | flags | tag | stream | value | body: `length` bytes
@@ -14,7 +14,7 @@ import struct
 from enum import IntEnum, IntFlag
 from typing import Final
 
-__all__ = ["HEADER", "HEADER_BYTES", "Flag", "Header", "Kind"]
+__all__ = ["HEADER", "HEADER_BYTES", "FrameFlag", "FrameKind", "Header"]
 
 HEADER: Final = struct.Struct(">IBBHII")
 HEADER_BYTES: Final = HEADER.size
@@ -23,8 +23,8 @@ Header = tuple[int, int, int, int, int, int]
 """(length, kind, flags, tag, stream, value)."""
 
 
-class Kind(IntEnum):
-    """Frame types. Those below 16 are spoken before authentication and only then."""
+class FrameKind(IntEnum):
+    """Frame types. Those below 16 are sent before authentication and only then."""
 
     HELLO = 1
     """Dialler, first: versions, features, nonce."""
@@ -35,21 +35,21 @@ class Kind(IntEnum):
     READY = 4
     """Acceptor: its proof and its identity. From here on, the frames below."""
     REFUSE = 5
-    """Acceptor, instead of any of the above: why not. The connection ends."""
+    """Acceptor, instead of any of the above: the reason. The connection ends."""
 
     PING = 16
     """value: any number."""
     PONG = 17
-    """value: the ping's."""
+    """value: the ping's value."""
     GOAWAY = 18
-    """Body: `Goodbye`. The sender starts nothing more on this connection."""
+    """Body: `GoAway`. The sender starts nothing more on this connection."""
     BULK = 19
-    """Acceptor: please dial the bulk connection."""
+    """Acceptor: asks the dialler to dial the bulk connection."""
 
     TELL = 32
-    """tag: method. One way, never answered."""
+    """tag: method. A one-way message."""
     REQUEST = 33
-    """tag: method, value: milliseconds left. The sender's slot in `stream`."""
+    """tag: method, value: milliseconds left. `stream` is the sender's slot."""
     RESPONSE = 34
     """Ends a request."""
     ERROR = 35
@@ -58,18 +58,18 @@ class Kind(IntEnum):
     """Asks the other side to end a request, or its half of a stream whose other half has ended."""
 
     OPEN = 48
-    """tag: method, value: credit granted to the other side. The sender's slot in `stream`."""
+    """tag: method, value: credit granted to the other side. `stream` is the sender's slot."""
     DATA = 49
     """With RAW: value is the length of the meta that precedes the payload."""
     END = 50
     """The sender's half of the stream is complete."""
     RESET = 51
-    """Body: `Failure`. Ends the sender's half unfinished; it reads no more of the other's."""
+    """Body: `Failure`. Ends the sender's half unfinished; it also stops reading the other half."""
     CREDIT = 52
     """value: credit granted in addition."""
 
 
-class Flag(IntFlag):
+class FrameFlag(IntFlag):
     """Bits of the flags byte."""
 
     RAW = 0x01

@@ -1,6 +1,6 @@
-"""Every bound of the wire, with unit and reason.
+"""Bounds of the wire protocol, with unit and reason.
 
-Owned by whoever makes connections; a connection never changes its limits. Bounds on what an
+Connections get their limits when they are made and never change them. Bounds on what an
 unauthenticated peer may send are constants: no configuration loosens them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from pdserve.wire.header import HEADER_BYTES, Kind
+from pdserve.wire.header import HEADER_BYTES, FrameKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,30 +31,32 @@ __all__ = [
 ]
 
 HANDSHAKE_BODY: Final[Bytes] = 1024
-"""One frame before authentication: a nonce, a proof and three names fit four times."""
+"""Largest body before authentication: a nonce, a proof and three names fit four times."""
 HANDSHAKE_FRAMES: Final = 2
-"""Each side of a handshake sends two; so an unauthenticated peer gets half a page read."""
+"""Most frames of each side of a handshake; an unauthenticated peer gets half a page read."""
 HANDSHAKE_BYTES: Final[Bytes] = HANDSHAKE_FRAMES * (HEADER_BYTES + HANDSHAKE_BODY)
-"""All that is read from a peer before it is authenticated, beyond one read of the socket."""
+"""Most bytes read from a peer before it is authenticated, beyond one socket read."""
 
 LARGE: Final[Bytes] = 16 * 1024
-"""A body at least this long, cut by a read, is filled in place instead of joined from pieces."""
+"""A body of at least this length that a read cuts is filled in place instead of joined from
+pieces.
+"""
 FRAME_COST: Final = 128
-"""Credit that a DATA frame costs beyond its body: one number then bounds bytes and frames."""
+"""Credit that a DATA frame costs beyond its body, so that one number bounds bytes and frames."""
 MAX_STREAMS: Final = 1 << 16
 """Slots of one side of a connection: what 16 bits of a stream id can name."""
 
 UNKNOWN: Final = -1
-"""In a table of limits: this kind has no business here."""
+"""In a table of limits: this kind is not allowed."""
 
 IGNORED_BODY: Final[Bytes] = 4096
-"""An unknown frame that may be ignored is read whole before it is dropped."""
+"""Largest body of an unknown, ignorable frame; it is read whole and dropped."""
 META: Final[Bytes] = 4096
-"""The msgpack part of a raw DATA frame."""
+"""Most bytes of the msgpack part of a raw DATA frame."""
 
 _SMALL: Final[Bytes] = 4096
 _SPARE: Final[Bytes] = 256
-"""Kinds whose header says all; the room is for fields of later versions."""
+"""Kinds whose header says everything; the room is for fields of later versions."""
 
 
 def _table(bounds: Mapping[int, Bytes]) -> tuple[int, ...]:
@@ -62,33 +64,42 @@ def _table(bounds: Mapping[int, Bytes]) -> tuple[int, ...]:
 
 
 HANDSHAKE_TABLE: Final = _table(
-    dict[int, int].fromkeys(range(Kind.HELLO, Kind.REFUSE + 1), HANDSHAKE_BODY)
+    dict[int, int].fromkeys(range(FrameKind.HELLO, FrameKind.REFUSE + 1), HANDSHAKE_BODY)
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one authenticated peer may ask of one connection."""
+    """What one authenticated peer may use of one connection."""
 
     body: Bytes = 4 << 20
-    """Body of a TELL, REQUEST, RESPONSE, OPEN or DATA frame. A prompt of a million tokens fits;
-    what is larger travels as a stream of pieces. One such frame delays those behind it."""
+    """Largest body of a TELL, REQUEST, RESPONSE, OPEN or DATA frame. A prompt of a million tokens
+    fits; larger data travels as a stream. One such frame delays those behind it.
+    """
     pending: int = 4096
-    """Requests we have under way with the peer; one more is `Overloaded`."""
+    """Most own requests under way at the peer; one more raises `Overloaded`."""
     incoming: int = 8192
-    """Requests and streams the peer has under way with us; one more is answered `Overloaded`."""
+    """Most requests and streams of the peer under way here; one more is answered `Overloaded`."""
+    asked: Bytes = 64 << 20
+    """Most bytes of the peer's request bodies under way here; one more is answered `Overloaded`. A
+    full queue of ordinary prompts is a fraction of it.
+    """
+    asked_least: Bytes = 1 << 20
+    """Share of the node's request bodies that each peer has to itself, whatever the others use."""
     streams: int = 4096
-    """Streams we have open to the peer; one more is `Overloaded`."""
+    """Most own streams open to the peer; one more raises `Overloaded`."""
     window: int = 64 * 1024
-    """Credit granted per stream unless its owner says otherwise."""
+    """Default credit granted per stream."""
     least_window: int = 4096
-    """A stream that cannot get this much of the budget is refused instead of crawling."""
+    """A stream that cannot get this much of the budget is refused instead of being slow."""
     budget: int = 16 << 20
-    """Credit granted to the peer over all streams: the most its data can occupy here."""
+    """Credit granted to the peer over all streams: the most that its data can occupy here."""
     unsent: Bytes = 8 << 20
-    """Bytes waiting for a peer that reads slowly; a further request or tell is `Overloaded`."""
+    """Bytes waiting for a slow peer at which a further request or tell raises `Overloaded`."""
     unsent_hard: Bytes = 64 << 20
-    """Answers and control frames may go this far; then the connection ends."""
+    """Bytes up to which answers and control frames may still queue; beyond it the connection
+    ends.
+    """
 
     def __post_init__(self) -> None:
         if self.pending + self.streams >= MAX_STREAMS:
@@ -97,16 +108,22 @@ class Limits:
             raise ValueError(f"bounds on bytes must not be under {LARGE}")
 
     def table(self) -> tuple[int, ...]:
-        """The longest body of each kind on an authenticated connection."""
-        carriers: tuple[int, ...] = (Kind.TELL, Kind.REQUEST, Kind.RESPONSE, Kind.OPEN, Kind.DATA)
-        words: tuple[int, ...] = (Kind.GOAWAY, Kind.ERROR, Kind.RESET)
+        """The largest body of each kind on an authenticated connection."""
+        carriers: tuple[int, ...] = (
+            FrameKind.TELL,
+            FrameKind.REQUEST,
+            FrameKind.RESPONSE,
+            FrameKind.OPEN,
+            FrameKind.DATA,
+        )
+        words: tuple[int, ...] = (FrameKind.GOAWAY, FrameKind.ERROR, FrameKind.RESET)
         numbers: tuple[int, ...] = (
-            Kind.PING,
-            Kind.PONG,
-            Kind.BULK,
-            Kind.CANCEL,
-            Kind.END,
-            Kind.CREDIT,
+            FrameKind.PING,
+            FrameKind.PONG,
+            FrameKind.BULK,
+            FrameKind.CANCEL,
+            FrameKind.END,
+            FrameKind.CREDIT,
         )
         return _table(
             dict.fromkeys(carriers, self.body)

@@ -1,14 +1,11 @@
-"""Cuts a byte stream into frames, however it was split.
+"""Splits a byte stream into frames. Sans-I/O.
 
-Sans-I/O. A length is checked against its kind's limit before anything of the body is kept, so
-memory is bounded by one frame plus one read. Small frames are slices of the read they came in; a
-large body that a read cuts is filled in place, straight from the socket if the reader asks
-`wanted()`.
+A length is checked against its kind's limit before any of the body is kept, so memory is bounded by
+one frame plus one read. Small frames are slices of the read they came in; a large body that a read
+cuts is filled in place, straight from the socket if the reader uses `wanted()`.
 
-The payload of a large raw frame goes where the owner says: `feed` stops with the frame's meta as
-the last body and `placing` set to the payload's size; `place` goes on.
-
-It knows neither states nor what a body means; each connection owns one.
+The owner chooses where the payload of a large raw frame goes: `feed` stops with the frame's meta as
+the last body and `placing` set to the payload's size; `place` continues. Each connection owns one.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ProtocolError
-from pdserve.wire.header import HEADER, HEADER_BYTES, Flag, Kind
+from pdserve.wire.header import HEADER, HEADER_BYTES, FrameFlag, FrameKind
 from pdserve.wire.limits import IGNORED_BODY, LARGE, META, UNKNOWN
 
 if TYPE_CHECKING:
@@ -30,14 +27,16 @@ __all__ = ["Buffer", "Frame", "FrameParser"]
 Buffer = bytes | bytearray | memoryview
 Frame = tuple["Header", Buffer]
 
-_DATA: Final = int(Kind.DATA)
-_RAW: Final = int(Flag.RAW)
-_IGNORABLE: Final = int(Flag.IGNORABLE)
+_DATA: Final = int(FrameKind.DATA)
+_RAW: Final = int(FrameFlag.RAW)
+_IGNORABLE: Final = int(FrameFlag.IGNORABLE)
 _unpack_from = HEADER.unpack_from
 
 
 def _is_announced(kind: int, flags: int, length: Bytes, value: int) -> bool:
-    """The frame's meta comes first, alone: its payload is large, or the two lengths disagree."""
+    """True if the frame's meta is reported first: its payload is large, or the two lengths
+    disagree.
+    """
     return kind == _DATA and bool(flags & _RAW) and (length - value >= LARGE or value > length)
 
 
@@ -47,29 +46,29 @@ class FrameParser:
     __slots__ = ("_filled", "_goal", "_header", "_tail", "large", "placing", "single", "table")
 
     def __init__(self, table: Sequence[int], *, single: bool = False) -> None:
-        """`table` holds each kind's longest body, `UNKNOWN` for kinds that are not allowed."""
+        """Args: `table` holds each kind's largest body, `UNKNOWN` for kinds that are not
+        allowed.
+        """
         self.table = table
         self.single = single
-        """Return one frame per `feed`: what follows may have to meet another table."""
+        """True: return one frame per `feed`, since the next may need another table."""
         self.placing: Bytes = 0
-        """Size of the payload that waits for `place`; 0: none does."""
+        """Size of the payload that waits for `place`; 0: none."""
         self._tail = b""
         self._header: Header | None = None
         self._goal: Bytes = 0  # of a large body: its size
         self._filled: Bytes = 0  # and how much of it has come
         self.large: memoryview | None = None
-        """Where a large body goes that is being received; None: nowhere, or there is none."""
+        """Memory of a large body being received; None: dropped, or there is none."""
 
     @property
     def pending(self) -> Bytes:
-        """Bytes received of a frame that is not complete."""
+        """Bytes received of an incomplete frame."""
         return len(self._tail) + self._filled
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that `data` completes, in order.
-
-        Raises `ProtocolError` for a length over the limit and for a kind that is not allowed; the
-        stream cannot be read on after that.
+        """The frames that `data` completes, in order. Raises `ProtocolError` for a length over the
+        limit and for a kind that is not allowed; after that the stream is unreadable.
         """
         frames: list[Frame] = []
         if self.placing:
@@ -85,7 +84,7 @@ class FrameParser:
         return frames
 
     def _cut(self, data: bytes, frames: list[Frame]) -> None:
-        """Slice whole frames off `data`; keep or begin what is incomplete."""
+        """Slices whole frames off `data`; keeps or begins an incomplete one."""
         table, single, append = self.table, self.single, frames.append
         position, end = 0, len(data)
         last = end - HEADER_BYTES
@@ -112,7 +111,7 @@ class FrameParser:
         self._tail = data[position:]
 
     def _check_unknown(self, header: Header) -> None:
-        """Over the limit or not allowed: passes only what says that it may be ignored."""
+        """Checks a frame over the limit or not allowed: only one flagged ignorable passes."""
         length, kind, flags = header[:3]
         if self.table[kind] != UNKNOWN:
             limit = self.table[kind]
@@ -128,7 +127,7 @@ class FrameParser:
         self._header, self._goal, self._filled, self.large = header, goal, 0, destination
 
     def _fill(self, data: bytes, frames: list[Frame]) -> bytes:
-        """Move `data` into the large body; returns what is left over."""
+        """Moves `data` into the large body; returns what is left over."""
         take = min(self._goal - self._filled, len(data))
         if self.large is not None:
             self.large[self._filled : self._filled + take] = data[:take]
@@ -136,17 +135,17 @@ class FrameParser:
         return data[take:]
 
     def wanted(self) -> memoryview | None:
-        """Where the next bytes belong, if they can be received in place; see `filled`."""
+        """Memory for the next bytes, if they can be received in place; then call `filled`."""
         if self.large is None:
             return None
         return self.large[self._filled :]
 
     def drop(self) -> None:
-        """Let go of the memory a body is being received into; the rest of the body is dropped."""
+        """Releases the memory of a body being received; the rest of the body is dropped."""
         self.large = None
 
     def filled(self, count: Bytes) -> list[Frame]:
-        """`count` bytes were received into `wanted()`; returns the frame if that completed it."""
+        """Notes `count` bytes received into `wanted()`; returns the frame if that completed it."""
         self._filled += count
         if self._filled < self._goal or self._header is None:
             return []
@@ -157,7 +156,7 @@ class FrameParser:
     # ------------------------------------------------------------------ raw payloads
 
     def _begin_raw(self, header: Header, data: bytes, start: int, frames: list[Frame]) -> int:
-        """Announce the payload by its meta, if that is here; returns where the tail begins."""
+        """Reports the payload's meta, if it has arrived; returns where the tail begins."""
         length, meta_bytes = header[0], header[5]
         if meta_bytes > min(length, META):
             raise ProtocolError(f"a raw frame of {length} bytes has a meta of {meta_bytes} bytes")
@@ -170,9 +169,8 @@ class FrameParser:
         return stop
 
     def place(self, destination: memoryview | None) -> list[Frame]:
-        """Say where the awaited payload goes; None drops it. Goes on like `feed`.
-
-        The payload's frame comes with `destination` for a body, or with an empty one if dropped.
+        """Sets where the awaited payload goes (None drops it) and continues like `feed`. The
+        payload's frame has `destination` as its body, or an empty one if dropped.
         """
         if not self.placing or self._header is None:
             raise RuntimeError("place() without a payload that waits")

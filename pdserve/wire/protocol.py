@@ -1,4 +1,4 @@
-"""One connection between two nodes, sans-I/O: bytes and verbs in, events and bytes out.
+"""The protocol of one connection between nodes, sans-I/O: bytes and verbs in, events out.
 
     receive_data, receive_eof, receive_buffer + received, place     what came; return events
     send_*, respond, fail, grant, abort, accept, refuse ...         what to say; they only append
@@ -12,7 +12,7 @@
     ENDED     whatever comes is dropped
 
 Any state goes to ENDED when the peer breaks the rules or refuses, or when the bytes end; the event
-is `Violated`, and what is left in `data_to_send` says so to the peer.
+is `ProtocolViolated`, and what is left in `data_to_send` says so to the peer.
 
 Last words. A request ends by RESPONSE or ERROR, a half of a stream by END, RESET or LAST. A slot is
 used again only when both sides have said theirs, also after a cancellation: so a frame always meets
@@ -41,10 +41,16 @@ from pdserve.errors import (
 )
 from pdserve.wire import events as ev
 from pdserve.wire.codec import decoder, encode
-from pdserve.wire.failure import decode_failure, encode_failure, error_of, failure_of
-from pdserve.wire.flow import Budget, Stream, cost_of
-from pdserve.wire.handshake import Acceptor, Dialler, Refusal, Why, refusal_error
-from pdserve.wire.header import HEADER, HEADER_BYTES, Flag, Kind
+from pdserve.wire.error_codec import decode_failure, encode_failure, error_of, failure_of
+from pdserve.wire.flow import BodyBudget, CreditBudget, StreamState, cost_of
+from pdserve.wire.handshake import (
+    AcceptorHandshake,
+    DialerHandshake,
+    HandshakeRefusal,
+    HandshakeRefusalReason,
+    refusal_error,
+)
+from pdserve.wire.header import HEADER, HEADER_BYTES, FrameFlag, FrameKind
 from pdserve.wire.limits import (
     FRAME_COST,
     HANDSHAKE_FRAMES,
@@ -54,7 +60,7 @@ from pdserve.wire.limits import (
     Limits,
 )
 from pdserve.wire.parser import FrameParser
-from pdserve.wire.slots import ACCEPTORS, GENERATION, Slots
+from pdserve.wire.stream_ids import ACCEPTORS, GENERATION, StreamIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,11 +69,11 @@ if TYPE_CHECKING:
     from pdserve.wire.header import Header
     from pdserve.wire.parser import Buffer, Frame
 
-__all__ = ["Connection", "Goodbye", "Leaving", "State"]
+__all__ = ["Connection", "ConnectionState", "GoAway", "GoAwayCode"]
 
 
-class State(Enum):
-    """See the table above."""
+class ConnectionState(Enum):
+    """The states in the module docstring's table."""
 
     GREETING = "greeting"
     PROVING = "proving"
@@ -76,36 +82,36 @@ class State(Enum):
     ENDED = "ended"
 
 
-class Leaving(IntEnum):
-    """Codes of GOAWAY. From `REPLACED` on, the sender does not wait for what is under way."""
+class GoAwayCode(IntEnum):
+    """Codes of GOAWAY. From `REPLACED` on, the sender does not wait for work under way."""
 
     SHUTDOWN = 0
-    """The node is going away."""
+    """The node shuts down."""
     DUPLICATE = 1
     """Another connection between the two nodes takes over."""
     REPLACED = 16
     """A later life of the same node has connected."""
     VIOLATION = 17
-    """The receiver of this frame broke the rules."""
+    """The receiver of this frame broke the protocol."""
     SILENT = 18
     """The receiver of this frame did not answer in time."""
 
 
-class Goodbye(msgspec.Struct, frozen=True, array_like=True):
+class GoAway(msgspec.Struct, frozen=True, array_like=True):
     """Body of GOAWAY."""
 
     code: int
     message: str = ""
 
 
-_decode_goodbye = decoder(Goodbye)
+_decode_goodbye = decoder(GoAway)
 # Module globals of plain ints: an enum's member costs a hot path two attribute lookups.
-_OPEN: Final = State.OPEN
-_REQUEST: Final = int(Kind.REQUEST)
-_RESPONSE: Final = int(Kind.RESPONSE)
-_DATA: Final = int(Kind.DATA)
-_LAST: Final = int(Flag.LAST)
-_RAW: Final = int(Flag.RAW)
+_OPEN: Final = ConnectionState.OPEN
+_REQUEST: Final = int(FrameKind.REQUEST)
+_RESPONSE: Final = int(FrameKind.RESPONSE)
+_DATA: Final = int(FrameKind.DATA)
+_LAST: Final = int(FrameFlag.LAST)
+_RAW: Final = int(FrameFlag.RAW)
 
 _pack = HEADER.pack
 _MISSING: Final = object()
@@ -115,57 +121,68 @@ _LONGEST_MESSAGE: Final = 1000
 class Connection:
     """One side of one connection. `queued` and `taken` count the bytes of its whole life."""
 
-    def __init__(self, handshake: Dialler | Acceptor, limits: Limits) -> None:
+    def __init__(
+        self,
+        handshake: DialerHandshake | AcceptorHandshake,
+        limits: Limits,
+        bodies: BodyBudget | None = None,
+    ) -> None:
+        """Args: `bodies` is shared by all connections of a node; None: nothing is shared."""
+        self._bodies = BodyBudget(limits.asked) if bodies is None else bodies
         self._set_limits(limits)
-        self.state = State.GREETING
-        self.dialled = isinstance(handshake, Dialler)
+        self.state = ConnectionState.GREETING
+        self.dialled = isinstance(handshake, DialerHandshake)
         self.leaving = False
-        """We said GOAWAY."""
+        """True once this side sent GOAWAY."""
         self.left = False
-        """The peer said GOAWAY."""
+        """True once the peer sent GOAWAY."""
 
         # What is to be written.
         self.queued: Bytes = 0
-        """Bytes ever appended; less `taken`, what waits for `data_to_send`."""
+        """Bytes ever appended; minus `taken`, those that wait for `data_to_send`."""
         self.taken: Bytes = 0
         """Bytes ever handed out by `data_to_send`."""
         self._out: list[Buffer] = []
         self._bulky = False  # one of them is worth not being copied
 
         # What is under way.
-        self._slots = Slots(dialled=self.dialled)
+        self._slots = StreamIds(dialled=self.dialled)
         self._free = self._slots.free
         self.calls: dict[int, object] = {}
-        """Requests of ours, by id: the context, None once cancelled. The owner may look."""
-        self._asked: set[int] = set()  # the peer's requests that we owe an answer
-        self._streams: dict[int, Stream] = {}
+        """Own requests by id: the context, None once cancelled. The owner may read it."""
+        self._asked: dict[int, Bytes] = {}
+        """The peer's unanswered requests, with the size of their bodies."""
+        self.asked_bytes: Bytes = 0
+        """Bytes of the bodies of the peer's unanswered requests."""
+        self._streams: dict[int, StreamState] = {}
         self._own_streams = 0
-        self._payload: tuple[Stream, bytes] | None = None  # being received in place
+        self._payload: tuple[StreamState, bytes] | None = None  # being received in place
 
         self._handshake = handshake
         self._greetings = 0
         self._parser = FrameParser(HANDSHAKE_TABLE, single=True)
         self._rules: dict[int, Callable[[Header, Buffer, list[ev.Event]], None]] = {
-            Kind.TELL: self._on_tell,
-            Kind.ERROR: self._on_error,
-            Kind.CANCEL: self._on_cancel,
-            Kind.OPEN: self._on_open,
-            Kind.DATA: self._on_data,
-            Kind.END: self._on_end,
-            Kind.RESET: self._on_reset,
-            Kind.CREDIT: self._on_credit,
-            Kind.PING: self._on_ping,
-            Kind.PONG: self._on_pong,
-            Kind.GOAWAY: self._on_goaway,
-            Kind.BULK: self._on_bulk,
+            FrameKind.TELL: self._on_tell,
+            FrameKind.ERROR: self._on_error,
+            FrameKind.CANCEL: self._on_cancel,
+            FrameKind.OPEN: self._on_open,
+            FrameKind.DATA: self._on_data,
+            FrameKind.END: self._on_end,
+            FrameKind.RESET: self._on_reset,
+            FrameKind.CREDIT: self._on_credit,
+            FrameKind.PING: self._on_ping,
+            FrameKind.PONG: self._on_pong,
+            FrameKind.GOAWAY: self._on_goaway,
+            FrameKind.BULK: self._on_bulk,
         }
-        if isinstance(handshake, Dialler):
-            self._put(Kind.HELLO, body=handshake.hello)
+        if isinstance(handshake, DialerHandshake):
+            self._put(FrameKind.HELLO, body=handshake.hello)
 
     def _set_limits(self, limits: Limits) -> None:
         self.limits = limits
-        self.budget = Budget(limits.budget)
+        self.budget = CreditBudget(limits.budget)
         self._pending, self._incoming = limits.pending, limits.incoming
+        self._asked_least = limits.asked_least
 
     # ------------------------------------------------------------------ what goes out
 
@@ -175,10 +192,9 @@ class Connection:
         return self.queued - self.taken
 
     def data_to_send(self, most: Bytes = 1 << 62) -> list[Buffer]:
-        """What to write, in order, as few buffers; they must not change before they are written.
-
-        Stops after `most` bytes, though not inside a body. Small pieces come joined; a large body
-        is the very object that was given.
+        """The next bytes to write, in few buffers, which must not change before they are written.
+        Stops after `most` bytes, though not inside a body. Small pieces come joined; a large
+        body is the very object that was given.
         """
         if self.queued - self.taken > most:
             return _join_small(self._take(most))
@@ -218,15 +234,15 @@ class Connection:
         self.queued += HEADER_BYTES
 
     def _append(self, body: Buffer) -> None:
-        """Queue a body, or a part of one, behind its header."""
+        """Queues a body, or a part of one, behind its header."""
         self._out.append(body)
         self.queued += len(body)
         if len(body) >= LARGE:
             self._bulky = True
 
     def _check_start(self, length: Bytes) -> None:
-        """Raise unless something new may be sent: `LinkLost`, `PayloadTooLarge`, `Overloaded`."""
-        if self.state is not State.OPEN or self.leaving or self.left:
+        """Raises unless something new may be sent: `LinkLost`, `PayloadTooLarge`, `Overloaded`."""
+        if self.state is not ConnectionState.OPEN or self.leaving or self.left:
             raise LinkLost("the link is closed or closing", sent=False)
         self._check_size(length)
         if length >= LARGE:
@@ -246,37 +262,40 @@ class Connection:
     # ------------------------------------------------------------------ handshake
 
     def accept(self, session: bytes = b"", *, limits: Limits | None = None) -> bool:
-        """Acceptor: admit the peer, under other limits if it is to carry bulk.
-
-        `session` is what READY calls this connection. False: the connection has ended in the
-        meantime."""
-        if self.state is State.ENDED:
+        """Acceptor: admits the peer, under other limits for a bulk connection. `session` names this
+        connection in READY. False: the connection has ended meanwhile.
+        """
+        if self.state is ConnectionState.ENDED:
             return False
         handshake = self._handshake
-        if self.state is not State.JUDGING or not isinstance(handshake, Acceptor):
+        if self.state is not ConnectionState.JUDGING or not isinstance(
+            handshake, AcceptorHandshake
+        ):
             raise RuntimeError(f"accept() in state {self.state.value}")
         if limits is not None:
             self._set_limits(limits)
-        self._put(Kind.READY, body=handshake.ready(session))
+        self._put(FrameKind.READY, body=handshake.ready(session))
         self._open()
         return True
 
-    def refuse(self, why: Why, error: HandshakeRefused) -> None:
-        """Acceptor: turn an unfinished handshake away."""
-        if self.state is State.OPEN or self.dialled:
+    def refuse(self, why: HandshakeRefusalReason, error: HandshakeRefused) -> None:
+        """Acceptor: refuses an unfinished handshake."""
+        if self.state is ConnectionState.OPEN or self.dialled:
             raise RuntimeError(f"refuse() in state {self.state.value}")
-        if self.state is State.ENDED:
+        if self.state is ConnectionState.ENDED:
             return
-        self._put(Kind.REFUSE, body=Refusal(why, error).body())
-        self.state = State.ENDED
+        self._put(FrameKind.REFUSE, body=HandshakeRefusal(why, error).body())
+        self.state = ConnectionState.ENDED
 
     def _open(self) -> None:
-        self.state = State.OPEN
+        self.state = ConnectionState.OPEN
         self._parser.table = self.limits.table()
         self._parser.single = False
 
     def _greet(self, data: bytes, events: list[ev.Event]) -> None:
-        """Frames before authentication, one at a time: each changes what may follow."""
+        """Handles frames before authentication, one at a time, since each changes what may
+        follow.
+        """
         frames = self._parser.feed(data)
         while frames:
             if self._greetings == HANDSHAKE_FRAMES:
@@ -285,32 +304,32 @@ class Connection:
             header, body = frames[0]
             self._on_greeting(header[1], body, events)
             frames = self._parser.feed(b"")
-            if self.state is State.OPEN:
+            if self.state is ConnectionState.OPEN:
                 self._on_frames(frames, events)
                 return
-        if self.state is State.JUDGING and self._parser.pending:
+        if self.state is ConnectionState.JUDGING and self._parser.pending:
             raise ProtocolError("the peer spoke before it was admitted")
 
     def _on_greeting(self, kind: int, body: Buffer, events: list[ev.Event]) -> None:
         handshake, state = self._handshake, self.state
-        if isinstance(handshake, Dialler):
-            if kind == Kind.CHALLENGE and state is State.GREETING:
-                self._put(Kind.AUTH, body=handshake.on_challenge(body))
-                self.state = State.PROVING
-            elif kind == Kind.READY and state is State.PROVING:
+        if isinstance(handshake, DialerHandshake):
+            if kind == FrameKind.CHALLENGE and state is ConnectionState.GREETING:
+                self._put(FrameKind.AUTH, body=handshake.on_challenge(body))
+                self.state = ConnectionState.PROVING
+            elif kind == FrameKind.READY and state is ConnectionState.PROVING:
                 claim = handshake.on_ready(body)
                 self._open()
-                events.append(ev.Ready(claim, handshake.spoken))
-            elif kind == Kind.REFUSE:
+                events.append(ev.ConnectionReady(claim, handshake.spoken))
+            elif kind == FrameKind.REFUSE:
                 raise refusal_error(body)
             else:
                 raise ProtocolError(f"a frame of kind {kind} while {state.value}")
-        elif kind == Kind.HELLO and state is State.GREETING:
-            self._put(Kind.CHALLENGE, body=handshake.on_hello(body))
-            self.state = State.PROVING
-        elif kind == Kind.AUTH and state is State.PROVING:
+        elif kind == FrameKind.HELLO and state is ConnectionState.GREETING:
+            self._put(FrameKind.CHALLENGE, body=handshake.on_hello(body))
+            self.state = ConnectionState.PROVING
+        elif kind == FrameKind.AUTH and state is ConnectionState.PROVING:
             claim = handshake.on_auth(body)
-            self.state = State.JUDGING
+            self.state = ConnectionState.JUDGING
             events.append(ev.Authenticated(claim, handshake.spoken))
         else:
             raise ProtocolError(f"a frame of kind {kind} while {state.value}")
@@ -321,27 +340,27 @@ class Connection:
         """The events that `data` completes. After `PayloadBegins`, call `place` first."""
         events: list[ev.Event] = []
         try:
-            if self.state is State.OPEN:
+            if self.state is ConnectionState.OPEN:
                 self._on_frames(self._parser.feed(data), events)
-            elif self.state is not State.ENDED:
+            elif self.state is not ConnectionState.ENDED:
                 self._greet(data, events)
-        except (PdserveError, Refusal) as error:
+        except (PdserveError, HandshakeRefusal) as error:
             self._violate(error, events)
         return events
 
     @property
     def in_place(self) -> bool:
-        """`receive_buffer` may have something: what is to be asked before each read."""
+        """True if `receive_buffer` may return memory; check it before each read."""
         return self._parser.large is not None
 
     def receive_buffer(self) -> memoryview | None:
-        """Where the next bytes belong, if they can be received in place; then call `received`."""
+        """Memory for the next bytes, if they can be received in place; then call `received`."""
         return self._parser.wanted()
 
     def received(self, count: Bytes) -> list[ev.Event]:
-        """`count` bytes are in `receive_buffer()`."""
+        """Notes `count` bytes received into `receive_buffer()`; returns events."""
         events: list[ev.Event] = []
-        if self.state is State.OPEN:
+        if self.state is ConnectionState.OPEN:
             try:
                 self._on_frames(self._parser.filled(count), events)
             except PdserveError as error:
@@ -349,11 +368,11 @@ class Connection:
         return events
 
     def receive_eof(self) -> list[ev.Event]:
-        """No more bytes will come."""
-        if self.state is State.ENDED:
+        """Notes that no more bytes will come; returns events."""
+        if self.state is ConnectionState.ENDED:
             return []
         error: PdserveError
-        if self.state is not State.OPEN:
+        if self.state is not ConnectionState.OPEN:
             text = "the peer ended the connection during the handshake"
             tls = "; does it use TLS, and this node not?" * (self.dialled and not self._greetings)
             error = HandshakeRefused(text + tls)
@@ -362,53 +381,56 @@ class Connection:
         else:
             error = LinkLost("the peer ended the connection")
         self._end()
-        return [ev.Violated(error)]
+        return [ev.ProtocolViolated(error)]
 
     def place(self, destination: memoryview | None) -> list[ev.Event]:
-        """Where the payload of the last `PayloadBegins` goes: bytes, writable, of its size.
-
-        None drops the payload. The memory is written to until the `Raw` event, until `abort` of
-        the stream, or until the end of the connection, whichever comes first.
+        """Sets where the payload of the last `PayloadBegins` goes: writable bytes of its size; None
+        drops it. The memory is written to until the `RawReceived` event, `abort` of the stream,
+        or the end of the connection, whichever comes first.
         """
         events: list[ev.Event] = []
-        if self.state is State.OPEN:
+        if self.state is ConnectionState.OPEN:
             try:
                 self._on_frames(self._parser.place(destination), events)
             except PdserveError as error:
                 self._violate(error, events)
         return events
 
-    def _violate(self, error: PdserveError | Refusal, events: list[ev.Event]) -> None:
-        """End the connection for what the peer did, and tell it so as far as it may know."""
-        ours: PdserveError = error.error if isinstance(error, Refusal) else error
-        if self.state is State.OPEN:
-            self._say_goodbye(Leaving.VIOLATION, ours.message)
+    def _violate(self, error: PdserveError | HandshakeRefusal, events: list[ev.Event]) -> None:
+        """Ends the connection for a violation, and tells the peer as much as it may know."""
+        ours: PdserveError = error.error if isinstance(error, HandshakeRefusal) else error
+        if self.state is ConnectionState.OPEN:
+            self._say_goodbye(GoAwayCode.VIOLATION, ours.message)
         else:
             if not isinstance(ours, HandshakeRefused):
                 # The first bytes tell other protocols from this one: HTTP on a wrong port, mostly.
                 strange = "this is not pdserve's cluster protocol: " * (self._greetings == 0)
                 ours = HandshakeRefused(f"{strange}{ours.message}")
-            refusal = error if isinstance(error, Refusal) else Refusal(Why.MALFORMED, ours)
+            refusal = (
+                error
+                if isinstance(error, HandshakeRefusal)
+                else HandshakeRefusal(HandshakeRefusalReason.MALFORMED, ours)
+            )
             if not self.dialled:
-                self._put(Kind.REFUSE, body=refusal.body())
+                self._put(FrameKind.REFUSE, body=refusal.body())
         self._end()
-        events.append(ev.Violated(ours))
+        events.append(ev.ProtocolViolated(ours))
 
     def _end(self) -> None:
-        self.state = State.ENDED
+        self.state = ConnectionState.ENDED
         self._parser.drop()
 
     def _on_frames(self, frames: list[Frame], events: list[ev.Event]) -> None:
-        """Turn frames into events; the kinds a busy connection is full of come first."""
+        """Turns frames into events; the most frequent kinds come first."""
         if self.queued - self.taken > self.limits.unsent_hard:
             raise ProtocolError(f"the peer leaves {self.unsent} bytes unread")
         announced = frames.pop() if self._parser.placing else None
         calls, asked, free, ids_end = self.calls, self._asked, self._free, self._slots.end
-        streams, dialled = self._streams, self.dialled
+        streams, dialled, bodies = self._streams, self.dialled, self._bodies
         answers: list[tuple[object, Buffer]] | None = None  # runs that the next frame may join
         requests: list[tuple[int, int, int, Buffer]] | None = None
-        current: Stream | None = None  # whose items `data` has
-        data: ev.Data
+        current: StreamState | None = None  # whose items `data` has
+        data: ev.DataReceived
         items: list[Buffer]
         for (length, kind, flags, tag, stream_id, value), body in frames:
             if kind == _RESPONSE:
@@ -420,7 +442,7 @@ class Connection:
                 if context is not None:
                     if answers is None:
                         answers, requests, current = [], None, None
-                        events.append(ev.Answered(answers))
+                        events.append(ev.AnswersReceived(answers))
                     answers.append((context, body))
             elif kind == _REQUEST:
                 if (
@@ -428,12 +450,15 @@ class Connection:
                     or (stream_id < ACCEPTORS) is dialled  # ours to give out
                     or len(asked) + len(streams) >= self._incoming
                     or stream_id in streams
-                ) and not self._admit(stream_id, Kind.ERROR):
+                    or self.asked_bytes + length > self._asked_least
+                ) and not self._admit(stream_id, FrameKind.ERROR, length):
                     continue
-                asked.add(stream_id)
+                asked[stream_id] = length
+                self.asked_bytes += length
+                bodies.used += length
                 if requests is None:
                     answers, requests, current = None, [], None
-                    events.append(ev.Asked(requests))
+                    events.append(ev.RequestsReceived(requests))
                 requests.append((stream_id, tag, value, body))
             elif kind == _DATA and not flags:
                 stream = streams.get(stream_id)
@@ -445,7 +470,7 @@ class Connection:
                     continue
                 if stream is not current:
                     current, items, answers, requests = stream, [], None, None
-                    data = ev.Data(stream, items, 0, False)
+                    data = ev.DataReceived(stream, items, 0, False)
                     events.append(data)
                 items.append(body)
                 data.cost += cost
@@ -460,34 +485,36 @@ class Connection:
     # ------------------------------------------------------------------ connection-wide
 
     def send_ping(self, value: int) -> None:
-        """The peer echoes `value` (32 bits) in a `Pong`."""
-        self._put(Kind.PING, value=value)
+        """Sends a ping; the peer returns `value` (32 bits) in a `Pong`."""
+        self._put(FrameKind.PING, value=value)
 
     def send_bulk_wanted(self) -> None:
-        """Acceptor: ask the dialler for a bulk connection."""
-        self._put(Kind.BULK)
+        """Acceptor: asks the dialler for a bulk connection."""
+        self._put(FrameKind.BULK)
 
-    def send_goaway(self, code: Leaving, message: str = "") -> None:
-        """Start nothing more here. Said once; from `REPLACED` on the connection ends with it."""
-        if self.state is not State.OPEN:
+    def send_goaway(self, code: GoAwayCode, message: str = "") -> None:
+        """Announces that this side starts nothing more. Sent once; from `REPLACED` on it ends the
+        connection.
+        """
+        if self.state is not ConnectionState.OPEN:
             return
         if not self.leaving:
             self._say_goodbye(code, message)
-        if code >= Leaving.REPLACED:
+        if code >= GoAwayCode.REPLACED:
             self._end()
 
-    def _say_goodbye(self, code: Leaving, message: str) -> None:
-        self._put(Kind.GOAWAY, body=encode(Goodbye(code, message[:_LONGEST_MESSAGE])))
+    def _say_goodbye(self, code: GoAwayCode, message: str) -> None:
+        self._put(FrameKind.GOAWAY, body=encode(GoAway(code, message[:_LONGEST_MESSAGE])))
         self.leaving = True
 
     @property
     def pending(self) -> int:
-        """Requests of ours without an answer, cancelled ones included."""
+        """Own requests without an answer, cancelled ones included."""
         return len(self.calls)
 
     @property
     def serving(self) -> int:
-        """Requests of the peer's that we owe an answer."""
+        """Requests of the peer that are not answered."""
         return len(self._asked)
 
     @property
@@ -497,11 +524,13 @@ class Connection:
 
     @property
     def finished(self) -> bool:
-        """Both sides have said GOAWAY, and nothing is under way or unsent: close the transport."""
+        """True if both sides have sent GOAWAY and nothing is under way or unsent: close the
+        transport.
+        """
         return self.leaving and self.left and not self.busy and not self.unsent
 
     def _on_ping(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
-        self._put(Kind.PONG, value=header[5])
+        self._put(FrameKind.PONG, value=header[5])
 
     def _on_pong(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
         events.append(ev.Pong(header[5]))
@@ -515,20 +544,21 @@ class Connection:
         goodbye = _decode_goodbye(body)
         self.left = True
         if not self.leaving:
-            self._say_goodbye(Leaving.SHUTDOWN, "")
+            self._say_goodbye(GoAwayCode.SHUTDOWN, "")
         events.append(ev.GoingAway(goodbye.code, goodbye.message))
 
     # ------------------------------------------------------------------ tells and requests
 
     def send_tell(self, method: int, body: Buffer) -> None:
-        """One way. Raises `LinkLost` (not sent), `Overloaded`, `PayloadTooLarge`."""
+        """Sends a one-way message. Raises `LinkLost` (not sent), `Overloaded`,
+        `PayloadTooLarge`.
+        """
         self._check_start(len(body))
-        self._put(Kind.TELL, tag=method, body=body)
+        self._put(FrameKind.TELL, tag=method, body=body)
 
     def send_request(self, method: int, body: Buffer, milliseconds: int, context: object) -> int:
-        """Ask; `Answered` or `Failed` will carry `context` (not None). Returns the request's id.
-
-        Raises `LinkLost` (not sent), `Overloaded`, `PayloadTooLarge`.
+        """Sends a request and returns its id; `AnswersReceived` or `RequestFailed` will carry
+        `context` (not None). Raises `LinkLost` (not sent), `Overloaded`, `PayloadTooLarge`.
         """
         length = len(body)
         if length >= LARGE or self.queued - self.taken > LARGE or self.state is not _OPEN:
@@ -544,24 +574,24 @@ class Connection:
         return stream_id
 
     def cancel(self, stream_id: int, context: object = None) -> None:
-        """The answer to a request of ours is no longer wanted: no event will come, or, with another
-        `context`, the one event that ends it carries that.
-
-        The slot stays taken until the peer confirms.
+        """Cancels an own request: no event will come, or, with another `context`, its one last
+        event carries that. The slot stays taken until the peer confirms.
         """
         if self.calls.get(stream_id) is not None:
             self.calls[stream_id] = context
-            self._put(Kind.CANCEL, stream=stream_id)
+            self._put(FrameKind.CANCEL, stream=stream_id)
 
     def respond(self, stream_id: int, body: Buffer) -> bool:
-        """Answer a request. False: it is no longer wanted. Raises `PayloadTooLarge`."""
+        """Answers a request. False: the answer is no longer wanted. Raises `PayloadTooLarge`."""
         length = len(body)
         if length >= LARGE:
             self._check_size(length)
             self._bulky = True
         if stream_id not in self._asked or self.state is not _OPEN:
             return False
-        self._asked.remove(stream_id)
+        size = self._asked.pop(stream_id)
+        self.asked_bytes -= size
+        self._bodies.used -= size
         out = self._out
         out.append(_pack(length, _RESPONSE, 0, 0, stream_id, 0))
         out.append(body)
@@ -569,39 +599,66 @@ class Connection:
         return True
 
     def fail(self, stream_id: int, error: BaseException) -> bool:
-        """Answer a request by an error. False: it is no longer wanted."""
-        if stream_id not in self._asked or self.state is not State.OPEN:
+        """Answers a request with an error. False: the answer is no longer wanted."""
+        if stream_id not in self._asked or self.state is not ConnectionState.OPEN:
             return False
-        self._asked.remove(stream_id)
-        self._put(Kind.ERROR, stream=stream_id, body=encode_failure(failure_of(error)))
+        self._answered(stream_id)
+        self._put(FrameKind.ERROR, stream=stream_id, body=encode_failure(failure_of(error)))
         return True
 
     def abandon(self) -> list[object]:
-        """The connection is lost: nothing can be started on it any more. Returns the contexts of
-        requests that will get no answer, each once."""
+        """Notes that the connection is lost: nothing new can be started. Returns the contexts of
+        requests that will get no answer, each once.
+        """
         self._end()
         contexts = [context for context in self.calls.values() if context is not None]
         self.calls.clear()
         self._asked.clear()
+        self._bodies.used -= self.asked_bytes
+        self.asked_bytes = 0
         return contexts
 
-    def _admit(self, stream_id: int, refusal: Kind) -> bool:
-        """Whether the peer may start another; if it has too many, answers `Overloaded`."""
+    def _answered(self, stream_id: int) -> None:
+        size = self._asked.pop(stream_id)
+        self.asked_bytes -= size
+        self._bodies.used -= size
+
+    def _admit(self, stream_id: int, refusal: FrameKind, size: Bytes = 0) -> bool:
+        """True if the peer may start another request, with a body of that size to be kept until it
+        is answered; otherwise answers `Overloaded`.
+        """
         asked, streams = self._asked, self._streams
         theirs = stream_id & ACCEPTORS != self._slots.side
         if not theirs or stream_id in asked or stream_id in streams:
             raise ProtocolError("the peer started something in a slot that is not free")
         under_way = len(asked) + len(streams) - self._own_streams
-        if under_way < self._incoming:
-            return True
         if under_way >= 2 * self._incoming:
             raise ProtocolError(f"the peer has {under_way} requests and streams under way")
-        error = Overloaded(f"the peer has {under_way} requests and streams under way here")
-        self._put(refusal, stream=stream_id, body=encode_failure(failure_of(error)))
+        words = self._over_budget(size)
+        if under_way >= self._incoming:
+            words = f"the peer has {under_way} requests and streams under way here"
+        if not words:
+            return True
+        self._bodies.refused += 1
+        body = encode_failure(failure_of(Overloaded(words, retry_after=1.0)))
+        self._put(refusal, stream=stream_id, body=body)
         return False
 
+    def _over_budget(self, size: Bytes) -> str:
+        """Why a body of that size is too much; empty: it is not. Each peer has a share that others
+        cannot take, and its own limit.
+        """
+        own, bodies = self.asked_bytes + size, self._bodies
+        if own <= self._asked_least:
+            return ""
+        if own > self.limits.asked:
+            return f"the peer's requests under way here hold {self.asked_bytes} bytes"
+        if bodies.used + size > bodies.most:
+            return f"requests under way here hold {bodies.used} bytes, of all peers"
+        return ""
+
     def _on_tell(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
-        events.append(ev.Told(header[3], body))
+        events.append(ev.TellReceived(header[3], body))
 
     def _on_error(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
         context = self.calls.pop(header[4], _MISSING)
@@ -610,10 +667,10 @@ class Connection:
         self._slots.give(header[4])
         error = error_of(decode_failure(body))
         if context is not None:
-            events.append(ev.Failed(context, error))
+            events.append(ev.RequestFailed(context, error))
 
     def _on_cancel(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
-        """Confirm at once, by the last word that is still owed."""
+        """Confirms a cancellation at once, by the last frame that is still owed."""
         stream_id = header[4]
         if stream_id in self._asked:
             self.fail(stream_id, Cancelled("the caller no longer waits"))
@@ -621,17 +678,16 @@ class Connection:
                 events.append(ev.RequestCancelled(stream_id))
         elif (stream := self._streams.get(stream_id)) is not None and stream.sending:
             error = Cancelled("the peer no longer listens")
-            self._end_sending(stream, Kind.RESET, encode_failure(failure_of(error)))
-            events.append(ev.Reset(stream, error))
+            self._end_sending(stream, FrameKind.RESET, encode_failure(failure_of(error)))
+            events.append(ev.StreamReset(stream, error))
 
     # ------------------------------------------------------------------ streams
 
     def open_stream(
         self, method: int, body: Buffer, *, window: int, context: object, last: bool = False
-    ) -> Stream:
-        """Open a stream on which the peer may send data worth `window`, or what is left of it.
-
-        `last`: nothing follows from our side. Raises `LinkLost` (not sent), `Overloaded`,
+    ) -> StreamState:
+        """Opens a stream on which the peer may send data worth `window`, or what is left of it.
+        `last`: this side sends nothing more. Raises `LinkLost` (not sent), `Overloaded`,
         `PayloadTooLarge`.
         """
         self._check_start(len(body))
@@ -640,37 +696,42 @@ class Connection:
         granted = self.budget.take(window, self.limits.least_window)
         if window and not granted:
             raise Overloaded("no credit is left for another stream of the peer")
-        stream = Stream(self._slots.take(), credit=0, context=context)
+        stream = StreamState(self._slots.take(), credit=0, context=context)
         stream.window = stream.allowance = granted
         stream.sending = not last
         self._streams[stream.id] = stream
         self._own_streams += 1
         flags = _LAST if last else 0
-        self._put(Kind.OPEN, flags=flags, tag=method, stream=stream.id, value=granted, body=body)
+        self._put(
+            FrameKind.OPEN, flags=flags, tag=method, stream=stream.id, value=granted, body=body
+        )
         return stream
 
-    def grant(self, stream: Stream, window: int) -> bool:
-        """Acceptor of a stream: let the peer send data worth `window`. False: no credit is left."""
+    def grant(self, stream: StreamState, window: int) -> bool:
+        """Acceptor of a stream: grants credit of `window`. False: no credit is left."""
         if not stream.receiving:
             return True
         granted = self.budget.take(window, self.limits.least_window)
         if granted:
             stream.window += granted
             stream.allowance += granted
-            self._put(Kind.CREDIT, stream=stream.id, value=granted)
+            self._put(FrameKind.CREDIT, stream=stream.id, value=granted)
         return granted > 0
 
-    def consumed(self, stream: Stream, cost: int) -> None:
-        """Data worth `cost` (see `cost_of`) was taken by whoever reads the stream."""
+    def consumed(self, stream: StreamState, cost: int) -> None:
+        """Notes that the stream's reader took data worth `cost` (`cost_of`)."""
         if not stream.receiving:
             self.budget.give(stream.reclaim(cost))
-        elif (grant := stream.refill(cost)) and stream.listening and self.state is State.OPEN:
-            self._put(Kind.CREDIT, stream=stream.id, value=grant)
+        elif (
+            (grant := stream.refill(cost))
+            and stream.listening
+            and self.state is ConnectionState.OPEN
+        ):
+            self._put(FrameKind.CREDIT, stream=stream.id, value=grant)
 
-    def send_data(self, stream: Stream, body: Buffer, *, last: bool = False) -> bool:
-        """Send if there is credit; False: wait for `Unblocked`.
-
-        Raises `LinkLost` if our half has ended, `PayloadTooLarge`.
+    def send_data(self, stream: StreamState, body: Buffer, *, last: bool = False) -> bool:
+        """Sends an item if there is credit; False: wait for `StreamUnblocked`. Raises `LinkLost` if
+        our half has ended, `PayloadTooLarge`.
         """
         length = len(body)
         if length >= LARGE or not stream.sending or self.state is not _OPEN:
@@ -687,10 +748,11 @@ class Connection:
             self._sent_last(stream)
         return True
 
-    def send_raw(self, stream: Stream, meta: bytes, payload: Buffer, *, last: bool = False) -> bool:
-        """Like `send_data`, for bytes as they are; `meta` is a msgpack body of at most 4 KiB.
-
-        The payload is not copied: it must not change before `data_to_send`'s buffers are written.
+    def send_raw(
+        self, stream: StreamState, meta: bytes, payload: Buffer, *, last: bool = False
+    ) -> bool:
+        """Sends raw bytes like `send_data`; `meta` is a msgpack body of at most 4 KiB. The payload
+        is not copied: it must not change before `data_to_send`'s buffers are written.
         """
         length = len(meta) + len(payload)
         self._check_half(stream, length)
@@ -708,45 +770,45 @@ class Connection:
             self._sent_last(stream)
         return True
 
-    def end(self, stream: Stream) -> None:
-        """Our half is complete. Nothing happens if it has ended."""
-        if stream.sending and self.state is State.OPEN:
-            self._end_sending(stream, Kind.END)
+    def end(self, stream: StreamState) -> None:
+        """Completes our half of a stream; does nothing if it has ended."""
+        if stream.sending and self.state is ConnectionState.OPEN:
+            self._end_sending(stream, FrameKind.END)
 
-    def abort(self, stream: Stream, error: BaseException) -> None:
-        """Want nothing more of a stream, in either direction: no event of it will come."""
+    def abort(self, stream: StreamState, error: BaseException) -> None:
+        """Ends a stream in both directions: no event of it will come."""
         if stream.listening:
             stream.listening = False
             if self._payload is not None and self._payload[0] is stream:
                 self._parser.drop()
             if not stream.receiving:
                 self.budget.give(stream.reclaim(stream.window))
-        if self.state is not State.OPEN:
+        if self.state is not ConnectionState.OPEN:
             return
         if stream.sending:
-            self._end_sending(stream, Kind.RESET, encode_failure(failure_of(error)))
+            self._end_sending(stream, FrameKind.RESET, encode_failure(failure_of(error)))
         elif stream.receiving:
-            self._put(Kind.CANCEL, stream=stream.id)
+            self._put(FrameKind.CANCEL, stream=stream.id)
 
-    def streams(self) -> list[Stream]:
-        """Those that are not over."""
+    def streams(self) -> list[StreamState]:
+        """Streams that are not over."""
         return list(self._streams.values())
 
-    def _check_half(self, stream: Stream, length: Bytes) -> None:
-        if not stream.sending or self.state is not State.OPEN:
+    def _check_half(self, stream: StreamState, length: Bytes) -> None:
+        if not stream.sending or self.state is not ConnectionState.OPEN:
             raise LinkLost("this side of the stream has ended", sent=False)
         self._check_size(length)
 
-    def _end_sending(self, stream: Stream, kind: Kind, body: bytes = b"") -> None:
+    def _end_sending(self, stream: StreamState, kind: FrameKind, body: bytes = b"") -> None:
         self._put(kind, stream=stream.id, body=body)
         self._sent_last(stream)
 
-    def _sent_last(self, stream: Stream) -> None:
+    def _sent_last(self, stream: StreamState) -> None:
         stream.sending = False
         if not stream.receiving:
             self._forget(stream)
 
-    def _end_receiving(self, stream: Stream) -> None:
+    def _end_receiving(self, stream: StreamState) -> None:
         stream.receiving = False
         freed = stream.release()
         stream.allowance = 0  # more would be a violation
@@ -754,36 +816,36 @@ class Connection:
         if not stream.sending:
             self._forget(stream)
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: StreamState) -> None:
         del self._streams[stream.id]
         if self._slots.ours(stream.id):
             self._own_streams -= 1
             self._slots.give(stream.id)
 
-    def _receiving(self, header: Header) -> Stream:
+    def _receiving(self, header: Header) -> StreamState:
         stream = self._streams.get(header[4])
         if stream is None or not stream.receiving:
             raise ProtocolError("a frame for a stream that is not open")
         return stream
 
-    def _unexpected(self, stream: Stream | None) -> ProtocolError:
-        """What is wrong with a DATA frame."""
+    def _unexpected(self, stream: StreamState | None) -> ProtocolError:
+        """Describes what is wrong with a DATA frame."""
         if stream is None or not stream.receiving:
             return ProtocolError("a frame for a stream that is not open")
         return ProtocolError("data beyond the credit that was granted")
 
     def _on_open(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
-        admitted = self._admit(header[4], Kind.RESET)
-        stream = Stream(header[4], credit=header[5])
+        admitted = self._admit(header[4], FrameKind.RESET)
+        stream = StreamState(header[4], credit=header[5])
         stream.receiving = not header[2] & _LAST
         stream.sending = stream.listening = admitted
         if not stream.over:
             self._streams[stream.id] = stream
         if admitted:
-            events.append(ev.Opened(stream, header[3], body, not stream.receiving))
+            events.append(ev.StreamOpened(stream, header[3], body, not stream.receiving))
 
-    def _spend(self, header: Header) -> Stream:
-        """The stream a DATA frame is for, its credit taken."""
+    def _spend(self, header: Header) -> StreamState:
+        """The stream of a DATA frame, after charging its credit."""
         stream = self._streams.get(header[4])
         if stream is None or stream.allowance <= 0:
             raise self._unexpected(stream)
@@ -797,12 +859,14 @@ class Connection:
         else:
             stream = self._spend(header)
             if stream.listening:
-                events.append(ev.Data(stream, [body], cost_of(len(body)), last))
+                events.append(ev.DataReceived(stream, [body], cost_of(len(body)), last))
         if last:
             self._end_receiving(stream)
 
-    def _on_raw(self, header: Header, body: Buffer, last: bool, events: list[ev.Event]) -> Stream:
-        """A raw frame in one piece, or the payload of one that was announced."""
+    def _on_raw(
+        self, header: Header, body: Buffer, last: bool, events: list[ev.Event]
+    ) -> StreamState:
+        """Handles a raw frame in one piece, or the payload of an announced one."""
         if self._payload is not None:
             (stream, meta), self._payload = self._payload, None
             payload = body
@@ -810,11 +874,13 @@ class Connection:
             stream = self._spend(header)
             meta, payload = bytes(body[: header[5]]), body[header[5] :]
         if stream.listening:
-            events.append(ev.Raw(stream, meta, payload, header[0], last))
+            events.append(ev.RawReceived(stream, meta, payload, header[0], last))
         return stream
 
     def _on_payload(self, frame: Frame, events: list[ev.Event]) -> None:
-        """A large payload waits; without a listener it is dropped, and reading goes on."""
+        """Handles a large payload that waits; without a listener it is dropped, and reading goes
+        on.
+        """
         header, meta = frame
         stream = self._spend(header)
         self._payload = (stream, bytes(meta))
@@ -826,18 +892,20 @@ class Connection:
     def _on_end(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
         stream = self._receiving(header)
         if stream.listening:
-            events.append(ev.Ended(stream))
+            events.append(ev.StreamEnded(stream))
         self._end_receiving(stream)
 
     def _on_reset(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
-        """The stream is over; if our half was not, the confirmation is its last word."""
+        """Handles RESET: the stream is over; if our half was not, the confirmation is its last
+        frame.
+        """
         stream = self._receiving(header)
         error = error_of(decode_failure(body))
         if stream.listening:
-            events.append(ev.Reset(stream, error))
+            events.append(ev.StreamReset(stream, error))
         if stream.sending:
             confirmed = Cancelled("the peer ended the stream")
-            self._end_sending(stream, Kind.RESET, encode_failure(failure_of(confirmed)))
+            self._end_sending(stream, FrameKind.RESET, encode_failure(failure_of(confirmed)))
         self._end_receiving(stream)
 
     def _on_credit(self, header: Header, body: Buffer, events: list[ev.Event]) -> None:
@@ -847,14 +915,15 @@ class Connection:
         blocked = stream.credit <= 0
         stream.credit += header[5]
         if blocked and stream.credit > 0 and stream.listening:
-            events.append(ev.Unblocked(stream))
+            events.append(ev.StreamUnblocked(stream))
 
 
 def _unask(events: list[ev.Event], stream_id: int) -> bool:
-    """Take back a request that came in the same read as its cancellation: nobody has seen it. False
-    if it is not among `events`."""
+    """Removes a request that came in the same read as its cancellation, before the owner saw it.
+    False if it is not among `events`.
+    """
     for event in events:
-        if isinstance(event, ev.Asked):
+        if isinstance(event, ev.RequestsReceived):
             for request in event.requests:
                 if request[0] == stream_id:
                     event.requests.remove(request)
@@ -863,7 +932,7 @@ def _unask(events: list[ev.Event], stream_id: int) -> bool:
 
 
 def _join_small(pieces: list[Buffer]) -> list[Buffer]:
-    """Runs of small pieces joined, large ones as they are."""
+    """Joins runs of small pieces; large ones stay as they are."""
     out: list[Buffer] = []
     small: list[Buffer] = []
     for piece in pieces:

@@ -1,1 +1,1 @@
-"""The worker role: a node with an engine."""
+"""The worker role: a cluster node that runs one inference engine."""

@@ -1,8 +1,8 @@
-"""From a checkpoint's directory and what the engine made of it, to the card frontends serve by.
+"""Builds the model card that frontends serve by, from a checkpoint and the loaded engine.
 
-Only small JSON files are read, never weights. Reading blocks for some milliseconds, or for seconds
-where a `tekken.json` has to be converted: call it in a thread. What the template or the tokenizer
-mean is the frontend's business.
+Reads only small JSON files, never weights. Reading blocks for some milliseconds, or for seconds
+where a `tekken.json` has to be converted: call it in a thread. It does not interpret the chat
+template or the tokenizer; frontends do.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.messages.card import GenerationDefaults, ModelCard
-from pdserve.text.reasoning import detect as detect_reasoning
-from pdserve.text.tekken import from_tekken
-from pdserve.text.tokenizer_config import parse_tokenizer_config
-from pdserve.text.tools import detect as detect_tools
-from pdserve.worker.pooling import Asked, Vectors, find_vectors
+from pdserve.text.reasoning_parser import detect_reasoning_format as detect_reasoning
+from pdserve.text.tokenization.tekken import from_tekken
+from pdserve.text.tokenization.tokenizer_config import parse_tokenizer_config
+from pdserve.text.tool_parsers import detect_tool_format as detect_tools
+from pdserve.worker.pooling import PoolerConfig, PoolingOption, read_pooler_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,19 +40,19 @@ class _Added(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The part of `tokenizer.json` that is read here; the rest is skipped unread."""
+    """The part of `tokenizer.json` that is read here; the rest is skipped."""
 
     added_tokens: list[_Added] = []
 
 
 class _TemplateFile(msgspec.Struct):
-    """`chat_template.json`: the template in an entry of its own."""
+    """`chat_template.json`: a file that holds only the chat template."""
 
     chat_template: str
 
 
 class _Recommended(msgspec.Struct):
-    """The part of `generation_config.json` that pdserve follows, as written there."""
+    """The part of `generation_config.json` that pdserve follows, with the keys of that file."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -71,12 +71,12 @@ def read_card(
     *,
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
-    pooling: Asked = "auto",
+    pooling: PoolingOption = "auto",
 ) -> ModelCard:
-    """The card of the checkpoint in `path`, served under `names` (the name, then aliases).
+    """Returns the card of the checkpoint in `path`, served under `names` (the name, then aliases).
 
-    Args: the parsers are names of `text.tools` and `text.reasoning`, `none`, or `auto` for what the
-    chat template speaks of; `pooling` likewise of `worker.pooling`.
+    Args: the parsers are names from `text.tool_parsers` and `text.reasoning_parser`, `none`, or
+    `auto` to detect them in the chat template; `pooling` is one of the options of `worker.pooling`.
     Errors: `ConfigError` names the file that is missing or broken.
     """
     vectors = _vectors(path, pooling, capabilities)
@@ -117,21 +117,22 @@ def _chosen(name: str, detect: Callable[[str | None], str], template: str | None
 
 
 def _tool_template(tokenizer_config: bytes) -> str | None:
-    """Some models have one of its own for requests with tools."""
+    """The separate chat template that some models have for requests with tools."""
     return parse_tokenizer_config(tokenizer_config).chat_templates.get("tool_use")
 
 
-def _vectors(path: Path, asked: Asked, capabilities: EngineCapabilities) -> Vectors:
-    """Errors: `ConfigError` if vectors are asked for of an engine that makes none."""
+def _vectors(path: Path, asked: PoolingOption, capabilities: EngineCapabilities) -> PoolerConfig:
+    """Errors: `ConfigError` if embeddings are configured but the engine cannot compute them."""
     if "embeddings" in capabilities.features:
-        return find_vectors(path, asked)
+        return read_pooler_config(path, asked)
     if asked in ("auto", "none"):
-        return Vectors()
+        return PoolerConfig()
     raise ConfigError(f"--pooling={asked}: engine {capabilities.engine!r} makes no vectors")
 
 
 def _tokenizer_files(path: Path) -> tuple[bytes, bytes]:
-    """`tokenizer.json` and its configuration, made of `tekken.json` where that is all there is."""
+    """Contents of `tokenizer.json` and its configuration, converted from `tekken.json` if
+    needed."""
     config = _optional(path / "tokenizer_config.json")
     tekken = _optional(path / "tekken.json")
     if tekken is None or (path / "tokenizer.json").is_file():
@@ -141,7 +142,7 @@ def _tokenizer_files(path: Path) -> tuple[bytes, bytes]:
 
 
 def _chat_template(path: Path, tokenizer_config: bytes) -> str | None:
-    """A file of its own wins over the entry in the tokenizer's configuration."""
+    """The chat template. A file of its own wins over the entry in the tokenizer's configuration."""
     source = _optional(path / "chat_template.jinja")
     if source is not None:
         return source.decode()
@@ -156,7 +157,7 @@ def _chat_template(path: Path, tokenizer_config: bytes) -> str | None:
 
 
 def _defaults(recommended: _Recommended) -> GenerationDefaults:
-    """What would be refused in a request is no recommendation either."""
+    """Recommended sampling defaults; drops values that a request could not use either."""
     return GenerationDefaults(
         temperature=_within(recommended.temperature, 0.0, 2.0),
         top_p=_within(recommended.top_p or None, 0.0, 1.0),
@@ -178,7 +179,9 @@ def _eos_ids(
     recommended: _Recommended,
     capabilities: EngineCapabilities,
 ) -> tuple[int, ...]:
-    """Every id that some file calls the end: checkpoints seldom agree with themselves."""
+    """Every token id that any file names as end of sequence: the files of a checkpoint often
+    differ.
+    """
     ids = [*_as_list(recommended.eos_token_id), *capabilities.eos_token_ids]
     ids += _as_list(_config_eos(path))
     end = parse_tokenizer_config(tokenizer_config).special_tokens.get("eos_token")
@@ -187,7 +190,7 @@ def _eos_ids(
 
 
 def _config_eos(path: Path) -> Any:
-    """From `config.json`, where models with several parts nest it."""
+    """End-of-sequence ids in `config.json`, also where multimodal models nest them."""
     try:
         config = json.loads(_required(path / "config.json"))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a worker is told: which model, on which engine, within which limits."""
+"""Configuration of a worker: its model, its engine, and its limits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes, Seconds
     from pdserve.messages.engine import TransferSpec
-    from pdserve.messages.handoff import Disagg, Mode
-    from pdserve.worker.pooling import Asked
+    from pdserve.messages.handoff import Disagg, WorkerMode
+    from pdserve.worker.pooling import PoolingOption
 
 DTYPES = ("auto", "float32", "bfloat16")
 MODES = ("aggregated", "prefill", "decode")
@@ -30,7 +30,7 @@ Verify = Literal["all", "sample", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """One worker. The defaults serve the bundled model on whatever the machine has."""
+    """Configuration of one worker. The defaults serve the bundled model on any machine."""
 
     model: str = ""
     """A directory in Hugging Face layout, or a hub id `organisation/name[@revision]`; empty: the
@@ -38,15 +38,19 @@ class WorkerConfig:
     served_model_name: tuple[str, ...] = ()
     """The name clients ask for, then aliases; empty: the model's own name."""
     download_dir: str = ""
-    """Where hub models are kept; empty: the Hugging Face cache, shared with other programs."""
+    """Directory for hub models; empty: the Hugging Face cache, shared with other programs."""
     tool_parser: str = "auto"
-    """One of `TOOL_PARSERS`: how the model writes calls of tools; `auto`: its template tells."""
+    """One of `TOOL_PARSERS`: the syntax of the model's tool calls; `auto`: read it from the chat
+    template.
+    """
     reasoning_parser: str = "auto"
-    """One of `REASONING_PARSERS`: how it marks its reasoning, likewise."""
+    """One of `REASONING_PARSERS`: how the model marks its reasoning; `auto`: read it from the chat
+    template.
+    """
     engine: str = "torch"
     """Entry-point name in the group `pdserve.engines`, or `module:attribute`."""
     engine_options: Mapping[str, str] = field(default_factory=dict)
-    """Settings that only this engine knows; it validates them."""
+    """Settings specific to the engine, which validates them."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`; `auto` takes CUDA where it works."""
     dtype: str = "auto"
@@ -56,9 +60,13 @@ class WorkerConfig:
     block_size: int = 32
     """Tokens per KV block; 32 is what TensorRT-LLM uses, so blocks can travel."""
     kv_memory: Bytes = 0
-    """For KV blocks; 0: the engine proposes from what is free."""
+    """Bytes for KV blocks; 0: the engine chooses from the free memory."""
     kv_share: float = 1.0
-    """Of that memory: the workers of one process divide it."""
+    """Fraction of the KV memory for this worker, where workers of one process share it."""
+    gpu_memory_utilization: float = 0.9
+    """Fraction of a GPU's whole memory that this process may take; the rest is for the driver and
+    other programs. Processes that share one GPU divide the GPU among them with this setting.
+    """
     max_model_len: int = 0
     """Prompt and output tokens together; 0: the checkpoint's limit."""
     max_batch_tokens: int = 2048
@@ -68,38 +76,54 @@ class WorkerConfig:
     max_waiting: int = 4096
     """Submissions waiting for their first step; one more is refused with 429."""
     prefix_cache: bool = True
-    """Reuse the KV of equal prompt beginnings."""
+    """Reuse the KV of prompts that begin with the same tokens."""
     start_timeout: Seconds = 600.0
-    """From starting the engine until it is ready, downloads apart."""
+    """Seconds from starting the engine until it is ready; downloads are not counted."""
     stall_timeout: Seconds = 10.0
-    """Without progress of an engine that could get on, after which it is restarted; 0: never."""
+    """Seconds without progress, despite work to do, after which the engine restarts; 0: never."""
     canary_interval: Seconds = 0.0
-    """An engine that has been idle for so long computes a token for itself; 0: never."""
-    mode: Mode = "aggregated"
-    """`prefill` workers compute prompts for `decode` workers, which take requests and decide for
-    each where its prompt is prefilled; an `aggregated` one does everything by itself."""
+    """Seconds of idleness after which the engine computes one token as a self-test; 0: never."""
+    mode: WorkerMode = "aggregated"
+    """`prefill` workers compute prompts for `decode` workers. `decode` workers take requests and
+    decide where each prompt is prefilled. `aggregated` workers do both themselves.
+    """
     disagg: Disagg = "rule"
-    """How a decode worker decides; may be changed while it runs."""
+    """How a decode worker decides where to prefill a prompt; can be changed while the
+    worker runs."""
     disagg_min_tokens: int = 512
-    """`rule`: prompts with more uncached tokens than this may be prefilled elsewhere; 0: all."""
+    """With `rule`: prompts with more uncached tokens than this may be prefilled remotely;
+    0: all."""
     disagg_max_queue: int = 10
-    """`rule`: while no more requests than this wait for a prefill worker."""
+    """With `rule`: prefill remotely only while at most this many requests wait for a prefill
+    worker.
+    """
     transfer_backend: str = "auto"
-    """One of `TRANSFERS`: by what KV is moved; `auto` takes the best that a pair of workers has."""
+    """One of `TRANSFERS`: the KV transfer backend; `auto` takes the best one each pair of workers
+    has.
+    """
     itl_target: Seconds = 0.0
-    """Streams that are slower than this between two tokens, for a while, have some of them moved to
-    another worker; 0: they may be as slow as they are."""
-    pooling: Asked = "auto"
-    """How texts become vectors; `auto`: as the files of sentence-transformers beside the checkpoint
-    say, if there are any; `none`: the worker makes no vectors."""
+    """Target seconds between two tokens of a stream. If streams are slower for a while, the worker
+    asks to move some of them to another worker; 0: no target.
+    """
+    pooling: PoolingOption = "auto"
+    """How the worker pools hidden states into embeddings; `auto`: as the sentence-transformers
+    files beside the checkpoint say, if there are any; `none`: the worker serves no embeddings.
+    """
     verify_kv: Verify = "sample"
-    """How much of the KV that came is compared with what was sent."""
+    """How much of the received KV is compared with what was sent."""
+    rdma_devices: tuple[str, ...] = ()
+    """`name`, `name:port` or `name:port:gid-index`; empty: every adapter with an active port."""
+    rdma_traffic_class: int = 0
+    """RoCE traffic class; 0: the adapter default, best effort."""
     transfer: TransferSpec | None = None
-    """How KV is moved, in full; None: not at all. An aggregated worker has some for requests that
-    move to another worker."""
+    """Full settings of KV transfer; None: no transfer. An aggregated worker has them for requests
+    that migrate to another worker.
+    """
 
     def validate(self) -> None:
-        """Raise `ConfigError` for what can never work, naming key and remedy."""
+        """Raises `ConfigError` for settings that cannot work; the message names the key and a
+        remedy.
+        """
         for key, value, known in (
             ("mode", self.mode, MODES),
             ("disagg", self.disagg, DISAGG),
@@ -117,6 +141,11 @@ class WorkerConfig:
             raise ConfigError("disagg-min-tokens and disagg-max-queue must not be negative")
         if not self.itl_target >= 0:
             raise ConfigError("itl-target must be 0 seconds or more")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu-memory-utilization {self.gpu_memory_utilization:g} must be greater than 0 "
+                "and 1 at most: a share of the GPU's memory, such as 0.45 for each of two workers"
+            )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
         if self.block_size & (self.block_size - 1) or not 1 <= self.block_size <= 1024:

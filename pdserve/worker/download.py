@@ -1,8 +1,8 @@
-"""Downloads one model in a process of its own: `python -m pdserve.worker.download`.
+"""Downloads one model in a child process: `python -m pdserve.worker.download`.
 
-Started by `model.fetch` with repository, revision, cache directory and the parent's process id;
+`model.fetch` starts it with repository, revision, cache directory and the parent's process id. It
 writes JSON lines to standard output: progress (`stage`, `fraction`), then one of `path` or `error`.
-It ends with its parent, whatever kills that.
+It ends when its parent ends, even if the parent was killed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import time
 from typing import Any
 
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model*")
-"""Nothing that would be executed, nothing that no engine reads."""
+"""Files to download: weights and configuration; no code, and no formats that no engine reads."""
 
 SECOND_COPIES = ("consolidated*.safetensors",)
-"""The same weights in another tool's layout, beside those that are read."""
+"""The same weights in another tool's layout, which are skipped."""
 
 _PR_SET_PDEATHSIG = 1
 _REPORT_EVERY = 0.2
@@ -30,7 +30,7 @@ _REPORT_EVERY = 0.2
 
 
 def main(arguments: list[str]) -> int:
-    """Download; the exit status is 0 when the path was printed."""
+    """Downloads the model; the exit status is 0 if the path was printed."""
     repo, revision, cache_dir, parent = arguments
     _die_with(int(parent))
     try:
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def explain(repo: str, error: BaseException) -> str:
-    """One line for the operator: cause and remedy."""
+    """Turns an exception into one line for the operator: cause and remedy."""
     from huggingface_hub import errors as hub
 
     token = "log in with `hf auth login` or set HF_TOKEN"
@@ -88,7 +88,7 @@ def _progress_class(repo: str) -> Any:
             super().__init__(*args, **{**kwargs, "disable": False})
 
         def display(self, *args: Any, **kwargs: Any) -> None:
-            """Where tqdm would draw its bar."""
+            """Override: draws nothing where tqdm would draw its bar."""
             with lock:
                 reporter.note(self.unit, self.n, self.total)
 
@@ -120,7 +120,8 @@ class _Reporter:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends; check that it has not yet."""
+    """Asks the kernel to end this process with its parent, and checks that the parent
+    still lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -129,7 +130,7 @@ def _die_with(parent: int) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """The beginning of a message, without what repeats or spans lines."""
+    """The first line of a message, without repetition."""
     return " ".join(str(error).split())[:160]
 
 

@@ -1,8 +1,8 @@
-"""From what the operator wrote as `--model` to a directory that holds a checkpoint.
+"""Resolves `--model` to a local directory that holds a checkpoint.
 
-Three roads: nothing (the bundled model), a directory, a hub id. The decision is plain code; only
-`fetch` performs, and the download itself runs in a child process (`pdserve.worker.download`), so
-that it can be stopped at any moment. What the files mean is `card.py`'s and the engine's business.
+The value is empty (the bundled model), a directory, or a hub id. Deciding which is pure; only
+`fetch` does I/O, and the download runs in a child process (`pdserve.worker.download`) that can be
+stopped at any moment. `card.py` and the engine interpret the files.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import pdserve
 from pdserve.errors import ConfigError
 
 ProgressFn = Callable[[str, float | None], None]
-"""(stage in words, fraction 0..1 or None)."""
+"""Called with (stage in words, fraction 0..1 or None)."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 BUNDLED = "bundled"
-"""The folder in the package, and the name the model is served by."""
+"""Folder in the package, and the name under which the bundled model is served."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A directory to load from, and the name it is served by unless another is given."""
+    """A directory to load from, and the name it is served by unless the operator gives another."""
 
     path: Path
     name: str
@@ -48,7 +48,7 @@ class HubModel:
 
 
 def locate(model: str) -> LocalModel | HubModel:
-    """Decide which road `model` takes.
+    """Decides whether `model` is the bundled model, a directory or a hub id.
 
     Errors: `ConfigError` when it is neither a usable directory nor a possible hub id.
     """
@@ -66,10 +66,10 @@ def locate(model: str) -> LocalModel | HubModel:
 
 
 async def fetch(hub: HubModel, on_progress: ProgressFn, cache_dir: str = "") -> LocalModel:
-    """Download `hub` unless the cache has it.
+    """Downloads `hub` unless the cache has it; returns its local directory.
 
-    Errors: `ConfigError` with cause and remedy. Cancellation: the download stops; what is complete
-    stays in the cache and the next call goes on from there.
+    Errors: `ConfigError` with cause and remedy. Cancellation: the download stops; complete files
+    stay in the cache and the next call resumes.
     """
     command = [sys.executable, "-m", "pdserve.worker.download", hub.repo, hub.revision or ""]
     child = await asyncio.create_subprocess_exec(
@@ -88,7 +88,7 @@ async def fetch(hub: HubModel, on_progress: ProgressFn, cache_dir: str = "") -> 
 
 
 async def _follow(child: asyncio.subprocess.Process, on_progress: ProgressFn) -> dict[str, str]:
-    """Pass the child's progress lines on; its last line is the answer."""
+    """Passes the child's progress lines on; its last line is the result."""
     assert child.stdout is not None
     answer: dict[str, str] = {}
     async for line in child.stdout:
@@ -112,9 +112,10 @@ def _bundled() -> LocalModel:
 
 
 def _checked(path: Path) -> Path:
-    """`path`, if it looks like a checkpoint directory."""
+    """Returns `path` if it looks like a checkpoint directory; else raises `ConfigError`."""
     if not path.is_dir():
-        raise ConfigError(f"model {str(path)!r} is a file: give the directory that holds it")
+        remedy = _GGUF if path.suffix == ".gguf" else "give the directory that holds it"
+        raise ConfigError(f"model {str(path)!r} is a file: {remedy}")
     for name in ("config.json", "tokenizer.json"):
         instead = path / "tekken.json" if name == "tokenizer.json" else path / name
         if not (path / name).is_file() and not instead.is_file():
@@ -122,10 +123,31 @@ def _checked(path: Path) -> Path:
     return path
 
 
+_GGUF = (
+    "GGUF files are not supported, give a Hugging Face checkpoint of the model, a directory with "
+    "config.json and model.safetensors"
+)
+
+
 def _hint(path: Path, missing: str) -> str:
-    """What a person probably did instead."""
+    """Suggests what the operator probably meant."""
     if any(path.glob("*.gguf")):
-        return ": GGUF files are not supported, give a Hugging Face checkpoint"
+        return f": {_GGUF}"
+    if missing == "config.json" and (path / "adapter_config.json").is_file():
+        return (
+            ": it holds a LoRA adapter, which is not served by itself: merge it into its base "
+            "model (peft's merge_and_unload) and give the result"
+        )
+    if missing == "config.json" and (path / "params.json").is_file():
+        return (
+            ": it is in Mistral's own format: give the same model as a Hugging Face checkpoint, "
+            "with config.json and model.safetensors"
+        )
+    if missing == "tokenizer.json" and (path / "tiktoken.model").is_file():
+        return (
+            ": tiktoken.model alone is not supported: give a tokenizer.json of the same "
+            "vocabulary, as converted checkpoints on the hub have"
+        )
     inner = sorted(child.parent.name for child in path.glob("*/config.json"))
     if missing == "config.json" and inner:
         return f": did you mean {str(path / inner[0])!r}?"

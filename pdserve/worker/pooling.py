@@ -1,8 +1,8 @@
-"""Whether a model makes vectors of texts, and how: what its directory says, or the operator.
+"""Reads how a model turns token states into embeddings, from its files or the operator's option.
 
-Checkpoints that were made for it carry the files of sentence-transformers: `modules.json` lists the
-steps from text to vector, the pooling step's own `config.json` says which rows are taken. Reading
-them blocks for a moment. What the engine can is not known here.
+Embedding models carry sentence-transformers files: `modules.json` lists the steps, and the pooling
+step's `config.json` says which rows are taken. Reading them blocks for a moment. Does not know what
+the engine can compute.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pdserve.messages.request import Pooling
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Asked", "Vectors", "find_vectors"]
+__all__ = ["PoolerConfig", "PoolingOption", "read_pooler_config"]
 
-Asked = Literal["auto", "none", "mean", "last"]
+PoolingOption = Literal["auto", "none", "mean", "last"]
 
 _MODES: Final[Mapping[str, Pooling]] = {
     "mean_tokens": "mean",
@@ -34,35 +34,35 @@ _KNOWN: Final = ("Transformer", "Pooling", "Normalize")
 _REMEDY: Final = "choose --pooling=mean or last, or serve it for text alone with --pooling=none"
 
 
-class Vectors(msgspec.Struct, frozen=True):
-    """How a text becomes a vector."""
+class PoolerConfig(msgspec.Struct, frozen=True):
+    """How a text becomes an embedding."""
 
     pooling: Pooling = ""
-    """Empty: it does not."""
+    """Which hidden states are pooled; empty: the model makes no embeddings."""
     normalize: bool = False
-    """Vectors get length 1."""
+    """Embeddings are scaled to length 1."""
     dimensions: tuple[int, ...] = ()
-    """As `ModelCard.dimensions`."""
+    """Sizes an embedding may be cut to, as in `ModelCard.dimensions`."""
 
 
-def find_vectors(path: Path, asked: Asked) -> Vectors:
-    """For the checkpoint in `path`; `asked` is one of the config's `POOLINGS`.
+def read_pooler_config(path: Path, asked: PoolingOption) -> PoolerConfig:
+    """Reads the pooling of the checkpoint in `path`; `asked` is one of the config's `POOLINGS`.
 
-    Errors: `ConfigError` for files that are broken and, with `auto`, for steps that no engine here
-    can take; it names them.
+    Errors: `ConfigError` for broken files and, with `auto`, for steps that no engine here supports;
+    the message names them.
     """
     if asked == "none":
-        return Vectors()
+        return PoolerConfig()
     modules = _modules(path)
     normalize = any(kind == "Normalize" for kind, _ in modules)
     pooling: Pooling = _pooling(path, modules) if asked == "auto" else asked
     if not pooling:
-        return Vectors()
-    return Vectors(pooling, normalize, _dimensions(path))
+        return PoolerConfig()
+    return PoolerConfig(pooling, normalize, _dimensions(path))
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
-    """(kind, folder) of each step, in order; none if the model does not say."""
+    """(kind, folder) of each step, in order; empty if the model has no `modules.json`."""
     listed = _read(path / "modules.json")
     if listed is None:
         return []
@@ -73,7 +73,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _pooling(path: Path, modules: Sequence[tuple[str, str]]) -> Pooling:
-    """As the model says it; empty if it says nothing."""
+    """The pooling that the model declares; empty if it declares none."""
     if not modules:
         return ""
     strange = [kind for kind, _ in modules if kind not in _KNOWN]
@@ -102,7 +102,7 @@ def _mode(file: Path, config: Mapping[str, Any]) -> Pooling:
 
 
 def _dimensions(path: Path) -> tuple[int, ...]:
-    """Sizes that a Matryoshka model says its vectors may be cut to."""
+    """Sizes that a Matryoshka model declares its embeddings may be cut to."""
     config = _read(path / "config.json")
     if not isinstance(config, Mapping):
         return ()
@@ -113,7 +113,7 @@ def _dimensions(path: Path) -> tuple[int, ...]:
 
 
 def _read(file: Path) -> Any:
-    """None if there is no such file."""
+    """Reads a JSON file; None if it does not exist."""
     try:
         return json.loads(file.read_bytes())
     except FileNotFoundError:

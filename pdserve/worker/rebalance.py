@@ -1,13 +1,13 @@
-"""Which running requests a worker would rather have served elsewhere, and when.
+"""Decides which running requests a worker asks to move to another worker, and when.
 
-    kv     its pool runs out: the scheduler has preempted since the last look, or would within some
-           steps. Whom it would preempt first is asked to move: that one would be computed again
-           here anyway, and elsewhere its blocks can follow
-    itl    its streams have been slower than the operator's target for a while: one fewer runs
+    kv     the KV pool runs out: the scheduler has preempted since the last look, or would within
+           some steps. The requests it would preempt first are asked to move: they would be
+           recomputed here anyway, while elsewhere their blocks can follow
+    itl    the streams have been slower than the operator's target for a while
 
-A few at a time, with time in between for the numbers to show what that has brought, and never the
-last one. Nobody is asked twice within a while: its frontend looked, and found nothing better. Pure:
-time comes in; it knows neither frontends nor other workers. Owned by `member`.
+Moves a few at a time, pauses so that the statistics show the effect, and never moves the last
+request. A request is not asked again within a while: its frontend found no better worker. Pure: the
+caller passes times. Knows neither frontends nor other workers. Owned by `agent`.
 """
 
 from __future__ import annotations
@@ -18,55 +18,59 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.engine.api import Handle
+    from pdserve.engine.port import Handle
     from pdserve.ids import Seconds
-    from pdserve.messages.channel import MoveReason
     from pdserve.messages.engine import EngineStats
+    from pdserve.messages.worker_stream import MigrationHintReason
 
-__all__ = ["Rebalance", "Relief"]
+__all__ = ["MigrationProposal", "Rebalance"]
 
 _STEPS: Final = 8
-"""So far ahead the pool must last. Not further: those that end meanwhile give blocks back, and a
-busy pool is meant to be nearly full."""
+"""Steps that the pool must last. More would be wrong: requests that end meanwhile free blocks, and
+a busy pool is meant to be nearly full.
+"""
 _KV_PAUSE: Final[Seconds] = 0.5
 _ITL_PAUSE: Final[Seconds] = 2.0
-"""Between two reliefs: the time in which one shows."""
+"""Seconds between two proposals, until the effect of the first one shows."""
 _ITL_FOR: Final[Seconds] = 2.0
-"""Streams must have been too slow for so long."""
+"""Seconds for which streams must have been too slow."""
 _EASED: Final = 0.9
-"""Below this part of the target they are fast enough again; in between nothing changes."""
+"""Fraction of the target below which streams are fast enough again; in between nothing changes."""
 _PART: Final = 16
-"""One relief takes at most one in so many of those that run, and at least one."""
+"""One proposal moves at most this fraction (1/n) of the running requests, and at least one."""
 _AGAIN: Final[Seconds] = 10.0
-"""Before the same request is asked again."""
+"""Seconds before the same request is asked again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Relief:
-    """Ask the frontends of these to have them served elsewhere."""
+class MigrationProposal:
+    """Asks the frontends of these requests to have them served by another worker."""
 
-    reason: MoveReason
+    reason: MigrationHintReason
     handles: frozenset[Handle]
 
 
 class Rebalance:
-    """One worker's."""
+    """The rebalancing state of one worker."""
 
     def __init__(self, block_size: int, itl_target: Seconds = 0.0) -> None:
-        """`itl_target` 0: streams may be as slow as they are."""
+        """`itl_target`: seconds between tokens; 0: no target."""
         self._block_size = block_size
         self._target = itl_target
         self._slow_since: Seconds | None = None
         self._preemptions = 0
-        """Of the engine's present life, as last seen."""
+        """Preemptions in the engine's present life at the last look."""
         self._not_before: Seconds = 0.0
         self._asked: dict[Handle, Seconds] = {}
 
     def look(
         self, now: Seconds, stats: EngineStats, victims: Callable[[], Sequence[Handle]]
-    ) -> Relief | None:
-        """To be called a few times a second. `victims`: those that have begun and could go
-        elsewhere, whom the scheduler would preempt first first; it is called only if it matters."""
+    ) -> MigrationProposal | None:
+        """Returns a proposal, or None; to be called a few times a second.
+
+        `victims` returns the requests that have produced a token and could move, in the order in
+        which the scheduler would preempt them. It is called only if needed.
+        """
         reason = self._reason(now, stats)
         if reason is None or now < self._not_before or stats.running < 2:
             return None
@@ -75,9 +79,9 @@ class Rebalance:
             return None
         self._not_before = now + (_KV_PAUSE if reason == "kv" else _ITL_PAUSE)
         self._asked |= dict.fromkeys(handles, now)
-        return Relief(reason, handles)
+        return MigrationProposal(reason, handles)
 
-    def _reason(self, now: Seconds, stats: EngineStats) -> MoveReason | None:
+    def _reason(self, now: Seconds, stats: EngineStats) -> MigrationHintReason | None:
         preempted = stats.preemptions > self._preemptions
         self._preemptions = stats.preemptions
         slow = self._too_slow(now, stats)
@@ -86,7 +90,8 @@ class Rebalance:
         return "itl" if slow else None
 
     def _runs_out(self, stats: EngineStats) -> bool:
-        """Each running sequence takes a block more every so many steps."""
+        """True if the pool may run out: every running sequence takes another block every
+        few steps."""
         wanted = stats.running * _STEPS / self._block_size
         return stats.blocks_total > 0 and stats.blocks_free + stats.blocks_cached < wanted
 
@@ -98,7 +103,7 @@ class Rebalance:
         return self._slow_since is not None and now - self._slow_since >= _ITL_FOR
 
     def _choose(self, now: Seconds, running: int, victims: Sequence[Handle]) -> frozenset[Handle]:
-        """The first of those that were not asked lately; one always stays."""
+        """Chooses the first requests that were not asked lately; one request always stays."""
         here = set(victims)
         self._asked = {
             handle: at for handle, at in self._asked.items() if handle in here and now - at < _AGAIN

@@ -1,8 +1,7 @@
-"""The worker role: finds the model, owns the engine, answers for it.
+"""Runs a worker without a cluster: finds the model, owns the engine, and forwards calls to it.
 
-It knows neither HTTP nor text nor clusters (`member` does). Its owner starts, drains and stops it,
-in this order; a started engine restarts itself, and what that looks like from outside is decided
-here.
+It knows neither HTTP nor text nor clusters (`agent` does). Its owner starts, drains and stops it,
+in this order. A started engine restarts itself; this service decides how that looks from outside.
 """
 
 from __future__ import annotations
@@ -10,70 +9,71 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.blocks.hashing import names_id
-from pdserve.engine.api import Engine, EngineState
+from pdserve.blocks.hashing import hash_secret_id
+from pdserve.engine.port import Engine, EngineState
 from pdserve.errors import Draining, NotReady
+from pdserve.ids import NodeLife
 from pdserve.messages.engine import EngineSpec, EngineStats
 from pdserve.observe.metrics import EngineSample
 from pdserve.worker.card import read_card
+from pdserve.worker.cumulative_stats import CumulativeStats
 from pdserve.worker.model import HubModel, LocalModel, ProgressFn, fetch, locate
-from pdserve.worker.totals import EngineTotals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pdserve.engine.api import (
+    from pdserve.engine.port import (
         Answered,
         AskPeer,
         Handle,
         PrefillSink,
-        RemoteSink,
+        RemotePrefillSink,
         TokenSink,
     )
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.card import ModelCard
-    from pdserve.messages.engine import EngineCapabilities, PathState, Progress
-    from pdserve.messages.handoff import Handoff, TransferAsk
-    from pdserve.messages.kv import KvEvent
+    from pdserve.messages.engine import EngineCapabilities, LoadProgress, PathState
+    from pdserve.messages.handoff import Handoff, TransportCall
+    from pdserve.messages.kv_events import KvEvent
     from pdserve.messages.request import GenerateRequest
-    from pdserve.messages.transfer import Ticket
+    from pdserve.messages.transfer import TransferTicket
     from pdserve.observe.metrics import Metrics
     from pdserve.worker.config import WorkerConfig
 
 _WATCH_INTERVAL: Seconds = 1.0
-"""Between two looks at the engine's statistics; they are about that old themselves."""
+"""Seconds between two reads of the engine's statistics, which are about that old themselves."""
 _RETRY_AFTER: Seconds = 1.0
 
 
 class SupervisedEngine(Engine, Protocol):
-    """An engine that restarts itself and says how it is."""
+    """An engine that restarts itself after a failure and reports its health."""
 
     @property
     def state(self) -> EngineState: ...
 
     @property
     def state_reason(self) -> str:
-        """Why, in words."""
+        """The reason for its present state, in words."""
         ...
 
     @property
     def restarts(self) -> int:
-        """How often it has been started again."""
+        """Number of restarts."""
         ...
 
     @property
     def stalls(self) -> int:
-        """How often it was ended because it stood still."""
+        """Number of times it was ended because it had stalled."""
         ...
 
     @property
     def stalled_for(self) -> Seconds:
-        """How long it has made no progress although it could."""
+        """Seconds without progress although there was work to do."""
         ...
 
 
 class WorkerService:
-    """One worker."""
+    """One worker: a model, an engine and the calls to it."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class WorkerService:
         *,
         hash_secret: bytes = b"",
     ) -> None:
-        """`hash_secret` keys the block hashes and outlives the engine's restarts; see `rekey`."""
+        """`hash_secret` keys the block hashes and outlives restarts of the engine; see `rekey`."""
         # The worker's life
         self.config = config
         self.metrics = metrics
@@ -91,11 +91,11 @@ class WorkerService:
         self._hash_secret = hash_secret
         self._stage = "not started"
         self._draining = False
-        self._totals = EngineTotals()
+        self._totals = CumulativeStats()
         self._watcher: asyncio.Task[None] | None = None
         self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
         self._ask_peer: AskPeer | None = None
-        self._attached: tuple[NodeId, Epoch] | None = None
+        self._attached: NodeLife | None = None
         metrics.attach_engine(self.sample)
         # From the moment the model is known
         self._engine: SupervisedEngine | None = None
@@ -105,10 +105,10 @@ class WorkerService:
     # ------------------------------------------------------------------ life
 
     async def start(self, on_progress: ProgressFn) -> None:
-        """Find the model, load it, make its card; returns when requests can be served.
+        """Finds and loads the model and builds its card; returns when requests can be served.
 
-        Errors: `ConfigError` and its kin for what can never work, `EngineDied`.
-        Cancellation: what was started is stopped.
+        Errors: `ConfigError` and its subclasses for settings that cannot work, `EngineDied`.
+        Cancellation: stops what was started.
         """
 
         def note(stage: str, fraction: float | None) -> None:
@@ -124,7 +124,7 @@ class WorkerService:
         if self._attached is not None:
             engine.attach(*self._attached)
 
-        def forward(progress: Progress) -> None:
+        def forward(progress: LoadProgress) -> None:
             note(progress.stage, progress.fraction)
 
         await engine.start(forward)
@@ -132,12 +132,13 @@ class WorkerService:
         await self._make_card(model, engine)
 
     def drain(self) -> None:
-        """Take no new requests. What runs goes on, and prompts may still be prefilled for those
-        that go on elsewhere."""
+        """Takes no new requests. Running ones go on, and prompts may still be prefilled for those
+        that move to another worker.
+        """
         self._draining = True
 
     async def stop(self) -> None:
-        """End the engine and everything on it. Idempotent."""
+        """Ends the engine and all its requests. Idempotent."""
         self._draining = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -163,6 +164,7 @@ class WorkerService:
             block_size=config.block_size,
             kv_memory=config.kv_memory,
             kv_share=config.kv_share,
+            gpu_memory_utilization=config.gpu_memory_utilization,
             max_model_len=config.max_model_len,
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
@@ -201,23 +203,23 @@ class WorkerService:
         return self._cards
 
     def unready_reason(self) -> str | None:
-        """None when requests can be served, else why not."""
+        """The reason why requests cannot be served; None when they can."""
         if self._draining:
             return "draining: no new requests are taken"
         engine = self._engine
         if engine is None or engine.state in (EngineState.NEW, EngineState.LOADING):
             return f"starting: {self._stage}"
         if engine.state is not EngineState.READY:
-            return f"the engine is {engine.state.value}: {engine.state_reason}"
+            return f"{engine.state.phrase}: {engine.state_reason}"
         return None if self._cards else f"starting: {self._stage}"
 
     @property
     def draining(self) -> bool:
-        """It takes nothing new any more."""
+        """True once it takes no new requests."""
         return self._draining
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
-        """Submit to the engine; what comes of it goes to `sink`.
+        """Submits a request to the engine; its output goes to `sink`.
 
         Errors: `NotReady`, `Draining`, `Overloaded`, `EngineDied`.
         """
@@ -234,27 +236,28 @@ class WorkerService:
         return self._engine
 
     def rekey(self, hash_secret: bytes) -> None:
-        """Name blocks with this secret from now on; before `start`, from the beginning."""
+        """Hashes blocks with this secret from now on; before `start`, from the beginning."""
         self._hash_secret = hash_secret
         if self._engine is not None:
             self._engine.rekey(hash_secret)
 
     @property
     def names_id(self) -> bytes:
-        """Which secret the engine names its blocks with, or will once it has read its commands;
-        empty: none was given, so the names mean nothing elsewhere."""
-        return names_id(self._hash_secret) if self._hash_secret else b""
+        """Id of the secret that the engine hashes blocks with, or will once it has read its
+        commands; empty: no secret, so the hashes mean nothing to other nodes.
+        """
+        return hash_secret_id(self._hash_secret) if self._hash_secret else b""
 
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
-        """See `Engine`; before `start`, so that nothing is missed."""
+        """Subscribes to KV events, see `Engine`. Call it before `start` so that no event
+        is missed."""
         if self._engine is not None:
             raise RuntimeError("the engine has said things already")
         self._kv_listeners.append(listener)
 
     @property
     def tells_kv(self) -> bool | None:
-        """Its KV events say all that can be reused there, which may be nothing; None while no
-        engine is loaded."""
+        """True if the KV events report every reusable block; None while no engine is loaded."""
         capabilities = self.capabilities
         if capabilities is None:
             return None
@@ -262,88 +265,97 @@ class WorkerService:
         return capabilities.kv_events or not keeps
 
     def abort(self, handle: Handle) -> None:
-        """Free everything within one step; the sink falls silent at once. Idempotent."""
+        """Frees everything of a request within one step; its sink gets no further calls.
+        Idempotent.
+        """
         if self._engine is not None:
             self._engine.abort(handle)
 
     def statistics(self) -> EngineStats:
-        """The engine's newest snapshot; zeros while there is none."""
+        """The engine's newest statistics; zeros while there are none."""
         return _NOTHING if self._engine is None else self._engine.statistics()
 
     # ------------------------------------------------------------------ handing prompts over
 
-    def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle:
-        """See `Engine`. Errors: as `submit`, and `TransferRefused`."""
+    def submit_remote(self, request: GenerateRequest, sink: RemotePrefillSink) -> Handle:
+        """Submits a request whose prompt is prefilled remotely, see `Engine`. Errors: as `submit`,
+        and `TransferRefused`.
+        """
         return self._taking_engine().submit_remote(request, sink)
 
     def prefill(
         self,
         request: GenerateRequest,
-        ticket: Ticket,
+        ticket: TransferTicket,
         node: NodeId,
         epoch: Epoch,
         sink: PrefillSink,
     ) -> Handle:
-        """See `Engine`; also while it drains. Errors: as `submit`, and `TransferRefused`."""
+        """Prefills a prompt for a peer, see `Engine`; also while draining. Errors: as `submit`, and
+        `TransferRefused`.
+        """
         return self._usable_engine().prefill(request, ticket, node, epoch, sink)
 
     def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:
-        """See `Engine`."""
+        """Opens blocks for a peer to fill, see `Engine.open_attempt`."""
         if self._engine is not None:
             self._engine.open_attempt(handle, attempt, node, epoch)
 
     def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None:
-        """See `Engine`."""
+        """Starts to decode a handed-off request, see `Engine.activate`."""
         if self._engine is not None:
             self._engine.activate(handle, attempt, handoff)
 
     def give_up(self, handle: Handle, attempt: int) -> None:
-        """See `Engine`."""
+        """Gives an attempt up, see `Engine.give_up`."""
         if self._engine is not None:
             self._engine.give_up(handle, attempt)
 
     def prefill_here(self, handle: Handle) -> None:
-        """See `Engine`."""
+        """Prefills a request here after all, see `Engine.prefill_here`."""
         if self._engine is not None:
             self._engine.prefill_here(handle)
 
     def attach(self, node: NodeId, epoch: Epoch) -> None:
-        """See `Engine`; before `start`, from the beginning."""
-        self._attached = (node, epoch)
+        """Sets the node life that the engine belongs to, see `Engine.attach`; may precede
+        `start`."""
+        self._attached = NodeLife(node, epoch)
         if self._engine is not None:
             self._engine.attach(node, epoch)
 
     def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
-        """See `Engine`."""
+        """Closes the paths to a node life that is over, see `Engine.peer_gone`."""
         if self._engine is not None:
             self._engine.peer_gone(node, epoch)
 
-    def transfer_call(self, node: NodeId, epoch: Epoch, ask: TransferAsk, reply: Answered) -> None:
-        """See `Engine`."""
+    def transfer_call(
+        self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
+    ) -> None:
+        """Passes a peer's transfer control call to the engine, see `Engine.transfer_call`."""
         if self._engine is None:
             reply(NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER))
         else:
             self._engine.transfer_call(node, epoch, ask, reply)
 
     def on_transfer(self, ask: AskPeer) -> None:
-        """See `Engine`."""
+        """Sets how the engine calls the transports of its peers, see `Engine.on_transfer`."""
         if self._engine is not None:
             raise RuntimeError("the engine has asked things already")
         self._ask_peer = ask
 
     def paths(self) -> Sequence[PathState]:
-        """See `Engine`."""
+        """The KV transfer paths of the engine, see `Engine.paths`."""
         return () if self._engine is None else self._engine.paths()
 
     # ------------------------------------------------------------------ for whoever watches
 
     @property
     def capabilities(self) -> EngineCapabilities | None:
-        """What the loaded engine can do; None while there is none."""
+        """What the loaded engine can do; None while none is loaded."""
         return None if self._engine is None else self._engine.capabilities
 
     def sample(self) -> EngineSample:
-        """For a scrape."""
+        """Updates the metrics for a scrape."""
         self._totals.note(self.statistics())
         stats = self._totals.snapshot()
         engine = self._engine

@@ -16,14 +16,14 @@ from pdserve.blocks.hashing import (
     HASH_BYTES,
     HASH_SECRET_TEST,
     block_hashes,
-    chain_pure,
+    block_hashes_pure,
+    hash_secret_id,
     joined_hashes,
-    names_id,
     pack_tokens,
     prompt_root,
     root_hash,
-    short_names,
-    short_pure,
+    short_hashes,
+    short_hashes_pure,
     split_hashes,
 )
 
@@ -36,7 +36,7 @@ ROOT = root_hash(HASH_SECRET_TEST, "model", None, None)
 
 needs_native = pytest.mark.skipif(not accel.NATIVE, reason=accel.REASON)
 TWINS = [
-    pytest.param(chain_pure, id="pure"),
+    pytest.param(block_hashes_pure, id="pure"),
     pytest.param(
         accel.native.block_hashes if accel.NATIVE else None, id="native", marks=needs_native
     ),
@@ -76,10 +76,10 @@ class TestNames:
         assert split_hashes(joined) == hashes(tokens)
 
     def test_a_short_name_is_the_first_half(self) -> None:
-        assert short_names(bytes(range(32))) == bytes((*range(8), *range(16, 24)))
-        assert short_names(b"") == b""
+        assert short_hashes(bytes(range(32))) == bytes((*range(8), *range(16, 24)))
+        assert short_hashes(b"") == b""
 
-    @pytest.mark.parametrize("short", [short_names, short_pure])
+    @pytest.mark.parametrize("short", [short_hashes, short_hashes_pure])
     def test_half_a_hash_has_no_short_name(self, short: Callable[[bytes], bytes]) -> None:
         with pytest.raises(ValueError, match="16 bytes"):
             short(bytes(24))
@@ -87,11 +87,11 @@ class TestNames:
     @needs_native
     @given(st.binary(max_size=400).map(lambda data: data[: len(data) // 16 * 16]))
     def test_short_twins_agree(self, joined: bytes) -> None:
-        assert short_names(joined) == short_pure(joined)
+        assert short_hashes(joined) == short_hashes_pure(joined)
 
     def test_a_secrets_id_is_short_and_its_own(self) -> None:
-        assert names_id(HASH_SECRET_TEST).hex() == "6696bfa604d8c3b1"
-        assert names_id(b"a") != names_id(b"b")
+        assert hash_secret_id(HASH_SECRET_TEST).hex() == "6696bfa604d8c3b1"
+        assert hash_secret_id(b"a") != hash_secret_id(b"b")
 
     def test_a_prompts_root_is_made_of_model_adapter_and_salt(self) -> None:
         secret = HASH_SECRET_TEST
@@ -146,7 +146,7 @@ class TestMeaning:
         for held in (tuple(tokens), array("I", tokens), range(0)):
             if len(held) == len(tokens):
                 assert hashes(held) == expected
-        packed = chain_pure(pack_tokens(tokens), 4, HASH_SECRET_TEST, ROOT)
+        packed = block_hashes_pure(pack_tokens(tokens), 4, HASH_SECRET_TEST, ROOT)
         assert packed == b"".join(expected)
 
 
@@ -200,4 +200,4 @@ class TestBothTwins:
 def test_twins_agree(tokens: list[int], block_size: int, secret: bytes, parent: bytes) -> None:
     data = pack_tokens(tokens)
     native = accel.native.block_hashes(data, block_size, secret, parent)
-    assert native == chain_pure(data, block_size, secret, parent)
+    assert native == block_hashes_pure(data, block_size, secret, parent)

@@ -104,7 +104,7 @@ class Node(Server):
     @property
     def probes(self) -> int:
         """The port of `/health` and `/metrics`."""
-        return int(self.wait_for_line(r"probes on port (\d+)")[1])
+        return int(self.wait_for_line(r"probes (?:at http://\S+:|on port )(\d+)")[1])
 
     def health(self) -> tuple[int, Any]:
         """Status and content of `/health`."""

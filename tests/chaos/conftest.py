@@ -31,10 +31,3 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint directory."""
     return write_model(tmp_path_factory.mktemp("chaos-model") / "tiny")
-
-
-@pytest.fixture
-def minutes(long: bool) -> None:
-    """For tests that take too long for any run with a time budget."""
-    if not long:
-        pytest.skip("half a minute or more: PDSERVE_TEST_LONG=1")

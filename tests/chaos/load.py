@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pdserve.openai.sse import SseDecoder
+from pdserve.protocols.sse import SseDecoder
 from tests.chaos.cluster import eventually
 from tests.e2e.server import PATIENCE
 

@@ -2,7 +2,7 @@
 
 The bridge is in the namespace of the test, which reaches every host. Nothing here needs netem: what
 is lost is dropped by rules in the host's own namespace. It needs root, `ip` and `nft`; where they
-do not work `network` skips the test and says why.
+do not work `network` skips the test and says why, or fails it if PDSERVE_REQUIRE_NFT is set.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import NoReturn
 
 _NET = "198.18"
 """Kept for measurements by RFC 2544: no real network is hidden by it."""
@@ -118,21 +119,27 @@ class Network:
             _do("ip", "link", "del", self.bridge)
 
 
+def _unable(why: str) -> NoReturn:
+    if os.environ.get("PDSERVE_REQUIRE_NFT", "") not in ("", "0"):
+        pytest.fail(f"PDSERVE_REQUIRE_NFT is set, and {why}", pytrace=False)
+    pytest.skip(why)
+
+
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
     """A network without hosts yet; skips where there can be none."""
     if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
+        _unable("network namespaces need root")
     for tool in ("ip", "nft"):
         if shutil.which(tool) is None:
-            pytest.skip(f"the command {tool} is not installed (iproute2, nftables)")
+            _unable(f"the command {tool} is not installed (iproute2, nftables)")
     net = Network()
     try:
         try:
             net.begin()
             net.host().silent()  # the first one shows whether all of it works
         except OSError as error:
-            pytest.skip(f"no network namespaces or no nftables here: {error}")
+            _unable(f"no network namespaces or no nftables here: {error}")
         yield net
     finally:
         net.end()

@@ -230,7 +230,7 @@ def test_a_short_pause_of_a_prefill_worker_is_nothing(roles):
     free(prefill, decode)
 
 
-@pytest.mark.usefixtures("minutes")
+@pytest.mark.long
 def test_a_frozen_prefill_worker_is_passed_over_and_comes_back(roles):
     prefills, decode = [roles.prefill("p1"), roles.prefill("p2")], roles.decode("d1")
     roles.wait_ready(decode)
@@ -292,7 +292,7 @@ class OnHosts(Roles):
         return self.hosts.start("worker", *self._flags, *flags)
 
 
-@pytest.mark.usefixtures("minutes")
+@pytest.mark.long
 def test_a_path_that_falls_silent_is_given_up_and_made_again(tmp_path):
     """Nobody dies: the cluster's links go on, what carries KV does not."""
     with network() as net, Cluster(tmp_path) as cluster:
@@ -361,7 +361,7 @@ def test_a_killed_queue_comes_again_at_another_router(roles):
     unqueued(back, other)
 
 
-@pytest.mark.usefixtures("minutes")
+@pytest.mark.long
 def test_a_frozen_queue_is_left_and_comes_back(roles):
     roles.routers.append(roles.cluster.router())
     prefill, decode = roles.prefill("p1"), roles.decode("d1")
@@ -407,7 +407,7 @@ def test_a_killed_decode_worker_frees_its_prefill_worker(roles):
     unqueued(*roles.routers)
 
 
-@pytest.mark.usefixtures("minutes")
+@pytest.mark.long
 def test_a_frozen_decode_worker_is_forgotten_and_comes_back(roles):
     prefill = roles.prefill("p1")
     decode, other = roles.decode("d1"), roles.decode("d2")

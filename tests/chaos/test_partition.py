@@ -17,7 +17,7 @@ from tests.e2e.server import PATIENCE
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("minutes")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 
 STREAMS = 8
 
@@ -48,7 +48,7 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(minutes, tmp_path):
+def hosts(tmp_path):
     with network() as net, Cluster(tmp_path) as cluster:
         try:
             yield Hosts(net, cluster, tmp_path)

@@ -33,7 +33,7 @@ def test_a_short_pause_is_nothing(cluster, role):
         assert not node.said("rejoining"), node.lines
 
 
-@pytest.mark.usefixtures("minutes")
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["router", "worker", "frontend"])
 def test_a_long_pause_is_a_death_and_a_new_life(cluster, role):
     router, workers, frontend = cluster.serving(workers=2)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.launch import exit_codes
-from pdserve.wire.header import HEADER, Kind
+from pdserve.wire.header import HEADER, FrameKind
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Stream, ask, wait_served
 from tests.chaos.proxy import Proxy
@@ -223,10 +223,10 @@ NONSENSE = [
     b"GET / HTTP/1.1\r\n\r\n",
     b"\x16\x03\x01\x02\x00" + bytes(600),
     bytes(1 << 16),
-    HEADER.pack(0xFFFF_FFFF, Kind.HELLO, 0, 0, 0, 0),
-    HEADER.pack(1025, Kind.HELLO, 0, 0, 0, 0),
-    *(frame(kind, b"\x90") for kind in sorted(set(Kind) - {Kind.HELLO})),
-    *(frame(Kind.HELLO, bomb[:1024]) for bomb in BOMBS.values()),
+    HEADER.pack(0xFFFF_FFFF, FrameKind.HELLO, 0, 0, 0, 0),
+    HEADER.pack(1025, FrameKind.HELLO, 0, 0, 0, 0),
+    *(frame(kind, b"\x90") for kind in sorted(set(FrameKind) - {FrameKind.HELLO})),
+    *(frame(FrameKind.HELLO, bomb[:1024]) for bomb in BOMBS.values()),
 ]
 
 
@@ -254,7 +254,7 @@ def test_a_crowd_at_the_cluster_port_disturbs_nobody(cluster, many_files):
                     for words in NONSENSE:
                         assert len(say(port, words)) < 120
                     answer = say(port, recorded)
-                    assert answer[4] == Kind.CHALLENGE
+                    assert answer[4] == FrameKind.CHALLENGE
                     assert len(answer) < 400, round_
                 flows(stream)
             assert ask(frontend).status == 200
@@ -286,5 +286,5 @@ def stranger(address: str, number: int) -> socket.socket:
     host, _, port = address.rpartition(":")
     one = socket.create_connection((host, int(port)), 60)
     with contextlib.suppress(OSError):
-        one.sendall(frame(Kind.HELLO, bytes(100))[: number % 60])
+        one.sendall(frame(FrameKind.HELLO, bytes(100))[: number % 60])
     return one

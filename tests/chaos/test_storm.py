@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.storm import checker, questions, report, schedule
-from tests.chaos.storm.checker import Circumstances, judge
+from tests.chaos.storm import checker, report, schedule, storm_requests
+from tests.chaos.storm.checker import Absence, Circumstances, judge
+from tests.chaos.storm.client_request import ClientRequest
 from tests.chaos.storm.faults import Done
-from tests.chaos.storm.life import Life
-from tests.chaos.storm.questions import Question, Sizes, expected_of
 from tests.chaos.storm.report import Storm
 from tests.chaos.storm.schedule import KINDS, Standing
-from tests.chaos.storm.site import plan
-from tests.chaos.storm.storm import Wishes, run
+from tests.chaos.storm.storm import PATIENCE, Wishes, run
+from tests.chaos.storm.storm_requests import Sizes, StormRequest, expected_of
+from tests.chaos.storm.testbed import plan
 from tests.support.seeds import run_seed
 
 NODES = [
@@ -126,8 +126,8 @@ def test_an_engine_ends_no_more_often_than_its_supervisor_bears():
 
 
 def test_a_pool_is_mixed_and_fixed_by_its_seed():
-    drawn = questions.draw(7, Sizes())
-    assert drawn == questions.draw(7, Sizes())
+    drawn = storm_requests.draw(7, Sizes())
+    assert drawn == storm_requests.draw(7, Sizes())
     assert {question.choices for question in drawn} == {1, 2, 3}
     assert {question.chat for question in drawn} == {True, False}
     assert {question.fields["temperature"] for question in drawn} >= {0, 0.8}
@@ -142,13 +142,13 @@ def test_a_pool_is_mixed_and_fixed_by_its_seed():
 RIGHT = ([5, 6, 7, 8, 9, 10, 11, 12], "abcdefgh")
 
 
-def question(n: int = 1, **fields) -> Question:
-    return Question(1, "/v1/completions", {"max_tokens": 8} | fields, n)
+def question(n: int = 1, **fields) -> StormRequest:
+    return StormRequest(1, "/v1/completions", {"max_tokens": 8} | fields, n)
 
 
-def life(**fields) -> Life:
+def life(**fields) -> ClientRequest:
     defaults: dict[str, Any] = {"frontend": "front-1", "streamed": True, "asked": 100.0}
-    return Life(1, fields.pop("question", question()), **(defaults | fields))
+    return ClientRequest(1, fields.pop("question", question()), **(defaults | fields))
 
 
 def event(tokens, text, at=100.5, index=0, finish=None, one=None) -> tuple[bytes, float]:
@@ -164,7 +164,7 @@ def usage(prompt=3, completion=8) -> tuple[bytes, float]:
 DONE = (b"data: [DONE]\n\n", 101.0)
 
 
-def lived(*events: tuple[bytes, float], **fields) -> Life:
+def lived(*events: tuple[bytes, float], **fields) -> ClientRequest:
     one = life(**fields)
     one.answered(200, {"x-pdserve-worker": "decode-1"}, 100.4)
     for data, at in events:
@@ -183,7 +183,7 @@ RIGHTS = expected_of(lived(*told(), usage(), DONE))
 PEACE = Circumstances()
 
 
-def outcome(one: Life, circumstances: Circumstances = PEACE) -> str:
+def outcome(one: ClientRequest, circumstances: Circumstances = PEACE) -> str:
     return judge(one, RIGHTS, circumstances).outcome
 
 
@@ -246,35 +246,129 @@ def test_a_choice_that_ends_twice_is_seen():
     assert outcome(lived(*told(), again, usage(), DONE)) == checker.REPEATED
 
 
-def failed(code: str, status: int = 503, *, begun: bool = False, **headers: str) -> Life:
+def failed(
+    code: str, status: int = 503, *, begun: bool = False, after: float = 0.5, **fields: Any
+) -> ClientRequest:
+    """One that ended with this error, `after` seconds from asking; `headers` of a whole answer."""
     error = {"error": {"code": code, "message": "why"}}
+    headers = {"retry-after": "1"} | fields.pop("headers", {})
     if begun:
-        return lived(event([5, 6], "ab"), (b"data: " + json.dumps(error).encode() + b"\n\n", 101.0))
-    one = life()
-    one.answered(status, {name.replace("_", "-"): value for name, value in headers.items()}, 100.5)
-    one.whole(json.dumps(error).encode(), 100.5)
-    one.ended = 100.5
+        last = (b"data: " + json.dumps(error).encode() + b"\n\n", 100.0 + after)
+        one = lived(event([5, 6], "ab"), last, **fields)
+    else:
+        one = life(**fields)
+        one.answered(status, headers, 100.0 + after)
+        one.whole(json.dumps(error).encode(), 100.0 + after)
+    one.ended = 100.0 + after
     return one
+
+
+PARTS = {"front-1": "frontend", "front-2": "frontend", "decode-1": "worker", "router-1": "router"}
+
+
+def away(node: str = "front-1", since=99.0, until=102.0, *, leaving=False) -> Circumstances:
+    return Circumstances(away={node: [Absence(since, until, leaving)]}, parts=PARTS)
+
+
+HAD: dict[str, Any] = {"headers": {"x-pdserve-worker": "decode-1"}, "streamed": False}
+"""Of a whole answer that was under way."""
 
 
 @pytest.mark.parametrize(
     ("one", "expected"),
     [
-        (failed("overloaded", 429, retry_after="1"), checker.REJECTED),
-        (failed("draining", retry_after="1"), checker.REJECTED),
-        (failed("overloaded", 429), checker.FAILED),
-        (failed("draining", begun=True), checker.FAILED),
-        (failed("worker_lost", retry_after="1"), checker.FAILED),
+        (failed("worker_lost"), checker.FAILED),
         (failed("worker_lost", begun=True), checker.FAILED),
         (failed("engine_died", begun=True), checker.FAILED),
-        (failed("no_worker", retry_after="1"), checker.NO_WORKER),
+        (failed("rate_limit_exceeded", 429), checker.FAILED),
         (failed("poisoned_request", 500), checker.POISONED),
-        (failed("deadline_exceeded", 504), checker.DEADLINE),
-        (failed("deadline_exceeded", begun=True), checker.DEADLINE),
+        (failed("no_worker"), checker.NO_WORKER),
+        (failed("no_worker", begun=True), checker.NO_WORKER),
+        (failed("overloaded", 429), checker.UNCAUSED),
+        (failed("draining"), checker.UNCAUSED),
+        (failed("not_ready"), checker.UNCAUSED),
+        (failed("no_router"), checker.UNCAUSED),
+        (failed("draining", begun=True), checker.GIVEN_UP),
+        (failed("overloaded", 429, **HAD), checker.GIVEN_UP),
+        (failed("draining", **HAD), checker.GIVEN_UP),
+        (failed("no_worker", **HAD), checker.NO_WORKER),
+        (failed("deadline_exceeded", 504), checker.OUT_OF_TIME),
+        (failed("deadline_exceeded", 504, after=60.0), checker.OUT_OF_TIME),
+        (failed("deadline_exceeded", 504, after=60.0, **HAD), checker.OUT_OF_TIME),
+        (failed("deadline_exceeded", begun=True, after=60.0), checker.OUT_OF_TIME),
     ],
 )
-def test_errors_are_told_apart(one, expected):
+def test_in_peace_no_patient_request_ends_by_an_error(one, expected):
     assert outcome(one) == expected
+
+
+def test_a_refusal_says_when_to_come_again():
+    one = failed("draining")
+    assert outcome(one, away()) == checker.REJECTED
+    del one.headers["retry-after"]
+    assert outcome(one, away()) == checker.FAILED
+
+
+@pytest.mark.parametrize(
+    ("code", "node", "expected"),
+    [
+        ("draining", "front-1", checker.REJECTED),
+        ("draining", "front-2", checker.UNCAUSED),
+        ("draining", "decode-1", checker.UNCAUSED),
+        ("not_ready", "front-1", checker.REJECTED),
+        ("no_router", "router-1", checker.REJECTED),
+        ("no_router", "decode-1", checker.UNCAUSED),
+        ("overloaded", "decode-1", checker.REJECTED),
+        ("overloaded", "router-1", checker.UNCAUSED),
+        ("no_worker", "front-1", checker.REJECTED),
+        ("no_worker", "decode-1", checker.NO_WORKER),
+        ("model_not_found", "decode-1", checker.NO_WORKER),
+    ],
+)
+def test_who_was_not_taken_is_refused_for_a_cause(code, node, expected):
+    assert outcome(failed(code), away(node)) == expected
+    past = outcome(failed(code), away(node, 90.0, 99.0))
+    assert past == (checker.NO_WORKER if code in checker.NOBODY else checker.UNCAUSED)
+
+
+def test_a_refusal_comes_early():
+    late = failed("overloaded", 429, after=40.0)
+    assert outcome(late, away("decode-1", until=150.0)) == checker.REFUSED_LATE
+    assert outcome(late, away("front-1", until=150.0)) == checker.REJECTED
+
+
+@pytest.mark.parametrize("one", [failed("draining", begun=True), failed("overloaded", 429, **HAD)])
+def test_who_was_taken_is_given_up_only_by_a_frontend_that_was_away(one):
+    assert outcome(one, away()) == checker.AWAY
+    assert outcome(one, away(leaving=True)) == checker.GIVEN_UP, "it owes an answer"
+    assert outcome(one, away("decode-1")) == checker.GIVEN_UP
+    assert outcome(one, away(since=101.5)) == checker.GIVEN_UP
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_hurried_request_has_its_own_deadline(begun):
+    def hurried(after: float) -> str:
+        return outcome(failed("deadline_exceeded", 504, begun=begun, after=after, hurried=True))
+
+    assert hurried(0.6) == checker.OUT_OF_TIME
+    assert hurried(3.1) == checker.DEADLINE
+    assert hurried(40.0) == checker.OUT_OF_TIME
+
+
+def test_a_request_that_is_lost_hangs_before_its_frontend_ends_it():
+    flags = {place.name: place.flags for place in plan("sim") if place.part == "frontend"}
+    limits = {name: float(flags[name][1].removesuffix("s")) for name in flags}
+    assert limits == {"front-1": 120.0, "front-2": 120.0, "hurried": Circumstances().hurry}
+    assert min(limits["front-1"], limits["front-2"]) > PATIENCE == Circumstances().patience
+    assert outcome(failed("deadline_exceeded", 504, after=PATIENCE)) == checker.HUNG
+    assert outcome(failed("overloaded", 429, after=PATIENCE), away("decode-1")) == checker.HUNG
+
+
+def test_an_error_says_why():
+    one = failed("draining")
+    assert one.error is not None
+    one.error["message"] = ""
+    assert outcome(one, away()) == checker.FAILED
 
 
 def test_a_connection_may_break_only_with_its_frontend():
@@ -284,15 +378,6 @@ def test_a_connection_may_break_only_with_its_frontend():
     assert outcome(one, Circumstances({"front-2": [101.0]})) == checker.BROKEN
     assert outcome(one, Circumstances({"front-1": [90.0]})) == checker.BROKEN
     assert outcome(one, Circumstances({"front-1": [101.0]})) == checker.CUT
-
-
-def test_a_frontend_that_finds_its_cluster_again_may_know_no_worker():
-    one = failed("no_worker", retry_after="1")
-    assert outcome(one, Circumstances(away={"front-2": [(99.0, 101.0)]})) == checker.NO_WORKER
-    assert outcome(one, Circumstances(away={"front-1": [(99.0, 99.5)]})) == checker.NO_WORKER
-    assert outcome(one, Circumstances(away={"front-1": [(99.0, 100.2)]})) == checker.REJECTED
-    one = failed("no_worker", begun=True)
-    assert outcome(one, Circumstances(away={"front-1": [(99.0, 101.0)]})) == checker.NO_WORKER
 
 
 def test_what_came_before_the_end_must_be_right_as_well():
@@ -326,9 +411,11 @@ def test_whatever_a_node_holds_is_seen():
     }
     assert not checker.grown({"a": 12, "b": 99}, {"a": 10}, 2, "tasks")
     assert checker.grown({"a": 13}, {"a": 10}, 2, "tasks")
+    assert checker.most_grown({"a": 13, "b": 9, "new": 50}, {"a": 10, "b": 10}) == 3
+    assert checker.most_grown({"b": 9}, {"b": 10}) == 0
 
 
-def storm_of(*lives: Life) -> Storm:
+def storm_of(*lives: ClientRequest) -> Storm:
     storm = Storm("s", "sim", 2, 10.0, 100.0)
     for one in lives:
         storm.take(one, judge(one, RIGHTS, PEACE))
@@ -356,7 +443,7 @@ def test_gaps_belong_to_the_faults_within_them():
 def test_a_report_says_what_was_lost_and_how_to_repeat_it():
     good = storm_of(lived(*told(), usage(), DONE))
     assert not good.problems
-    assert "Nothing was lost." in report.markdown(good, ["CPU: some"])
+    assert report.WEATHERED in report.markdown(good, ["CPU: some"])
     bad = storm_of(
         failed("worker_lost", begun=True), lived(*told([5, 6, 9, 10, 11, 12], "abefgh"), DONE)
     )
@@ -364,11 +451,66 @@ def test_a_report_says_what_was_lost_and_how_to_repeat_it():
     bad.last_words.append("the last of decode-1's log")
     page = report.markdown(bad, [])
     assert "Not weathered" in page
+    assert "`--stall-timeout 3s` (default 10 s) and `--verify-kv all` (default sample)" in page
     assert "| 1 | 2 | 8 | 2 | 2 | 0 |" in page
     assert report.as_json(bad)["tokens_lost"] == 2
     text = report.failure(bad)
     for word in ("seed s", "kill node, decode-1", "worker_lost", "x-pdserve-worker", "the last of"):
         assert word in text
+
+
+def good_and(*others: ClientRequest, good: int = 1) -> Storm:
+    return storm_of(*(lived(*told(), usage(), DONE) for _ in range(good)), *others)
+
+
+def test_too_small_a_share_that_completes_is_a_problem():
+    def refused() -> ClientRequest:
+        return failed("draining", after=0.1)
+
+    cut = lived(event([5, 6], "ab"))
+    cut.broken = "reset"
+    storm = Storm("s", "sim", 2, 10.0, 100.0)
+    lives = [lived(*told(), usage(), DONE) for _ in range(9)] + [refused(), refused(), refused()]
+    left = lived(event([5, 6], "ab"))
+    left.hung_up = True
+    for one in (*lives, left):
+        storm.take(one, judge(one, RIGHTS, away()))
+    storm.take(cut, judge(cut, RIGHTS, Circumstances({"front-1": [101.0]})))
+    assert storm.outcomes == Counter(
+        {checker.COMPLETED: 9, checker.REJECTED: 3, checker.CANCELLED: 1, checker.CUT: 1}
+    )
+    assert storm.completed("patient") == (9, 12)
+    assert storm.problems == ["9 of 12 patient requests completed, less than 80%"]
+    one = refused()
+    one.hurried = True
+    hurried = [one] + [failed("deadline_exceeded", 504, after=3.1, hurried=True)] * 30
+    assert "hurried" in good_and(*hurried, good=99).problems[-1]
+
+
+def test_a_report_tells_frontends_apart_and_who_was_taken():
+    storm = storm_of(
+        lived(*told(), usage(), DONE),
+        lived(*told(), usage(), DONE, hurried=True, frontend="hurried"),
+        failed("deadline_exceeded", 504, after=3.1, hurried=True, frontend="hurried"),
+    )
+    for after in (0.2, 4.5):
+        one = failed("draining", after=after)
+        storm.take(one, judge(one, RIGHTS, away(until=110.0)))
+    page = report.markdown(storm, [])
+    for row in (
+        "| completed | 2 | 1 | 0 | 1 | 0 |  |",
+        "| rejected early | 2 | 0 | 2 | 0 | 0 |  |",
+        "| deadline | 1 | 0 | 0 | 0 | 1 |  |",
+        "| completed | 1 | 1 |",
+        "| rejected early | 2 | 0 |",
+        "| draining | front-1 | 2 | 0.20 s | 4.50 s | 4.50 s |",
+        "- patient: 1 of 3 completed (33.3%; at least 80% must)",
+    ):
+        assert row in page
+    numbers = report.as_json(storm)
+    assert numbers["outcomes_by_frontend"]["front-1"] == {"completed": 1, "rejected early": 2}
+    assert numbers["outcomes_by_group"]["hurried, not taken"] == {"deadline": 1}
+    assert numbers["refused_seconds"]["draining at front-1"]["max"] == 4.5
 
 
 def test_quantiles_are_samples():

@@ -19,23 +19,36 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import pdserve
-from pdserve.cli.bench.arrivals import arrivals, shape_of
+from pdserve.cli.bench.arrivals import arrival_times, parse_burstiness
 from pdserve.cli.bench.command import _parser, _plan
 from pdserve.cli.bench.plot import timeline
-from pdserve.cli.bench.record import Record
+from pdserve.cli.bench.record import BenchRecord
 from pdserve.cli.bench.report import comparison, report
-from pdserve.cli.bench.runner import Load, Run, Target, measure
-from pdserve.cli.bench.summary import Pace, percentiles, slo_of, summarise, warnings_of
-from pdserve.cli.bench.workload import Ask, generated, length, of_file, of_trace, prompt_of
+from pdserve.cli.bench.runner import BenchRun, LoadConfig, RequestTemplate, measure
+from pdserve.cli.bench.summary import (
+    GeneratorStats,
+    parse_slo,
+    percentiles,
+    result_warnings,
+    summarise,
+)
+from pdserve.cli.bench.workload import (
+    SampleRequest,
+    build_prompt,
+    length_sampler,
+    random_requests,
+    requests_from_file,
+    requests_from_trace,
+)
 from pdserve.client import Client
 from pdserve.errors import ConfigError
 from pdserve.launch import exit_codes
-from pdserve.sim.traces.base import TraceRequest, length_of
-from pdserve.sim.traces.load import open_trace
+from pdserve.sim.workloads.trace_file import open_trace
+from pdserve.sim.workloads.trace_request import TraceRequest, length_of
 from tests.client.scripted import failure, scripted, stream
 from tests.e2e.model import write_model
 from tests.e2e.server import PATIENCE, Server, serving
-from tests.sim.traces.test_published import trace
+from tests.sim.workloads.test_published import trace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -46,16 +59,16 @@ BENCH = (sys.executable, "-m", "pdserve", "bench", "--vocabulary", "250", "--war
 
 
 def first(count: int, *args: Any) -> list[float]:
-    return list(itertools.islice(arrivals(*args), count))
+    return list(itertools.islice(arrival_times(*args), count))
 
 
 def test_even_arrivals_are_even():
-    assert first(4, 2.0, shape_of("even"), 0) == [0.0, 0.5, 1.0, 1.5]
+    assert first(4, 2.0, parse_burstiness("even"), 0) == [0.0, 0.5, 1.0, 1.5]
 
 
 def test_arrivals_have_their_rate_and_spread_and_a_seed():
     for text, spread in (("poisson", 1.0), ("gamma:0.25", 2.0), ("gamma:4", 0.5)):
-        moments = first(20_000, 5.0, shape_of(text), 7)
+        moments = first(20_000, 5.0, parse_burstiness(text), 7)
         gaps = [b - a for a, b in itertools.pairwise(moments)]
         assert statistics.mean(gaps) == pytest.approx(0.2, rel=0.05)
         assert statistics.pstdev(gaps) / statistics.mean(gaps) == pytest.approx(spread, rel=0.05)
@@ -65,7 +78,7 @@ def test_arrivals_have_their_rate_and_spread_and_a_seed():
 @pytest.mark.parametrize("text", ["", "gamma", "gamma:0", "gamma:-1", "gamma:nan", "poison"])
 def test_other_arrivals_are_refused(text):
     with pytest.raises(ConfigError, match="--arrivals"):
-        shape_of(text)
+        parse_burstiness(text)
 
 
 # ---------------------------------------------------------------- workloads
@@ -82,7 +95,7 @@ def test_other_arrivals_are_refused(text):
     ],
 )
 def test_lengths(text, mean, least, most):
-    draw, random = length("--x", text), Random(1)
+    draw, random = length_sampler("--x", text), Random(1)
     values = [draw(random) for _ in range(5000)]
     assert statistics.mean(values) == pytest.approx(mean, rel=0.05)
     assert least <= min(values) <= max(values) <= most
@@ -93,13 +106,13 @@ def test_lengths(text, mean, least, most):
 )
 def test_other_lengths_are_refused(text):
     with pytest.raises(ConfigError, match="--input-tokens"):
-        length("--input-tokens", text)
+        length_sampler("--input-tokens", text)
 
 
-def made(seed: int = 1, count: int = 30, **options: Any) -> list[Ask]:
+def made(seed: int = 1, count: int = 30, **options: Any) -> list[SampleRequest]:
     options = {"shared_prefix": 10, "words": False, "vocabulary": 300, **options}
-    lengths = length("", "uniform:5:50"), length("", "4")
-    return list(itertools.islice(generated(*lengths, seed=seed, **options), count))
+    lengths = length_sampler("", "uniform:5:50"), length_sampler("", "4")
+    return list(itertools.islice(random_requests(*lengths, seed=seed, **options), count))
 
 
 def test_made_up_prompts_share_their_prefix_and_nothing_else():
@@ -118,12 +131,39 @@ def test_a_seed_makes_the_same_prompts_again():
     assert len(text.split()) == len(made(1)[0].prompt)
 
 
+@pytest.mark.parametrize("words", [True, False])
+def test_no_prompt_has_a_block_of_another_one_or_of_its_own(words):
+    lengths = length_sampler("", "256"), length_sampler("", "4")
+    asks = random_requests(*lengths, shared_prefix=0, words=words, vocabulary=1000, seed=3)
+    blocks = [
+        tuple(tokens[at : at + 16])
+        for ask in itertools.islice(asks, 400)
+        for tokens in (ask.prompt.split() if isinstance(ask.prompt, str) else ask.prompt,)
+        for at in range(0, 256, 16)
+    ]
+    assert len(blocks) == 400 * 16
+    assert len(set(blocks)) == len(blocks)
+
+
+def test_a_shorter_piece_is_the_beginning_of_a_longer_one():
+    long, short = (build_prompt(((9, n),), words=False, vocabulary=300) for n in (40, 11))
+    assert long[:11] == short
+
+
+def test_a_traces_prompts_are_others_under_another_seed():
+    trace = [TraceRequest(0, 0.0, ((5, 512),), 9)]
+    one, two = (
+        next(requests_from_trace(trace, words=False, vocabulary=99, seed=n)).prompt for n in (1, 2)
+    )
+    assert one[:16] != two[:16]
+
+
 def test_a_trace_keeps_its_moments_lengths_and_prefixes():
     trace = [
         TraceRequest(0, 0.0, ((5, 512), (6, 100)), 9),
         TraceRequest(1, 2.5, ((5, 512), (7, 200)), 8),
     ]
-    one, two = of_trace(trace, words=False, vocabulary=1000)
+    one, two = requests_from_trace(trace, words=False, vocabulary=1000, seed=0)
     assert (one.at, one.max_tokens, len(one.prompt)) == (0.0, 9, 612)
     assert (two.at, two.max_tokens, len(two.prompt)) == (2.5, 8, 712)
     assert one.prompt[:512] == two.prompt[:512]
@@ -131,7 +171,7 @@ def test_a_trace_keeps_its_moments_lengths_and_prefixes():
 
 
 def test_contents_do_not_collide_in_a_small_vocabulary():
-    prompts = {tuple(prompt_of(((n, 4),), words=False, vocabulary=64)) for n in range(50_000)}
+    prompts = {tuple(build_prompt(((n, 4),), words=False, vocabulary=64)) for n in range(50_000)}
     assert len(prompts) == 50_000
 
 
@@ -140,7 +180,7 @@ def test_prompts_of_a_file(tmp_path):
     path.write_text(
         'hello\n\n{"prompt": [1, 2], "max_tokens": 3}\n{"messages": [{"role": "user"}]}\n'
     )
-    asks = of_file(path, length("", "7"), 0)
+    asks = requests_from_file(path, length_sampler("", "7"), 0)
     assert [(ask.number, ask.prompt, ask.max_tokens) for ask in asks] == [
         (0, "hello", 7),
         (1, [1, 2], 3),
@@ -156,14 +196,14 @@ def test_files_that_are_no_prompts(tmp_path, text, says):
     path = tmp_path / "prompts"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        of_file(path, length("", "7"), 0)
+        requests_from_file(path, length_sampler("", "7"), 0)
 
 
 # ---------------------------------------------------------------- numbers
 
 
 def test_gaps_of_chunks_with_several_tokens():
-    record = Record(0, 0.0, sent=1.0)
+    record = BenchRecord(0, 0.0, sent=1.0)
     record.on_chunk(1.5, 0, content=False)  # a role
     record.on_chunk(2.0, 1, content=True)
     record.on_chunk(2.9, 4, content=True)
@@ -177,7 +217,7 @@ def test_gaps_of_chunks_with_several_tokens():
 
 
 def test_without_usage_a_chunk_with_text_is_a_token():
-    record = Record(0, 0.0)
+    record = BenchRecord(0, 0.0)
     for now in (1.0, 2.0):
         record.on_chunk(now, None, content=True)
     record.on_chunk(9.0, None, content=False)
@@ -191,8 +231,8 @@ def test_percentiles_are_by_nearest_rank():
     assert percentiles([]) == {}
 
 
-def done(sent: float, first: float, ended: float, tokens: int = 11, **more: Any) -> Record:
-    record = Record(0, sent, sent=sent, first=first, last=ended, ended=ended, counted=True)
+def done(sent: float, first: float, ended: float, tokens: int = 11, **more: Any) -> BenchRecord:
+    record = BenchRecord(0, sent, sent=sent, first=first, last=ended, ended=ended, counted=True)
     record.output_tokens = tokens
     for name, value in more.items():
         setattr(record, name, value)
@@ -205,38 +245,57 @@ def test_a_summary_counts_exactly():
         done(1.0, 1.6, 2.0, attempts=3, worker="b"),
         done(2.0, 2.0, 4.0, error="429 overloaded", message="later,\nplease", tokens=0),
     ]
-    pace = Pace(dropped=1, cpu_share=0.2)
-    numbers = summarise(records, pace, slo_of("ttft=500,itl=150,e2e=5000"))
+    pace = GeneratorStats(dropped=1, cpu_share=0.2)
+    numbers = summarise(records, pace, parse_slo("ttft=500,itl=150,e2e=5000"))
     assert (numbers["requests"], numbers["completed"], numbers["retries"]) == (3, 2, 2)
     assert numbers["errors"] == {"429 overloaded": 1}
     assert numbers["seconds"] == 4.0
     assert numbers["output_tokens_per_second"] == 22 / 4
     assert (numbers["good"], numbers["good_share"], numbers["goodput"]) == (1, 0.25, 0.25)
     assert (numbers["cached_tokens"], numbers["workers"]) == (2, {"a": 1, "b": 1})
-    assert "1 requests were not sent" in "".join(warnings_of(numbers))
+    assert "1 requests were not sent" in "".join(result_warnings(numbers))
     assert "1 failed: 429 overloaded, such as: later, please" in report(numbers)
 
 
 def test_a_generator_that_limits_says_so():
     late = [done(2.0, 2.1, 3.0, intended=1.0)]
-    said = " ".join(warnings_of(summarise(late, Pace(cpu_share=0.97, lags=[0.5]), None)))
+    said = " ".join(
+        result_warnings(summarise(late, GeneratorStats(cpu_share=0.97, lags=[0.5]), None))
+    )
     assert "sent late (p99 1000 ms)" in said
     assert "97% of a core" in said
     assert "event loop was late" in said
-    assert warnings_of(summarise([done(0.0, 0.1, 1.0)], Pace(), None)) == []
+    assert result_warnings(summarise([done(0.0, 0.1, 1.0)], GeneratorStats(), None)) == []
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft=", "ttft=x", "p99=3", "ttft=0", "ttft=1;itl=2"])
 def test_other_limits_are_refused(text):
     with pytest.raises(ConfigError, match="--slo"):
-        slo_of(text)
+        parse_slo(text)
 
 
 def test_two_runs_side_by_side():
-    one = summarise([done(0.0, 0.1, 1.0)], Pace(), None)
-    two = summarise([done(0.0, 0.2, 1.0)], Pace(), None)
+    one = summarise([done(0.0, 0.1, 1.0)], GeneratorStats(), None)
+    two = summarise([done(0.0, 0.2, 1.0)], GeneratorStats(), None)
     lines = comparison(("a", "b"), one, two).splitlines()
     assert next(ln for ln in lines if ln.startswith("first token, ms p50")).endswith("2.000")
+
+
+def test_prompts_that_an_earlier_run_left_in_the_cache_are_named():
+    cached = summarise(
+        [done(0.0, 0.1, 1.0, prompt_tokens=100, cached_tokens=60)], GeneratorStats(), None
+    )
+    assert result_warnings(cached) == []
+    [said] = result_warnings(cached | {"expect_uncached": True})
+    assert said.startswith("60% of the prompt tokens came from the server's cache")
+
+
+def test_a_timeline_has_each_token_where_it_came():
+    record = done(0.0, 0.5, 10.0, tokens=4, gaps=[4.0, 5.0], seen=4)
+    points = timeline([record])
+    width = points[1][0] - points[0][0]
+    came = [(round(at, 1), round(rate * width, 6)) for at, rate, _ in points if rate]
+    assert came == [(0.6, 2.0), (4.6, 1.0), (9.6, 1.0)]
 
 
 def test_a_timeline_keeps_every_token_and_second():
@@ -253,7 +312,8 @@ def test_a_timeline_keeps_every_token_and_second():
         (["--concurrency", "0"], "--concurrency"),
         (["--rate", "-1"], "--rate"),
         (["--concurrency", "1", "--rate", "1"], "not allowed with"),
-        (["--trace", "/none"], "cannot be read"),
+        (["--trace", "/none"], "the trace /none cannot be read"),
+        (["--prompts", "/none"], "the file of prompts /none cannot be read"),
         (["--timeout", "1x"], "--timeout"),
         (["--requests", "0"], "--requests"),
         (["--speed", "2"], "--speed has no effect here"),
@@ -314,11 +374,11 @@ async def client_of(url: str, **options: Any) -> AsyncIterator[Client]:
         yield client
 
 
-def asks(count: int, every: float = 0.0) -> Iterator[Ask]:
-    return (Ask(number, "hello", 3, number * every) for number in range(count))
+def asks(count: int, every: float = 0.0) -> Iterator[SampleRequest]:
+    return (SampleRequest(number, "hello", 3, number * every) for number in range(count))
 
 
-CHAT = Target(endpoint="chat")
+CHAT = RequestTemplate(endpoint="chat")
 
 
 async def test_a_closed_loop_has_so_many_under_way_and_counts_them_all():
@@ -329,7 +389,7 @@ async def test_a_closed_loop_has_so_many_under_way_and_counts_them_all():
             nonlocal most
             most = max(most, run.in_flight)
 
-        run = await measure(client, CHAT, Load(concurrency=3), asks(40), seen)
+        run = await measure(client, CHAT, LoadConfig(concurrency=3), asks(40), seen)
     assert len(server.requests) == len(run.records) == run.ended == 40
     assert all(record.completed and record.seen == 2 for record in run.records)
     assert most <= 3
@@ -339,7 +399,7 @@ async def test_a_closed_loop_has_so_many_under_way_and_counts_them_all():
 async def test_an_open_loop_keeps_its_rate_while_no_answer_comes():
     silent = scripted(b"HTTP/1.1 200 OK\r\n", hold=True)
     async with silent as server, client_of(server.url, timeout=1.5) as client:
-        run = await measure(client, CHAT, Load(most_in_flight=15), asks(20, every=0.01))
+        run = await measure(client, CHAT, LoadConfig(most_in_flight=15), asks(20, every=0.01))
     assert len(run.records) == 15
     assert run.pace.dropped == 5
     assert {record.error for record in run.records} == {"Timeout"}
@@ -351,7 +411,7 @@ async def test_an_open_loop_keeps_its_rate_while_no_answer_comes():
 async def test_errors_by_kind_and_retries_are_counted():
     answers = (failure(503, code="draining"), stream("a"), stream("a", end=b""), failure(400))
     async with scripted(*answers) as server, client_of(server.url, retries=1) as client:
-        run = await measure(client, CHAT, Load(concurrency=1), asks(3))
+        run = await measure(client, CHAT, LoadConfig(concurrency=1), asks(3))
     numbers = summarise(run.records, run.pace, None)
     assert numbers["errors"] == {"StreamBroken": 1, "400 c": 1}
     assert (numbers["completed"], numbers["retries"]) == (1, 1)
@@ -359,15 +419,15 @@ async def test_errors_by_kind_and_retries_are_counted():
 
 
 async def test_cancelling_gives_what_there_is():
-    task: asyncio.Task[Run] | None = None
+    task: asyncio.Task[BenchRun] | None = None
 
-    def stop(run: Run) -> None:
+    def stop(run: BenchRun) -> None:
         if len(run.records) == 2 and task is not None:
             task.cancel()
 
     silent = scripted(stream("a"), b"HTTP/1.1 200 OK\r\n", hold=True)
     async with silent as server, client_of(server.url, timeout=60.0) as client:
-        task = asyncio.create_task(measure(client, CHAT, Load(concurrency=1), asks(9), stop))
+        task = asyncio.create_task(measure(client, CHAT, LoadConfig(concurrency=1), asks(9), stop))
         run = await task
     assert run.pace.interrupted
     assert [record.error for record in run.records] == ["", "cancelled"]
@@ -375,9 +435,9 @@ async def test_cancelling_gives_what_there_is():
 
 async def test_a_duration_ends_the_sending():
     async with scripted(stream("a")) as server, client_of(server.url) as client:
-        endless = (Ask(number, "hello", 1) for number in itertools.count())
-        run = await measure(client, CHAT, Load(concurrency=2, duration=0.1), endless)
-        planned = await measure(client, CHAT, Load(duration=0.1), asks(1000, every=0.02))
+        endless = (SampleRequest(number, "hello", 1) for number in itertools.count())
+        run = await measure(client, CHAT, LoadConfig(concurrency=2, duration=0.1), endless)
+        planned = await measure(client, CHAT, LoadConfig(duration=0.1), asks(1000, every=0.02))
     assert run.records
     assert max(record.sent for record in run.records) <= max(r.ended or 0 for r in run.records)
     assert [record.intended for record in planned.records] == pytest.approx(
@@ -401,7 +461,8 @@ def bench(*flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_run_says_the_same_as_the_server(server, tmp_path):
     file = tmp_path / "run.json"
-    flags = ("--input-tokens", "uniform:10:40", "--output-tokens", "uniform:3:9", "--ignore-eos")
+    lengths = ("--input-tokens", "uniform:10:40", "--output-tokens", "uniform:3:9")
+    flags = (*lengths, "--ignore-eos", "--seed", "5")
     done = bench("--url", server.url, *flags, "--requests", "12", "--json", str(file))
     assert done.returncode == exit_codes.OK, done.stderr
     assert done.stderr == ""
@@ -416,6 +477,32 @@ def test_a_run_says_the_same_as_the_server(server, tmp_path):
     assert whole["summary"]["output_tokens"] == sum(tokens for _, tokens in wanted.values())
     assert whole["summary"]["tokens_from_usage"]
     assert whole["server"]["model"] == "tiny"
+
+
+@pytest.fixture(scope="module")
+def caching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that keeps prompts in its cache."""
+    model = write_model(tmp_path_factory.mktemp("model") / "tiny")
+    with serving(model, "--engine", "sim", "--aggregated") as server:
+        yield server
+
+
+def test_a_second_run_draws_other_prompts_and_the_same_seed_is_warned_of(caching, tmp_path):
+    flags = ("--url", caching.url, "--endpoint", "chat", "--input-tokens", "60", "--requests", "40")
+    seeds: list[int] = []
+    cached: list[float] = []
+    for number, more in enumerate(((), (), ("--seed",))):
+        file = tmp_path / str(number)
+        seed = (*more, str(seeds[-1])) if more else ()
+        run = bench(*flags, *seed, "--output-tokens", "1", "--json", str(file))
+        assert run.returncode == exit_codes.OK, run.stderr
+        numbers = json.loads(file.read_text())["summary"]
+        seeds.append(numbers["seed"])
+        cached.append(numbers["cached_tokens"] / numbers["prompt_tokens"])
+        assert f"seed          {seeds[-1]}" in run.stdout
+        assert ("an earlier run had the same --seed" in run.stdout) == bool(more)
+    assert seeds[0] != seeds[1] == seeds[2]
+    assert max(cached[:2]) < 0.05 < cached[2]
 
 
 def test_chat_from_a_file_and_an_open_loop(server, tmp_path):
@@ -464,6 +551,7 @@ def test_nobody_there_is_one_line():
     done = bench("--url", "http://127.0.0.1:1", "--requests", "2")
     assert done.returncode == exit_codes.FAILED
     assert "no server answers" in done.stderr
+    assert "start one with `pdserve`" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

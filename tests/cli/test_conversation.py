@@ -1,6 +1,6 @@
 import pytest
 
-from pdserve.cli.conversation import Conversation, Reaction, printable
+from pdserve.cli.conversation import Conversation, Reaction
 
 
 def test_a_line_is_asked_with_everything_said_before():
@@ -62,7 +62,3 @@ def test_an_empty_line_is_nothing(line):
     conversation = Conversation()
     assert conversation.on_line(line).action == "nothing"
     assert not conversation.messages
-
-
-def test_a_models_words_cannot_steer_the_terminal():
-    assert printable("a\x1b[2Jb\r\n\tc\x07\x9b1m") == "a[2Jb\n\tc1m"

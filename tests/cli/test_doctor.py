@@ -1,10 +1,13 @@
+import importlib.metadata
 import json
 
 import pytest
 
+from pdserve import accel
 from pdserve.cli import doctor
 from pdserve.launch import exit_codes, machine
-from pdserve.launch.machine import Fact
+from pdserve.launch.machine import MachineFact
+from pdserve.limits.memory import MemoryBound
 
 
 @pytest.fixture
@@ -27,6 +30,7 @@ def test_the_report_covers_what_matters_here():
         ("compiler", "C++"),
         ("engines", "registered"),
         ("pdserve will use", "compute threads"),
+        ("pdserve will use", "KV memory"),
         ("pdserve will use", "model"),
     ]:
         assert key in facts
@@ -36,7 +40,7 @@ def test_the_report_covers_what_matters_here():
 
 def test_a_reader_that_breaks_is_a_problem_and_not_a_crash():
     def _strange():
-        yield Fact("x", "fine", "1")
+        yield MachineFact("x", "fine", "1")
         raise OSError("no such machine")
 
     first, second = machine._guarded(_strange)
@@ -60,7 +64,7 @@ def test_a_torch_that_hangs_is_given_up(monkeypatch):
     ("state", "status"), [("ok", exit_codes.OK), ("absent", 0), ("problem", exit_codes.FAILED)]
 )
 def test_the_exit_status_tells_of_problems(monkeypatch, capsys, state, status):
-    monkeypatch.setattr(doctor, "read_facts", lambda: [Fact("a", "b", "c", state)])
+    monkeypatch.setattr(doctor, "read_facts", lambda: [MachineFact("a", "b", "c", state)])
     assert doctor.run(["--json"]) == status
     assert json.loads(capsys.readouterr().out) == [
         {"section": "a", "name": "b", "value": "c", "state": state}
@@ -69,9 +73,37 @@ def test_the_exit_status_tells_of_problems(monkeypatch, capsys, state, status):
 
 def test_the_report_is_grouped_and_aligned():
     facts = [
-        Fact("cpu", "model", "x"),
-        Fact("cpu", "affinity", "y", "problem"),
-        Fact("gpu", "n", "z"),
+        MachineFact("cpu", "model", "x"),
+        MachineFact("cpu", "affinity", "y", "problem"),
+        MachineFact("gpu", "n", "z"),
     ]
     assert doctor.report(facts) == ("cpu\n  ✓ model     x\n  ✗ affinity  y\ngpu\n  ✓ n         z")
     assert doctor.report(facts, unicode=False).isascii()
+
+
+def test_every_limit_on_memory_is_named(monkeypatch):
+    bounds = [
+        MemoryBound("the machine", 16 << 30, 8 << 30),
+        MemoryBound("SLURM_MEM_PER_NODE", 4 << 30, 3 << 30),
+    ]
+    monkeypatch.setattr(machine, "read_bounds", lambda: bounds)
+    facts = [fact.value for fact in machine._memory() if fact.name == "limit"]
+    assert facts == ["3.0 GiB of 4.0 GiB left: SLURM_MEM_PER_NODE"]
+    monkeypatch.setattr(machine, "available", lambda: bounds[1])
+    plan = {fact.name: fact.value for fact in machine._plan()}
+    assert plan["KV memory"].startswith("up to 768.0 MiB on a CPU: a quarter of what SLURM_MEM")
+
+
+def test_pure_python_is_slower_and_no_problem(monkeypatch):
+    monkeypatch.setattr(accel, "NATIVE", False)
+    loops = next(fact for fact in machine._software() if fact.name == "hot loops")
+    assert loops.state == "absent"
+
+
+def test_plain_asyncio_is_slower_and_no_problem(monkeypatch):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    loop = next(fact for fact in machine._software() if fact.name == "uvloop")
+    assert (loop.state, loop.value) == ("absent", "not installed: plain asyncio serves, slower")

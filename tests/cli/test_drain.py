@@ -1,28 +1,28 @@
 import pytest
 
-from pdserve.cli.drain import Progress, named
-from pdserve.cli.tables import render
+from pdserve.cli.drain import DrainProgress, members_named
+from pdserve.cli.status_tables import render
 from pdserve.errors import ConfigError
 from pdserve.ids import NodeId
-from pdserve.messages.status import DrainState, Report
-from tests.cli.test_tables import member, status
+from pdserve.messages.status import DrainState, NodeReport
+from tests.cli.test_status_tables import member, status
 
 
 def progress_of(name, epoch, *, stay):
-    return Progress({NodeId(name): epoch}, stay)
+    return DrainProgress({NodeId(name): epoch}, stay)
 
 
 def draining(name, **state):
-    return member(name, "worker", Report(drain=DrainState(**state)), draining=True)
+    return member(name, "worker", NodeReport(drain=DrainState(**state)), draining=True)
 
 
 def test_nodes_are_found_by_name_each_once():
     there = status(member("w1", "worker"), member("w2", "worker"))
-    assert [m.node for m in named(there, ["w2", "w1", "w2"])] == ["w2", "w1"]
+    assert [m.node for m in members_named(there, ["w2", "w1", "w2"])] == ["w2", "w1"]
     with pytest.raises(ConfigError, match="no node 'w3' in the cluster; there are w1, w2"):
-        named(there, ["w1", "w3"])
+        members_named(there, ["w1", "w3"])
     with pytest.raises(ConfigError, match=r"no node 'worker-b' .*; did you mean worker-a"):
-        named(status(member("worker-a", "worker")), ["worker-b"])
+        members_named(status(member("worker-a", "worker")), ["worker-b"])
 
 
 def test_what_is_left_is_told_when_it_changes_and_the_end_is_that_it_is_gone():

@@ -1,14 +1,17 @@
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from pdserve import __version__
+from pdserve.cli.flag_hints import COMMANDS as FOREIGN
+from pdserve.cli.flag_hints import FLAGS
 from pdserve.cli.main import COMMANDS, main
-from pdserve.cli.serve import make_parser
+from pdserve.cli.serve import make_parser, read_flags
 from pdserve.launch import exit_codes
-from pdserve.launch.options import GROUPS, OPTIONS, UNBUILT_ROLES
+from pdserve.launch.config.options import GROUPS, OPTIONS, UNBUILT_ROLES
 
 
 @pytest.fixture
@@ -66,6 +69,17 @@ def test_what_is_not_built_is_absent_from_help():
         (["--port", "1", "stray"], "unexpected argument 'stray'"),
         (["chatt"], "unknown sub-command 'chatt', did you mean 'chat'?"),
         (["xyzzy"], "unknown sub-command 'xyzzy' (try pdserve --help)"),
+        (["llama3"], "unknown sub-command 'llama3' (try"),
+        (["run", "llama3"], "unknown sub-command 'run', did you mean 'serve'?"),
+        (["help"], "did you mean '--help'?"),
+        (["Qwen/Qwen3-0.6B"], "did you mean `pdserve serve Qwen/Qwen3-0.6B`?"),
+        (["m.gguf"], "did you mean `pdserve serve m.gguf`?"),
+        (["serve", "a", "b"], "unexpected argument 'b': a model is named by `pdserve serve b`"),
+        (["serve", "a", "--model", "b"], "the model is given twice, as 'a' and as --model b"),
+        (["serve", "--modl", "b"], "--modl is unknown, did you mean --model?"),
+        (["-v"], "-v is unknown: use --version"),
+        (["--tp", "2"], "--tp is unknown: one worker computes on one device"),
+        (["serve", "x", "--quantization=awq"], "quantised weights are not supported"),
         (["drain"], "the following arguments are required: NODE[,NODE]"),
         (["drain", ""], "a name of a node is empty: give names as `pdserve status` shows them"),
         (["drain", "w,"], "a name of a node is empty"),
@@ -135,3 +149,20 @@ def test_a_reader_that_goes_away_is_no_failure():
     command = f"{sys.executable} -m pdserve --help | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
     assert done.stderr == ""
+
+
+def test_serve_takes_a_model_as_an_argument():
+    assert read_flags(["serve", "org/name", "--port", "1"]) == {"model": "org/name", "port": "1"}
+    assert read_flags(["serve", "--port", "1", "org/name"]) == {"model": "org/name", "port": "1"}
+    assert read_flags(["serve", "--model", "x"]) == {"model": "x"}
+    assert read_flags(["serve"]) == read_flags([]) == {}
+
+
+def test_remedies_for_foreign_flags_name_flags_of_ours():
+    """And no flag of ours is taken for a foreign one."""
+    ours = {option.flag for option in OPTIONS}
+    assert not ours & FLAGS.keys()
+    for remedy in FLAGS.values():
+        for flag in re.findall(r"--[a-z-]+", remedy):
+            assert flag in {*ours, "--version", "--no-prefix-cache"}
+    assert {*FOREIGN.values()} <= {*COMMANDS, "--help"}

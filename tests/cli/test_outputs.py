@@ -1,4 +1,4 @@
-"""Files that cannot be written are named before the work; columns line up."""
+"""Files that cannot be written are named before the work; columns line up; terminals are safe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.cli.outputs import check_writable, columns, write
+from pdserve.cli.outputs import check_writable, columns, printable, write
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,3 +31,7 @@ def test_columns():
         "             mean",
         "first token  1.25",
     ]
+
+
+def test_a_models_words_cannot_steer_the_terminal():
+    assert printable("a\x1b[2Jb\r\n\tc\x07\x9b1m") == "a[2Jb\n\tc1m"

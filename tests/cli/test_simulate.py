@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.cli.main import main
-from pdserve.cli.simulate import Progress
+from pdserve.cli.simulate.cluster_size import config_of_size, smallest_size
+from pdserve.cli.simulate.report import ReplayProgress
+from pdserve.sim.replay.config import ReplayConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +39,46 @@ def test_it_prints_a_table_and_writes_every_number(tmp_path: Path, capsys) -> No
     assert [worker["worker"] for worker in made["workers"]] == ["worker-0", "worker-1"]
     assert made["settings"]["seed"] == 5
     assert len(made["load"]) >= 1
+
+
+def test_the_first_lines_say_what_was_replayed(capsys) -> None:
+    assert main([*SMALL, "--preset", "h200-8b", "--slo", "ttft=2s,cold=1.5,itl=50"]) == 0
+    assert (
+        "2 x h200-8b, policy ttft; good = first token within 2 s + 1.5 x its time on an idle "
+        "worker, 50 ms between tokens" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("least", [1, 2, 3, 7, 64, 65])
+def test_the_smallest_size_is_found_with_few_replays(least: int) -> None:
+    asked: list[int] = []
+
+    def meets(size: int) -> bool:
+        asked.append(size)
+        return size >= least
+
+    assert smallest_size(meets, 64) == (least if least <= 64 else None)
+    assert len(asked) == len(set(asked)) <= 13
+    assert max(asked) <= 64
+
+
+def test_a_size_is_searched_for_an_slo(capsys) -> None:
+    flags = ("--generate", "unique", "--generate-option", "requests=40", "--block-size", "64")
+    load = ("--generate-option", "rate=40", "--generate-option", "output=20")
+    command = ("simulate", *flags, *load, "--kv-tokens", "200000", "--size", "--good", "95%")
+    assert main([*command, "--slo", "ttft=300"]) == 0
+    *rows, _, verdict = capsys.readouterr().out.splitlines()
+    found = int(verdict.split()[0])
+    shares = {int(row.split()[0]): row.split("ttft")[1].split()[0] for row in rows[1:]}
+    assert float(shares[found].rstrip("%")) >= 95
+    assert all(float(s.rstrip("%")) < 95 for size, s in shares.items() if size < found)
+    assert main([*command, "--slo", "ttft=0.001", "--most-workers", "2"]) == 1
+    assert "no size that was tried" in capsys.readouterr().out
+
+
+def test_prefill_and_decode_workers_grow_in_their_ratio() -> None:
+    config = config_of_size(ReplayConfig(workers=0, prefill=1, decode=3), 2)
+    assert (config.workers, config.prefill, config.decode) == (0, 2, 6)
 
 
 @pytest.mark.parametrize("more", [(), SPLIT], ids=["aggregated", "split"])
@@ -91,11 +133,12 @@ def test_a_file_is_read_and_only_its_name_is_kept(tmp_path: Path) -> None:
         (["--generate", "unique", "--speed", "fast"], "--speed: 'fast' is no number"),
         (["--generate", "unique", "--workers", "many"], "--workers: 'many': 'many' is not a whole"),
         (["--generate", "unique", "--slow", "0.5"], "--slow '0.5' is not 2 numbers"),
-        (["--generate", "unique", "--slo", "1"], "--slo '1' is not 2 or 3 numbers"),
+        (["--generate", "unique", "--slo", "1"], "--slo: '1' is not of the form ttft=500"),
         (["--generate", "unique", "--part", "1:0"], "the part 1:0 is empty"),
         (["--generate", "unique", "--generate-option", "rate"], "--generate-option"),
         (["--generate", "unique", "--policy", "tfft"], "did you mean 'ttft'"),
         (["--generate", "unique", "--policy-option", "gamma=x", "--policy", "ttft"], "gamma"),
+        (["--generate", "unique", "--engine", "torch"], "simulate needs one that models time"),
         (["--generate", "unique", "--engine", "smi"], "there is no engine 'smi'"),
         (["--generate", "unique", "--json", "no/such/folder/x"], "there is no folder"),
         (["--generate", "unique", "--prefill", "2"], "--prefill and --decode belong together"),
@@ -147,6 +190,6 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, capsys, monk
 
 
 def test_progress_in_a_line() -> None:
-    progress = Progress(10)
+    progress = ReplayProgress(10)
     assert progress.line(1.0).startswith("[..............................] 0/10 requests")
-    assert Progress(0).line(0.0).startswith("[")
+    assert ReplayProgress(0).line(0.0).startswith("[")

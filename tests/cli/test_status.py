@@ -8,7 +8,7 @@ import pytest
 from pdserve.cli.main import main
 from pdserve.cli.status import OPTIONS
 from pdserve.launch import exit_codes
-from pdserve.launch.options import BY_NAME
+from pdserve.launch.config.options import BY_NAME
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from pdserve.client import (
 )
 from pdserve.client.fields import ChatFields, CompletionFields, EmbedFields, TokenizeFields
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.openai import schema
-from pdserve.openai.embeddings import EmbeddingRequest
+from pdserve.protocols import completion_requests
+from pdserve.protocols.embeddings import EmbeddingRequest
 from tests.client.scripted import CHUNK, HANG_UP, WHOLE, answer, failure, scripted, stream
 
 SOON = Retries(attempts=4, first=0.001)
@@ -189,6 +189,16 @@ async def test_nobody_listens():
 
 
 @pytest.mark.parametrize(
+    ("key", "said"), [(None, "serves no model yet"), ("sk-x", "the key's `models` names none")]
+)
+async def test_a_server_that_lists_no_model(key: str | None, said: str):
+    listing = answer(200, b'{"data":[]}')
+    async with scripted(listing) as server, Client(server.url, key) as client:
+        with pytest.raises(NotFound, match=said):
+            await client.chat("hello")
+
+
+@pytest.mark.parametrize(
     "body", [b"<html>", b"[]", b"{}", b'{"data":[{}]}', b'{"data":[{"id":1}]}']
 )
 async def test_a_server_of_another_kind(body):
@@ -317,10 +327,10 @@ async def test_so_does_cancelling():
 @pytest.mark.parametrize(
     ("fields", "record", "own"),
     [
-        (ChatFields, schema.ChatRequest, {"model", "stream", "messages"}),
-        (CompletionFields, schema.CompletionRequest, {"model", "stream", "prompt"}),
+        (ChatFields, completion_requests.ChatRequest, {"model", "stream", "messages"}),
+        (CompletionFields, completion_requests.CompletionRequest, {"model", "stream", "prompt"}),
         (EmbedFields, EmbeddingRequest, {"model", "input"}),
-        (TokenizeFields, schema.TokenizeRequest, {"model", "prompt", "messages"}),
+        (TokenizeFields, completion_requests.TokenizeRequest, {"model", "prompt", "messages"}),
     ],
 )
 def test_every_field_of_the_api_can_be_asked_with(fields, record, own):

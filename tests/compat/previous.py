@@ -6,14 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.chaos.cluster import Cluster, Node
+from tests.compat.renames import defined, module_at, paths_of
 
 ROOT = Path(__file__).parents[2]
+TREES = ("pdserve", "engines", "tests/support", "tests/worlds")
+"""Where names of the release may be today."""
 NAMED = Path(__file__).with_name("previous.txt")
 
 
@@ -34,23 +38,66 @@ def git(*words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def revision() -> str:
+    """The release in this clone's history, by its tag or its commit; skips the test where it is
+    not there."""
+    tag, commit = named()
+    for name in (tag, commit):
+        if git("cat-file", "-e", f"{name}^{{commit}}") is not None:
+            return name
+    pytest.skip(f"no release to mix with: this clone lacks {tag} ({commit[:10]})")
+
+
+@cache
+def module_names(module: str) -> set[str] | None:
+    """What a module of the release defines; None: it has no such module. Skips as `revision`."""
+    sources = (git("show", f"{revision()}:{path}") for path in paths_of(module))
+    return next((defined(source) for source in sources if source is not None), None)
+
+
+def module_names_today(module: str) -> set[str] | None:
+    """The same of this tree."""
+    files = (ROOT / path for path in paths_of(module))
+    return next((defined(file.read_text("utf-8")) for file in files if file.is_file()), None)
+
+
+def release_names() -> list[str]:
+    """`module.Name` of each public class and function of the release. Skips as `revision`."""
+    listed = git("ls-tree", "-r", "--name-only", revision(), "pdserve", "engines") or ""
+    return [
+        f"{module}.{name}"
+        for module in map(module_at, filter(_is_python, listed.splitlines()))
+        for name in sorted(module_names(module) or ())
+        if not name.startswith("_") and not name.isupper()
+    ]
+
+
+def names_today() -> set[str]:
+    """`module.Name` of whatever this tree defines."""
+    sources = (file for top in TREES for file in (ROOT / top).rglob("*.py"))
+    modules = (module_at(str(file.relative_to(ROOT))) for file in sources)
+    return {f"{one}.{name}" for one in modules for name in module_names_today(one) or ()}
+
+
+def _is_python(path: str) -> bool:
+    return path.endswith(".py")
+
+
 class Release:
     """A pure-Python installation with an interpreter of its own over this one's libraries."""
 
     def __init__(self, folder: Path) -> None:
         """Skips the test when this clone's history lacks the release."""
-        self.tag, commit = named()
-        if git("cat-file", "-e", f"{commit}^{{commit}}") is None:
-            pytest.skip(f"no release to mix with: this clone lacks {self.tag} ({commit[:10]})")
+        found = revision()
         self.source = folder / "source"
         self.python = folder / "venv" / "bin" / "python"
-        self._unpack(folder, commit)
+        self._unpack(folder, found)
         self._install(folder / "venv")
 
-    def _unpack(self, folder: Path, commit: str) -> None:
+    def _unpack(self, folder: Path, revision: str) -> None:
         archive = folder / "source.tar"
         wanted = ("pdserve", "engines", "native", "pyproject.toml", "README.md", "LICENSE")
-        command = ["git", "archive", "--output", str(archive), commit, *wanted]
+        command = ["git", "archive", "--output", str(archive), revision, *wanted]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         shutil.unpack_archive(archive, self.source, filter="data")
 

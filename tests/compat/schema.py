@@ -5,6 +5,7 @@ Run by the interpreter of either release, so it imports nothing of this one's te
 
 from __future__ import annotations
 
+import enum
 import importlib
 import json
 import pkgutil
@@ -17,16 +18,21 @@ import msgspec
 import pdserve
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from types import ModuleType
 
-PLACES = ("messages", "gossip.messages", "net", "runtime", "wire", "transfer")
+PLACES = (
+    *("pdserve.messages", "pdserve.gossip.messages", "pdserve.net", "pdserve.runtime"),
+    *("pdserve.wire", "pdserve.transfer"),
+)
+"""Modules and packages that define what travels, as the release before calls them."""
 
 
-def modules() -> list[ModuleType]:
-    """Those that define what travels, but for parts that need a device's library."""
+def modules(places: Iterable[str]) -> list[ModuleType]:
+    """All in these, but for parts that need a device's library."""
     found = []
-    for place in PLACES:
-        module = importlib.import_module(f"pdserve.{place}")
+    for place in places:
+        module = importlib.import_module(place)
         found.append(module)
         for inner in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
             try:
@@ -49,13 +55,25 @@ def record(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _words(hint: object) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(hint))
+    """Python shows an enumeration without its module and values."""
+    words = re.sub(r" at 0x[0-9a-f]+", "", repr(hint))
+    for kind in _enums(hint):
+        values = [one.value for one in kind]
+        words = words.replace(repr(kind), f"<enum {kind.__module__}.{kind.__name__} {values}>")
+    return words
 
 
-def records() -> dict[str, Any]:
+def _enums(hint: object) -> Iterator[type[enum.Enum]]:
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from _enums(part)
+
+
+def records(places: Iterable[str] = PLACES) -> dict[str, Any]:
     """By module and name."""
     found = {}
-    for module in modules():
+    for module in modules(places):
         for name, kind in vars(module).items():
             if (
                 isinstance(kind, type)

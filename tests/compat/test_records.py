@@ -2,6 +2,7 @@
 
 Records are arrays: a reader ignores what comes after the fields it knows and takes the default for
 what is missing. So fields are only added at the end, with a default, and none changes its type.
+Names are not sent: a record that was renamed is found by `renames.toml`.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import pytest
 from pdserve import __version__
 from tests.compat import schema
 from tests.compat.previous import git, named
+from tests.compat.renames import Renames, renames
 
 if TYPE_CHECKING:
     from tests.compat.previous import Release
 
 SCHEMA = Path(schema.__file__)
-LOCAL = "pdserve.messages.engine."
+RENAMES = renames()
+LOCAL = f"{RENAMES.module('pdserve.messages.engine')}."
 """A node and its engine core are of one installation: of these records only those matter that
 others contain."""
 RETYPED = {
-    "pdserve.messages.request.GenerateRequest.n": "a bound that no frontend reaches",
+    ("pdserve.messages.request.GenerateRequest", "n"): "a bound that no frontend reaches",
 }
 """Fields whose type takes more or less than before, and why neither release is sent what it cannot
-read."""
+read. Records by the names that the release before has for them."""
 TAGGED: dict[str, str] = {}
 """New kinds of messages where an older node expects one of a few, and why it is never sent one."""
 
@@ -36,14 +39,44 @@ Records = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def old(release: Release) -> Records:
+def before(release: Release) -> Records:
+    """The release's, by its own names."""
     found: Records = json.loads(release.run(SCHEMA))["records"]
     return found
 
 
 @pytest.fixture(scope="module")
+def old(before: Records) -> Records:
+    """The release's, by the names of today."""
+    return translated(before, RENAMES)
+
+
+@pytest.fixture(scope="module")
 def new() -> Records:
-    return schema.records()
+    return schema.records(places_today(RENAMES))
+
+
+def translated(records: Records, table: Renames) -> Records:
+    """Records by today's names, and so the names in their types."""
+    return {
+        table.dotted(name): form
+        | {
+            "fields": [
+                [field, table.hint(hint), default]
+                for field, hint, default in form.get("fields", ())
+            ]
+        }
+        for name, form in records.items()
+    }
+
+
+def places_today(table: Renames) -> list[str]:
+    """Where records are: today's places of the old ones, and wherever else parts of them went."""
+    inside = tuple(f"{place}." for place in schema.PLACES)
+    parts = [name for name in table.modules if name.startswith(inside)]
+    left = [table.symbol(name) for name in table.symbols if name.startswith(inside)]
+    found = [*map(table.module, (*schema.PLACES, *parts)), *(one.split(":")[0] for one in left)]
+    return list(dict.fromkeys(found))
 
 
 def travelling(records: Records) -> list[str]:
@@ -60,23 +93,31 @@ def travelling(records: Records) -> list[str]:
 
 
 def test_all_records_are_looked_at(new):
-    assert {"pdserve.messages.channel.Batch", "pdserve.gossip.messages.Record"} <= new.keys()
+    expected = ("pdserve.messages.channel.Batch", "pdserve.gossip.messages.Record")
+    assert {*map(RENAMES.dotted, expected)} <= new.keys()
     assert not [name for name, form in new.items() if "unread" in form]
-    assert "pdserve.messages.engine.Rejected" in travelling(new)
+    assert RENAMES.dotted("pdserve.messages.engine.Rejected") in travelling(new)
+
+
+def test_no_record_of_the_release_before_is_lost(before, old, new):
+    sent = {*travelling(old)}
+    missing = RENAMES.missing([name for name in before if RENAMES.dotted(name) in sent], new)
+    assert not missing, "\n".join(missing)
 
 
 def test_fields_are_only_added_at_the_end_with_a_default(old, new):
     broken = []
+    retyped = {(RENAMES.dotted(name), field) for name, field in RETYPED}
     for name in travelling(old):
         if name not in new:
-            continue  # nobody sends it any more
+            continue  # see [gone]: nobody sends it any more
         before, now = old[name]["fields"], new[name]["fields"]
         if len(now) < len(before):
             broken.append(f"{name} has lost fields: an older node expects them")
         for (was, type_, _), (field, is_, _) in zip(before, now, strict=False):
             if was != field:
                 broken.append(f"{name}: {field} stands where {was} was")
-            elif type_ != is_ and f"{name}.{field}" not in RETYPED:
+            elif type_ != is_ and (name, field) not in retyped:
                 broken.append(f"{name}.{field} was {type_} and is {is_}")
         for field, _, has_default in now[len(before) :]:
             if not has_default:
@@ -97,6 +138,19 @@ def test_an_older_node_is_sent_no_message_of_a_kind_it_does_not_expect(old, new)
         and name not in TAGGED
     ]
     assert not added, f"an older node breaks off at these: {added}"
+
+
+def test_records_are_compared_by_the_names_of_today():
+    table = Renames(
+        {"pdserve.messages": "pdserve.records", "pdserve.messages.kv": "pdserve.kv.events"},
+        {"pdserve.messages.kv:Old": "New", "pdserve.net.link:Gone": "pdserve.other:There"},
+    )
+    old = {"pdserve.messages.kv.Old": {"tag": 1, "fields": [["x", "pdserve.messages.a.B", True]]}}
+    expected = {"tag": 1, "fields": [["x", "pdserve.records.a.B", True]]}
+    assert translated(old, table) == {"pdserve.kv.events.New": expected}
+    places = places_today(table)
+    assert {"pdserve.records", "pdserve.kv.events", "pdserve.other", "pdserve.net"} <= {*places}
+    assert places_today(Renames()) == [*schema.PLACES]
 
 
 def test_the_release_before_is_the_one_that_is_named():

@@ -1,4 +1,4 @@
-"""One suite over every engine behind the port: core in a thread, in a process, instant, sim."""
+"""One suite over every engine behind the port: scripted, instant, with threads of its own, sim."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from pdserve.engine.client import ClientOptions, CoreClient
+from pdserve.engine.client import CoreClient
 from pdserve.messages.engine import EngineSpec
 from pdserve.testing.engine_conformance import EngineConformance
 from pdserve.testing.scripted import ENGINE
+from pdserve.testing.thread_launcher import ThreadLauncher
+from tests.conformance import threaded_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pdserve.engine.api import Engine
+    from pdserve.engine.port import Engine
 
 SCRIPTED = EngineSpec(
     engine=ENGINE,
@@ -31,7 +33,7 @@ class TestScriptedInAThread(EngineConformance):
     prompt = (17, 42, 8)
 
     def make_engine(self) -> Engine:
-        return CoreClient(SCRIPTED, ClientOptions(carrier="thread"))
+        return CoreClient(SCRIPTED, make_carrier=ThreadLauncher)
 
 
 class TestScriptedInAProcess(EngineConformance):
@@ -59,11 +61,25 @@ class TestInstant(EngineConformance):
         self.spec = EngineSpec(engine="instant", model=str(tmp_path), options=self.options)
 
     def make_engine(self) -> Engine:
-        return CoreClient(self.spec, ClientOptions(carrier="thread"))
+        return CoreClient(self.spec, make_carrier=ThreadLauncher)
 
 
 class TestInstantPaced(TestInstant):
     options: ClassVar[dict[str, str]] = {"tokens_per_second": "2000", "ttft_ms": "2"}
+
+
+class TestThreaded(EngineConformance):
+    """Only its wake-up makes the host take what its thread has computed."""
+
+    prompt = (17, 42, 8)
+
+    @pytest.fixture(autouse=True)
+    def _model(self, tmp_path: Path) -> None:
+        write_model(tmp_path)
+        self.spec = EngineSpec(engine=threaded_engine.ENGINE, model=str(tmp_path))
+
+    def make_engine(self) -> Engine:
+        return CoreClient(self.spec, make_carrier=ThreadLauncher)
 
 
 class TestSim(EngineConformance):
@@ -83,7 +99,7 @@ class TestSim(EngineConformance):
         )
 
     def make_engine(self) -> Engine:
-        return CoreClient(self.spec, ClientOptions(carrier="thread"))
+        return CoreClient(self.spec, make_carrier=ThreadLauncher)
 
 
 class TestSimWithContent(TestSim):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.net.memory import MemoryWorld
+from pdserve.net.transport.memory import MemoryWorld
 from pdserve.testing import virtual_time
 from pdserve.testing.net_conformance import ByteConformance, LinkConformance
 

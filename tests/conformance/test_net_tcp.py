@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.net.settings import NetSettings
-from pdserve.net.tcp import TcpNetwork
+from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.testing.net_conformance import ByteConformance, LinkConformance
 from tests.net.certificates import tls_of
 

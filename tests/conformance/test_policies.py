@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +18,7 @@ from pdserve.router.policies import (
 )
 from pdserve.router.policies.approx_prefix import ApproxPrefix
 from pdserve.router.policies.kv_load import KvLoad
-from pdserve.router.policies.load import installed_policies, load_policy
+from pdserve.router.policies.loader import GROUP, load_policy
 from pdserve.router.policies.mooncake import Mooncake
 from pdserve.router.policies.preble import Preble
 from pdserve.router.policies.prefix_hash import PrefixHash
@@ -29,8 +30,8 @@ from pdserve.testing.policy_conformance import PolicyConformance
 if TYPE_CHECKING:
     from random import Random
 
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, WorkerView
 
 
 class TestRoundRobin(PolicyConformance):
@@ -99,14 +100,14 @@ class TestTtft(PolicyConformance):
 
 class TestTtftWhenItHasLearnt(PolicyConformance):
     @staticmethod
-    def policy(question: Route, state: State, random: Random) -> WorkerView:
+    def policy(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
         return Ttft()(question, replace(state, model=replace(state.model, fitted=True)), random)
 
 
 COVERED = {suite.policy for suite in PolicyConformance.__subclasses__()}
 
 
-@pytest.mark.parametrize("name", installed_policies())
+@pytest.mark.parametrize("name", sorted({point.name for point in entry_points(group=GROUP)}))
 def test_every_policy_of_pdserve_is_covered(name: str):
     policy = load_policy(name)
     assert policy in COVERED or not policy.__module__.startswith("pdserve.")

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.engine.client import ClientOptions, CoreClient
+from pdserve.engine.client import CoreClient
 from pdserve.testing.engine_conformance import EngineConformance
 from pdserve.testing.exactness import (
     SCENARIOS,
     Scenario,
-    broken_off,
+    continued_requests,
     mixed_requests,
     solo_outputs,
 )
+from pdserve.testing.thread_launcher import ThreadLauncher
 
 torch_engine = pytest.importorskip("pdserve_engines.torch", reason="needs pdserve[torch]")
 
@@ -23,7 +24,7 @@ from tests.engines.torch.checkpoints import NATIVE, TINY, VOCAB, checkpoint  # n
 from tests.engines.torch.driver import spec  # noqa: E402
 
 if TYPE_CHECKING:
-    from pdserve.engine.api import Engine
+    from pdserve.engine.port import Engine
 
 FAMILIES = ("llama", "qwen3")
 ONLY_TORCH = tuple(name for name in TINY if name not in NATIVE)
@@ -40,7 +41,7 @@ class TestTorch(EngineConformance):
             max_sequences=8,
             kv_memory=8 << 20,
         )
-        return CoreClient(wanted, ClientOptions(carrier="thread"))
+        return CoreClient(wanted, make_carrier=ThreadLauncher)
 
 
 @pytest.mark.parametrize(
@@ -65,5 +66,5 @@ def test_what_was_broken_off_goes_on_as_if_nothing_had_happened(scenario: Scenar
     )
     requests = mixed_requests(rng, range(3, VOCAB - 1))
     whole = solo_outputs(torch_engine.create, wanted, requests)
-    parts = broken_off(rng, requests, whole)
+    parts = continued_requests(rng, requests, whole)
     assert scenario.outputs(torch_engine.create, wanted, parts, prove=False) == whole

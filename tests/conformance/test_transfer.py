@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.testing.device_memory import DeviceMemory
-from pdserve.testing.fake_cuda import FakeCuda
+from pdserve.testing.fake_rdma import FakeFabric, FakeTransport
 from pdserve.testing.transfer_conformance import TransferConformance
-from pdserve.transfer import cuda_ipc
+from pdserve.transfer.cuda import nvidia
 from pdserve.transfer.cuda.nvidia import NvidiaDriver
-from pdserve.transfer.cuda_ipc import CudaIpcTransport
-from pdserve.transfer.fake import FakeFabric, FakeTransport
-from pdserve.transfer.shm import ShmTransport
-from pdserve.transfer.tcp import TcpTransport
+from pdserve.transfer.same_host.cuda_ipc import CudaIpcTransport
+from pdserve.transfer.same_host.shm import ShmTransport
+from pdserve.transfer.tcp.transport import TcpTransport
 from tests.net.certificates import tls_of
+from tests.support.fake_cuda import FakeCuda
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.transfer.base import Ask, PeerKey, Region, Transport
+    from pdserve.ids import NodeLife
+    from pdserve.transfer.base import CallPeer, KvTransport, Region
 
 
 class TestFake(TransferConformance):
@@ -29,22 +30,22 @@ class TestFake(TransferConformance):
         self.fabric = FakeFabric(Random(1))
         return super().world(*args, **kwargs)
 
-    def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+    def make(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
         return FakeTransport(key.node, key.epoch, regions, ask, self.fabric, key=key, stripe=300)
 
 
 class TestShm(TransferConformance):
-    def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+    def make(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
         return ShmTransport(key.node, key.epoch, regions, ask, verify="all")
 
 
 class TestTcp(TransferConformance):
-    def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+    def make(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
         return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1")
 
 
 class TestTcpUnderTls(TransferConformance):
-    def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+    def make(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
         tls = tls_of(str(key.node))
         return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1", tls=tls)
 
@@ -60,20 +61,22 @@ class TestCudaIpcFake(TransferConformance):
             assert not driver.broken
             assert driver.mapped == 0, "memory that was opened or allocated is left"
 
-    def driver(self, key: PeerKey) -> FakeCuda:
+    def driver(self, key: NodeLife) -> FakeCuda:
         name = key.node
         return self.drivers.setdefault(name, FakeCuda(Random(str(name)), str(name).encode()))
 
-    def new_memory(self, key: PeerKey, blocks: int, size: int) -> DeviceMemory:
+    def new_memory(self, key: NodeLife, blocks: int, size: int) -> DeviceMemory:
         return DeviceMemory(self.driver(key), blocks, size)
 
-    def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+    def make(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
         driver = self.driver(key)
         return CudaIpcTransport(key.node, key.epoch, regions, ask, verify="all", driver=driver)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(cuda_ipc.available() is not None, reason=str(cuda_ipc.available()))
+@pytest.mark.skipif(
+    nvidia.unavailable_reason() is not None, reason=str(nvidia.unavailable_reason())
+)
 class TestCudaIpc(TransferConformance):
     """On a GPU; both nodes are in this process, which opens its own memory directly."""
 
@@ -81,9 +84,9 @@ class TestCudaIpc(TransferConformance):
     def device(self):
         self.driver = NvidiaDriver()
 
-    def new_memory(self, key: PeerKey, blocks: int, size: int) -> DeviceMemory:
+    def new_memory(self, key: NodeLife, blocks: int, size: int) -> DeviceMemory:
         return DeviceMemory(self.driver, blocks, size)
 
-    def make(self, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+    def make(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
         driver = self.driver
         return CudaIpcTransport(key.node, key.epoch, regions, ask, verify="all", driver=driver)

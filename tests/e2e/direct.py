@@ -12,10 +12,19 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from pdserve.engine.rejection import error_of
-from pdserve.launch.addresses import ClusterConfig
-from pdserve.launch.cluster import Membership
-from pdserve.messages.channel import CHANNEL, Abort, Assembler, Batch, Moving, Open, Piece, split
+from pdserve.launch.cluster.addresses import ClusterConfig
+from pdserve.launch.cluster.node_factory import NodeFactory
+from pdserve.messages.engine_errors import error_of
+from pdserve.messages.worker_stream import (
+    WORKER_STREAM,
+    AbortRequest,
+    Fragment,
+    FragmentAssembler,
+    OpenRequest,
+    OutputBatch,
+    WorkerMigrationHint,
+    split_message,
+)
 from pdserve.wire.codec import decoder, encode
 from tests.chaos.cluster import eventually
 from tests.e2e.server import PATIENCE
@@ -24,11 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from pathlib import Path
 
-    from pdserve.messages.request import Finish, GenerateRequest, Started, TokenLogprob
+    from pdserve.messages.request import Finish, FirstTokenStats, GenerateRequest, TokenLogprob
     from pdserve.net.base import Stream
     from pdserve.wire.parser import Buffer
 
-_decode: Any = decoder(cast("Any", Batch | Piece))
+_decode: Any = decoder(cast("Any", OutputBatch | Fragment))
 
 
 @dataclass(eq=False)
@@ -39,7 +48,7 @@ class Call:
     number: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    started: Started | None = None
+    started: FirstTokenStats | None = None
     finish: Finish | None = None
     error: Exception | None = None
     moving: list[str] = field(default_factory=list)
@@ -61,12 +70,12 @@ class _Channel:
         self.calls: dict[int, Call] = {}
         self.by_handle: dict[int, Call] = {}
         self.waiting: deque[bytes] = deque()
-        self.assembler = Assembler()
+        self.assembler = FragmentAssembler()
         self.ended: BaseException | bool | None = False
         self.stream: Stream = stream_of(self)
 
-    def post(self, message: Open | Abort) -> None:
-        self.waiting.extend(split(encode(message)))
+    def post(self, message: OpenRequest | AbortRequest) -> None:
+        self.waiting.extend(split_message(encode(message)))
         self.on_unblocked()
 
     def on_unblocked(self) -> None:
@@ -75,7 +84,7 @@ class _Channel:
 
     def on_data(self, body: Buffer) -> None:
         message = _decode(body)
-        if isinstance(message, Piece):
+        if isinstance(message, Fragment):
             whole = self.assembler.take(message)
             if whole is None:
                 return
@@ -94,7 +103,7 @@ class _Channel:
         for moving in message.moving:
             self._ask(moving)
 
-    def _ask(self, moving: Moving) -> None:
+    def _ask(self, moving: WorkerMigrationHint) -> None:
         self.calls[moving.number].moving.append(moving.reason)
 
     def on_payload(self, meta: bytes, size: int) -> memoryview | None:
@@ -137,7 +146,7 @@ class Direct:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE)
 
     async def _join(self) -> None:
-        membership = Membership(self._config, private=False, environ=self._environ)
+        membership = NodeFactory(self._config, private=False, environ=self._environ)
         self.node = membership.node("frontend")
         await self.node.start()
 
@@ -166,11 +175,13 @@ class Direct:
         channel = self._channels.get((worker, epoch))
         if channel is None or channel.ended:
             link = await self.node.link(worker, timeout=PATIENCE)  # type: ignore[arg-type]
-            channel = _Channel(lambda sink: link.open_stream(CHANNEL, b"", sink, window=1 << 20))
+            channel = _Channel(
+                lambda sink: link.open_stream(WORKER_STREAM, b"", sink, window=1 << 20)
+            )
             self._channels[worker, epoch] = channel
         self._numbers += 1
         call = channel.calls[self._numbers] = Call(channel, self._numbers)
-        channel.post(Open(self._numbers, 0, request))
+        channel.post(OpenRequest(self._numbers, 0, request))
         return call
 
     def tokens(self, call: Call, count: int) -> list[int]:
@@ -189,7 +200,7 @@ class Direct:
         """Nothing more is wanted of it; returns what has come."""
 
         async def post() -> list[int]:
-            call.channel.post(Abort(call.number))
+            call.channel.post(AbortRequest(call.number))
             call.channel.calls.pop(call.number, None)
             return list(call.tokens)
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.openai.sse import SseDecoder
+from pdserve.protocols.sse import SseDecoder
 from tests.chaos.cluster import Cluster, Node, eventually
 from tests.e2e.model import write_model
-from tests.e2e.official import client_of
+from tests.e2e.openai_client import client_of
 from tests.e2e.server import PATIENCE, Server, serving
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from tests.e2e.model import write_model
-from tests.e2e.official import client_of
+from tests.e2e.openai_client import client_of
 from tests.e2e.readme import wait_sound
 from tests.e2e.server import PATIENCE, Server, serving
 

@@ -38,7 +38,7 @@ def siblings(server: Server) -> list[int]:
     found = []
     for child in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if "pdserve.launch.sibling" in child.cmdline():
+            if "pdserve.launch.frontend_main" in child.cmdline():
                 found.append(child.pid)
     return found
 
@@ -59,7 +59,7 @@ def asked(server: Server) -> int:
     """The process that a request reached."""
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.settimeout(PATIENCE)
-        client.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.recv(15) == b"HTTP/1.1 200 OK"
         ends = (server.port, client.getsockname()[1])
         (pid,) = (
@@ -113,7 +113,7 @@ def test_requests_reach_every_process(server):
 def test_every_process_tells_the_sum(server):
     for _ in range(16):
         server.post("/v1/chat/completions", CHAT)
-    own = int(server.wait_for_line(r"probes on port (\d+)")[1])
+    own = int(server.wait_for_line(r"probes at http://\S+:(\d+)")[1])
 
     def on_probes() -> float:
         (value,) = re.findall(
@@ -138,7 +138,7 @@ def test_a_killed_one_is_started_again_and_serves(server):
 
 def test_one_that_stands_still_is_missing_from_the_sum_and_said_to_be(server):
     (frozen,) = siblings(server)
-    own = int(server.wait_for_line(r"probes on port (\d+)")[1])
+    own = int(server.wait_for_line(r"probes at http://\S+:(\d+)")[1])
     os.kill(frozen, signal.SIGSTOP)
     try:
         assert server.get("/metrics", own)[0] == 200
@@ -157,6 +157,7 @@ def test_keys_are_read_again_by_all(tiny_model, home, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.touch(mode=0o600)
     keys.write_text('[[key]]\nkey = "sk-alice-0123456789"\ntenant = "alice"\n')
+    keys.chmod(0o600)
     with pair(tiny_model, home, "--api-keys-file", str(keys)) as server:
         server.process.send_signal(signal.SIGHUP)
         eventually(
@@ -178,9 +179,8 @@ def test_running_requests_of_every_process_finish(tiny_model, home):
     with pair(tiny_model, home, *paced) as server:
         clients: dict[int, socket.socket] = {}
         body = b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":40,"stream":true}'
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
+        lines = f"Host: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\n{lines}"
 
         def one_at_each() -> bool:
             client = socket.create_connection(("127.0.0.1", server.port), PATIENCE)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.e2e.official import client_of
+from tests.e2e.openai_client import client_of
 from tests.e2e.server import Server, serving
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.e2e.official import client_of
+from tests.e2e.openai_client import client_of
 from tests.e2e.server import Server, serving
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def server(
 ) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys.write_text(f'[[key]]\ntenant = "tests"\nkey = "{KEY}"\n')
+    keys.chmod(0o600)
     flags = (*FLAGS, "--api-keys-file", str(keys), *ROADS[request.param])
     with serving(tool_model, *flags) as server:
         yield server
@@ -94,7 +95,7 @@ def test_tokens_are_counted_as_a_message_reports_them(server: Server) -> None:
         del asked["max_tokens"]
         counted = api.messages.count_tokens(**asked)
         usage = api.messages.create(**message(**fields)).usage
-    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    assert counted.input_tokens == prompt_tokens(usage)
 
 
 def test_thinking_is_told_apart(server: Server) -> None:
@@ -129,7 +130,7 @@ def test_a_tool_that_has_to_be_used_is_used_and_answered(server: Server) -> None
     assert call.input in CITIES
     assert whole.stop_reason == streamed.stop_reason == "tool_use"
     assert only(streamed.content, "tool_use").input == call.input
-    assert prompt_tokens(last) > prompt_tokens(whole)
+    assert prompt_tokens(last.usage) > prompt_tokens(whole.usage)
 
 
 def test_a_message_can_have_a_form(server: Server) -> None:
@@ -143,14 +144,15 @@ def test_errors_raise_anthropics_exceptions(server: Server) -> None:
     with claude(server) as api:
         with pytest.raises(anthropic.NotFoundError, match="not served here"):
             api.messages.create(**message(model="claude"))
-        with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-            api.messages.create(**message(max_tokens=20_000))
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .* tokens > "):
+            api.messages.create(**message(system="word " * 20_000))
     with claude(server, "sk-unknown") as api, pytest.raises(anthropic.AuthenticationError):
         api.messages.create(**message())
 
 
-def prompt_tokens(message: Any) -> int:
-    return int(message.usage.input_tokens + message.usage.cache_read_input_tokens)
+def prompt_tokens(usage: Any) -> int:
+    cached = usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    return int(usage.input_tokens + cached)
 
 
 # ---------------------------------------------------------------------- /v1/responses

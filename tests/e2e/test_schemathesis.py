@@ -28,10 +28,10 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 from schemathesis.core.failures import FailureGroup
 
-from pdserve.openai import responses
-from pdserve.openai.errors import ErrorBody
-from pdserve.openai.openapi import document
-from pdserve.openai.sse import SseDecoder
+from pdserve.protocols import completion_responses
+from pdserve.protocols.openai_errors import ErrorBody
+from pdserve.protocols.openapi import document
+from pdserve.protocols.sse import SseDecoder
 from tests.e2e.server import Server, serving
 from tests.support.seeds import is_long
 
@@ -53,7 +53,10 @@ PATIENCE = 20.0
 """Seconds for an answer."""
 GROWTH = 48 << 20
 """Bytes that a round may add to the server, which fills caches of bounded size meanwhile."""
-EVENTS = {"ChatChunk": responses.ChatChunk, "Completion": responses.Completion}
+EVENTS = {
+    "ChatChunk": completion_responses.ChatChunk,
+    "Completion": completion_responses.Completion,
+}
 ODD: list[Any] = [None, True, 0, -1, 2**31, 2**63, 1.5, 1e308, "", "\x00", [], {}, [[]], "a" * 3000]
 AS_DESCRIBED: list[Any] = [
     getattr(CHECKS.get_one(name), "func", CHECKS.get_one(name))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.official import client_of
+from tests.e2e.openai_client import client_of
 from tests.e2e.readme import Places, blocks, flags, header, run, section, wait_sound
 from tests.e2e.server import Server
 

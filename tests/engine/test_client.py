@@ -18,10 +18,10 @@ import msgspec
 import pytest
 
 from pdserve.blocks.hashing import block_hashes, prompt_root
-from pdserve.engine.api import EngineState
-from pdserve.engine.carrier import ProcessCarrier
-from pdserve.engine.client import ClientOptions, CoreClient
-from pdserve.engine.restart import RestartPolicy
+from pdserve.engine.client import CoreClient, CoreClientOptions
+from pdserve.engine.launcher import ProcessLauncher
+from pdserve.engine.port import EngineState
+from pdserve.engine.restart import CoreRestartPolicy
 from pdserve.errors import (
     ConfigError,
     Draining,
@@ -33,22 +33,22 @@ from pdserve.errors import (
     PayloadTooLarge,
     StepFailed,
 )
-from pdserve.messages.engine import EngineSpec, Ready
-from pdserve.messages.kv import BlockStored, KvEvent, PoolCleared
+from pdserve.messages.engine import CoreReady, EngineSpec
+from pdserve.messages.kv_events import BlockStored, KvEvent, PoolCleared
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.testing.scripted import ENGINE, reference_tokens
-from pdserve.testing.sinks import LedgerSink, until
-from pdserve.wire.frames import encode_frame
-from tests.engine.test_host import CAPABILITIES
-from tests.engine.test_life import PlayedCarrier
+from pdserve.testing.sinks import CheckingSink, until
+from pdserve.wire.length_prefixed import encode_frame
+from tests.engine.test_core_run import PlayedCarrier
+from tests.engine_core.test_main import CAPABILITIES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from pdserve.messages.request import TokenDelta
 
 RAISE, BREAK, DIE, HANG = 90, 91, 92, 93
-FAST = RestartPolicy(max_restarts=3, first_delay=0.01, max_delay=0.01)
+FAST = CoreRestartPolicy(max_restarts=3, first_delay=0.01, max_delay=0.01)
 
 
 def spec(**options: str) -> EngineSpec:
@@ -75,18 +75,24 @@ def request(*prompt: int, **sampling: Any) -> GenerateRequest:
 class Watched:
     """A client with its carriers and states on record."""
 
-    def __init__(self, given: EngineSpec | None = None, **options: Any) -> None:
-        self.carriers: list[ProcessCarrier] = []
+    def __init__(
+        self,
+        given: EngineSpec | None = None,
+        oom_kills: Callable[[], int] = lambda: 0,
+        **options: Any,
+    ) -> None:
+        self.carriers: list[ProcessLauncher] = []
         self.states: list[EngineState] = []
         self.client = CoreClient(
             given or spec(),
-            ClientOptions(**({"restart": FAST} | options)),
+            CoreClientOptions(**({"restart": FAST} | options)),
             on_state=lambda state, reason: self.states.append(state),
             make_carrier=self.carrier,
+            oom_kills=oom_kills,
         )
 
-    def carrier(self) -> ProcessCarrier:
-        self.carriers.append(ProcessCarrier(on_line=lambda line: None))
+    def carrier(self) -> ProcessLauncher:
+        self.carriers.append(ProcessLauncher(on_line=lambda line: None))
         return self.carriers[-1]
 
     @property
@@ -105,8 +111,11 @@ class Watched:
     async def ready_again(self) -> None:
         await until(lambda: self.client.state is EngineState.READY)
 
+    async def ready_for_the(self, time: int) -> None:
+        await until(lambda: self.states.count(EngineState.READY) == time)
+
     async def serves(self) -> None:
-        ledger = await LedgerSink(self.client, request()).wait()
+        ledger = await CheckingSink(self.client, request()).wait()
         assert ledger.tokens[0] == reference_tokens(request())
 
 
@@ -128,7 +137,7 @@ async def test_a_killed_core_ends_every_request_once_and_comes_back():
         client, events = watched.client, list[KvEvent]()
         client.subscribe_kv(events.extend)
         await watched.serves()
-        sinks = [LedgerSink(client, request(n, max_tokens=200)) for n in range(20, 60)]
+        sinks = [CheckingSink(client, request(n, max_tokens=200)) for n in range(20, 60)]
         await sinks[0].some()
         os.kill(watched.pid, signal.SIGKILL)
         for sink in sinks:
@@ -166,7 +175,7 @@ async def test_a_secret_reaches_the_core_and_its_successor():
         async def names(secret: bytes) -> None:
             stored.clear()
             wanted = request(*range(10, 10 + 3 * 4))
-            await LedgerSink(client, wanted).wait()
+            await CheckingSink(client, wanted).wait()
             await until(lambda: len(stored) >= 3)
             root = prompt_root(secret, "scripted", "")
             expected = block_hashes(wanted.prompt, 4, parent=root, secret=secret)
@@ -188,7 +197,7 @@ async def test_a_secret_reaches_the_core_and_its_successor():
 
 async def test_the_last_line_of_stderr_is_in_the_error():
     async with running() as watched:
-        ledger = await LedgerSink(watched.client, request(DIE)).wait()
+        ledger = await CheckingSink(watched.client, request(DIE)).wait()
         assert ledger.error is not None
         assert ledger.error.message == (
             "the engine process was killed by SIGKILL: the script says: die"
@@ -196,12 +205,12 @@ async def test_the_last_line_of_stderr_is_in_the_error():
 
 
 async def test_while_it_restarts_requests_are_turned_away_with_a_time():
-    slow = RestartPolicy(first_delay=30.0, max_delay=30.0)
+    slow = CoreRestartPolicy(first_delay=30.0, max_delay=30.0)
     async with running(restart=slow) as watched:
         os.kill(watched.pid, signal.SIGKILL)
         await until(lambda: watched.client.state is EngineState.RESTARTING)
         with pytest.raises(NotReady) as caught:
-            LedgerSink(watched.client, request())
+            CheckingSink(watched.client, request())
         assert caught.value.retry_after
         await until(lambda: "SIGKILL" in watched.client.state_reason)
     # stop() did not wait for the back-off
@@ -213,12 +222,12 @@ async def test_a_core_that_keeps_dying_is_given_up(caplog):
         client = watched.client
         for _ in range(FAST.max_restarts + 1):
             await watched.ready_again()
-            assert isinstance((await LedgerSink(client, request(DIE)).wait()).error, EngineDied)
+            assert isinstance((await CheckingSink(client, request(DIE)).wait()).error, EngineDied)
         await until(lambda: client.state is EngineState.FAILED)
         assert client.restarts == FAST.max_restarts
         assert "SIGKILL" in client.state_reason
         with pytest.raises(EngineDied, match="stays down"):
-            LedgerSink(client, request())
+            CheckingSink(client, request())
         await client.stop()
         assert client.state is EngineState.FAILED
     restarted = [line for line in caplog.messages if line.startswith("the engine is ready again")]
@@ -232,9 +241,9 @@ async def test_a_core_that_keeps_dying_is_given_up(caplog):
 
 async def test_a_failed_step_costs_its_requests_only():
     async with running(spec(step_ms="20")) as watched:
-        bystander = LedgerSink(watched.client, request(max_tokens=200))
+        bystander = CheckingSink(watched.client, request(max_tokens=200))
         await bystander.some()
-        ledger = await LedgerSink(watched.client, request(RAISE)).wait()
+        ledger = await CheckingSink(watched.client, request(RAISE)).wait()
         assert type(ledger.error) is StepFailed
         assert "RuntimeError: the script says" in ledger.error.message
         await watched.serves()
@@ -245,7 +254,7 @@ async def test_a_failed_step_costs_its_requests_only():
 
 async def test_a_broken_executor_restarts_the_core():
     async with running() as watched:
-        ledger = await LedgerSink(watched.client, request(BREAK)).wait()
+        ledger = await CheckingSink(watched.client, request(BREAK)).wait()
         assert isinstance(ledger.error, EngineError)
         await until(lambda: watched.client.restarts == 1)
         await watched.ready_again()
@@ -254,7 +263,7 @@ async def test_a_broken_executor_restarts_the_core():
 
 async def test_a_core_that_hangs_is_killed_and_replaced():
     async with running(stall_timeout=0.4) as watched:
-        ledger = await LedgerSink(watched.client, request(HANG)).wait()
+        ledger = await CheckingSink(watched.client, request(HANG)).wait()
         assert isinstance(ledger.error, EngineStalled)
         assert "stood still" in ledger.error.message
         assert "in step" in ledger.error.message
@@ -274,7 +283,7 @@ async def test_long_silence_without_work_is_no_hang():
 
 async def test_a_long_step_is_no_hang_as_long_as_it_ends():
     async with running(spec(step_ms="400"), stall_timeout=3.0) as watched:  # ten steps
-        sinks = [LedgerSink(watched.client, request(n, max_tokens=8)) for n in range(3)]
+        sinks = [CheckingSink(watched.client, request(n, max_tokens=8)) for n in range(3)]
         for sink in sinks:
             assert (await sink.wait()).error is None
         assert watched.client.restarts == 0
@@ -290,7 +299,20 @@ async def test_a_load_error_is_raised_by_start_and_not_repeated():
     assert watched.client.state is EngineState.FAILED
     assert len(watched.carriers) == 1
     with pytest.raises(EngineDied, match="not for us"):
-        LedgerSink(watched.client, request())
+        CheckingSink(watched.client, request())
+
+
+async def test_what_was_loaded_once_is_tried_again_though_it_cannot_be_at_once():
+    """As when memory is short for a moment."""
+    async with running() as watched:
+        good = watched.client._spec
+        watched.client._spec = spec(load_error="memory is short")
+        os.kill(watched.pid, signal.SIGKILL)
+        await until(lambda: "memory is short" in watched.client.state_reason)
+        assert watched.client.state is EngineState.RESTARTING
+        watched.client._spec = good
+        await watched.ready_again()
+        await watched.serves()
 
 
 async def test_a_core_that_dies_while_loading_fails_the_start():
@@ -335,7 +357,7 @@ async def test_an_unknown_engine_is_the_operators_mistake():
 
 async def test_a_core_that_does_not_stop_is_ended_by_force():
     async with running(stop_timeout=0.1, kill_timeout=1.0) as watched:
-        sink = LedgerSink(watched.client, request(HANG))
+        sink = CheckingSink(watched.client, request(HANG))
         await asyncio.sleep(0.05)
         pid = watched.pid
     assert isinstance((await sink.wait()).error, Draining)
@@ -345,7 +367,7 @@ async def test_a_core_that_does_not_stop_is_ended_by_force():
 
 async def test_an_orderly_stop_accounts_for_every_block():
     async with running(spec(step_ms="20")) as watched:
-        sinks = [LedgerSink(watched.client, request(n, max_tokens=200)) for n in range(8)]
+        sinks = [CheckingSink(watched.client, request(n, max_tokens=200)) for n in range(8)]
         await sinks[0].some()
     assert watched.client.leaked_blocks == 0
     assert watched.client.state is EngineState.STOPPED
@@ -363,14 +385,14 @@ async def test_signals_are_the_parents_affair(number):
 def test_a_core_does_not_outlive_its_parent():
     parent = textwrap.dedent(f"""
         import asyncio, os, signal
-        from pdserve.engine.carrier import ProcessCarrier
+        from pdserve.engine.launcher import ProcessLauncher
         from pdserve.engine.client import CoreClient
         from pdserve.messages.engine import EngineSpec
 
         async def main():
             carriers = []
             def make():
-                carriers.append(ProcessCarrier())
+                carriers.append(ProcessLauncher())
                 return carriers[-1]
             await CoreClient(EngineSpec(engine={ENGINE!r}, model=""), make_carrier=make).start()
             print(carriers[0].pid, flush=True)
@@ -407,9 +429,9 @@ async def test_more_in_flight_than_the_core_could_queue_is_refused_at_once():
         engine=ENGINE, model="", max_batch_tokens=32, max_sequences=2, max_waiting=3, block_size=4
     )
     async with running(small) as watched:
-        sinks = [LedgerSink(watched.client, request(max_tokens=50)) for _ in range(5)]
+        sinks = [CheckingSink(watched.client, request(max_tokens=50)) for _ in range(5)]
         with pytest.raises(Overloaded) as caught:
-            LedgerSink(watched.client, request())
+            CheckingSink(watched.client, request())
         assert caught.value.retry_after
         outcomes = [(await sink.wait()).error for sink in sinks]
         assert all(error is None or isinstance(error, Overloaded) for error in outcomes)
@@ -421,9 +443,9 @@ async def test_a_request_that_no_frame_holds_is_refused_and_forgotten(
 ):
     async with running() as watched:
         small = functools.partial(encode_frame, limit=1000)
-        monkeypatch.setattr("pdserve.engine.connection.encode_frame", small)
+        monkeypatch.setattr("pdserve.engine.core_connection.encode_frame", small)
         with pytest.raises(PayloadTooLarge, match="too large"):
-            LedgerSink(watched.client, request(*[70_000] * 1000))
+            CheckingSink(watched.client, request(*[70_000] * 1000))
         await watched.serves()
         assert await watched.client.drain(0.0)
 
@@ -434,14 +456,14 @@ async def test_a_core_that_reads_too_slowly_is_sent_no_more():
     starting = asyncio.ensure_future(client.start())
     await until(lambda: played.core is not None)
     await played.hear()
-    played.say(Ready(capabilities=CAPABILITIES))
+    played.say(CoreReady(capabilities=CAPABILITIES))
     await starting
-    first = LedgerSink(client, request())
+    first = CheckingSink(client, request())
     for _ in range(40):  # 0.5 MB each, against a bound of 8 MB
-        LedgerSink(client, request(*range(60_000, 160_000)))
+        CheckingSink(client, request(*range(60_000, 160_000)))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="does not keep up"):
-        LedgerSink(client, request())
+        CheckingSink(client, request())
     first.abort()  # taking back is always possible
     played.end()
     await client.stop()
@@ -463,7 +485,7 @@ async def test_a_sink_that_raises_loses_its_request_and_nothing_else():
     async with running() as watched:
         bad = Bad()
         watched.client.submit(request(max_tokens=100), bad)
-        good = LedgerSink(watched.client, request(max_tokens=100))
+        good = CheckingSink(watched.client, request(max_tokens=100))
         assert (await good.wait()).error is None
         await until(lambda: watched.client.statistics().running == 0)
         assert bad.calls == 1
@@ -475,12 +497,12 @@ async def test_a_sink_that_raises_loses_its_request_and_nothing_else():
 
 async def test_a_sink_may_abort_and_submit_from_inside():
     async with running() as watched:
-        client, sinks = watched.client, list[LedgerSink]()
+        client, sinks = watched.client, list[CheckingSink]()
 
         class Hasty:
             def on_delta(self, delta: TokenDelta) -> None:
                 client.abort(delta.handle)
-                sinks.append(LedgerSink(client, request()))
+                sinks.append(CheckingSink(client, request()))
 
             def on_error(self, error: Exception) -> None:
                 raise AssertionError(error)
@@ -502,7 +524,7 @@ async def test_a_listener_that_raises_does_not_stop_the_tokens():
 
 async def test_waiting_for_stop_can_be_given_up_while_the_stop_goes_on():
     async with running(stop_timeout=0.3) as watched:
-        LedgerSink(watched.client, request(HANG))
+        CheckingSink(watched.client, request(HANG))
         await asyncio.sleep(0.05)
         impatient = asyncio.ensure_future(watched.client.stop())
         await asyncio.sleep(0.05)
@@ -530,12 +552,12 @@ async def test_how_long_cancelling_took_is_told_by_what_the_request_was_doing():
     told: list[tuple[str, float]] = []
     client = CoreClient(
         spec(step_ms="20"),
-        ClientOptions(restart=FAST),
+        CoreClientOptions(restart=FAST),
         on_cancelled=lambda phase, seconds: told.append((phase, seconds)),
     )
     await client.start()
     try:
-        sinks = [LedgerSink(client, request(n, max_tokens=200)) for n in range(20, 32)]
+        sinks = [CheckingSink(client, request(n, max_tokens=200)) for n in range(20, 32)]
         await sinks[0].some()  # of twelve, eight have a place
         for sink in reversed(sinks):
             sink.abort()
@@ -547,3 +569,56 @@ async def test_how_long_cancelling_took_is_told_by_what_the_request_was_doing():
         assert client._cancelled == {}
     finally:
         await client.stop()
+
+
+# ------------------------------------------------------------------ memory
+
+
+async def test_a_core_that_ran_out_of_memory_comes_back_with_less_kv(caplog):
+    kills = [0]
+    watched = Watched(spec(blocks="64", max_len="40"), oom_kills=lambda: kills[0])
+    await watched.client.start()
+    try:
+        had = watched.client.capabilities
+        assert had is not None
+        assert (had.num_blocks, had.max_model_len, had.reduced) == (64, 40, "")
+        for blocks in (48, 36):
+            kills[0] += 1
+            os.kill(watched.pid, signal.SIGKILL)
+            await watched.ready_for_the(kills[0] + 1)
+            had = watched.client.capabilities
+            assert had is not None
+            assert (had.num_blocks, had.max_model_len) == (blocks, 40)
+            assert "KV has been lowered" in had.reduced
+        await watched.serves()
+        assert "memory ran out" in caplog.text
+        assert "of KV from now on; starting it again" in caplog.text
+    finally:
+        await watched.client.stop()
+
+
+async def test_a_core_that_cannot_do_with_less_is_given_up_with_the_remedy():
+    """It would be killed again, for ever."""
+    kills = [0]
+    watched = Watched(spec(blocks="10", max_len="40"), oom_kills=lambda: kills[0])
+    await watched.client.start()
+    try:
+        kills[0] += 1
+        os.kill(watched.pid, signal.SIGKILL)
+        await until(lambda: watched.client.state is EngineState.FAILED)
+        assert len(watched.carriers) == 1
+        assert "memory ran out" in watched.client.state_reason
+        assert "lower --kv-memory and --max-model-len" in watched.client.state_reason
+    finally:
+        await watched.client.stop()
+
+
+async def test_running_out_of_memory_while_loading_names_the_remedy():
+    kills = [0]
+    watched = Watched(spec(load_ms="60000"), oom_kills=lambda: kills[0])
+    start = asyncio.ensure_future(watched.client.start())
+    await until(lambda: bool(watched.carriers) and watched.carriers[0].pid is not None)
+    kills[0] += 1
+    os.kill(watched.pid, signal.SIGKILL)
+    with pytest.raises(ConfigError, match=r"memory ran out .* take a smaller model"):
+        await start

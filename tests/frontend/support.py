@@ -13,9 +13,9 @@ import aiohttp
 from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.service import FrontendService
 from pdserve.messages.card import ModelCard
-from pdserve.openai.sse import Event, SseDecoder
-from pdserve.testing.fake_backend import FakeBackend, Script
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.protocols.sse import SseDecoder, SseEvent
+from pdserve.text.tokenization.tokenizer import Tokenizer
+from tests.support.fake_backend import FakeBackend, Script
 from tests.text import builders
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Client:
         assert status == 200, answer
         return answer
 
-    async def events(self, path: str, body: Any) -> list[Event]:
+    async def events(self, path: str, body: Any) -> list[SseEvent]:
         """All events of a stream that must begin with status 200."""
         data = json.dumps(body | {"stream": True}).encode()
         decoder = SseDecoder()
@@ -158,7 +158,7 @@ def http(
 ) -> bytes:
     """A request as bytes; `headers` are whole lines."""
     length = f"Content-Length: {len(body)}\r\n" if body else ""
-    return f"{method} {path} {version}\r\nHost: x\r\n{length}{headers}\r\n".encode() + body
+    return f"{method} {path} {version}\r\nHost: localhost\r\n{length}{headers}\r\n".encode() + body
 
 
 async def read_answer(reader: asyncio.StreamReader) -> tuple[int, str, bytes]:

@@ -21,6 +21,8 @@ def test_the_defaults_are_valid():
         ("write_buffer", -1),
         ("drain_timeout", float("nan")),
         ("cors_origins", ("example.com",)),
+        ("allowed_hosts", ("http://example.com",)),
+        ("allowed_hosts", ("example.com:8000",)),
     ],
 )
 def test_an_impossible_value_is_named(field, value):

@@ -5,18 +5,32 @@ import re
 from pathlib import Path
 
 from pdserve import errors
-from pdserve.frontend.keys import _ENTRY, KeyLimits, parse_keys
-from pdserve.openai.embeddings import EmbeddingRequest
-from pdserve.openai.fields import REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS, WITHOUT_EFFECT
-from pdserve.openai.messages_api import REFUSED_BY_MESSAGES, MessagesRequest
-from pdserve.openai.openapi import document
-from pdserve.openai.responses_api import REFUSED_BY_RESPONSES, ResponsesRequest
-from pdserve.openai.schema import ChatRequest, CompletionRequest
+from pdserve.frontend.access.api_keys import _ENTRY, KeyLimits, parse_keys
+from pdserve.frontend.api.adapters.responses_tools import MAX_DESCRIPTIONS, MAX_FUNCTIONS
+from pdserve.frontend.preprocess.output_parsers import MAX_TOOLS
+from pdserve.messages.grammar_limits import MAX_GRAMMAR
+from pdserve.protocols.anthropic_messages import REFUSED_BY_MESSAGES, MessagesRequest
+from pdserve.protocols.completion_requests import MAX_STOPS, ChatRequest, CompletionRequest
+from pdserve.protocols.embeddings import EmbeddingRequest
+from pdserve.protocols.openapi import document
+from pdserve.protocols.request_decoder import MAX_STRUCTURE, MAX_VALUES
+from pdserve.protocols.responses_api import REFUSED_BY_RESPONSES, ResponsesRequest
+from pdserve.protocols.unsupported_fields import (
+    OF_OTHER_SERVERS,
+    REFUSED_BY_CHAT,
+    REFUSED_BY_COMPLETIONS,
+    WITHOUT_EFFECT,
+)
+from pdserve.text.chat.chat_messages import MAX_NESTING
+from pdserve.text.text_pool import INLINE_CHARS
+from pdserve.text.tool_parsers import python_literals
+from pdserve.text.tool_parsers.qwen3_values import MAX_PARAMETER_STEPS
+from pdserve.text.tool_parsers.schema_budget import MAX_STEPS
 
 DOCS = Path(__file__).parents[2] / "docs"
 API = (DOCS / "api.md").read_text()
 KEYS = (DOCS / "api-keys.md").read_text()
-NAMED = set(re.findall(r"`([^`]+)`", API))
+NAMED = set(re.findall(r"`([^`]+)`", re.sub("``.*?``", "", API)))
 
 
 def test_every_field_of_a_request_is_named():
@@ -40,7 +54,7 @@ def test_every_field_of_the_other_apis_is_named():
     fields = {*ResponsesRequest.__struct_fields__, *MessagesRequest.__struct_fields__}
     nested = {"text", "reasoning", "output_config"}  # by their own fields
     assert fields - nested <= NAMED
-    assert {*REFUSED_BY_RESPONSES, *REFUSED_BY_MESSAGES} - {"reasoning_effort"} <= NAMED
+    assert {*REFUSED_BY_RESPONSES, *REFUSED_BY_MESSAGES} - OF_OTHER_SERVERS.keys() <= NAMED
 
 
 def test_every_endpoint_is_named():
@@ -75,3 +89,15 @@ def test_the_example_of_a_key_file_is_one():
 def test_every_field_of_a_key_is_named():
     limits = {f"limits.{field.name}" for field in dataclasses.fields(KeyLimits)}
     assert limits | set(_ENTRY) - {"limits"} <= set(re.findall(r"`([^`]+)`", KEYS))
+
+
+def test_the_bounds_on_structure_are_those_of_the_code():
+    page = (DOCS / "limits.md").read_text()
+    section = page.split("## What a client's structure may cost")[1].split("\n## ")[0]
+    numbers = (
+        *(MAX_STRUCTURE, MAX_VALUES, MAX_STEPS, MAX_TOOLS, MAX_PARAMETER_STEPS, MAX_NESTING),
+        *(MAX_STOPS, python_literals.MAX_STRUCTURE, INLINE_CHARS, MAX_GRAMMAR >> 10, MAX_FUNCTIONS),
+    )
+    for number in numbers:
+        assert f"{number:,}" in section or str(number) in section, number
+    assert f"{MAX_DESCRIPTIONS >> 20} Mi" in section

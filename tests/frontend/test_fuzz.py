@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.service import FrontendService
-from pdserve.openai.fields import REFUSED_BY_CHAT
-from pdserve.openai.schema import ChatRequest, CompletionRequest
-from pdserve.testing.fake_backend import FakeBackend, Script
+from pdserve.protocols.completion_requests import ChatRequest, CompletionRequest
+from pdserve.protocols.unsupported_fields import REFUSED_BY_CHAT
 from tests.frontend.support import card, http, tokens
+from tests.support.fake_backend import FakeBackend, Script
 from tests.support.seeds import is_long
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models"]

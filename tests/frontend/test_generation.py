@@ -8,12 +8,12 @@ import threading
 import pytest
 
 from pdserve.errors import Draining, NotReady, NoWorker, Overloaded
-from pdserve.frontend.keys import parse_keys
+from pdserve.frontend.access.api_keys import parse_keys
+from pdserve.frontend.output.streaming_response import StreamingResponseBuilder
 from pdserve.frontend.placement import Placement
-from pdserve.frontend.stream import StreamAnswer
 from pdserve.ids import NodeId
-from pdserve.testing.fake_backend import Script
 from tests.frontend.support import HELLO, card, frontend, http, raw_connection, tokens, until
+from tests.support.fake_backend import Script
 
 CHAT = "/v1/chat/completions"
 ENDLESS = Script(tokens=tokens("la "), interval=0.001)
@@ -127,7 +127,7 @@ async def test_a_request_out_of_time_while_its_answer_waits_to_be_put_together()
     release = threading.Event()
     async with frontend(script, request_timeout=1.0) as client:
         pool = client.service._pool
-        busy = [asyncio.ensure_future(pool.run(1 << 30, release.wait, 10)) for _ in range(2)]
+        busy = [asyncio.ensure_future(pool.run(1 << 20, release.wait)) for _ in range(2)]
         try:
             status, _, answer = await client.post(CHAT, HELLO | {"max_tokens": 2000})
         finally:
@@ -201,7 +201,7 @@ async def test_a_fault_in_a_stream_that_has_begun_ends_its_connection(monkeypatc
     def fault(answer):
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(StreamAnswer, "finish", fault)
+    monkeypatch.setattr(StreamingResponseBuilder, "finish", fault)
     async with frontend(Script(tokens=tokens("ab"))) as client:
         async with raw_connection(client) as (reader, writer):
             body = json.dumps(HELLO | {"stream": True, "max_tokens": 2}).encode()
@@ -294,10 +294,12 @@ async def test_key_limits_hold_over_http(tmp_path):
 async def test_keys_can_be_read_again(tmp_path):
     file = tmp_path / "keys.toml"
     file.write_text('[[key]]\nkey = "sk-12345678"\ntenant = "t"\n')
+    file.chmod(0o600)
     async with frontend(api_keys_file=file) as client:
         status, _, _ = await client.post(CHAT, HELLO, {"Authorization": "Bearer sk-87654321"})
         assert status == 401
         file.write_text('[[key]]\nkey = "sk-87654321"\ntenant = "t"\n')
+        file.chmod(0o600)
         client.service.reload_api_keys()
         status, _, _ = await client.post(CHAT, HELLO, {"Authorization": "Bearer sk-87654321"})
         assert status == 200

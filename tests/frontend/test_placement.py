@@ -1,10 +1,10 @@
 from typing import Any
 
-from pdserve.frontend.placement import Course, Placement, header_lines, served
+from pdserve.frontend.placement import Placement, PromptStats, header_lines, served_summary
 from pdserve.ids import NodeId
 
 
-def course(worker: str = "w", cached: int | None = 64, **changes: Any) -> Course:
+def course(worker: str = "w", cached: int | None = 64, **changes: Any) -> PromptStats:
     fields: dict[str, Any] = {
         "worker": NodeId(worker),
         "router": NodeId("r"),
@@ -14,11 +14,11 @@ def course(worker: str = "w", cached: int | None = 64, **changes: Any) -> Course
         "predicted_ttft": 0.25,
         "held": 0.0,
     }
-    return Course(Placement(**fields | changes), cached, queue=0.001, prefill=0.02)
+    return PromptStats(Placement(**fields | changes), cached, queue=0.001, prefill=0.02)
 
 
-def lines(*courses: Course, ttft: float | None = 0.5) -> dict[str, str]:
-    text = header_lines(served(courses, ttft)).decode()
+def lines(*courses: PromptStats, ttft: float | None = 0.5) -> dict[str, str]:
+    text = header_lines(served_summary(courses, ttft)).decode()
     return dict(line.split(": ", 1) for line in text.splitlines())
 
 
@@ -40,14 +40,14 @@ def test_where_the_prompt_was_computed_is_told() -> None:
     remote = course()
     remote.where = "remote; node=p; reason=rule"
     assert lines(remote)["x-pdserve-prefill"] == "remote; node=p; reason=rule"
-    both = served([remote, course(), remote], 0.5)
+    both = served_summary([remote, course(), remote], 0.5)
     assert both is not None
     assert both.prefill == "remote; node=p; reason=rule"
 
 
 def test_how_often_it_went_on_elsewhere_is_told_if_it_did() -> None:
     assert lines(course(migrations=2))["x-pdserve-migrations"] == "2"
-    both = served([course(migrations=1), course(migrations=3)], 0.5)
+    both = served_summary([course(migrations=1), course(migrations=3)], 0.5)
     assert both is not None
     assert both.migrations == 3
 
@@ -61,12 +61,12 @@ def test_what_is_not_known_has_no_header() -> None:
 
 
 def test_nothing_placed_is_nothing_told() -> None:
-    assert served([Course()], None) is None
+    assert served_summary([PromptStats()], None) is None
     assert header_lines(None) == b""
 
 
 def test_several_prompts_are_told_as_one() -> None:
-    told = served(
+    told = served_summary(
         [course("b", 32, attempts=3, held=0.5), course("a", 64), course("b", 0, held=0.25)], 0.5
     )
     assert told is not None
@@ -76,7 +76,7 @@ def test_several_prompts_are_told_as_one() -> None:
 
 
 def test_a_part_of_a_sum_is_not_told() -> None:
-    told = served([course("a"), Course()], 0.5)
+    told = served_summary([course("a"), PromptStats()], 0.5)
     assert told is not None
     assert (told.worker, told.overlap_tokens, told.cached_tokens) == ("a", None, None)
     assert told.queue_ms is None

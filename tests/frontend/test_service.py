@@ -3,14 +3,16 @@
 import asyncio
 import json
 import socket
+from dataclasses import replace
 
 import aiohttp
 import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.frontend.config import FrontendConfig
-from pdserve.frontend.service import FrontendService
-from pdserve.testing.fake_backend import FakeBackend, Script
+from pdserve.frontend.service import FrontendService, read_api_keys
+from pdserve.observe.degraded import Degradations
+from pdserve.observe.metrics import Metrics
 from tests.frontend.support import (
     HELLO,
     MODEL,
@@ -23,6 +25,7 @@ from tests.frontend.support import (
     tokens,
     until,
 )
+from tests.support.fake_backend import FakeBackend, Script
 
 CHAT = "/v1/chat/completions"
 TEXT = "The quick brown fox, naïve 你好 👍🏽 text"
@@ -233,16 +236,46 @@ async def test_an_address_that_is_not_ours_is_a_config_error():
 async def test_settings_are_checked_before_anything_is_opened(tmp_path):
     with pytest.raises(ConfigError):
         service(max_in_flight=0)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"--api-keys-file .* cannot be read.*docs/api-keys\.md"):
         await service(port=0, api_keys_file=tmp_path / "none").start()
 
 
-async def test_a_key_file_that_others_can_read_is_warned_about(tmp_path, caplog):
+CLEAR = 'key = "0123456789abcdef"'
+DIGEST = f'key_sha256 = "{"0" * 64}"'
+
+
+@pytest.mark.parametrize(
+    ("entry", "mode", "said"),
+    [
+        (CLEAR, 0o644, "others can read its keys"),
+        (CLEAR, 0o640, "others can read its keys"),
+        (CLEAR, 0o620, "others can change it"),
+        (DIGEST, 0o666, "others can change it"),
+        (CLEAR, 0o600, ""),
+        (CLEAR, 0o400, ""),
+        (DIGEST, 0o644, ""),
+    ],
+)
+def test_a_key_file_is_its_owners_business(entry, mode, said, tmp_path):
     file = tmp_path / "keys.toml"
-    file.write_text('[[key]]\nkey = "sk-12345678"\ntenant = "t"\n')
-    file.chmod(0o644)
-    async with frontend(api_keys_file=file):
-        assert "chmod 600" in caplog.text
+    file.write_text(f'[[key]]\n{entry}\ntenant = "t"\n')
+    file.chmod(mode)
+    if not said:
+        assert len(read_api_keys(file)) == 1
+        return
+    with pytest.raises(ConfigError, match=f"mode {mode:04o}: {said}; do `chmod 600"):
+        read_api_keys(file)
+
+
+def test_a_key_that_could_be_guessed_is_warned_about(tmp_path, caplog):
+    file = tmp_path / "keys.toml"
+    other = '[[key]]\nkey = "sk-12345678"\ntenant = "t"\n'
+    file.write_text(f'[[key]]\n{CLEAR}\ntenant = "t"\n{other}')
+    file.chmod(0o600)
+    assert len(read_api_keys(file)) == 2
+    assert "key 2: it has fewer than 16 characters" in caplog.text
+    assert "key 1" not in caplog.text
+    assert "12345678" not in caplog.text
 
 
 async def test_two_frontends_may_share_a_port():
@@ -261,3 +294,23 @@ async def test_models_are_made_before_the_first_request(monkeypatch):
         tiny = card()
         client.backend.models = {MODEL: tiny}
         await until(lambda: client.service._models.get_nowait(tiny))
+
+
+async def test_stuck_text_work_is_a_degradation_until_it_ends():
+    metrics = Metrics()
+    degradations = Degradations(metrics)
+    backend = FakeBackend({MODEL: card()}, Script())
+    config = FrontendConfig(port=0)
+    frontend = FrontendService(
+        config, backend, metrics, degradations.reasons(), degradations=degradations
+    )
+    await frontend.start()
+    tell = frontend._pool.on_stuck
+    usual = frontend._pool.statistics()
+    tell(replace(usual, given_up=1, stuck=1))
+    assert "restart" in degradations.reasons()["text_stuck"]
+    assert (metrics.text_jobs_given_up.value, metrics.text_threads_stuck.value) == (1, 1)
+    tell(replace(usual, given_up=1))
+    assert "text_stuck" not in degradations.reasons()
+    assert (metrics.text_jobs_given_up.value, metrics.text_threads_stuck.value) == (1, 0)
+    await frontend.stop(0)

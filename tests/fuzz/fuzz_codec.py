@@ -12,13 +12,15 @@ import msgpack
 
 from pdserve.errors import ProtocolError
 from pdserve.wire.codec import decoder, encode
-from pdserve.wire.failure import Failure
-from pdserve.wire.handshake import Auth, Challenge, Claim, Hello, Refuse
+from pdserve.wire.error_codec import Failure
+from pdserve.wire.handshake import Auth, Challenge, Hello, IdentityClaim, Refuse
 from pdserve.wire.header import HEADER_BYTES
-from pdserve.wire.protocol import Goodbye
+from pdserve.wire.protocol import GoAway
 from tests.wire.test_golden import golden
 
-DECODERS = [decoder(kind) for kind in (Failure, Hello, Challenge, Auth, Claim, Refuse, Goodbye)]
+DECODERS = [
+    decoder(kind) for kind in (Failure, Hello, Challenge, Auth, IdentityClaim, Refuse, GoAway)
+]
 
 
 def fuzz(data: bytes) -> None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
 from pdserve.frontend.service import read_api_keys
-from pdserve.launch.config import resolve, table
-from pdserve.net.security import read_hash_secret, read_keys
-from pdserve.sim.traces.load import open_trace
+from pdserve.launch.config.resolve import option_rows, resolve
+from pdserve.net.cluster_keys import read_hash_secret, read_keys
+from pdserve.sim.workloads.trace_file import open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ _LONGEST: Final = 1000
 
 
 def _config(path: Path) -> None:
-    table(resolve({"config": str(path)}, {}, path.parent))
+    option_rows(resolve({"config": str(path)}, {}, path.parent))
 
 
 def _trace(path: Path) -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.wire import events as ev
-from pdserve.wire.header import HEADER, HEADER_BYTES, Flag, Kind
+from pdserve.wire.header import HEADER, HEADER_BYTES, FrameFlag, FrameKind
 from pdserve.wire.limits import Limits
-from pdserve.wire.protocol import State
-from pdserve.wire.slots import ACCEPTORS, GENERATION
+from pdserve.wire.protocol import ConnectionState
+from pdserve.wire.stream_ids import ACCEPTORS, GENERATION
 from tests.fuzz.input import Input
 from tests.wire.support import acceptor, dialler
 from tests.wire.test_golden import golden
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pdserve.wire.protocol import Connection
 
 LIMITS = Limits(body=1 << 16, incoming=64, pending=8, streams=4, budget=1 << 16, unsent=1 << 16)
-KINDS = (*sorted(Kind), 99)
+KINDS = (*sorted(FrameKind), 99)
 HANDSHAKE_FRAMES = 4
 
 
@@ -48,7 +48,7 @@ def fuzz(data: bytes) -> None:
         assert victim.busy <= 3 * LIMITS.incoming
         assert 0 <= victim.budget.granted <= victim.budget.total
         victim.data_to_send()
-    assert ended == (victim.state is State.ENDED)
+    assert ended == (victim.state is ConnectionState.ENDED)
     if not ended:
         victim.abort(stream, ValueError("the end of the input"))
         victim.receive_eof()
@@ -81,19 +81,19 @@ def placed(victim: Connection, events: list[ev.Event]) -> None:
 
 def react(victim: Connection, event: ev.Event) -> bool:
     """Do with an event what an owner would; True for the last one."""
-    if isinstance(event, ev.Asked):
+    if isinstance(event, ev.RequestsReceived):
         for call, _, _, body in event.requests[::2]:
             victim.respond(call, body)
-    elif isinstance(event, ev.Opened):
+    elif isinstance(event, ev.StreamOpened):
         victim.grant(event.stream, 4096)
-        if event.stream.sending and victim.state is State.OPEN:
+        if event.stream.sending and victim.state is ConnectionState.OPEN:
             victim.send_data(event.stream, b"item")
         if event.method % 3 == 0:
             victim.abort(event.stream, ValueError("not wanted"))
-    elif isinstance(event, ev.Data):
+    elif isinstance(event, ev.DataReceived):
         victim.consumed(event.stream, event.cost)
-    elif isinstance(event, ev.Violated):
-        assert victim.state is State.ENDED
+    elif isinstance(event, ev.ProtocolViolated):
+        assert victim.state is ConnectionState.ENDED
         return True
     return False
 
@@ -103,7 +103,7 @@ def frames(source: Input) -> bytes:
     words = b""
     while source:
         kind, flags = KINDS[source.number() % len(KINDS)], source.number()
-        flags &= Flag.RAW | Flag.LAST | Flag.IGNORABLE
+        flags &= FrameFlag.RAW | FrameFlag.LAST | FrameFlag.IGNORABLE
         tag, stream = source.number(), source.number()
         value, body = source.number(2), source.bytes(source.number(2))
         words += HEADER.pack(len(body), kind, flags, tag, _id(stream), value) + body

@@ -16,7 +16,7 @@ from pdserve.errors import ProtocolError
 from pdserve.gossip import events as ev
 from pdserve.gossip import messages as m
 from pdserve.gossip.config import GossipConfig
-from pdserve.gossip.core import Gossip, Phase
+from pdserve.gossip.core import Gossip, GossipPhase
 from pdserve.ids import NodeId
 from pdserve.wire.codec import encode
 from tests.fuzz.input import Input
@@ -38,16 +38,16 @@ class Watched:
     """The machine, and what must hold of everything it wants."""
 
     def __init__(self, *, joins: bool) -> None:
-        self.core = Gossip(m.Record(ME, 5, address="me:1", role="worker"), CONFIG, Random(1))
+        self.core = Gossip(m.MemberRecord(ME, 5, address="me:1", role="worker"), CONFIG, Random(1))
         self.now = 0.0
         self.lives: dict[NodeId, int] = {}
         self.ended: set[tuple[NodeId, int]] = set()
-        self.step(ev.Start(("a:1", "b:1") if joins else ()))
+        self.step(ev.StartGossip(("a:1", "b:1") if joins else ()))
         for peer in PEERS:
             self.step(ev.LinkUp(peer, 1, f"{peer}:1"))
 
     def step(self, event: ev.Event) -> None:
-        out = self.core.phase is Phase.OUT
+        out = self.core.phase is GossipPhase.OUT
         effects = self.core.step(self.now, event)
         assert not (out and effects), "a word from a life that is over"
         assert len(effects) <= AT_MOST
@@ -55,7 +55,11 @@ class Watched:
             self.check(effect)
         assert len(self.core.members) <= CONFIG.max_members + 1
         mine = self.core.members.get(ME)
-        assert mine is None or not mine.state.final or self.core.phase in (Phase.LEAVING, Phase.OUT)
+        assert (
+            mine is None
+            or not mine.state.final
+            or self.core.phase in (GossipPhase.LEAVING, GossipPhase.OUT)
+        )
 
     def check(self, effect: ev.Effect) -> None:
         if isinstance(effect, ev.Send):
@@ -101,7 +105,7 @@ def fuzz(data: bytes) -> None:
             case 3:  # DOWN
                 node.step(ev.LinkDown(peer, 1 + source.number() % 3))
             case 4:  # REFUSED
-                node.step(ev.DialFailed(f"{peer}:1", refused=bool(what & 0x80)))
+                node.step(ev.DialAttemptFailed(f"{peer}:1", refused=bool(what & 0x80)))
             case 5:  # CARD
                 node.step(ev.SetCard(m.Card(source.bytes(source.number()))))
             case 6:  # WANT
@@ -118,7 +122,7 @@ def hear(node: Watched, peer: NodeId, body: bytes) -> None:
     except ProtocolError:
         return
     epoch = node.core.context.links.get(peer, 1)
-    node.step(ev.Received(peer, epoch, message))
+    node.step(ev.MessageReceived(peer, epoch, message))
 
 
 def said(message: m.Message, peer: int = 0) -> bytes:
@@ -132,15 +136,15 @@ def passed(sixteenths: int) -> bytes:
     return bytes([WAIT, sixteenths])
 
 
-def rumour(node: str, state: m.State, by: str = "") -> m.News:
+def rumour(node: str, state: m.MemberState, by: str = "") -> m.News:
     """Of its life that the links lead to."""
-    record = m.Record(NodeId(node), 1, 0, state, 1, f"{node}:1", "worker")
+    record = m.MemberRecord(NodeId(node), 1, 0, state, 1, f"{node}:1", "worker")
     return m.News((m.Rumour(record, by=NodeId(by)),))
 
 
 def introductions() -> list[bytes]:
     """Pieces of an input: all peers say that they live."""
-    return [said(rumour(peer, m.State.ALIVE), number) for number, peer in enumerate(PEERS)]
+    return [said(rumour(peer, m.MemberState.ALIVE), number) for number, peer in enumerate(PEERS)]
 
 
 def seeds() -> list[bytes]:
@@ -151,9 +155,9 @@ def seeds() -> list[bytes]:
 
     everything = [said(cast("m.Message", example)) for example in EXAMPLES]
     alive = introductions()
-    suspected = [said(rumour("d", m.State.SUSPECT, by), i) for i, by in enumerate("abc")]
-    dead = [said(rumour("d", m.State.DEAD, ""))]
-    me = [said(m.News((m.Rumour(m.Record(ME, 5, 3, m.State.SUSPECT), by=PEERS[0]),)))]
+    suspected = [said(rumour("d", m.MemberState.SUSPECT, by), i) for i, by in enumerate("abc")]
+    dead = [said(rumour("d", m.MemberState.DEAD, ""))]
+    me = [said(m.News((m.Rumour(m.MemberRecord(ME, 5, 3, m.MemberState.SUSPECT), by=PEERS[0]),)))]
     events = [bytes([kind | 8, 1]) for kind in (DOWN, UP, REFUSED, CARD, WANT, LEAVE)]
     return [
         *map(of, ([piece] for piece in everything)),

@@ -13,7 +13,7 @@ from pdserve.wire import events as ev
 from pdserve.wire.handshake import NONCE_BYTES
 from pdserve.wire.header import HEADER, HEADER_BYTES
 from pdserve.wire.limits import HANDSHAKE_BYTES
-from pdserve.wire.protocol import State
+from pdserve.wire.protocol import ConnectionState
 from tests.fuzz.input import Input
 from tests.wire.support import acceptor, dialler, taken
 from tests.wire.test_golden import golden
@@ -34,11 +34,15 @@ def fuzz(data: bytes) -> None:
     answered = len(taken(connection))
     for position in range(0, len(words), read):
         for event in connection.receive_data(words[position : position + read]):
-            assert isinstance(event, ev.Violated), event
-            assert connection.state is State.ENDED
+            assert isinstance(event, ev.ProtocolViolated), event
+            assert connection.state is ConnectionState.ENDED
         assert connection._parser.pending <= HANDSHAKE_BYTES + read
         answered += len(taken(connection))
-    assert connection.state in (State.GREETING, State.PROVING, State.ENDED)
+    assert connection.state in (
+        ConnectionState.GREETING,
+        ConnectionState.PROVING,
+        ConnectionState.ENDED,
+    )
     assert answered < 1024
 
 

@@ -10,16 +10,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from pdserve.openai.schema import FunctionSpec, Tool
-from pdserve.text.parts import CallArguments, CallBegin, Content, Reasoning, merged
-from pdserve.text.reasoning import REASONING_FORMATS
-from pdserve.text.tools import TOOL_FORMATS
+from pdserve.protocols.completion_requests import FunctionSpec, Tool
+from pdserve.text.output_parts import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    merge_parts,
+)
+from pdserve.text.reasoning_parser import REASONING_FORMATS
+from pdserve.text.tool_parsers import TOOL_FORMATS
 from tests.fuzz.input import Input
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pdserve.text.parts import Part, PartParser
+    from pdserve.text.output_parts import OutputParser, OutputPart
 
 __all__ = ["PARSERS", "fuzz", "seeds"]
 
@@ -37,7 +43,7 @@ PARSERS: Final = [
 ]
 
 
-def _parser(number: int) -> PartParser:
+def _parser(number: int) -> OutputParser:
     tool, reasoning, begun = PARSERS[number % len(PARSERS)]
     inner = None if tool is None else TOOL_FORMATS[tool].parser(TOOLS)
     if reasoning is not None:
@@ -55,30 +61,30 @@ def fuzz(data: bytes) -> None:
     cut = _read(number, [text[at : at + step] for at in range(0, len(text), step)])
     assert cut == whole, (cut, whole)
     _check(whole)
-    assert sum(len(part.text) for part in whole if isinstance(part, Content)) <= len(text)
+    assert sum(len(part.text) for part in whole if isinstance(part, ContentDelta)) <= len(text)
 
 
-def _read(number: int, texts: Iterable[str]) -> list[Part]:
+def _read(number: int, texts: Iterable[str]) -> list[OutputPart]:
     parser = _parser(number)
-    parts: list[Part] = []
+    parts: list[OutputPart] = []
     for text in texts:
         parts += parser.feed(text)
-    return merged([*parts, *parser.finish()])
+    return merge_parts([*parts, *parser.finish()])
 
 
-def _check(parts: list[Part]) -> None:
+def _check(parts: list[OutputPart]) -> None:
     """Calls are numbered as they begin, and arguments are of a call that has begun."""
     begun = 0
     for part in parts:
         match part:
-            case CallBegin(index, name):
+            case ToolCallStart(index, name):
                 assert index == begun
                 assert name
                 begun += 1
-            case CallArguments(index, text):
+            case ToolCallArguments(index, text):
                 assert index < begun
                 assert text
-            case Content(text) | Reasoning(text):
+            case ContentDelta(text) | ReasoningDelta(text):
                 assert text
 
 

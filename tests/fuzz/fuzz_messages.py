@@ -13,14 +13,27 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from pdserve.engine.submission import check_request
+from pdserve.engine_core.kit import check_request
 from pdserve.errors import PdserveError, ProtocolError
-from pdserve.messages import channel as messages
-from pdserve.messages import handoff, names, node, routing
-from pdserve.messages.channel import Abort, Assembler, Batch, Moving, Open, Piece
+from pdserve.messages import handoff, hash_secret, node, routing
+from pdserve.messages import worker_stream as messages
 from pdserve.messages.engine import Rejected
-from pdserve.messages.request import Finish, GenerateRequest, SamplingParams, Started, TokenDelta
-from pdserve.messages.routing import Move
+from pdserve.messages.request import (
+    Finish,
+    FirstTokenStats,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+)
+from pdserve.messages.routing import RouterMigrationHint
+from pdserve.messages.worker_stream import (
+    AbortRequest,
+    Fragment,
+    FragmentAssembler,
+    OpenRequest,
+    OutputBatch,
+    WorkerMigrationHint,
+)
 from pdserve.wire.codec import decoder, encode
 
 __all__ = ["DECODERS", "fuzz", "request", "seeds"]
@@ -28,7 +41,7 @@ __all__ = ["DECODERS", "fuzz", "request", "seeds"]
 _RECORDS: Final = sorted(
     {
         kind
-        for module in (routing, handoff, names, node)
+        for module in (routing, handoff, hash_secret, node)
         for kind in vars(module).values()
         if isinstance(kind, type)
         and issubclass(kind, msgspec.Struct)
@@ -36,7 +49,7 @@ _RECORDS: Final = sorted(
     },
     key=lambda kind: (kind.__module__, kind.__name__),
 )
-_UNIONS: Final = (Open | Abort | Piece, Batch | Piece)
+_UNIONS: Final = (OpenRequest | AbortRequest | Fragment, OutputBatch | Fragment)
 DECODERS: Final = [decoder(cast("Any", kind)) for kind in (*_UNIONS, *_RECORDS)]
 _VOCABULARY: Final = 1000
 
@@ -52,9 +65,9 @@ def fuzz(data: bytes) -> None:
         return
     again = encode(body)
     assert encode(decode(again)) == again  # by bytes: a NaN is not equal to itself
-    if isinstance(body, Open):
+    if isinstance(body, OpenRequest):
         _look(body.request)
-    elif isinstance(body, Piece):
+    elif isinstance(body, Fragment):
         _put_together(body)
 
 
@@ -67,14 +80,14 @@ def _look(wanted: GenerateRequest) -> None:
     assert wanted.live
 
 
-def _put_together(piece: Piece) -> None:
-    assembler = Assembler()
+def _put_together(piece: Fragment) -> None:
+    assembler = FragmentAssembler()
     for _ in range(3):
         try:
             whole = assembler.take(piece)
         except ProtocolError:
             return
-        assert whole is None or len(whole) <= messages.LARGEST
+        assert whole is None or len(whole) <= messages.MAX_MESSAGE_BYTES
 
 
 def request(**fields: Any) -> GenerateRequest:
@@ -88,20 +101,20 @@ def seeds() -> list[bytes]:
     moved = request(
         n=3, output=[[4], [5, 6], []], ended=[1], source="w1", source_epoch=7, suspect=True
     )
-    start = Started(0, 0.1, 0.2, 0.3)
+    start = FirstTokenStats(0, 0.1, 0.2, 0.3)
     deltas = [
         TokenDelta(handle=1, choice=0, tokens=[5], started=start),
         TokenDelta(handle=1, choice=0, tokens=[], finish=Finish(reason="stop")),
     ]
     said: list[tuple[int, Any]] = [
-        (0, Open(1, 2, request())),
-        (0, Open(1, 0, moved)),
-        (0, Abort(1)),
-        (0, Piece(b"xyz", last=False)),
-        (1, Piece(b"xyz", last=True)),
-        (1, Batch(deltas, [(1, 2)], [Rejected(1, "overloaded", "full")])),
-        (1, Batch(moving=[Moving(1, "drain"), Moving(2, "kv")])),
-        (len(_UNIONS) + _RECORDS.index(Move), Move(9)),
+        (0, OpenRequest(1, 2, request())),
+        (0, OpenRequest(1, 0, moved)),
+        (0, AbortRequest(1)),
+        (0, Fragment(b"xyz", last=False)),
+        (1, Fragment(b"xyz", last=True)),
+        (1, OutputBatch(deltas, [(1, 2)], [Rejected(1, "overloaded", "full")])),
+        (1, OutputBatch(moving=[WorkerMigrationHint(1, "drain"), WorkerMigrationHint(2, "kv")])),
+        (len(_UNIONS) + _RECORDS.index(RouterMigrationHint), RouterMigrationHint(9)),
     ]
     empty = [bytes([number, 0x90]) for number in range(len(DECODERS))]
     return [bytes([number]) + encode(body) for number, body in said] + empty

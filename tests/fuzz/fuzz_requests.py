@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from pdserve.errors import InvalidRequest
-from pdserve.openai.table import ENDPOINTS
+from pdserve.protocols.fields_page import ENDPOINTS
 from tests.fuzz.input import look_at_refusal
 
 __all__ = ["fuzz", "seeds"]

@@ -14,15 +14,15 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import InvalidRequest
-from pdserve.messages.grammar import MAX_GRAMMAR
-from pdserve.text import structured
-from pdserve.text.grammar_process import GrammarProcess
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.messages.grammar_limits import MAX_GRAMMAR
+from pdserve.text.grammar import grammar_source
+from pdserve.text.grammar.grammar_compiler import GrammarCompiler
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.fuzz.input import look_at_refusal
 from tests.text import builders
 
 if TYPE_CHECKING:
-    from pdserve.text.structured import Source
+    from pdserve.text.grammar.grammar_source import GrammarSource
 
 __all__ = ["close", "fuzz", "seeds"]
 
@@ -30,8 +30,8 @@ _KINDS: Final = ("schema", "regex", "grammar", "choice")
 
 
 @functools.cache
-def _process() -> GrammarProcess:
-    return GrammarProcess(seconds=0.3)  # of what takes longer there is much
+def _process() -> GrammarCompiler:
+    return GrammarCompiler()
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def fuzz(data: bytes) -> None:
     assert found
 
 
-def _source(kind: str, text: str) -> Source | None:
+def _source(kind: str, text: str) -> GrammarSource | None:
     if kind == "schema":
         try:
             schema: Any = json.loads(text)
@@ -70,12 +70,12 @@ def _source(kind: str, text: str) -> Source | None:
             return None
         if not isinstance(schema, dict | bool):
             return None
-        return structured.from_schema(schema, "schema")
+        return grammar_source.from_schema(schema, "schema")
     if kind == "regex":
-        return structured.from_regex(text, "regex")
+        return grammar_source.from_regex(text, "regex")
     if kind == "grammar":
-        return structured.from_grammar(text, "grammar")
-    return structured.from_choice(text.split("|"), "choice")
+        return grammar_source.from_grammar(text, "grammar")
+    return grammar_source.from_choice(text.split("|"), "choice")
 
 
 def seeds() -> list[bytes]:

@@ -2,8 +2,8 @@
 
     python -m tests.fuzz templates -max_total_time=60 -timeout=20
 
-A template renders within its limits or is refused with words. What one built-in operation can do
-by itself, the process around it ends (`text/template_process.py`), and libFuzzer's own time limit
+A template renders within its limits or is refused with words. What one built-in operation can do by
+itself, the process around it ends (`text/chat/template_process.py`), and libFuzzer's own time limit
 here.
 """
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pdserve.errors import InvalidRequest
-from pdserve.text.chat_template import ChatTemplate
-from pdserve.text.sandbox import TemplateLimits
+from pdserve.text.chat.chat_template import ChatTemplate
+from pdserve.text.chat.template_sandbox import TemplateLimits
 from tests.fuzz.input import Input, look_at_refusal
 
 __all__ = ["fuzz", "seeds"]

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.errors import ProtocolError
-from pdserve.runtime.topics.messages import Begin, Chunk, Lagged, Mode, SnapshotEnd, Watermark
+from pdserve.runtime.topics.messages import (
+    Begin,
+    CatchUpMode,
+    Lagged,
+    SnapshotChunk,
+    SnapshotEnd,
+    Watermark,
+)
 from pdserve.wire.codec import encode
 from tests.fuzz.input import Input
 from tests.runtime.topics.wires import Publishing, Reading
@@ -108,9 +115,9 @@ def _changed(body: bytes, number: int, source: Input) -> bytes:
 
 
 _ODD: tuple[Callable[[int, int], bytes], ...] = (
-    lambda number, epoch: encode(Begin(number, (1, epoch), Mode(number % 3), number)),
-    lambda number, epoch: encode(Begin(number, (1, epoch + 1), Mode(number % 3), 0)),
-    lambda number, epoch: encode(Chunk(number, b"\x90" * number)),
+    lambda number, epoch: encode(Begin(number, (1, epoch), CatchUpMode(number % 3), number)),
+    lambda number, epoch: encode(Begin(number, (1, epoch + 1), CatchUpMode(number % 3), 0)),
+    lambda number, epoch: encode(SnapshotChunk(number, b"\x90" * number)),
     lambda number, epoch: encode(SnapshotEnd(number, number)),
     lambda number, epoch: encode(Watermark((1, epoch), number, number)),
     lambda number, epoch: encode(Watermark((2, epoch), number, 0)),

@@ -10,18 +10,18 @@ from pdserve.gossip import events as ev
 from pdserve.gossip import messages as m
 from pdserve.gossip.cards import Cards, part_hash
 from pdserve.gossip.config import GossipConfig
-from pdserve.gossip.context import Context
+from pdserve.gossip.context import GossipContext
 from pdserve.ids import NodeId
 from tests.gossip.world import World
 
 DATA = bytes(range(256)) * 3000
-CARD = m.Card(b"body", (m.Part("tokenizer", part_hash(DATA), len(DATA)),))
+CARD = m.Card(b"body", (m.CardPart("tokenizer", part_hash(DATA), len(DATA)),))
 OWNER, B, ME = NodeId("owner"), NodeId("b"), NodeId("me")
-RECORD = m.Record(OWNER, 1, card=1)
+RECORD = m.MemberRecord(OWNER, 1, card=1)
 
 
 def alone(**changes):
-    context = Context(ME, GossipConfig(**changes), Random(1))
+    context = GossipContext(ME, GossipConfig(**changes), Random(1))
     context.links.update({OWNER: 1, B: 1})
     return context, Cards(context, lambda node: None)
 
@@ -117,7 +117,7 @@ def test_a_silent_peer_is_replaced_by_another():
 
 def test_what_is_not_the_card_asked_for_is_not_taken():
     context, cards = alone()
-    cards.learn(m.Record(OWNER, 1, card=2), B)
+    cards.learn(m.MemberRecord(OWNER, 1, card=2), B)
     took(context)
     cards.reply(OWNER, m.CardReply(OWNER, 1, 2, m.Card()))
     cards.reply(B, m.CardReply(OWNER, 9, 2, m.Card()))
@@ -130,7 +130,7 @@ def test_what_is_not_the_card_asked_for_is_not_taken():
 def test_a_death_ends_the_fetch_and_makes_room_for_the_next():
     context, cards = alone(card_fetches=1)
     cards.learn(RECORD, B)
-    cards.learn(m.Record(B, 1, card=1), B)
+    cards.learn(m.MemberRecord(B, 1, card=1), B)
     assert len(took(context)) == 1
     cards.drop(OWNER)
     assert took(context) == [ev.Send(B, m.CardRequest(B, 1, 1))]
@@ -139,7 +139,7 @@ def test_a_death_ends_the_fetch_and_makes_room_for_the_next():
 def test_bytes_that_are_not_the_part_are_reported():
     context, cards = alone()
     cards.learn(RECORD, None)
-    cards.reply(OWNER, m.CardReply(OWNER, 1, 1, m.Card(b"", (m.Part("p", bytes(16), 3),))))
+    cards.reply(OWNER, m.CardReply(OWNER, 1, 1, m.Card(b"", (m.CardPart("p", bytes(16), 3),))))
     cards.want(OWNER, bytes(16))
     took(context)
     cards.part_reply(OWNER, m.PartReply(bytes(16), 0, b"abc"))

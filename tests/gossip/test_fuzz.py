@@ -22,7 +22,7 @@ messages = st.one_of(
     st.builds(m.News, rumours),
     st.builds(m.Ping, st.integers(0, 3), rumours),
     st.builds(m.Ack, st.integers(0, 3), rumours),
-    st.builds(m.PingFor, st.integers(0, 3), names, st.integers(1, 3)),
+    st.builds(m.IndirectPing, st.integers(0, 3), names, st.integers(1, 3)),
     st.builds(
         m.Records,
         st.lists(records(*NODES), max_size=6).map(tuple),
@@ -55,6 +55,6 @@ def test_the_machine_survives_mutated_bytes(seed, changes) -> None:
 
 @pytest.mark.parametrize("limit", [(1 << 63) - 1, (1 << 63) - 2])
 def test_the_highest_numbers_there_are_lead_to_nothing_that_cannot_be_said(limit) -> None:
-    record = m.Record(NodeId("me"), 5, limit, m.State.SUSPECT)
+    record = m.MemberRecord(NodeId("me"), 5, limit, m.MemberState.SUSPECT)
     accusation = said(m.News((m.Rumour(record, by=NodeId("a")),)))
     fuzz(b"\0" + b"".join([*introductions(), accusation, passed(16), accusation, passed(16)]))

@@ -14,18 +14,18 @@ from pdserve.ids import NodeId
 from pdserve.wire.codec import encode
 
 A = NodeId("a")
-RECORD = m.Record(A, 7, 2, m.State.SUSPECT, 3, "host:1", "worker")
+RECORD = m.MemberRecord(A, 7, 2, m.MemberState.SUSPECT, 3, "host:1", "worker")
 RUMOUR = m.Rumour(RECORD, by=NodeId("b"), refused=True)
-PART = m.Part("tokenizer", bytes(16), 5)
+PART = m.CardPart("tokenizer", bytes(16), 5)
 EXAMPLES = [
     m.News((RUMOUR,)),
     m.Ping(1, (RUMOUR,)),
     m.Ack(1),
-    m.PingFor(1, A, 7),
-    m.Answer(1, True),
-    m.Summary(bytes(8)),
-    m.Buckets(bytes(8 * m.BUCKETS)),
-    m.Digests(b"\x01", {A: bytes(8)}),
+    m.IndirectPing(1, A, 7),
+    m.IndirectPingResult(1, True),
+    m.TableHash(bytes(8)),
+    m.BucketHashes(bytes(8 * m.BUCKETS)),
+    m.RecordHashes(b"\x01", {A: bytes(8)}),
     m.Records((RECORD,), (A,)),
     m.CardRequest(A, 7, 1),
     m.CardReply(A, 7, 1, m.Card(b"body", (PART,))),
@@ -59,12 +59,12 @@ def test_a_later_version_may_append_fields():
     "message",
     [
         m.News((RUMOUR,) * 65),
-        m.Summary(bytes(7)),
-        m.Buckets(b""),
+        m.TableHash(bytes(7)),
+        m.BucketHashes(b""),
         m.Records((RECORD,) * 513),
         m.Ping(-1),
-        m.PingFor(1, NodeId(""), 7),
-        m.PingFor(1, NodeId("x" * 129), 7),
+        m.IndirectPing(1, NodeId(""), 7),
+        m.IndirectPing(1, NodeId("x" * 129), 7),
         m.CardReply(A, 7, 1, m.Card(bytes(8193))),
         m.PartReply(bytes(16), 0, bytes(256 * 1024 + 1)),
         m.PartRequest(bytes(16), -1),

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from pdserve.gossip.config import GossipConfig
-from pdserve.gossip.context import Context
+from pdserve.gossip.context import GossipContext
 from pdserve.gossip.events import Send
-from pdserve.gossip.messages import Answer, Ping, PingFor
-from pdserve.gossip.probing import Prober, Stage
+from pdserve.gossip.messages import IndirectPing, IndirectPingResult, Ping
+from pdserve.gossip.probing import Prober, ProbeStage
 from pdserve.ids import NodeId
 
 A, B, C, ME = NodeId("a"), NodeId("b"), NodeId("c"), NodeId("me")
@@ -20,7 +20,7 @@ class Bench:
     """One prober that watches `a`, with `b` and `c` to help."""
 
     def __init__(self, helpers=(B, C)):
-        self.context = Context(ME, GossipConfig(), Random(1))
+        self.context = GossipContext(ME, GossipConfig(), Random(1))
         self.context.links.update({A: 1, B: 1, C: 1})
         self.prober = Prober(self.context, lambda _: (), lambda _: list(helpers), lambda _: 1)
         self.prober.watch([A])
@@ -46,8 +46,10 @@ class Bench:
     def to_relayed(self):
         for _ in range(3):
             assert not self.due()
-        (asked,) = {message.nonce for _, message in self.sent() if isinstance(message, PingFor)}
-        assert self.prober.stage(A) is Stage.RELAYED
+        (asked,) = {
+            message.nonce for _, message in self.sent() if isinstance(message, IndirectPing)
+        }
+        assert self.prober.stage(A) is ProbeStage.RELAYED
         return asked
 
 
@@ -57,7 +59,7 @@ def test_a_ping_that_is_answered_rests_for_an_interval():
     ((to, ping),) = bench.sent()
     assert to == A
     bench.prober.ack(A, ping.nonce)
-    assert bench.prober.stage(A) is Stage.IDLE
+    assert bench.prober.stage(A) is ProbeStage.IDLE
     assert bench.context.agenda.first == bench.context.now + bench.context.config.ping_interval
 
 
@@ -67,7 +69,7 @@ def test_only_the_right_nonce_from_the_right_node_counts():
     ((_, ping),) = bench.sent()
     bench.prober.ack(A, ping.nonce + 1)
     bench.prober.ack(B, ping.nonce)
-    assert bench.prober.stage(A) is Stage.WAITING
+    assert bench.prober.stage(A) is ProbeStage.WAITING
 
 
 def test_silence_leads_through_helpers_to_a_verdict():
@@ -83,7 +85,7 @@ def test_a_helpers_yes_is_proof_and_all_noes_are_a_verdict_at_once():
     bench = Bench()
     nonce = bench.to_relayed()
     assert bench.prober.answer(B, nonce, True) is None
-    assert bench.prober.stage(A) is Stage.IDLE
+    assert bench.prober.stage(A) is ProbeStage.IDLE
     nonce = bench.to_relayed()
     assert bench.prober.answer(B, nonce, False) is None
     assert bench.prober.answer(B, nonce, False) is None, "it counts once"
@@ -98,7 +100,7 @@ def test_a_late_ack_still_counts():
     bench.due()
     bench.due()
     bench.prober.ack(A, ping.nonce)
-    assert bench.prober.stage(A) is Stage.IDLE
+    assert bench.prober.stage(A) is ProbeStage.IDLE
 
 
 def test_without_helpers_the_verdict_does_not_wait():
@@ -112,14 +114,14 @@ def test_after_a_standstill_the_round_starts_over():
     bench.prober.start_over()
     assert bench.context.agenda.first == bench.context.now
     assert not bench.due()
-    assert bench.prober.stage(A) is Stage.WAITING
+    assert bench.prober.stage(A) is ProbeStage.WAITING
 
 
 def test_a_helper_pings_and_reports_either_way():
     bench = Bench()
     bench.prober.watch([])
     for alive in (True, False):
-        bench.prober.ping_for(B, PingFor(7, A, 1))
+        bench.prober.ping_for(B, IndirectPing(7, A, 1))
         ((to, ping),) = bench.sent()
         assert (to, type(ping)) == (A, Ping)
         if alive:
@@ -128,21 +130,21 @@ def test_a_helper_pings_and_reports_either_way():
             bench.context.now = bench.first()
             ((_, nonce),) = bench.context.agenda.take(bench.context.now)
             bench.prober.relay_due(int(nonce))
-        assert bench.sent() == [(B, Answer(7, alive))]
+        assert bench.sent() == [(B, IndirectPingResult(7, alive))]
         assert len(bench.context.agenda) == 0
 
 
-@pytest.mark.parametrize("request_", [PingFor(7, NodeId("x"), 1), PingFor(7, A, 2)])
+@pytest.mark.parametrize("request_", [IndirectPing(7, NodeId("x"), 1), IndirectPing(7, A, 2)])
 def test_a_helper_without_a_way_says_so_at_once(request_):
     bench = Bench()
     bench.prober.ping_for(B, request_)
-    assert bench.sent() == [(B, Answer(7, False))]
+    assert bench.sent() == [(B, IndirectPingResult(7, False))]
 
 
 def test_pings_for_others_are_bounded():
     bench = Bench()
     for nonce in range(300):
-        bench.prober.ping_for(B, PingFor(nonce, A, 1))
+        bench.prober.ping_for(B, IndirectPing(nonce, A, 1))
     pings = [message for _, message in bench.sent() if isinstance(message, Ping)]
     assert len(pings) == bench.context.config.relays_limit
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.errors import Draining, HandshakeRefused, ProtocolError
+from pdserve.gossip import events as ev
+from pdserve.gossip.config import GossipConfig
 from pdserve.gossip.messages import TELL, PartReply, Ping
 from pdserve.gossip.service import PARTS
 from pdserve.ids import NodeId
 from pdserve.messages.node import NodeCard, part_hash
-from pdserve.runtime.registry import Changed
-from pdserve.testing.net_support import ECHO, HANG, Echo, RecordingSink
+from pdserve.runtime.registry import MemberChanged
+from pdserve.testing.net_support import ECHO, HANG, Echo, RecordingStreamSink
 from pdserve.wire.codec import encode
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.gossip.service import GossipService
-    from pdserve.net.base import Down, Incoming, Link
-    from pdserve.net.memory import MemoryWorld
+    from pdserve.net.base import IncomingStream, Link
+    from pdserve.net.transport.memory import MemoryWorld
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
     from pdserve.wire.parser import Buffer
@@ -45,6 +47,17 @@ def alias(world: MemoryWorld, name: str, address: str) -> None:
     world.connect = by_any_name  # type: ignore[method-assign, assignment]
 
 
+def hear_links(node: Node, listener: Callable[[Link], None]) -> None:
+    """Call `listener` with every link of `node` that comes up, after the node has heard of it."""
+    own = node.on_link_up
+
+    def up(link: Link) -> None:
+        own(link)
+        listener(link)
+
+    node.on_link_up = up  # type: ignore[method-assign]
+
+
 @virtually
 async def test_a_seed_that_has_another_name_is_not_dialled_again_and_again() -> None:
     """Each such dial would replace the link, and end what takes long on it."""
@@ -53,12 +66,8 @@ async def test_a_seed_that_has_another_name_is_not_dialled_again_and_again() -> 
         alias(nodes.world, "seed:1", "a:7000")
         ups: list[Link] = []
 
-        def note(link: Link, down: Down | None) -> None:
-            if down is None:
-                ups.append(link)
-
         node = nodes.nodes["b"] = nodes.make("b", join=("seed:1",))
-        node.on_link(note)
+        hear_links(node, ups.append)
         await node.start()
         await nodes.until(nodes.converged)
         await asyncio.sleep(120.0)
@@ -100,13 +109,13 @@ async def test_a_link_that_ended_before_its_dial_was_heard_of_is_no_link() -> No
         alias(nodes.world, "seed:1", "a:7000")
         node = nodes.nodes["b"] = nodes.make("b", join=("seed:1",))
 
-        def cut(link: Link, down: Down | None) -> None:
-            if down is None and not cuts:
+        def cut(link: Link) -> None:
+            if not cuts:
                 cuts.append(link)
                 nodes.loop.call_soon(link.abort)
 
         cuts: list[Link] = []
-        node.on_link(cut)
+        hear_links(node, cut)
         await node.start()
         await nodes.until(nodes.converged)
         links = gossip_of(node).machine.context.links
@@ -169,7 +178,7 @@ async def test_a_part_begun_on_a_link_that_was_replaced_takes_the_other() -> Non
         there, heard = gossip_of(b), []
         opened = there.opened
 
-        def note(stream: Incoming, body: Buffer) -> None:
+        def note(stream: IncomingStream, body: Buffer) -> None:
             heard.append(bytes(body))
             opened(stream, body)
 
@@ -195,7 +204,7 @@ async def test_what_is_no_message_counts_against_the_peer() -> None:
         for name in ("a", "b"):
             await nodes.add(name)
         link = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
-        sink = RecordingSink()
+        sink = RecordingStreamSink()
         link.open_stream(PARTS, encode(Ping(1)), sink, window=0)
         assert isinstance(await sink.end(), ProtocolError)
         for _ in range(3):
@@ -211,7 +220,7 @@ async def test_a_part_that_nobody_wanted_is_let_pass() -> None:
         for name in ("a", "b"):
             await nodes.add(name)
         link = await nodes.nodes["a"].link(NodeId("b"), timeout=1.0)
-        sink = RecordingSink()
+        sink = RecordingStreamSink()
         link.open_stream(PARTS, encode(PartReply(b"h" * 16, 0, b"x")), sink, window=0, last=True)
         assert await sink.end() is None
         assert link.statistics().streams == 0
@@ -234,7 +243,7 @@ async def test_a_closed_service_hears_and_says_nothing() -> None:
         assert not service._waiting
         assert service._timer is None or service._timer.cancelled()
         assert not service._tasks
-        assert not any(isinstance(event, Changed) for event in events)
+        assert not any(isinstance(event, MemberChanged) for event in events)
 
 
 @virtually
@@ -274,3 +283,86 @@ def test_no_task_outlives_it(when: str) -> None:
             assert len(asyncio.all_tasks()) == 1
 
     virtually(body)()
+
+
+@virtually
+async def test_a_dial_that_fails_in_an_unknown_way_is_tried_again() -> None:
+    """A name that IDNA refuses was "being dialled" for ever."""
+    async with cluster() as nodes:
+        await nodes.add("a")
+        connect = nodes.world.connect
+        failures: list[str] = []
+
+        async def fails_first(source: str, target: str, factory: object) -> None:
+            if source == "b" and not failures:
+                failures.append(target)
+                raise UnicodeError("label empty or too long")
+            await connect(source, target, factory)  # type: ignore[arg-type]
+
+        nodes.world.connect = fails_first  # type: ignore[method-assign, assignment]
+        await nodes.add("b")
+        await nodes.until(nodes.converged)
+        assert failures
+
+
+@virtually
+async def test_a_fault_of_the_machine_costs_neither_events_nor_the_timer() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        await nodes.until(nodes.converged)
+        gossip = gossip_of(nodes.nodes["a"])
+        step = gossip.machine.step
+        seen: list[type[ev.Event]] = []
+
+        def faulty(now: float, event: ev.Event) -> list[ev.Effect]:
+            seen.append(type(event))
+            if len(seen) == 1:
+                gossip._step(ev.Tick())  # what an effect causes at once waits its turn
+                raise ZeroDivisionError("a bug")
+            return step(now, event)
+
+        gossip.machine.step = faulty  # type: ignore[method-assign]
+        await asyncio.sleep(30.0)
+        assert seen[1] is ev.Tick
+        assert len(seen) > 10, "membership goes on"
+        await nodes.until(nodes.converged)
+
+
+@virtually
+async def test_messages_that_are_faults_do_not_hold_up_the_timer() -> None:
+    async with cluster() as nodes:
+        for name in ("a", "b"):
+            await nodes.add(name)
+        await nodes.until(nodes.converged)
+        gossip = gossip_of(nodes.nodes["a"])
+        step, ticks = gossip.machine.step, 0
+
+        def faulty(now: float, event: ev.Event) -> list[ev.Effect]:
+            nonlocal ticks
+            if isinstance(event, ev.LinkDown):
+                raise ZeroDivisionError("a bug")
+            ticks += isinstance(event, ev.Tick)
+            return step(now, event)
+
+        gossip.machine.step = faulty  # type: ignore[method-assign]
+        for _ in range(60):
+            gossip._step(ev.LinkDown(NodeId("b"), 1))
+            await asyncio.sleep(0.5)
+        assert ticks > 10
+
+
+@virtually
+async def test_seeds_that_were_away_for_long_are_found_soon_after_their_return() -> None:
+    """Requests wait for routers meanwhile; the pace does not slow down to the longest pause."""
+    for away in (45.0, 46.0, 47.0):
+        async with cluster() as nodes:
+            await nodes.add("a")
+            await nodes.add("b")
+            await nodes.until(nodes.converged)
+            await nodes.crash("a")
+            await asyncio.sleep(away)
+            again = nodes.nodes["a"] = nodes.make("a", join=())
+            await again.start()
+            most = GossipConfig().redial_refused + 0.5
+            assert await nodes.until(nodes.converged) <= most

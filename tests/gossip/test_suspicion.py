@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.gossip.config import GossipConfig
-from pdserve.gossip.suspicion import Health, Suspicion, floor, remaining, spread
+from pdserve.gossip.suspicion import LocalHealth, Suspicion, floor, remaining, spread
 from pdserve.ids import NodeId
 
 CONFIG = GossipConfig()
@@ -71,7 +71,7 @@ def test_two_refusals_suffice_and_one_where_there_are_two_members():
 
 
 def test_health_stays_within_its_bounds():
-    health = Health(3)
+    health = LocalHealth(3)
     health.better()
     assert health.stretch(2.0) == 2.0
     for _ in range(9):

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from pdserve.gossip import events as ev
-from pdserve.gossip.core import Phase
-from pdserve.gossip.messages import Record
+from pdserve.gossip.core import GossipPhase
+from pdserve.gossip.messages import MemberRecord
 from pdserve.ids import NodeId
 from tests.gossip.world import World
 
@@ -89,7 +89,7 @@ def test_nodes_that_start_together_find_each_other(seed):
     for i in range(40):
         world.add(f"n{i}", [f"n{(i + 1) % 40}", "n0"])
     world.until(world.converged, 5.0)
-    assert len({where for _, where in world.seen(ev.Ready)}) == 40
+    assert len({where for _, where in world.seen(ev.TableReady)}) == 40
 
 
 def test_a_goodbye_is_no_death(seed):
@@ -99,7 +99,7 @@ def test_a_goodbye_is_no_death(seed):
     world.until(lambda: len(world.seen(ev.Departed, "n1", start)) == 19, 1.0)
     world.run(20.0)
     assert world.seen(ev.Died, since=start) == world.seen(ev.Suspected, since=start) == []
-    assert world.hosts[NodeId("n1")].core.phase is Phase.OUT
+    assert world.hosts[NodeId("n1")].core.phase is GossipPhase.OUT
 
 
 @pytest.mark.parametrize("both", [True, False])
@@ -199,21 +199,19 @@ def test_a_seed_repeats_a_run(seed):
 def thousand(seed, n=1000):
     """A cluster that has been up for a while."""
     world = World(seed, codec=False)
-    known = tuple(Record(NodeId(f"n{i}"), 1, address=f"n{i}:1", role="worker") for i in range(n))
+    known = tuple(
+        MemberRecord(NodeId(f"n{i}"), 1, address=f"n{i}:1", role="worker") for i in range(n)
+    )
     for record in known:
-        world.add(record.node, start=ev.Start((), known))
+        world.add(record.node, start=ev.StartGossip((), known))
     world.run(3.0)
     return world
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_thousand_nodes_learn_of_a_newcomer_and_of_deaths_in_time_and_at_rest_say_little(
-    seed, long
-):
+def test_a_thousand_nodes_learn_of_a_newcomer_and_of_deaths_in_time_and_at_rest_say_little(seed):
     """What it costs is measured by `bench/micro/gossip.py`; a test counts, it does not time."""
-    if not long:
-        pytest.skip("minutes: PDSERVE_TEST_LONG=1")
     world = thousand(seed)
     assert world.converged()
     sent = world.messages
@@ -244,4 +242,4 @@ def test_a_newcomer_is_ready_as_soon_as_it_has_the_table(seed, n):
     world.grow(n)
     start = world.now
     world.add("late", ["n0"])
-    world.until(lambda: bool(world.seen(ev.Ready, since=start)), 0.5)
+    world.until(lambda: bool(world.seen(ev.TableReady, since=start)), 0.5)

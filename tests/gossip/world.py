@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from pdserve.gossip import events as ev
 from pdserve.gossip.config import GossipConfig
-from pdserve.gossip.core import Gossip, Phase
-from pdserve.gossip.messages import Record, decode
+from pdserve.gossip.core import Gossip, GossipPhase
+from pdserve.gossip.messages import MemberRecord, decode
 from pdserve.ids import NodeId
 from pdserve.wire.codec import encode
 
@@ -76,16 +76,18 @@ class World:
 
     # ------------------------------------------------------------------------ what tests do
 
-    def add(self, name: str, seeds: Iterable[str] = (), start: ev.Start | None = None) -> Host:
+    def add(
+        self, name: str, seeds: Iterable[str] = (), start: ev.StartGossip | None = None
+    ) -> Host:
         """A new node, or a new life of an old one; `seeds` are names."""
         node = NodeId(name)
         old = self.hosts.get(node)
         epoch = max(int(self.now * 1000) + 1, old.epoch + 1 if old else 0)
-        record = Record(node, epoch, address=f"{name}:1", role="worker")
+        record = MemberRecord(node, epoch, address=f"{name}:1", role="worker")
         core = Gossip(record, self.config, Random(self.random.getrandbits(64)))
         host = Host(node, epoch, core, lives=old.lives + 1 if old else 1)
         self.hosts[node] = host
-        self._deliver(host, start or ev.Start(tuple(f"{seed}:1" for seed in seeds)))
+        self._deliver(host, start or ev.StartGossip(tuple(f"{seed}:1" for seed in seeds)))
         return host
 
     def grow(self, n: int) -> list[Host]:
@@ -167,7 +169,7 @@ class World:
         return {
             host.name: host.epoch
             for host in self.hosts.values()
-            if host.up and host.core.phase not in (Phase.LEAVING, Phase.OUT)
+            if host.up and host.core.phase not in (GossipPhase.LEAVING, GossipPhase.OUT)
         }
 
     def view(self, name: str) -> dict[NodeId, int]:
@@ -246,7 +248,7 @@ class World:
                 self._break(host.links[effect.node])
         else:
             self.log.append((self.now, host.name, effect))
-            if isinstance(effect, (ev.Rejoin, ev.Stopped)):
+            if isinstance(effect, (ev.Rejoin, ev.GossipStopped)):
                 self._end_life(host, effect)
 
     def _end_life(self, host: Host, effect: ev.Effect) -> None:
@@ -268,7 +270,7 @@ class World:
         wire.arrives[target] = arrives
         if self.codec:
             message = decode(encode(message))
-        event = ev.Received(source, wire.ends[source], message)
+        event = ev.MessageReceived(source, wire.ends[source], message)
         host = self.hosts[target]
         self._at(arrives, lambda: self._arrive(wire, host, event))
 
@@ -285,11 +287,11 @@ class World:
         if not host.up or self.hosts[host.name] is not host:
             return
         target = self.hosts.get(name)
-        failed = ev.DialFailed(f"{name}:1", refused=True)
+        failed = ev.DialAttemptFailed(f"{name}:1", refused=True)
         cut = (host.name, name) in self._cut or (name, host.name) in self._cut
         if target is not None and (target.silent or cut or target.paused_until > self.now):
             if self.now >= deadline:
-                self._deliver(host, ev.DialFailed(f"{name}:1", refused=False))
+                self._deliver(host, ev.DialAttemptFailed(f"{name}:1", refused=False))
             else:
                 self._at(self.now + 0.2, lambda: self._connect(host, name, deadline))
         elif target is None or not target.up:

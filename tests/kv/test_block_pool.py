@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.kv.block_pool import BlockPool
-from pdserve.messages.kv import BlockRemoved, BlockStored, KvEvent, PoolCleared
+from pdserve.messages.kv_events import BlockRemoved, BlockStored, KvEvent, PoolCleared
+from tests.support.pools import hash_of
 from tests.support.seeds import is_long
 
 ROOT = b"root"
@@ -395,6 +396,21 @@ TestPoolMachine.settings = settings(
 )
 
 
+def test_another_holder_goes_on_from_a_block_that_has_lost_its_name():
+    pool = BlockPool(8, 4)
+    chain = fill(pool, (1,))
+    other = fill(pool, (1, 2))
+    pool.disown(chain)
+    pool.release(chain)
+    again = fill(pool, (1,))
+    assert again != chain
+    pool.release(again)
+    pool.check()
+    pool.release(other)
+    pool.check()
+    assert pool.match([name((1,)), name((1, 2))]) == [again[0], other[1]]
+
+
 def test_blocks_that_are_not_to_be_trusted_lose_their_names():
     pool = BlockPool(8, 4)
     chain = fill(pool, (1, 2, 3))
@@ -402,11 +418,13 @@ def test_blocks_that_are_not_to_be_trusted_lose_their_names():
     assert other[:2] == chain[:2]
     pool.drain_events()
     pool.disown(chain)
-    assert [pool.hash_of(block) is None for block in chain] == [False, False, True]
-    assert pool.drain_events() == [BlockRemoved(hashes=[name((1, 2, 3))])]
+    assert [hash_of(pool, block) is None for block in chain] == [True, True, True]
+    removed = [name((1,)), name((1, 2)), name((1, 2, 3))]
+    assert pool.drain_events() == [BlockRemoved(hashes=removed)]
     pool.release(chain)
     pool.check()
-    assert pool.match([name((1,)), name((1, 2)), name((1, 2, 3))]) == chain[:2]
+    assert pool.match(removed) == []
+    assert hash_of(pool, other[2]) is not None, "it follows them, and is the other holder's"
     pool.disown(other)
     pool.release(other)
     pool.check()

@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from pdserve import accel
 from pdserve.kv.layout import (
     WIRE,
+    AxisWindow,
     Conversion,
-    InnerLayout,
-    Side,
-    Window,
+    PlaneStrides,
+    StridedLayout,
     conversion,
     convert,
     convert_pure,
-    inner_layout,
+    strided_layout,
     wire_layout,
 )
 from pdserve.testing.kv_oracle import layouts
-from pdserve.transfer.plan import PlanError
+from pdserve.transfer.copy_plan import PlanError
 
 if TYPE_CHECKING:
-    from pdserve.messages.transfer import KvLayout
+    from pdserve.messages.transfer import RankKvLayout
 
 BLOCKS = 5
 NAMES = WIRE.split()
@@ -49,7 +49,7 @@ ORDERS = [
 """What engines have, and some more."""
 
 
-def cells_of(layout: KvLayout, random: Random) -> np.ndarray:
+def cells_of(layout: RankKvLayout, random: Random) -> np.ndarray:
     """A pool in the wire's order, an axis each."""
     row = layout.dim * layout.itemsize
     shape = (BLOCKS, layout.layers, 2, layout.heads // layout.tp, layout.tokens, row)
@@ -73,9 +73,9 @@ def run(twin, plan: Conversion, to, from_, there, here, units: range | None = No
     return twin(plan, *views, there, here, units)
 
 
-def window(random: Random, size: int) -> Window:
+def window(random: Random, size: int) -> AxisWindow:
     count = random.randint(1, size)
-    return Window(random.randint(0, size - count), random.randint(0, size - count), count)
+    return AxisWindow(random.randint(0, size - count), random.randint(0, size - count), count)
 
 
 @given(st.data(), st.randoms(use_true_random=False))
@@ -94,7 +94,7 @@ def test_any_two_layouts(data: st.DataObject, random: Random) -> None:
                     a, layers.source + layer, :, heads.source + head
                 ]
     after = pools_of(axes[1], theirs)
-    ends = [inner_layout(layout, order, blocks=BLOCKS) for order in axes]
+    ends = [strided_layout(layout, order, blocks=BLOCKS) for order in axes]
     plan = conversion(ends[0], ends[1], layers, heads)
     total = count * plan.units
     low, high = sorted(random.choices(range(total + 1), k=2))
@@ -121,7 +121,7 @@ def test_runs_are_as_long_as_both_layouts_allow(
     axes: str, memories: int, units: int, run: int
 ) -> None:
     (layout,) = layouts(3, 1)
-    inner = inner_layout(layout, axes, blocks=BLOCKS)
+    inner = strided_layout(layout, axes, blocks=BLOCKS)
     for plan in (conversion(inner, wire_layout(layout)), conversion(wire_layout(layout), inner)):
         assert (inner.memories, plan.units, plan.run) == (memories, units, run)
         assert plan.block_bytes == 6 * 96
@@ -133,9 +133,9 @@ def test_a_rank_takes_its_heads_out_of_a_larger_one() -> None:
     second = layouts(4, 2)[1]
     ours = cells_of(whole, random)
     plan = conversion(
-        inner_layout(whole, "block kv token head dim", blocks=BLOCKS),
+        strided_layout(whole, "block kv token head dim", blocks=BLOCKS),
         wire_layout(second),
-        heads=Window(2, 0, 2),
+        heads=AxisWindow(2, 0, 2),
     )
     for twin in BOTH:
         (out,) = pools_of(WIRE, np.zeros_like(cells_of(second, random)))
@@ -155,7 +155,7 @@ def test_a_rank_takes_its_heads_out_of_a_larger_one() -> None:
 )
 def test_what_is_no_pool_has_no_layout(axes: str) -> None:
     with pytest.raises(PlanError, match=r"axes|contiguous"):
-        inner_layout(layouts(1, 1)[0], axes, blocks=1)
+        strided_layout(layouts(1, 1)[0], axes, blocks=1)
 
 
 def test_layouts_that_do_not_fit_are_not_converted() -> None:
@@ -167,16 +167,16 @@ def test_layouts_that_do_not_fit_are_not_converted() -> None:
     with pytest.raises(PlanError, match="2 heads at the source, 1 at"):
         conversion(wire_layout(one), wire_layout(layouts(2, 2)[0]))
     with pytest.raises(PlanError, match="3 layers"):
-        conversion(wire_layout(one), wire_layout(one), layers=Window(2, 0, 2))
+        conversion(wire_layout(one), wire_layout(one), layers=AxisWindow(2, 0, 2))
     with pytest.raises(PlanError, match="2 heads"):
-        conversion(wire_layout(one), wire_layout(one), heads=Window(0, 0, 0))
+        conversion(wire_layout(one), wire_layout(one), heads=AxisWindow(0, 0, 0))
 
 
 @pytest.mark.parametrize("twin", BOTH)
 @pytest.mark.parametrize("wrong", ["block", "below", "memory", "plane", "units", "count"])
 def test_what_leaves_its_memory_moves_nothing(twin, wrong: str) -> None:
     (layout,) = layouts(2, 1, layers=1)
-    plan = conversion(inner_layout(layout, ORDERS[1], blocks=2), wire_layout(layout))
+    plan = conversion(strided_layout(layout, ORDERS[1], blocks=2), wire_layout(layout))
     size = plan.block_bytes
     there, here, units = [0, 1], [1, 0], range(2 * plan.units)
     source, out = bytearray(b"x" * 2 * size), bytearray(2 * size)
@@ -208,8 +208,8 @@ def test_what_leaves_its_memory_moves_nothing(twin, wrong: str) -> None:
 
 @pytest.mark.parametrize("twin", BOTH)
 def test_absurd_distances_are_refused(twin) -> None:
-    far = Side(1 << 62, 1 << 62, 1 << 62)
-    inner = InnerLayout(1, 3, 4, 8, ((0, 0), (0, 8)), far)
+    far = PlaneStrides(1 << 62, 1 << 62, 1 << 62)
+    inner = StridedLayout(1, 3, 4, 8, ((0, 0), (0, 8)), far)
     plan = conversion(inner, inner)
     with pytest.raises(ValueError, match="leaves its memory"):
         run(twin, plan, [bytearray(64)], [bytearray(64)], [3], [3])
@@ -217,7 +217,7 @@ def test_absurd_distances_are_refused(twin) -> None:
 
 def test_more_units_than_the_map_can_count_are_refused() -> None:
     (layout,) = layouts(2, 1, layers=1 << 12, tokens=1 << 10, dim=1, itemsize=1)
-    inner = inner_layout(layout, "block layer kv token head dim", blocks=1)
+    inner = strided_layout(layout, "block layer kv token head dim", blocks=1)
     plan = conversion(inner, wire_layout(layout))
     count = (1 << 31) // plan.units
     memory = bytearray(plan.block_bytes)

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from pdserve.kv.layout import WIRE, conversion, convert, inner_layout, wire_layout
+from pdserve.kv.layout import WIRE, conversion, convert, strided_layout, wire_layout
 from pdserve.kv.layout_cuda import (
     CudaConverter,
     MapArgument,
@@ -29,7 +29,7 @@ ORDERS = (
 
 def plan_of(axes: str, **sizes: int):
     (layout,) = layouts(3, 1, **sizes)
-    return conversion(inner_layout(layout, axes, blocks=5), wire_layout(layout))
+    return conversion(strided_layout(layout, axes, blocks=5), wire_layout(layout))
 
 
 def test_the_map_is_laid_out_as_in_the_header() -> None:
@@ -63,14 +63,16 @@ def test_a_launch_reaches_every_unit(units: int, dim: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(nvidia.available() is not None, reason=str(nvidia.available()))
+@pytest.mark.skipif(
+    nvidia.unavailable_reason() is not None, reason=str(nvidia.unavailable_reason())
+)
 @pytest.mark.parametrize("axes", ORDERS)
 @pytest.mark.parametrize("dim", [64, 6, 3])
 def test_the_device_converts_as_the_cpu_does(axes: str, dim: int) -> None:
     driver = nvidia.NvidiaDriver()
     random = Random(dim)
     (layout,) = layouts(3, 1, dim=dim)
-    inner, wire = inner_layout(layout, axes, blocks=5), wire_layout(layout)
+    inner, wire = strided_layout(layout, axes, blocks=5), wire_layout(layout)
     size = 5 * conversion(wire, wire).block_bytes
     for plan, ours, theirs in (
         (conversion(inner, wire), inner.memories, 1),

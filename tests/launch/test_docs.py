@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.launch import exit_codes
-from pdserve.launch.config import resolve
-from pdserve.launch.options import GROUPS, OPTIONS
+from pdserve.launch.config.options import GROUPS, OPTIONS
+from pdserve.launch.config.resolve import resolve
 from pdserve.observe.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -12,7 +12,7 @@ from pdserve.errors import ConfigError
 from pdserve.ids import NodeId
 from pdserve.launch.drain import Drain, describe
 from pdserve.messages.status import DrainOrder, DrainState
-from pdserve.runtime.methods import DRAIN
+from pdserve.runtime.rpc_methods import DRAIN
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
 

@@ -1,11 +1,18 @@
 import asyncio
 import importlib
+import os
 import resource
+import signal
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
 from pdserve.errors import ConfigError, EngineDied
 from pdserve.launch import exit_codes, process
+from pdserve.launch.cluster.node_factory import NodeFactory
+from pdserve.launch.config.resolve import resolve
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 
@@ -62,3 +69,74 @@ def test_a_limit_that_suffices_is_left_alone(limits):
 def test_exit_statuses_are_all_different():
     values = [value for name, value in vars(exit_codes).items() if name.isupper()]
     assert len(set(values)) == len(values)
+
+
+# ------------------------------------------------------------------ what was given and is of no use
+
+
+@pytest.mark.parametrize("flags", [{"tls-cert": "c"}, {"tls-key": "k"}, {"tls-ca": "a"}])
+@pytest.mark.parametrize("frontends", ["1", "2"])
+def test_certificates_that_would_encrypt_nothing_are_refused(flags, frontends, tmp_path):
+    """Whoever knows --ssl-certfile would believe to serve HTTPS."""
+    config = made(tmp_path, frontends=frontends, **flags)
+    with pytest.raises(ConfigError, match=r"not the API.* put a proxy that ends TLS"):
+        process._refuse_idle_tls(config)
+    process._refuse_idle_tls(made(tmp_path, listen="127.0.0.1:0", **flags))
+    process._refuse_idle_tls(made(tmp_path, role="worker", **flags))
+    process._refuse_idle_tls(made(tmp_path))
+
+
+def made(folder, **flags):
+    named = {name.replace("_", "-"): text for name, text in flags.items()}
+    return resolve(named, {"PDSERVE_CONFIG": "none"}, folder)
+
+
+@pytest.mark.parametrize("role", ["router", "worker", "frontend", "all-in-one"])
+def test_certificates_are_read_before_anything_starts(role, tmp_path):
+    config = made(tmp_path, role=role, listen="127.0.0.1:0", tls_cert="nofile", tls_key="nofile")
+    with pytest.raises(ConfigError, match="--tls-cert nofile cannot be read"):
+        NodeFactory(config.cluster, private=False)
+
+
+def test_a_crash_in_native_code_is_no_silent_end():
+    program = (
+        "import os, resource, signal; from pdserve.launch import process;"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0));"
+        "process._report_crashes(); os.kill(os.getpid(), signal.SIGSEGV)"
+    )
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONFAULTHANDLER"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=clean, capture_output=True, timeout=60, check=False
+    )
+    assert ended.returncode == -signal.SIGSEGV
+    assert b"Fatal Python error: Segmentation fault" in ended.stderr
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_cause_of_a_failed_start_counts_not_its_consequence(reverse):
+    cause = ConfigError("engine 'torch' needs 'torch', which is not installed")
+    errors = [EngineDied("the engine process exited with code 1"), cause][:: -1 if reverse else 1]
+    assert process._first_cause(errors) is cause
+    assert process._first_cause(errors[:1]) is errors[0]
+
+
+async def test_all_engines_are_heard_before_a_start_fails():
+    """In whatever order the ends of one process's cores arrive."""
+    loads = {"prefill": EngineDied("exited with code 1"), "decode": ConfigError("no such device")}
+    ended = []
+
+    class Worker:
+        def __init__(self, name):
+            self.name = name
+
+        async def load(self):
+            if self.name == "decode":
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            ended.append(self.name)
+            raise loads[self.name]
+
+    workers: Any = [Worker("prefill"), Worker("decode")]
+    with pytest.raises(ConfigError, match="no such device"):
+        await process._load_all(workers)
+    assert ended == ["prefill", "decode"]

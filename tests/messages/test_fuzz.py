@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pdserve.errors import ProtocolError
-from pdserve.ids import MOST_CHOICES
-from pdserve.messages.channel import Open
+from pdserve.ids import MAX_CHOICES
+from pdserve.messages.worker_stream import OpenRequest
 from pdserve.wire.codec import encode
 from tests.fuzz import fuzz_messages
 from tests.support.seeds import is_long
@@ -58,6 +58,6 @@ def test_there_is_a_good_example_of_every_message_of_a_channel() -> None:
 
 
 def test_nobody_has_to_count_to_what_a_peer_says() -> None:
-    request = replace(fuzz_messages.request(), n=MOST_CHOICES + 1, ended=(1,))
+    request = replace(fuzz_messages.request(), n=MAX_CHOICES + 1, ended=(1,))
     with pytest.raises(ProtocolError):
-        fuzz_messages.DECODERS[0](encode(Open(1, 0, request)))
+        fuzz_messages.DECODERS[0](encode(OpenRequest(1, 0, request)))

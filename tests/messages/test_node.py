@@ -5,7 +5,7 @@ import pytest
 from pdserve.errors import ProtocolError
 from pdserve.gossip import cards
 from pdserve.messages.card import GenerationDefaults, ModelCard
-from pdserve.messages.node import ModelOffer, NodeCard, model_card, offer, part_hash
+from pdserve.messages.node import ModelSummary, NodeCard, model_card, part_hash, summarize_card
 from pdserve.wire.codec import decoder, encode
 
 FULL = ModelCard(
@@ -38,43 +38,43 @@ BARE = ModelCard(
 
 @pytest.mark.parametrize("card", [FULL, BARE])
 def test_a_card_is_whole_again_from_its_offer_and_its_parts(card: ModelCard) -> None:
-    small, parts = offer(card)
+    small, parts = summarize_card(card)
     assert set(small.parts) == set(parts)
     assert model_card(small, parts) == card
-    assert decoder(ModelOffer)(encode(small)) == small
+    assert decoder(ModelSummary)(encode(small)) == small
 
 
 def test_every_field_of_a_card_travels() -> None:
     """A field that is added to a card must be added to what carries it."""
     large = {"tokenizer_json": "tokenizer", "tokenizer_config_json": "tokenizer_config"}
     fields = {large.get(name, name) for name in ModelCard.__struct_fields__}
-    assert fields == set(ModelOffer.__struct_fields__)
+    assert fields == set(ModelSummary.__struct_fields__)
     changed = [n for n in ModelCard.__struct_fields__ if getattr(FULL, n) == getattr(BARE, n)]
     assert changed == [], "the test's cards should differ in every field"
 
 
 def test_equal_parts_have_one_name() -> None:
     """The one that membership calls them by."""
-    small, parts = offer(FULL)
+    small, parts = summarize_card(FULL)
     assert parts[small.tokenizer] == b"a tokenizer"
     assert part_hash(b"x") == cards.part_hash(b"x")
     assert len(set(small.parts)) == len(small.parts)
 
 
 def test_a_missing_part_is_an_error() -> None:
-    small, parts = offer(FULL)
+    small, parts = summarize_card(FULL)
     del parts[small.tokenizer_config]
     with pytest.raises(KeyError):
         model_card(small, parts)
 
 
 def test_names_of_parts_have_their_length() -> None:
-    small, _ = offer(FULL)
+    small, _ = summarize_card(FULL)
     raw = encode(small).replace(small.tokenizer, b"short")
     with pytest.raises(ProtocolError):
-        decoder(ModelOffer)(raw)
+        decoder(ModelSummary)(raw)
 
 
 def test_an_ordinary_card_is_small() -> None:
-    small, _ = offer(FULL)
+    small, _ = summarize_card(FULL)
     assert len(encode(NodeCard(role="worker", models=(small,) * 4, topics=("load",) * 4))) < 2048

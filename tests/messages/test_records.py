@@ -12,15 +12,15 @@ import pytest
 
 from pdserve.messages import (
     card,
-    channel,
     engine,
     handoff,
-    kv,
+    kv_events,
     node,
     request,
     routing,
     status,
     transfer,
+    worker_stream,
 )
 
 if typing.TYPE_CHECKING:
@@ -28,10 +28,10 @@ if typing.TYPE_CHECKING:
 
 MODULES: list[ModuleType] = [
     card,
-    channel,
+    worker_stream,
     engine,
     handoff,
-    kv,
+    kv_events,
     node,
     request,
     routing,
@@ -49,10 +49,10 @@ RECORDS: list[type[msgspec.Struct]] = sorted(
 )
 UNIONS = {
     "Command": engine.Command,
-    "Control": transfer.Control,
+    "Control": transfer.TransferControl,
     "Event": engine.Event,
-    "KvEvent": kv.KvEvent,
-    "NamesChange": kv.NamesChange,
+    "KvEvent": kv_events.KvEvent,
+    "NamesChange": kv_events.HashesChange,
 }
 
 
@@ -141,12 +141,12 @@ def test_a_delta_of_one_token_is_a_few_bytes():
 def test_a_charge_cannot_be_negative_or_no_number(count: object):
     body = msgspec.msgpack.encode([7, "w1", 7, count, 10])
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(body, type=routing.Booked)
+        msgspec.msgpack.decode(body, type=routing.BookingRecord)
 
 
 def test_a_booking_of_any_63_bits_travels():
     for booking in (0, (1 << 63) - 1):
-        released = routing.Release(booking, "finished")
+        released = routing.ReleaseBooking(booking, "finished")
         encoded = msgspec.msgpack.encode(released)
-        assert msgspec.msgpack.decode(encoded, type=routing.Release) == released
+        assert msgspec.msgpack.decode(encoded, type=routing.ReleaseBooking) == released
         assert msgpack.unpackb(encoded) == [booking, "finished"]

@@ -8,9 +8,9 @@ import pytest
 from msgspec import structs
 
 from pdserve.errors import ProtocolError
-from pdserve.messages.handoff import Enqueue, PrefillItem
+from pdserve.messages.handoff import EnqueueItem, PrefillItem
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.messages.routing import Route
+from pdserve.messages.routing import RouteRequest
 from pdserve.wire.codec import decoder, encode
 
 
@@ -27,10 +27,10 @@ from pdserve.wire.codec import decoder, encode
 )
 def test_a_question_bears_no_number_that_cannot_be_compared(wrong: dict[str, float]) -> None:
     """Queues are sorted by them."""
-    question = Route(request_id="r", model="m", prompt_tokens=1, max_tokens=1)
-    assert decoder(Route)(encode(question)) == question
+    question = RouteRequest(request_id="r", model="m", prompt_tokens=1, max_tokens=1)
+    assert decoder(RouteRequest)(encode(question)) == question
     with pytest.raises(ProtocolError):
-        decoder(Route)(encode(structs.replace(question, **wrong)))
+        decoder(RouteRequest)(encode(structs.replace(question, **wrong)))
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
@@ -38,10 +38,10 @@ def test_neither_does_a_request_nor_its_item(wrong: float) -> None:
     asked = GenerateRequest(
         request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=1), deadline=2.0
     )
-    item = Enqueue(PrefillItem(request=1, round=0, model="m", prompt_tokens=1, deadline=-0.5))
+    item = EnqueueItem(PrefillItem(request=1, round=0, model="m", prompt_tokens=1, deadline=-0.5))
     assert decoder(GenerateRequest)(encode(asked)) == asked
-    assert decoder(Enqueue)(encode(item)) == item
+    assert decoder(EnqueueItem)(encode(item)) == item
     with pytest.raises(ProtocolError):
         decoder(GenerateRequest)(encode(structs.replace(asked, deadline=wrong)))
     with pytest.raises(ProtocolError):
-        decoder(Enqueue)(encode(Enqueue(structs.replace(item.item, deadline=wrong))))
+        decoder(EnqueueItem)(encode(EnqueueItem(structs.replace(item.item, deadline=wrong))))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.net.tls import Tls
+from pdserve.net.transport.tls import Tls
 
 _CONFIG = """
 [req]

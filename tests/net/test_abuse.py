@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.ids import NodeId
+from pdserve.net.connection_driver import ConnectionDriver
 from pdserve.net.link import PeerLink
+from pdserve.net.link_stream import LinkStream
 from pdserve.net.settings import NetSettings
-from pdserve.net.shell import Shell
-from pdserve.net.streams import LinkStream
-from pdserve.net.tcp import TcpNetwork
+from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.testing.net_support import ECHO, HANG, KEY, Echo, RecordingHandler, node
 from pdserve.wire.codec import encode
-from pdserve.wire.handshake import Dialler, Identity, Versions
-from pdserve.wire.header import HEADER, HEADER_BYTES, Kind
+from pdserve.wire.handshake import DialerHandshake, Identity, Versions
+from pdserve.wire.header import HEADER, HEADER_BYTES, FrameKind
 from pdserve.wire.limits import Limits
-from pdserve.wire.protocol import Connection, State
+from pdserve.wire.protocol import Connection, ConnectionState
 from tests.net.certificates import tls_of
 from tests.wire.test_codec import BOMBS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from pdserve.net.tls import Tls
+    from pdserve.net.transport.tls import Tls
 
 SETTINGS = NetSettings(handshake_timeout=2.0)
 PATIENT = NetSettings(handshake_timeout=3600.0)
@@ -119,11 +119,11 @@ def many_files():
 # ---------------------------------------------------------------------- without the key
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.HELLO}))
+@pytest.mark.parametrize("kind", sorted(set(FrameKind) - {FrameKind.HELLO}))
 async def test_without_a_handshake_no_frame_has_any_effect(kind) -> None:
     async with server() as s:
         answer = await say(s.port, HEADER.pack(1, kind, 0, 1, 1, 60_000) + b"\x90")
-        assert answer[4] == Kind.REFUSE
+        assert answer[4] == FrameKind.REFUSE
         assert len(answer) < 120
 
 
@@ -152,7 +152,7 @@ async def test_a_recorded_handshake_gets_nobody_in() -> None:
         while answer:
             kinds.append(answer[4])
             answer = answer[HEADER_BYTES + HEADER.unpack_from(answer)[0] :]
-        assert kinds == [Kind.CHALLENGE, Kind.REFUSE]
+        assert kinds == [FrameKind.CHALLENGE, FrameKind.REFUSE]
         assert s.b.refused["WrongClusterKey"] == 1
         await victim.close()
         relay.close()
@@ -163,13 +163,13 @@ async def test_a_recorded_handshake_gets_nobody_in() -> None:
     "words",
     [
         b"\xff" * 16,
-        HEADER.pack(0xFFFF_FFFF, Kind.HELLO, 0, 0, 0, 0),
-        HEADER.pack(1025, Kind.HELLO, 0, 0, 0, 0),
+        HEADER.pack(0xFFFF_FFFF, FrameKind.HELLO, 0, 0, 0, 0),
+        HEADER.pack(1025, FrameKind.HELLO, 0, 0, 0, 0),
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01\x02\x00" + bytes(600),
         bytes(1 << 16),
-        *(frame(Kind.HELLO, bomb[:1024]) for bomb in BOMBS.values()),
-        *(frame(Kind.HELLO, b"\x91" * size) for size in (10, 1024)),
+        *(frame(FrameKind.HELLO, bomb[:1024]) for bomb in BOMBS.values()),
+        *(frame(FrameKind.HELLO, b"\x91" * size) for size in (10, 1024)),
     ],
 )
 async def test_nonsense_is_turned_away_at_once_and_tersely(words) -> None:
@@ -183,7 +183,7 @@ async def test_a_stranger_that_trickles_is_cut_off_at_the_deadline() -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
         _, writer = await asyncio.open_connection("127.0.0.1", s.port)
-        hello = frame(Kind.HELLO, encode(["pdserve", 1, 1, 0, bytes(32)]))
+        hello = frame(FrameKind.HELLO, encode(["pdserve", 1, 1, 0, bytes(32)]))
         sent = 0
         try:
             for byte in hello:  # at this pace it would be complete long after the deadline
@@ -230,7 +230,7 @@ async def test_a_thousand_idle_strangers_change_nothing(many_files, encrypted) -
 
 async def test_strangers_that_come_and_go_leave_nothing() -> None:
     async with server() as s:
-        hello = frame(Kind.HELLO, encode(["pdserve", 1, 1, 0, bytes(32)]))
+        hello = frame(FrameKind.HELLO, encode(["pdserve", 1, 1, 0, bytes(32)]))
         for _ in range(10):
             await asyncio.gather(*(_visit(s.port, hello) for _ in range(30)))
         gc.collect()
@@ -253,12 +253,12 @@ async def test_of_peers_that_broke_the_rules_nothing_is_left(caplog) -> None:
     caplog.set_level(logging.CRITICAL, "pdserve")  # records are kept to be shown, links in them
     async with server() as s:
         s.guests.add("rogue")
-        before = alive(Connection, Shell, PeerLink, LinkStream)
-        for words in (b"\xff" * 16, frame(Kind.HELLO, b"\x91"), frame(Kind.PING, b"")):
+        before = alive(Connection, ConnectionDriver, PeerLink, LinkStream)
+        for words in (b"\xff" * 16, frame(FrameKind.HELLO, b"\x91"), frame(FrameKind.PING, b"")):
             await say(s.port, words)
-        for words in (HEADER.pack(0, 99, 0, 0, 0, 0), HEADER.pack(0, Kind.DATA, 0, 0, 77, 0)):
+        for words in (HEADER.pack(0, 99, 0, 0, 0, 0), HEADER.pack(0, FrameKind.DATA, 0, 0, 77, 0)):
             rogue = await Rogue.connect(s.address)
-            rogue.writer.write(HEADER.pack(0, Kind.OPEN, 0, 1, 1, 1000) + words)
+            rogue.writer.write(HEADER.pack(0, FrameKind.OPEN, 0, 1, 1, 1000) + words)
             await rogue.ended()
             del rogue
         await eventually(lambda: s.b.connections == 1)
@@ -266,7 +266,9 @@ async def test_of_peers_that_broke_the_rules_nothing_is_left(caplog) -> None:
         s.handler.downs.clear()
         s.handler.streams.clear()
         # Timers that were meant for them end within `close_timeout`.
-        await eventually(lambda: not alive(Connection, Shell, PeerLink, LinkStream) - before)
+        await eventually(
+            lambda: not alive(Connection, ConnectionDriver, PeerLink, LinkStream) - before
+        )
 
 
 async def eventually(met: Callable[[], bool]) -> None:
@@ -295,14 +297,16 @@ class Rogue:
     @staticmethod
     async def connect(address: str) -> Rogue:
         claim = Identity("test", NodeId("rogue"), 1).claim()
-        connection = Connection(Dialler(claim, (KEY,), b"n" * 32, versions=Versions()), Limits())
+        connection = Connection(
+            DialerHandshake(claim, (KEY,), b"n" * 32, versions=Versions()), Limits()
+        )
         reader, writer = await asyncio.open_connection("127.0.0.1", address.rpartition(":")[2])
-        while connection.state is not State.OPEN:
+        while connection.state is not ConnectionState.OPEN:
             writer.writelines(connection.data_to_send())
             connection.receive_data(await reader.read(65536))
         return Rogue(reader, writer)
 
-    async def until(self, kind: Kind) -> None:
+    async def until(self, kind: FrameKind) -> None:
         """Read frames up to the first of a kind."""
         async with asyncio.timeout(PATIENCE):
             while True:
@@ -325,12 +329,12 @@ class Rogue:
 @pytest.mark.parametrize(
     "words",
     [
-        HEADER.pack(0xFFFF_FFFF, Kind.TELL, 0, 0, 0, 0),
-        HEADER.pack(Limits().body + 1, Kind.REQUEST, 0, 1, 1, 1000),
-        HEADER.pack(0, Kind.RESPONSE, 0, 0, 77, 0),
-        HEADER.pack(0, Kind.DATA, 0, 0, 77, 0),
+        HEADER.pack(0xFFFF_FFFF, FrameKind.TELL, 0, 0, 0, 0),
+        HEADER.pack(Limits().body + 1, FrameKind.REQUEST, 0, 1, 1, 1000),
+        HEADER.pack(0, FrameKind.RESPONSE, 0, 0, 77, 0),
+        HEADER.pack(0, FrameKind.DATA, 0, 0, 77, 0),
         HEADER.pack(0, 99, 0, 0, 0, 0),
-        frame(Kind.GOAWAY, b"\x91" * 4000),
+        frame(FrameKind.GOAWAY, b"\x91" * 4000),
     ],
 )
 async def test_an_authenticated_peer_that_breaks_the_rules_loses_its_link(words) -> None:
@@ -338,7 +342,7 @@ async def test_an_authenticated_peer_that_breaks_the_rules_loses_its_link(words)
         s.guests.add("rogue")
         rogue = await Rogue.connect(s.address)
         rogue.writer.write(words)
-        assert Kind.GOAWAY in (await rogue.ended())[4:5]
+        assert FrameKind.GOAWAY in (await rogue.ended())[4:5]
         await s.handler.until(lambda handler: bool(handler.downs))
         assert s.handler.downs[0][1].cause == "violation"
 
@@ -348,11 +352,11 @@ async def test_bombs_of_an_authenticated_peer_fail_their_request_quickly(bomb) -
     async with server() as s:
         s.guests.add("rogue")
         rogue = await Rogue.connect(s.address)
-        request = HEADER.pack(len(bomb), Kind.REQUEST, 0, ECHO.id, 1, 5000) + bomb
+        request = HEADER.pack(len(bomb), FrameKind.REQUEST, 0, ECHO.id, 1, 5000) + bomb
         rogue.writer.write(request)
         await s.undisturbed()
         answer = await rogue.reader.readexactly(HEADER_BYTES)
-        assert answer[4] == Kind.ERROR
+        assert answer[4] == FrameKind.ERROR
         rogue.writer.close()
         await s.handler.until(lambda handler: bool(handler.downs))
 
@@ -363,9 +367,11 @@ async def test_a_flood_of_requests_is_answered_or_refused_within_bounds() -> Non
     flooded = node("b", TcpNetwork(settings), handler, settings=settings)
     rogue = await Rogue.connect(await flooded.listen("127.0.0.1:0"))
     for number in range(1, 5000):
-        rogue.writer.write(HEADER.pack(2, Kind.REQUEST, 0, HANG.id, number, 60_000) + b"\x91\xc4")
-    rogue.writer.write(HEADER.pack(0, Kind.PING, 0, 0, 0, 1))
-    await rogue.until(Kind.PONG)  # all before it has been looked at
+        rogue.writer.write(
+            HEADER.pack(2, FrameKind.REQUEST, 0, HANG.id, number, 60_000) + b"\x91\xc4"
+        )
+    rogue.writer.write(HEADER.pack(0, FrameKind.PING, 0, 0, 0, 1))
+    await rogue.until(FrameKind.PONG)  # all before it has been looked at
     assert len(handler.calls) == 100
     assert sum(link.statistics().serving for link in flooded.links.values()) <= 100
     rogue.writer.close()
@@ -381,7 +387,7 @@ async def test_a_peer_that_asks_and_never_reads_is_cut_off() -> None:
     rogue = await Rogue.connect(await b.listen("127.0.0.1:0"))
     body = encode(Echo(bytes(100_000)))
     for number in range(1, 200):
-        head = HEADER.pack(len(body), Kind.REQUEST, 0, ECHO.id, number, 60_000)
+        head = HEADER.pack(len(body), FrameKind.REQUEST, 0, ECHO.id, number, 60_000)
         rogue.writer.writelines((head, body))
         await asyncio.sleep(0)
     await handler.until(lambda handler: bool(handler.downs))

@@ -29,10 +29,10 @@ from pdserve.errors import (
     PdserveError,
 )
 from pdserve.ids import NodeId
-from pdserve.net.memory import MemoryWorld
 from pdserve.net.settings import NetSettings
+from pdserve.net.transport.memory import MemoryWorld
 from pdserve.testing import virtual_time
-from pdserve.testing.net_support import Echo, RecordingHandler, RecordingSink, node
+from pdserve.testing.net_support import Echo, RecordingHandler, RecordingStreamSink, node
 from pdserve.wire.codec import Method
 from pdserve.wire.limits import Limits
 
@@ -179,10 +179,10 @@ class Chaos:
             self.note(f"{type(error).__name__} ask")
 
     async def stream(self, link) -> None:
-        await self.fill(link.open_stream(1, b"", RecordingSink(), window=0))
+        await self.fill(link.open_stream(1, b"", RecordingStreamSink(), window=0))
 
     async def bulk(self, link) -> None:
-        opened = await link.open_bulk_stream(1, b"", RecordingSink(), timeout=1.0, window=0)
+        opened = await link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=1.0, window=0)
         await self.fill(opened)
 
     async def fill(self, stream) -> None:
@@ -261,7 +261,7 @@ class Chaos:
         asking.cancel()
         await self.answer(payload, asking)
         for abort in (False, True):
-            self.finish(link.open_stream(1, b"", RecordingSink(), window=0), abort=abort)
+            self.finish(link.open_stream(1, b"", RecordingStreamSink(), window=0), abort=abort)
         for kind in self.kinds:
             if kind != "split":
                 await self.provoke(kind)
@@ -333,7 +333,7 @@ class Chaos:
         assert self.net.connections == 0
         assert self.pinned == 0
 
-    def check_stream(self, sink: RecordingSink) -> None:
+    def check_stream(self, sink: RecordingStreamSink) -> None:
         """In order, nothing missing, every payload as it was before its memory was reused."""
         numbers = [item[0] for item in sink.items]
         assert numbers == sorted(numbers)
@@ -368,11 +368,9 @@ def test_nothing_is_lost_doubled_or_left_behind(seed) -> None:
     assert outcomes.keys() >= OUTCOMES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_random_courses_come_upon_everything_by_themselves(seed, long) -> None:
-    if not long:
-        pytest.skip("minutes: PDSERVE_TEST_LONG=1")
+def test_random_courses_come_upon_everything_by_themselves(seed) -> None:
     outcomes: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     for number in range(400):

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import logging
 import random
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,15 +22,26 @@ from pdserve.errors import (
     WrongPeer,
 )
 from pdserve.ids import NodeId
-from pdserve.net.base import Down
+from pdserve.net.base import LinkDownReason
 from pdserve.net.endpoint import Endpoint
-from pdserve.net.memory import MemoryWorld
 from pdserve.net.settings import NetSettings
+from pdserve.net.transport.memory import MemoryWorld
 from pdserve.testing import virtual_time
-from pdserve.testing.net_support import ECHO, HANG, KEY, Echo, RecordingHandler, RecordingSink, node
+from pdserve.testing.net_support import (
+    ECHO,
+    HANG,
+    KEY,
+    Echo,
+    RecordingHandler,
+    RecordingStreamSink,
+    node,
+)
 from pdserve.wire.handshake import Identity, Versions
-from pdserve.wire.protocol import Leaving
+from pdserve.wire.protocol import GoAwayCode
 from tests.net.world import Two, two, virtually
+
+if TYPE_CHECKING:
+    from pdserve.net.link import PeerLink
 
 NEW_KEY = b"the key that replaces the other, 32 bytes"
 
@@ -180,6 +193,126 @@ async def test_a_key_is_replaced_in_a_running_cluster() -> None:
         await one.close()
 
 
+class Keyed:
+    """Nodes `a` and `b` whose keys a test replaces; `a` has dialled."""
+
+    def __init__(self) -> None:
+        world = MemoryWorld(random.Random(0))
+        self.keys: dict[str, tuple[bytes, ...]] = dict.fromkeys("ab", (KEY,))
+        self.nodes = {
+            name: Endpoint(
+                Identity("test", NodeId(name), 1),
+                RecordingHandler(),
+                world.network(name),
+                keys=lambda name=name: self.keys[name],  # type: ignore[misc]
+                entropy=random.Random(name).randbytes,
+            )
+            for name in "ab"
+        }
+
+    async def connect(self) -> PeerLink:
+        address = await self.nodes["b"].listen("b:7000")
+        return await self.nodes["a"].dial(address)
+
+    def replace(self, *names: str, keys: tuple[bytes, ...] = (NEW_KEY,)) -> None:
+        for name in names:
+            self.keys[name] = keys
+        for name in names:
+            self.nodes[name].keys_changed()
+
+    async def close(self) -> None:
+        for one in self.nodes.values():
+            await one.close()
+
+
+@virtually
+async def test_links_of_a_removed_key_are_made_anew_and_their_work_goes_on() -> None:
+    k = Keyed()
+    old = await k.connect()
+    asking = asyncio.ensure_future(old.request(HANG, Echo(), timeout=5000.0))
+    k.replace("a", "b", keys=(NEW_KEY, KEY))
+    await asyncio.sleep(1.0)
+    assert k.nodes["a"].link(NodeId("b")) is old, "both keys are accepted still"
+    k.replace("b")
+    await asyncio.sleep(1.0)
+    k.replace("a")
+    await asyncio.sleep(1.0)
+    new = k.nodes["a"].link(NodeId("b"))
+    assert new is not None
+    assert new is not old
+    assert new.key == NEW_KEY
+    await asyncio.sleep(NetSettings().revoke_after + 1)
+    assert old.down is None, "its request is under way, and the peer has shown the new key"
+    assert not asking.done()
+    await asyncio.sleep(NetSettings().retire_after)
+    assert old.down is not None
+    asking.cancel()
+    await k.close()
+
+
+def test_the_protocols_page_says_how_long_a_replaced_connection_goes_on() -> None:
+    page = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
+    assert f"after {NetSettings().retire_after / 60:g} minutes at the latest" in page
+
+
+@virtually
+async def test_a_peer_that_gets_the_new_key_a_little_later_is_connected_anew() -> None:
+    k = Keyed()
+    old = await k.connect()
+    asking = asyncio.ensure_future(old.request(HANG, Echo(), timeout=5000.0))
+    k.replace("a")
+    await asyncio.sleep(20.0)
+    assert k.nodes["a"].link(NodeId("b")) is old
+    k.replace("b")
+    await asyncio.sleep(NetSettings().revoke_after + 1)
+    new = k.nodes["a"].link(NodeId("b"))
+    assert new is not None
+    assert new.key == NEW_KEY
+    assert not asking.done()
+    asking.cancel()
+    await k.close()
+
+
+@virtually
+async def test_a_key_that_is_removed_during_a_handshake_counts_as_removed() -> None:
+    k = Keyed()
+    seen = [(KEY,)]
+    k.nodes["b"]._keys = lambda: seen.pop() if seen else (NEW_KEY,)
+    link = await k.connect()
+    await asyncio.sleep(NetSettings().revoke_after - 1)
+    assert link.down is None
+    await asyncio.sleep(2.0)
+    assert link.down is not None
+    await k.close()
+
+
+@virtually
+async def test_a_peer_that_has_only_the_removed_key_is_cut_off() -> None:
+    k = Keyed()
+    link = await k.connect()
+    k.replace("b")
+    await asyncio.sleep(NetSettings().revoke_after - 1)
+    assert link.down is None, "nodes get their new key one after the other"
+    await asyncio.sleep(2.0)
+    assert link.down is not None
+    assert not k.nodes["b"].links
+    with pytest.raises(WrongClusterKey):
+        await k.nodes["a"].dial("b:7000")
+    await k.close()
+
+
+@virtually
+async def test_the_side_that_dialled_and_cannot_any_more_ends_the_link_too() -> None:
+    k = Keyed()
+    link = await k.connect()
+    k.replace("a")
+    await asyncio.sleep(1.0)
+    assert link.down is None
+    await asyncio.sleep(NetSettings().revoke_after)
+    assert link.down is not None
+    await k.close()
+
+
 # ---------------------------------------------------------------------- dialling
 
 
@@ -288,7 +421,7 @@ async def dialling_beside_a_retiring_link(us: str) -> None:
     async with two() as t:
         waiting = asyncio.ensure_future(t.link.request(HANG, Echo(), timeout=9.0))
         await t.at_b.until(lambda handler: bool(handler.calls))
-        t.back.retire(Down("duplicate", "another took over"), Leaving.DUPLICATE)
+        t.back.retire(LinkDownReason("duplicate", "another took over"), GoAwayCode.DUPLICATE)
         await asyncio.sleep(0.1)
         assert t.link.retiring
         dialling, there, peer = (t.a, t.address, "b") if us == "a" else (t.b, "a:7000", "a")
@@ -311,11 +444,11 @@ async def test_closing_during_everything_leaves_nothing() -> None:
     c = t.node("c", RecordingHandler())
     busy = [
         asyncio.ensure_future(t.link.request(ECHO, Echo(), timeout=9.0)),
-        asyncio.ensure_future(t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=9.0)),
+        asyncio.ensure_future(t.link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=9.0)),
         asyncio.ensure_future(c.dial(t.address)),
         asyncio.ensure_future(t.a.dial("b:1")),
     ]
-    t.link.open_stream(1, b"", RecordingSink())
+    t.link.open_stream(1, b"", RecordingStreamSink())
     await asyncio.sleep(0.12)
     await asyncio.gather(t.a.close(), t.b.close(), c.close())
     done, pending = await asyncio.wait(busy, timeout=5.0)

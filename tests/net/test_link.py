@@ -7,15 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.errors import Cancelled, DeadlineExceeded, DialTimeout, LinkLost, NoWorker, Overloaded
+from pdserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DialTimeout,
+    LinkLost,
+    NoMethod,
+    NoWorker,
+    Overloaded,
+    ProtocolError,
+)
 from pdserve.ids import NodeId
 from pdserve.net.settings import NetSettings
-from pdserve.testing.net_support import ECHO, HANG, Echo, RecordingHandler, RecordingSink
+from pdserve.testing.net_support import (
+    ECHO,
+    HANG,
+    REFUSE,
+    Echo,
+    RecordingHandler,
+    RecordingStreamSink,
+)
 from pdserve.wire.limits import Limits
 from tests.net.world import Two, two, virtually
 
 if TYPE_CHECKING:
-    from pdserve.net.base import Call
+    from pdserve.net.base import IncomingCall
 
 now = asyncio.get_running_loop
 
@@ -166,7 +182,7 @@ async def test_sending_waits_no_longer_than_it_may() -> None:
     async with two() as t:
         t.at_b.window = 4096
         t.at_b.hold = True
-        stream = t.link.open_stream(1, b"", RecordingSink(), window=0)
+        stream = t.link.open_stream(1, b"", RecordingStreamSink(), window=0)
         await asyncio.sleep(0.1)
         while stream.try_send(bytes(500)):
             pass
@@ -175,7 +191,7 @@ async def test_sending_waits_no_longer_than_it_may() -> None:
         with pytest.raises(DeadlineExceeded):
             await stream.send_raw(b"", bytes(500), timeout=0.5)
         t.world.partition("a", "b")
-        bulk = t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=0.5)
+        bulk = t.link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=0.5)
         with pytest.raises(DeadlineExceeded):
             await bulk
 
@@ -184,7 +200,7 @@ async def test_sending_waits_no_longer_than_it_may() -> None:
 async def test_a_payload_the_peer_does_not_take_is_reported_and_stays_pinned() -> None:
     async with two() as t:
         t.at_b.window = 8 << 20
-        stream = t.link.open_stream(1, b"", RecordingSink(), window=0)
+        stream = t.link.open_stream(1, b"", RecordingStreamSink(), window=0)
         await t.at_b.until(lambda handler: bool(handler.streams))
         await asyncio.sleep(0.1)
         t.world.partition("a", "b")
@@ -202,7 +218,7 @@ async def test_a_payload_the_peer_does_not_take_is_reported_and_stays_pinned() -
 async def test_a_payload_on_a_lost_link_is_no_success() -> None:
     async with two() as t:
         t.at_b.window = 8 << 20
-        stream = t.link.open_stream(1, b"", RecordingSink(), window=0)
+        stream = t.link.open_stream(1, b"", RecordingStreamSink(), window=0)
         await asyncio.sleep(0.1)
         t.world.partition("a", "b")
         sending = asyncio.ensure_future(stream.send_raw(b"", bytes(1 << 20), timeout=9.0))
@@ -235,7 +251,7 @@ async def test_what_was_reported_as_not_sent_does_not_leave_afterwards() -> None
 async def test_on_a_link_that_was_reset_nothing_can_be_started() -> None:
     """No last word came: the connection does not know by itself that it is over."""
     async with two() as t:
-        bulk = await t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=1.0)
+        bulk = await t.link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=1.0)
         t.world.reset("a", "b")
         await asyncio.sleep(0.1)
         assert t.link.down is not None
@@ -243,7 +259,7 @@ async def test_on_a_link_that_was_reset_nothing_can_be_started() -> None:
         start = now().time()
         for begin in (
             lambda: t.link.request(ECHO, Echo(), timeout=9.0),
-            lambda: t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=9.0),
+            lambda: t.link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=9.0),
             lambda: bulk.send(b"", timeout=9.0),
         ):
             with pytest.raises(LinkLost) as lost:
@@ -251,7 +267,7 @@ async def test_on_a_link_that_was_reset_nothing_can_be_started() -> None:
             assert lost.value.sent is False
         for verb in (
             lambda: t.link.tell(1, b""),
-            lambda: t.link.open_stream(1, b"", RecordingSink()),
+            lambda: t.link.open_stream(1, b"", RecordingStreamSink()),
         ):
             with pytest.raises(LinkLost) as lost:
                 verb()
@@ -311,7 +327,7 @@ async def test_a_peer_that_does_not_read_is_overload_for_new_work() -> None:
 @virtually
 async def test_a_lost_bulk_connection_ends_its_streams_only_and_is_dialled_again() -> None:
     async with two() as t:
-        ours, plain = RecordingSink(), RecordingSink()
+        ours, plain = RecordingStreamSink(), RecordingStreamSink()
         bulk = await t.link.open_bulk_stream(1, b"", ours, timeout=1.0)
         t.link.open_stream(1, b"", plain)
         await t.at_b.until(lambda handler: len(handler.streams) == 2)
@@ -325,7 +341,7 @@ async def test_a_lost_bulk_connection_ends_its_streams_only_and_is_dialled_again
         assert t.link.down is None
         assert not t.back.statistics().bulk
         for link in (t.back, t.link):
-            again = await link.open_bulk_stream(1, b"", RecordingSink(), timeout=1.0)
+            again = await link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=1.0)
             again.end()
         assert t.a.connections == 2
 
@@ -333,7 +349,7 @@ async def test_a_lost_bulk_connection_ends_its_streams_only_and_is_dialled_again
 @virtually
 async def test_many_bulk_streams_at_once_share_one_dial() -> None:
     async with two() as t:
-        sinks = [RecordingSink() for _ in range(10)]
+        sinks = [RecordingStreamSink() for _ in range(10)]
         opening = [
             link.open_bulk_stream(1, b"", sink, timeout=1.0, window=0)
             for link in (t.link, t.back)
@@ -348,7 +364,7 @@ async def test_a_bulk_dial_that_fails_says_why() -> None:
     async with two() as t:
         t.world.partition("a", "b", one_way=True)
         opening = asyncio.ensure_future(
-            t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=60.0)
+            t.link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=60.0)
         )
         with pytest.raises(DialTimeout, match="did not answer"):
             await opening
@@ -357,13 +373,13 @@ async def test_a_bulk_dial_that_fails_says_why() -> None:
 @virtually
 async def test_bulk_ends_with_its_link() -> None:
     async with two() as t:
-        sink = RecordingSink()
+        sink = RecordingStreamSink()
         await t.link.open_bulk_stream(1, b"", sink, timeout=1.0)
         t.back.abort("test")
         assert isinstance(await sink.end(), LinkLost)
         await t.at_a.until(lambda handler: bool(handler.downs))
         with pytest.raises(LinkLost):
-            await t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=1.0)
+            await t.link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=1.0)
         await asyncio.sleep(2.0)
         assert t.world.connections == 0
 
@@ -371,7 +387,7 @@ async def test_bulk_ends_with_its_link() -> None:
 @virtually
 async def test_requests_on_a_bulk_connection_end_it() -> None:
     async with two() as t:
-        await t.link.open_bulk_stream(1, b"", RecordingSink(), timeout=1.0)
+        await t.link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=1.0)
         assert t.link.bulk is not None
         t.link.bulk.connection.send_tell(1, b"")
         t.link.bulk.wake()
@@ -386,17 +402,17 @@ async def test_requests_on_a_bulk_connection_end_it() -> None:
 
 @virtually
 async def test_a_reader_that_fails_ends_its_own_stream() -> None:
-    class Fails(RecordingSink):
+    class Fails(RecordingStreamSink):
         def on_data(self, body) -> None:
             raise ZeroDivisionError("a bug")
 
     async with two() as t:
         t.at_b.on_stream_hook = lambda stream, *_: stream.accept(Fails(), window=4096)
-        sink = RecordingSink()
+        sink = RecordingStreamSink()
         stream = t.link.open_stream(1, b"", sink)
         await stream.send(b"x", timeout=1.0)
         error = await sink.end()
-        assert "ZeroDivisionError" in str(error)
+        assert "failed inside" in str(error)
         assert t.link.down is None
 
 
@@ -405,11 +421,11 @@ async def test_a_stream_can_be_accepted_later_or_after_it_has_ended() -> None:
     async with two() as t:
         offered = []
         t.at_b.on_stream_hook = lambda stream, *_: offered.append(stream)
-        ours = RecordingSink()
+        ours = RecordingStreamSink()
         stream = t.link.open_stream(1, b"", ours)
         await asyncio.sleep(0.1)
         assert not stream.sendable
-        late = RecordingSink()
+        late = RecordingStreamSink()
         offered[0].accept(late, window=4096)
         with pytest.raises(RuntimeError):
             offered[0].accept(late)
@@ -417,9 +433,9 @@ async def test_a_stream_can_be_accepted_later_or_after_it_has_ended() -> None:
         await late.end()
         assert late.items == [b"x"]
 
-        t.link.open_stream(1, b"", RecordingSink()).abort(NoWorker("gone"))
+        t.link.open_stream(1, b"", RecordingStreamSink()).abort(NoWorker("gone"))
         await asyncio.sleep(0.1)
-        too_late = RecordingSink()
+        too_late = RecordingStreamSink()
         offered[1].accept(too_late, window=4096)
         assert isinstance(await too_late.end(), NoWorker)
 
@@ -430,10 +446,10 @@ async def test_accepting_without_credit_left_is_overload_and_can_be_tried_again(
         offered = []
         t.at_b.on_stream_hook = lambda stream, *_: offered.append(stream)
         for _ in range(2):
-            t.link.open_stream(1, b"", RecordingSink(), window=0)
+            t.link.open_stream(1, b"", RecordingStreamSink(), window=0)
         await asyncio.sleep(0.1)
-        offered[0].accept(RecordingSink(), window=4096)
-        sink = RecordingSink()
+        offered[0].accept(RecordingStreamSink(), window=4096)
+        sink = RecordingStreamSink()
         with pytest.raises(Overloaded):
             offered[1].accept(sink, window=4096)
         offered[0].abort(Cancelled("make room"))
@@ -446,12 +462,12 @@ async def test_events_behind_the_end_of_a_link_go_nowhere() -> None:
     """The handler ends the link during a read that holds more requests: they are not started."""
     async with two() as t:
 
-        def stop(call: Call) -> None:
+        def stop(call: IncomingCall) -> None:
             t.at_b.calls.append(call)
             call.on_cancel = lambda: cancelled.append(call)
             call.link.abort("stop")
 
-        cancelled: list[Call] = []
+        cancelled: list[IncomingCall] = []
         t.at_b.on_request = stop  # type: ignore[method-assign]
         tasks = [asyncio.ensure_future(t.link.request(HANG, Echo(), timeout=5.0)) for _ in range(5)]
         await asyncio.wait(tasks)
@@ -464,7 +480,7 @@ async def test_events_behind_the_end_of_a_link_go_nowhere() -> None:
 async def test_credit_comes_back_when_items_are_consumed_late() -> None:
     async with two() as t:
         t.at_b.hold, t.at_b.window = True, 4096
-        stream = t.link.open_stream(1, b"", sink := RecordingSink())
+        stream = t.link.open_stream(1, b"", sink := RecordingStreamSink())
         for _ in range(4):
             await stream.send(bytes(600), timeout=1.0)
         stream.end()
@@ -532,15 +548,15 @@ async def test_an_answer_that_crosses_the_end_of_the_wait_is_not_lost() -> None:
     heard = crossed = 0
     for step in range(40):
         async with two() as t:
-            given: list[Call] = []
+            given: list[IncomingCall] = []
             late: list[Echo] = []
 
-            def answer(call: Call, given: list[Call] = given) -> None:
+            def answer(call: IncomingCall, given: list[IncomingCall] = given) -> None:
                 if not call.done:
                     given.append(call)
                     call.reply(Echo(b"yes"))
 
-            def later(call: Call, answer: Any = answer) -> None:
+            def later(call: IncomingCall, answer: Any = answer) -> None:
                 asyncio.get_running_loop().call_later(0.05, answer, call)
 
             t.at_b.on_request = later  # type: ignore[method-assign]
@@ -562,3 +578,55 @@ async def test_an_answer_that_crosses_the_end_of_the_wait_is_not_lost() -> None:
             crossed += len(late)
     assert heard
     assert crossed
+
+
+# ---------------------------------------------------------------------- strikes
+
+
+async def refused(t: Two, error: Exception, times: int, kind: type[Exception]) -> None:
+    """So many questions that the peer answers by `error`, and that end here as `kind`."""
+    t.at_b.refusal = error
+    for _ in range(times):
+        with pytest.raises(kind):
+            await t.link.request(REFUSE, Echo(), timeout=1.0)
+
+
+@virtually
+async def test_a_strike_is_forgotten_after_a_while() -> None:
+    async with two() as t:
+        garbage = ProtocolError("not a Thing")
+        await refused(t, garbage, 2, ProtocolError)
+        await asyncio.sleep(NetSettings().strike_window)
+        await refused(t, garbage, 2, ProtocolError)
+        assert t.link.down is None
+        await refused(t, garbage, 1, LinkLost)
+        assert t.link.down is not None
+        assert t.link.down.cause == "violation"
+
+
+@virtually
+async def test_questions_of_an_unknown_method_are_no_strikes() -> None:
+    async with two() as t:
+        await refused(t, NoMethod("method 3 is not served by router nodes"), 10, NoMethod)
+        assert t.link.down is None
+
+
+@virtually
+async def test_a_peer_of_an_earlier_release_is_asked_an_unknown_method_once() -> None:
+    """It answers `ProtocolError`, and ends the link at the third."""
+    async with two() as t:
+        words = f"method {REFUSE.id} is not served by router nodes"
+        await refused(t, ProtocolError(words), 5, NoMethod)
+        assert t.link.down is None
+
+
+# ---------------------------------------------------------------------- draining
+
+
+@virtually
+async def test_draining_a_link_whose_transport_has_just_ended_ends() -> None:
+    async with two() as t:
+        t.link.tell(1, b"x")
+        t.link.shell.transport.abort()  # closing, and the link has not been told yet
+        with pytest.raises(LinkLost):
+            await t.link.drain(timeout=0.5)

@@ -16,7 +16,7 @@ from pdserve.errors import (
     WrongClusterKey,
     WrongPeer,
 )
-from pdserve.net.redial import PACES, Redial
+from pdserve.net.redial import REDIAL_POLICIES, Redial
 
 
 class Longest(random.Random):
@@ -76,4 +76,4 @@ def test_every_cause_of_a_failed_dial_has_its_pace() -> None:
     def kinds(kind: type[DialFailed]) -> list[type[DialFailed]]:
         return [kind, *(found for below in kind.__subclasses__() for found in kinds(below))]
 
-    assert {kind.cause for kind in kinds(DialFailed)} == PACES.keys() - {"lost"}
+    assert {kind.cause for kind in kinds(DialFailed)} == REDIAL_POLICIES.keys() - {"lost"}

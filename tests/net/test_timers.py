@@ -9,7 +9,7 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.net.timers import TICK, Timers, Wheel
+from pdserve.net.timers import TICK, Timers, TimerWheel
 from pdserve.testing import virtual_time
 
 
@@ -34,7 +34,7 @@ def test_every_entry_expires_in_its_tick_unless_it_was_taken_back(entries, looks
 
 
 def _expire(entries: list[tuple[float, bool]], looks: list[float]) -> None:
-    wheel = Wheel()
+    wheel = TimerWheel()
     kept = {}
     for number, (when, keep) in enumerate(entries):
         entry = Entry(number)
@@ -58,7 +58,7 @@ def _expire(entries: list[tuple[float, bool]], looks: list[float]) -> None:
 
 
 def test_entries_of_one_tick_expire_in_the_order_they_came() -> None:
-    wheel = Wheel()
+    wheel = TimerWheel()
     entries = [Entry(number) for number in range(20)]
     for entry in entries:
         wheel.add(entry, 1.0)
@@ -144,7 +144,7 @@ def test_one_that_raises_stops_neither_the_others_nor_the_clock() -> None:
 
 def test_a_deadline_taken_back_leaves_next_to_nothing():
     """Most are: of every request, for minutes ahead, each at a tick of its own."""
-    wheel = Wheel()
+    wheel = TimerWheel()
     count = 5_000
     tracemalloc.start()
     for number in range(count):
@@ -176,7 +176,7 @@ def test_a_cancelled_timer_is_forgotten_at_once():
 
 def test_ticks_whose_deadlines_were_all_taken_back_are_forgotten():
     """Else what was used of fifteen minutes' ticks would stay for as long: 90,000 of them."""
-    wheel = Wheel()
+    wheel = TimerWheel()
     last = Entry()
     wheel.add(last, 900.0)
     tracemalloc.start()

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from pdserve.ids import NodeId
-from pdserve.net.memory import MemoryWorld
 from pdserve.net.settings import NetSettings
+from pdserve.net.transport.memory import MemoryWorld
 from pdserve.testing import virtual_time
 from pdserve.testing.net_support import RecordingHandler, node
 

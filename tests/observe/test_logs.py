@@ -71,7 +71,7 @@ def test_text_tracebacks_follow_their_line(stream):
         logging.getLogger("pdserve").exception("failed")
     lines = stream.getvalue().splitlines()
     assert lines[0].endswith("failed")
-    assert lines[-1] == "ValueError: broken"
+    assert lines[-1] == "    ValueError: broken"
 
 
 def test_the_level_holds_for_pdserve_and_others_stay_quiet(stream):
@@ -88,3 +88,28 @@ def test_configuring_again_replaces_the_first_handler(stream):
     logs.configure("text", "info", stream)
     logging.getLogger("pdserve").info("once")
     assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_json_lines_say_which_process_wrote_them(stream):
+    said: dict[str, object] = {"role": "worker", "pid": 7}
+    logs.configure("json", "info", stream, said)
+    logging.getLogger("pdserve.x").info("early")
+    said["node"] = "w1"  # known once there is a node
+    logging.getLogger("pdserve.x").info("late")
+    early, late = map(json.loads, stream.getvalue().splitlines())
+    assert (early["role"], early["pid"], early.get("node")) == ("worker", 7, None)
+    assert late["node"] == "w1"
+
+
+def test_an_exception_cannot_forge_a_line(stream):
+    """Its text may be a client's."""
+    logs.configure("text", "info", stream)
+    try:
+        raise ValueError("x\n00:00:00.000 INFO frontend: all is well\r\x1b[2J")
+    except ValueError:
+        logging.getLogger("pdserve.frontend").exception("it failed")
+    first, *rest = stream.getvalue().splitlines()
+    assert "it failed" in first
+    assert "ValueError: x" in stream.getvalue()
+    assert all(line.startswith("    ") for line in rest)
+    assert "\x1b" not in stream.getvalue()

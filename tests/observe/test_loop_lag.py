@@ -2,7 +2,7 @@ import asyncio
 import time
 
 from pdserve.observe.loop_lag import LagWindow, LoopLagMonitor
-from pdserve.observe.metrics import PACE, Metrics
+from pdserve.observe.metrics import TOKEN_LATENCY_BUCKETS, Metrics
 
 
 def test_the_maximum_is_forgotten_after_two_windows():
@@ -35,7 +35,7 @@ async def test_a_blocked_loop_shows_as_lag():
     monitor.stop()
     assert before > 0
     assert metrics.event_loop_lag_max.value >= 0.09
-    counts = dict(zip(PACE, metrics.event_loop_lag.counts, strict=False))
+    counts = dict(zip(TOKEN_LATENCY_BUCKETS, metrics.event_loop_lag.counts, strict=False))
     assert sum(count for bound, count in counts.items() if bound > 0.075) >= 1
 
 

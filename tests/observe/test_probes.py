@@ -87,17 +87,45 @@ async def test_whoever_sends_no_request_is_not_waited_for_long(monkeypatch):
     await server.stop()
 
 
-async def test_connections_are_bounded(monkeypatch):
-    monkeypatch.setattr(probes, "_MAX_CONNECTIONS", 2)
+async def test_at_the_bound_the_busiest_hosts_oldest_connection_ends(monkeypatch):
+    monkeypatch.setattr(probes, "_MAX_CONNECTIONS", 3)
     server = Role().server()
     await server.start()
-    opened = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
+
+    async def dial(address):
+        return await asyncio.open_connection("127.0.0.1", server.port, local_addr=(address, 0))
+
+    quiet = await dial("127.0.0.2")
+    busy = [await dial("127.0.0.3") for _ in range(9)]
+    newcomer = await dial("127.0.0.4")
     async with asyncio.timeout(10):
-        with contextlib.suppress(ConnectionError):
-            assert await opened[-1][0].read() == b""
-        reader, writer = opened[0]
-        writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-    for _, writer in opened:
+        for reader, _ in busy[:-1]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        for reader, writer in (quiet, newcomer):
+            writer.write(b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+    for _, writer in (quiet, newcomer, *busy):
         writer.close()
     await server.stop()
+
+
+async def test_a_head_without_end_is_refused():
+    server = Role().server()
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    async with asyncio.timeout(20):
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"GET /live HTTP/1.1\r\n" + b"a: b\r\n" * 100_000)
+            assert b" 400 " in await reader.readline()
+            await reader.read()
+    assert server._server.room.held == 0
+    writer.close()
+    await server.stop()
+
+
+async def test_on_loopback_no_other_name_is_answered(role):
+    async with role.get("/metrics", headers={"Host": "evil.example"}) as response:
+        assert response.status == 403
+    async with role.get("/live", headers={"Host": "localhost:1"}) as response:
+        assert response.status == 200

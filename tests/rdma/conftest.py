@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.transfer.rdma import Options, RdmaTransport, available
+from pdserve.transfer.rdma.adapter import QueuePairOptions
+from pdserve.transfer.rdma.pyverbs_loader import unavailable_reason
+from pdserve.transfer.rdma.transport import RdmaTransport
 from tests.support.seeds import is_long
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pdserve.transfer.base import Ask, PeerKey, Region
+    from pdserve.ids import NodeLife
+    from pdserve.transfer.base import CallPeer, Region
 
 DEVICES = os.environ.get("RDMA_VM_DEVICES", "").split()
 """The virtual machine's adapters. On a real one name them here, two of them or one twice."""
@@ -26,7 +29,7 @@ LONG = (
     "test_engines_hand_over_by_rdma",
     "test_workers_hand_over_by_rdma",
 )
-PATIENT = Options(depth=64, receives=64, timeout=17)
+PATIENT = QueuePairOptions(depth=64, receives=64, timeout=17)
 """A virtual machine on a busy host stands still for a while: that is no lost peer."""
 
 
@@ -35,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     if not here:
         return
-    reason = available()
+    reason = unavailable_reason()
     if reason is None and not DEVICES:
         reason = "RDMA_VM_DEVICES names no adapter to test with"
     for item in here:
@@ -57,10 +60,10 @@ def _takes_long(item: pytest.Item) -> bool:
 
 
 def transport(
-    key: PeerKey,
+    key: NodeLife,
     regions: Sequence[Region],
-    ask: Ask,
-    options: Options = PATIENT,
+    ask: CallPeer,
+    options: QueuePairOptions = PATIENT,
     devices: Sequence[str] = (),
 ) -> RdmaTransport:
     """One side; by default the source has the first adapter and the destination the last."""

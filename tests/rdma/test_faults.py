@@ -13,44 +13,52 @@ import pytest
 
 from pdserve.errors import PathLost, TransferError
 from pdserve.testing.kv_oracle import layouts
-from pdserve.testing.transfer_support import Ends, RecordingSink, deliver, ends, order
-from pdserve.transfer.base import Part, PeerKey, Region
-from pdserve.transfer.rdma import Options, RdmaTransport
-from pdserve.transfer.rdma.native_objects import unregister
+from pdserve.testing.transfer_support import (
+    RecordingTransferSink,
+    TransferPair,
+    deliver,
+    order,
+    transfer_pair,
+)
+from pdserve.transfer.base import KvPart, Region
+from pdserve.transfer.rdma.adapter import QueuePairOptions
+from pdserve.transfer.rdma.ibverbs_ffi import unregister
+from pdserve.transfer.rdma.transport import RdmaTransport
 from tests.rdma.conftest import DEVICES, held, transport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from pdserve.transfer.base import Ask, Grant, Path, Transport
+    from pdserve.ids import NodeLife
+    from pdserve.transfer.base import CallPeer, Grant, KvPath, KvTransport
 
-HASTY = Options(depth=64, receives=64, timeout=14, retries=3)
+HASTY = QueuePairOptions(depth=64, receives=64, timeout=14, retries=3)
 """A dead link is noticed after 0.3 s, and longer on a busy host."""
 
 LINK = ("dev", "rdma1", "root")
 
 
-def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+def make(key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
     return transport(key, regions, ask, HASTY)
 
 
 @contextlib.asynccontextmanager
-async def two() -> AsyncIterator[tuple[Ends, Any, Any]]:
+async def two() -> AsyncIterator[tuple[TransferPair, Any, Any]]:
     """Two nodes and both ends of a path."""
-    async with ends(make, layouts(2, 1), layouts(2, 2), blocks=16) as world:
+    async with transfer_pair(make, layouts(2, 1), layouts(2, 2), blocks=16) as world:
         ours, theirs = await world.connect()
         world.source.fill({block: block for block in range(16)})
         yield world, ours, theirs
 
 
-def granted(theirs: Path) -> tuple[Grant, RecordingSink]:
-    sink = RecordingSink()
+def granted(theirs: KvPath) -> tuple[Grant, RecordingTransferSink]:
+    sink = RecordingTransferSink()
     return theirs.grant(order(range(16), 64), sink), sink
 
 
-async def fails(ours: Path, grant: Grant) -> TransferError:
+async def fails(ours: KvPath, grant: Grant) -> TransferError:
     """A delivery of everything, which must not succeed."""
-    waiter = deliver(ours, grant.ticket, Part(0, 0, range(16), (0, 3)))
+    waiter = deliver(ours, grant.ticket, KvPart(0, 0, range(16), (0, 3)))
     error = await waiter.wait()
     assert isinstance(error, PathLost), error
     for word in ("r-1/0", "d/2", "rdma", "write"):
@@ -77,7 +85,7 @@ async def test_a_wrong_key_ends_the_path_at_both_ends() -> None:
         assert await again(world) is not ours
 
 
-async def again(world: Ends) -> Path:
+async def again(world: TransferPair) -> KvPath:
     """A new path, with new queue pairs, carries bytes."""
     for _ in range(500):
         if world.destination.transport.path(world.source.key) is None:
@@ -85,7 +93,7 @@ async def again(world: Ends) -> Path:
         await asyncio.sleep(0.01)
     ours, theirs = await world.connect()
     grant, sink = granted(theirs)
-    waiter = deliver(ours, grant.ticket, Part(0, 0, range(16), (0, 3)))
+    waiter = deliver(ours, grant.ticket, KvPart(0, 0, range(16), (0, 3)))
     assert await waiter.wait() is None
     await sink.until(lambda s: s.parts == [0])
     grant.finish()
@@ -148,7 +156,7 @@ async def test_a_dead_link_loses_the_path_and_fences_it() -> None:
             await sink.until(lambda s: bool(s.failed))  # control still works
             await grant.revoke(timeout=10)
             assert grant.closed
-            assert theirs.statistics().fenced == 1
+            assert theirs.stats.fenced == 1
             world.destination.poison(range(16))
         await asyncio.sleep(0.3)
         assert world.destination.holds({}, range(3)), "written to after the fence"
@@ -166,13 +174,13 @@ async def test_a_notification_of_nobodys_slot_is_counted_not_acted_on() -> None:
     async with two() as (world, ours, theirs):
         grant, sink = granted(theirs)
         foreign = msgspec.structs.replace(grant.ticket, slot=9)
-        waiter = deliver(ours, foreign, Part(3, 0, [], (0, 3)))
+        waiter = deliver(ours, foreign, KvPart(3, 0, [], (0, 3)))
         assert await waiter.wait() is None
         for _ in range(500):
-            if theirs.statistics().stale:
+            if theirs.stats.stale:
                 break
             await asyncio.sleep(0.01)
-        assert theirs.statistics().stale == 1
+        assert theirs.stats.stale == 1
         assert not sink.parts
         grant.finish()
         assert world.destination.holds({}, range(3))

@@ -15,10 +15,11 @@ import msgspec
 import pytest
 
 from pdserve.errors import LinkLost, TransferError
-from pdserve.messages.transfer import Control, Ticket
+from pdserve.ids import NodeLife
+from pdserve.messages.transfer import TransferControl, TransferTicket
 from pdserve.testing.kv_oracle import layouts
-from pdserve.testing.transfer_support import RecordingSink, Side, deliver, order
-from pdserve.transfer.base import Part, PeerKey
+from pdserve.testing.transfer_support import RecordingTransferSink, TransferNode, deliver, order
+from pdserve.transfer.base import KvPart
 from tests.rdma.conftest import DEVICES, sent, transport
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 HERE = os.environ.get("RDMA_VM_HOST", "")
 PORT = 18_600
 BLOCKS = 64
-SOURCE: Any = PeerKey("p", 1)  # type: ignore[arg-type]
-DESTINATION: Any = PeerKey("d", 2)  # type: ignore[arg-type]
+SOURCE: Any = NodeLife("p", 1)  # type: ignore[arg-type]
+DESTINATION: Any = NodeLife("d", 2)  # type: ignore[arg-type]
 PATIENCE = 60.0
 
 pytestmark = pytest.mark.skipif(
@@ -42,15 +43,15 @@ class Question(msgspec.Struct, frozen=True):
     """From one machine to the other."""
 
     kind: str
-    control: Control | None = None
+    control: TransferControl | None = None
     number: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True):
     """Back."""
 
-    control: Control | None = None
-    ticket: Ticket | None = None
+    control: TransferControl | None = None
+    ticket: TransferTicket | None = None
     good: bool = False
     error: str = ""
 
@@ -72,14 +73,16 @@ class Machine:
         self.address, self.other = addresses[mine], addresses[1 - mine]
         key, layout = (DESTINATION, layouts(4, 2)) if mine == 0 else (SOURCE, layouts(4, 4))
         self.peer = SOURCE if mine == 0 else DESTINATION
-        self.side = Side(key, layout, BLOCKS)
+        self.side = TransferNode(key, layout, BLOCKS)
         self.side.allocate()
         self.side.transport = transport(key, self.side.regions, self.ask_control, devices=DEVICES)
         self.ended = asyncio.Event()
         self.grant: Grant | None = None
-        self.sink = RecordingSink()
+        self.sink = RecordingTransferSink()
 
-    async def ask_control(self, peer: PeerKey, control: Control, timeout: float) -> Control:
+    async def ask_control(
+        self, peer: NodeLife, control: TransferControl, timeout: float
+    ) -> TransferControl:
         answer = await self.ask(Question("control", control))
         if answer.control is None:
             raise TransferError(answer.error)
@@ -122,7 +125,7 @@ class Machine:
             case "grant":
                 path = self.side.transport.path(SOURCE)
                 assert path is not None
-                self.sink = RecordingSink()
+                self.sink = RecordingTransferSink()
                 self.side.poison(range(BLOCKS))
                 self.grant = path.grant(order(range(BLOCKS), 4 * BLOCKS), self.sink)
                 return Answer(ticket=self.grant.ticket)
@@ -174,7 +177,7 @@ async def ask_for_everything(this: Machine) -> None:
     """The source's side."""
     this.side.fill({block: block for block in range(BLOCKS)})
     path = await this.side.transport.connect(DESTINATION, timeout=PATIENCE)
-    parts = [Part(n, 32 * n, range(8 * n, 8 * n + 8), (0, 3)) for n in range(8)]
+    parts = [KvPart(n, 32 * n, range(8 * n, 8 * n + 8), (0, 3)) for n in range(8)]
 
     ticket = (await this.ask(Question("grant"))).ticket
     assert ticket is not None

@@ -21,8 +21,8 @@ from tests.chaos import cluster as clusters
 from tests.chaos.cluster import Cluster, Node, eventually
 from tests.e2e import server
 from tests.e2e.model import write_model
-from tests.engine.test_handing_over import pair, request, spec
-from tests.engine.test_handing_over import settled as engine_settled
+from tests.engine.test_handoff_between_engines import pair, request, spec
+from tests.engine.test_handoff_between_engines import settled as engine_settled
 from tests.rdma.conftest import DEVICES, sent
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def start(cluster: Cluster, model: Path, road: str) -> tuple[Node, Node, Node]:
     cluster.start("worker", "alone", *engine)
     frontend = cluster.frontend()
     for node in cluster.nodes:
-        node.wait_for_line("probes on port", PATIENCE)
+        node.wait_for_line("probes at http:", PATIENCE)
         eventually(partial(healthy, node), node.name, PATIENCE)
     return frontend, decode, prefill
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdserve.ids import NodeId
-from pdserve.messages.routing import Booked, Route, WorkerLoad
-from pdserve.router.bookings import Life
-from pdserve.router.pool import Facts
+from pdserve.ids import NodeId, NodeLife
+from pdserve.messages.routing import BookingRecord, RouteRequest, WorkerLoad
+from pdserve.router.worker_table import WorkerFacts
 
 
-def life(node: str, epoch: int = 1) -> Life:
-    return Life(NodeId(node), epoch)
+def life(node: str, epoch: int = 1) -> NodeLife:
+    return NodeLife(NodeId(node), epoch)
 
 
-def facts(node: str, *models: str, epoch: int = 1, **changes: Any) -> Facts:
+def facts(node: str, *models: str, epoch: int = 1, **changes: Any) -> WorkerFacts:
     """A worker of these models, `m` if none is named."""
-    return Facts(life(node, epoch), models or ("m",), **changes)
+    return WorkerFacts(life(node, epoch), models or ("m",), **changes)
 
 
 def load(running: int = 0, waiting: int = 0, **changes: Any) -> WorkerLoad:
@@ -25,8 +24,8 @@ def load(running: int = 0, waiting: int = 0, **changes: Any) -> WorkerLoad:
     return WorkerLoad(running=running, waiting=waiting, **fields)
 
 
-def route(model: str = "m", *excluded: str, n: int = 1, prompt_tokens: int = 100) -> Route:
-    return Route(
+def route(model: str = "m", *excluded: str, n: int = 1, prompt_tokens: int = 100) -> RouteRequest:
+    return RouteRequest(
         request_id="r",
         model=model,
         prompt_tokens=prompt_tokens,
@@ -36,5 +35,7 @@ def route(model: str = "m", *excluded: str, n: int = 1, prompt_tokens: int = 100
     )
 
 
-def booked(id: int, worker: Life, sequences: int = 1, prompt_tokens: int = 100) -> Booked:
-    return Booked(id, worker.node, worker.epoch, sequences, prompt_tokens)
+def booked(
+    id: int, worker: NodeLife, sequences: int = 1, prompt_tokens: int = 100
+) -> BookingRecord:
+    return BookingRecord(id, worker.node, worker.epoch, sequences, prompt_tokens)

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdserve.messages.request import Started
-from pdserve.messages.routing import Booked
-from pdserve.router.bookings import Booking, Bookings, Charge, End, Life, Prefills
+from pdserve.messages.request import FirstTokenStats
+from pdserve.messages.routing import BookingRecord
+from pdserve.router.bookings import BookedLoad, Booking, BookingEnd, Bookings, PendingPrefills
 from pdserve.router.config import RouterConfig
 from tests.router.support import booked, life
 from tests.support.seeds import is_long
 
+if TYPE_CHECKING:
+    from pdserve.ids import NodeLife
+
 W, V, F, G, R = life("w"), life("v"), life("f"), life("g"), life("r")
 TTL = 10.0
-NOTHING = Charge(0, 0)
+NOTHING = BookedLoad(0, 0)
 
 
 class Ledger(Bookings):
     """One with a worker, a frontend and another router; it remembers what ended."""
 
     def __init__(self, **changes):
-        self.heard: list[tuple[int, End]] = []
+        self.heard: list[tuple[int, BookingEnd]] = []
         config = RouterConfig(booking_ttl=TTL, **changes)
         super().__init__(
             config, Random(1), lambda booking, why: self.heard.append((booking.id, why))
@@ -147,7 +150,7 @@ def test_the_worker_lets_it_go(ledger):
     ledger.let_go(W, id)
     ledger.let_go(W, id)
     assert not ledger.release(id)
-    assert ledger.heard == [(id, End.LET_GO)]
+    assert ledger.heard == [(id, BookingEnd.LET_GO)]
     assert ledger.load(W.node) == NOTHING
 
 
@@ -161,7 +164,7 @@ def test_the_frontend_releases_it(ledger, held, report):
         ledger.reported(W)
     assert ledger.release(id)
     assert not ledger.release(id)
-    assert ledger.heard == [(id, End.RELEASED)]
+    assert ledger.heard == [(id, BookingEnd.RELEASED)]
     assert ledger.load(W.node) == NOTHING
 
 
@@ -174,7 +177,7 @@ def test_a_late_word_of_the_worker_revives_nothing(ledger):
         ledger.reported(W)
         ledger.expire(1e9)
         ledger.let_go(W, id)
-    assert ledger.heard == [(id, End.RELEASED)]
+    assert ledger.heard == [(id, BookingEnd.RELEASED)]
 
 
 def test_the_worker_is_gone(ledger):
@@ -182,14 +185,14 @@ def test_the_worker_is_gone(ledger):
     ledger.held(W, ids[0])
     ledger.reported(W)
     ledger.worker_gone(W)
-    assert Counter(ledger.heard) == Counter((id, End.WORKER_GONE) for id in ids)
+    assert Counter(ledger.heard) == Counter((id, BookingEnd.WORKER_GONE) for id in ids)
     assert ledger.load(W.node) == NOTHING
 
 
 def test_a_new_life_of_the_worker_ends_what_the_old_one_had(ledger):
     id = ledger.book()
     ledger.worker_up(life("w", 2))
-    assert ledger.heard == [(id, End.WORKER_GONE)]
+    assert ledger.heard == [(id, BookingEnd.WORKER_GONE)]
     ledger.worker_up(W)
     ledger.held(W, id)
     ledger.worker_gone(W)
@@ -200,26 +203,23 @@ def test_a_new_life_of_the_worker_ends_what_the_old_one_had(ledger):
 def test_its_frontend_is_gone(ledger):
     mine, other = ledger.book(asker=F), ledger.book(asker=G)
     ledger.asker_gone(F)
-    assert ledger.heard == [(mine, End.ASKER_GONE)]
+    assert ledger.heard == [(mine, BookingEnd.ASKER_GONE)]
     assert ledger.release(other)
 
 
 def test_never_seen_it_runs_out(ledger):
     first, later = ledger.book(now=0.0), ledger.book(now=1.0)
-    assert ledger.next_expiry == TTL
     assert ledger.expire(TTL - 0.001) == 0
     assert ledger.expire(TTL) == 1
-    assert ledger.heard == [(first, End.NEVER_SEEN)]
-    assert ledger.next_expiry == 1.0 + TTL
+    assert ledger.heard == [(first, BookingEnd.NEVER_SEEN)]
     ledger.release(later)
-    assert ledger.next_expiry is None
+    assert ledger.expire(1e9) == 0
 
 
 def test_once_seen_it_never_runs_out(ledger):
     id = ledger.book()
     ledger.held(W, id)
     ledger.report_lost(W)
-    assert ledger.next_expiry is None
     assert ledger.expire(1e9) == 0
     ledger.let_go(W, id)
 
@@ -229,9 +229,9 @@ def test_after_a_gap_the_worker_says_all_that_it_holds(ledger):
     ledger.held(W, ended)
     ledger.reported(W)
     ledger.holds(W, [missed, 12345])
-    assert ledger.heard == [(ended, End.LET_GO)]
+    assert ledger.heard == [(ended, BookingEnd.LET_GO)]
     assert ledger.expire(TTL) == 1  # only what no one has seen
-    assert ledger.heard[1:] == [(placed, End.NEVER_SEEN)]
+    assert ledger.heard[1:] == [(placed, BookingEnd.NEVER_SEEN)]
     assert ledger.load(W.node) == (1, 100)
 
 
@@ -239,7 +239,7 @@ def test_each_end_is_counted(ledger):
     a, b = ledger.book(), ledger.book()
     ledger.release(a)
     ledger.expire(TTL)
-    assert ledger.ended == {End.RELEASED: 1, End.NEVER_SEEN: 1}
+    assert ledger.ended == {BookingEnd.RELEASED: 1, BookingEnd.NEVER_SEEN: 1}
     assert ledger.placed == 2
     assert [id for id, _ in ledger.heard] == [a, b]
 
@@ -278,7 +278,7 @@ def test_what_its_worker_let_go_counts_no_more_even_if_the_owner_repeats_it(ledg
     ledger.peer_placed(R, booked(5, W))
     ledger.held(W, 5)
     ledger.let_go(W, 5)
-    ledger.peer_has(R, [booked(5, W)])
+    ledger.peer_placed(R, booked(5, W))
     assert ledger.load(W.node) == NOTHING
 
 
@@ -302,14 +302,6 @@ def test_a_worker_that_is_not_known_yet_is_charged_when_it_comes(ledger):
     assert ledger.load(V.node) == NOTHING
 
 
-def test_after_a_gap_the_other_router_says_all_that_it_has(ledger):
-    ledger.peer_placed(R, booked(5, W))
-    ledger.peer_has(R, [booked(6, W, 4), booked(7, V)])
-    assert ledger.load(W.node) == (4, 100)
-    ledger.peer_has(R, [])
-    assert ledger.load(W.node) == NOTHING
-
-
 def test_an_id_of_ours_in_anothers_mouth_changes_nothing(ledger):
     id = ledger.book()
     ledger.peer_placed(R, booked(id, W, 50))
@@ -319,7 +311,7 @@ def test_an_id_of_ours_in_anothers_mouth_changes_nothing(ledger):
 
 def test_an_own_booking_as_others_hear_of_it(ledger):
     booking = ledger.place(0.0, W, F, 2, 30)
-    assert booking.record == Booked(booking.id, W.node, 1, 2, 30)
+    assert booking.record == BookingRecord(booking.id, W.node, 1, 2, 30)
 
 
 # ------------------------------------------------------------------ machine
@@ -329,10 +321,10 @@ class Entry(NamedTuple):
     """A booking in the model: facts only, every load computed from scratch."""
 
     id: int
-    worker: Life
-    asker: Life | None
-    owner: Life | None
-    charge: Charge
+    worker: NodeLife
+    asker: NodeLife | None
+    owner: NodeLife | None
+    charge: BookedLoad
     runs_out: float
 
 
@@ -341,7 +333,7 @@ PEERS = (life("r1"), life("r2"))
 ASKERS = (life("f1"), life("f1", 2), life("f2"))
 indexes = st.integers(0, 1 << 16)
 workers = st.builds(life, st.sampled_from(NODES), st.integers(1, 2))
-charges = st.builds(Charge, st.integers(0, 5), st.integers(0, 1000))
+charges = st.builds(BookedLoad, st.integers(0, 5), st.integers(0, 1000))
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -349,17 +341,17 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.ends: list[tuple[int, End]] = []
+        self.ends: list[tuple[int, BookingEnd]] = []
         self.ledger = Bookings(RouterConfig(booking_ttl=TTL), Random(3), self.heard)
         self.now = 0.0
-        self.up: set[Life] = set()
-        self.peers: set[Life] = set()
+        self.up: set[NodeLife] = set()
+        self.peers: set[NodeLife] = set()
         self.open: dict[int, Entry] = {}
-        self.expected: list[tuple[int, End]] = []
+        self.expected: list[tuple[int, BookingEnd]] = []
         self.dropped: set[int] = set()
         """Of other routers: no longer charged, although the owner still has it."""
-        self.holding: dict[Life, set[int]] = {}
-        self.in_report: dict[Life, set[int]] = {}
+        self.holding: dict[NodeLife, set[int]] = {}
+        self.in_report: dict[NodeLife, set[int]] = {}
         self.foreign = 0
         self.every: list[int] = [1]
         for node in NODES:
@@ -367,7 +359,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for router in PEERS:
             self.peer_up(router)
 
-    def pick(self, at: int, stale: bool) -> tuple[Life, int]:
+    def pick(self, at: int, stale: bool) -> tuple[NodeLife, int]:
         """Where and what news is about: mostly something that is open, as in life."""
         if stale or not self.open:
             worker = sorted(self.up)[at % len(self.up)] if self.up else life("w1")
@@ -375,12 +367,12 @@ class LedgerMachine(RuleBasedStateMachine):
         entry = sorted(self.open.values())[at % len(self.open)]
         return entry.worker, entry.id
 
-    def heard(self, booking: Booking, why: End) -> None:
+    def heard(self, booking: Booking, why: BookingEnd) -> None:
         self.ends.append((booking.id, why))
 
     # ---- the model
 
-    def finish(self, ids, why: End) -> None:
+    def finish(self, ids, why: BookingEnd) -> None:
         for id in list(ids):
             del self.open[id]
             self.expected.append((id, why))
@@ -392,18 +384,18 @@ class LedgerMachine(RuleBasedStateMachine):
             if e.owner is None and all(getattr(e, name) == value for name, value in where.items())
         ]
 
-    def model_gone(self, worker: Life) -> None:
-        self.finish(self.own(worker=worker), End.WORKER_GONE)
+    def model_gone(self, worker: NodeLife) -> None:
+        self.finish(self.own(worker=worker), BookingEnd.WORKER_GONE)
         self.dropped |= {e.id for e in self.open.values() if e.worker == worker}
         self.up.discard(worker)
         self.holding.pop(worker, None)
         self.in_report.pop(worker, None)
 
-    def model_let_go(self, worker: Life, id: int) -> None:
+    def model_let_go(self, worker: NodeLife, id: int) -> None:
         entry = self.open.get(id)
         if entry and entry.worker == worker and id not in self.dropped:
             if entry.owner is None:
-                self.finish([id], End.LET_GO)
+                self.finish([id], BookingEnd.LET_GO)
             else:
                 self.dropped.add(id)
         self.holding[worker].discard(id)
@@ -413,7 +405,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.open.pop(id, None)
         self.dropped.discard(id)
 
-    def load(self, worker: Life) -> Charge:
+    def load(self, worker: NodeLife) -> BookedLoad:
         counted = [
             e.charge
             for e in self.open.values()
@@ -421,7 +413,7 @@ class LedgerMachine(RuleBasedStateMachine):
             and e.id not in self.dropped
             and e.id not in self.in_report[worker]
         ]
-        return Charge(sum(c.sequences for c in counted), sum(c.prompt_tokens for c in counted))
+        return BookedLoad(sum(c.sequences for c in counted), sum(c.prompt_tokens for c in counted))
 
     # ---- members
 
@@ -443,7 +435,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def asker_gone(self, asker):
         self.ledger.asker_gone(asker)
-        self.finish(self.own(asker=asker), End.ASKER_GONE)
+        self.finish(self.own(asker=asker), BookingEnd.ASKER_GONE)
 
     def peer_up(self, router):
         self.ledger.peer_up(router)
@@ -486,7 +478,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ours = id in self.own()
         assert self.ledger.release(id) == ours
         if ours:
-            self.finish([id], End.RELEASED)
+            self.finish([id], BookingEnd.RELEASED)
 
     @rule(seconds=st.sampled_from((0.0, 1.0, TTL / 2, TTL)))
     def pass_time(self, seconds):
@@ -497,14 +489,14 @@ class LedgerMachine(RuleBasedStateMachine):
             if e.owner is None and e.runs_out <= self.now and e.id not in self.holding[e.worker]
         ]
         assert self.ledger.expire(self.now) == len(ids)
-        self.finish(ids, End.NEVER_SEEN)
+        self.finish(ids, BookingEnd.NEVER_SEEN)
 
     # ---- what workers say
 
     @rule(at=indexes, stale=st.booleans(), started=st.booleans())
     def held(self, at, stale, started):
         worker, id = self.pick(at, stale)
-        self.ledger.held(worker, id, Started(0, 0.0, 0.0, 0.0) if started else None)
+        self.ledger.held(worker, id, FirstTokenStats(0, 0.0, 0.0, 0.0) if started else None)
         if worker in self.up:
             self.holding[worker].add(id)
 
@@ -538,10 +530,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ---- other routers
 
-    def model_peer_placed(self, router: Life, record: Booked) -> None:
+    def model_peer_placed(self, router: NodeLife, record: BookingRecord) -> None:
         if router in self.peers and record.booking not in self.open:
             worker = life(record.worker, record.epoch)
-            charge = Charge(record.sequences, record.prompt_tokens)
+            charge = BookedLoad(record.sequences, record.prompt_tokens)
             self.open[record.booking] = Entry(record.booking, worker, None, router, charge, 0.0)
 
     @rule(router=st.sampled_from(PEERS), worker=workers, charge=charges, early=st.booleans())
@@ -562,20 +554,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.peer_ended(router, id)
         if id in self.open and self.open[id].owner == router:
             self.model_forget(id)
-
-    @rule(router=st.sampled_from(PEERS), kept=st.sets(indexes, max_size=4), worker=workers)
-    def peer_has(self, router, kept, worker):
-        mine = {e.id: e for e in self.open.values() if e.owner == router}
-        ids = sorted(mine)
-        keep = {ids[at % len(ids)] for at in kept} if ids else set()
-        self.foreign += 1
-        records = [booked(id, mine[id].worker, *mine[id].charge) for id in sorted(keep)]
-        records.append(booked(self.foreign, worker))
-        self.ledger.peer_has(router, records)
-        for id in mine.keys() - keep:
-            self.model_forget(id)
-        self.model_peer_placed(router, records[-1])
-        self.every.append(self.foreign)
 
     # ---- what always holds
 
@@ -602,8 +580,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for worker in sorted(self.up):
             self.worker_gone(worker)
         assert len(self.ledger) == 0
-        assert self.ledger.next_expiry is None
-        assert all(self.ledger.prefills(life(node).node) == Prefills() for node in NODES)
+        assert self.ledger.expire(1e9) == 0
+        assert all(self.ledger.prefills(life(node).node) == PendingPrefills() for node in NODES)
         self.each_ends_once_for_the_right_reason()
         self.ledger.check()
 

@@ -6,14 +6,14 @@ from random import Random
 
 import pytest
 
-from pdserve.messages.request import Started
-from pdserve.messages.routing import Booked
-from pdserve.router.bookings import Bookings, Dispatch, Prefills
+from pdserve.messages.request import FirstTokenStats
+from pdserve.messages.routing import BookingRecord
+from pdserve.router.bookings import Bookings, DecisionBasis, PendingPrefills
 from pdserve.router.config import RouterConfig
 from tests.router.support import booked, life
 
 W, F, R, S = life("w"), life("f"), life("r"), life("s")
-STARTED = Started(0, 0.0, 0.0, 0.0)
+STARTED = FirstTokenStats(0, 0.0, 0.0, 0.0)
 
 
 class Ledger(Bookings):
@@ -32,11 +32,11 @@ class Ledger(Bookings):
         self.peer_up(S)
 
     def book(self, work: float = 0.1, tokens: int = 100, cached: int = 0, n: int = 1) -> int:
-        dispatch = Dispatch("m", "ttft", work)
+        dispatch = DecisionBasis("m", "ttft", work)
         return self.place(self.now, W, F, n, tokens, cached, work, dispatch).id
 
     @property
-    def there(self) -> Prefills:
+    def there(self) -> PendingPrefills:
         self.check()
         return self.prefills(W.node)
 
@@ -92,7 +92,7 @@ def test_the_head_is_the_one_that_came_first_and_for_how_long_it_is(ledger):
 
 
 def test_bookings_of_others_weigh_alike(ledger):
-    ledger.peer_placed(R, Booked(7, W.node, W.epoch, 1, 300, 100))
+    ledger.peer_placed(R, BookingRecord(7, W.node, W.epoch, 1, 300, 100))
     assert ledger.sums == (1, 200, pytest.approx(0.2))
     assert ledger.held(W, 7, STARTED) is None  # not ours to learn from
     assert ledger.sums == (0, 0, 0.0)

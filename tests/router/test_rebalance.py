@@ -8,39 +8,45 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.ids import NodeId
-from pdserve.messages.request import Started
-from pdserve.router.bookings import Booking, Dispatch
+from pdserve.messages.request import FirstTokenStats
+from pdserve.router.admission_queue import PlacedRequest
+from pdserve.router.bookings import Booking, DecisionBasis
 from pdserve.router.config import RouterConfig
-from pdserve.router.desk import Desk
-from pdserve.router.hold import Placement
+from pdserve.router.core import RouterCore
 from pdserve.router.policies.least_loaded import choose
-from pdserve.router.rebalance import Group, Place, Rebalancer, Waiting, waiting
+from pdserve.router.rebalance import (
+    RebalanceGroup,
+    Rebalancer,
+    RebalanceTarget,
+    WaitingBooking,
+    waiting_bookings,
+)
 from tests.router.support import facts, life, load, route
 
 F = life("f")
-STARTED = Started(0, 0.0, 0.0, 0.0)
+STARTED = FirstTokenStats(0, 0.0, 0.0, 0.0)
 
 
 def booking(id: int, work: float = 1.0, placed: float = 100.0, **details) -> Booking:
     return Booking(id, life("w1"), 1, 1000, work=round(work * 1e6), placed=placed, **details)
 
 
-def place(node: str, wait: float = 0.0, room: int = 8, idle: bool = True) -> Place:
-    return Place(NodeId(node), wait, room, idle)
+def place(node: str, wait: float = 0.0, room: int = 8, idle: bool = True) -> RebalanceTarget:
+    return RebalanceTarget(NodeId(node), wait, room, idle)
 
 
-def one(id: int, here: float = 5.0, late: float = 0.0, **details) -> Waiting:
-    return Waiting(id, NodeId("w1"), here, late, 1000, **details)
+def one(id: int, here: float = 5.0, late: float = 0.0, **details) -> WaitingBooking:
+    return WaitingBooking(id, NodeId("w1"), here, late, 1000, **details)
 
 
 IDLE = (place("w2"),)
 
 
-def group(*those: Waiting, places=IDLE, cost=1.0, **details) -> Group:
-    return Group(those, places, lambda node, tokens: cost, **details)
+def group(*those: WaitingBooking, places=IDLE, cost=1.0, **details) -> RebalanceGroup:
+    return RebalanceGroup(those, places, lambda node, tokens: cost, **details)
 
 
-def settled(*those: Waiting, **details) -> list[int]:
+def settled(*those: WaitingBooking, **details) -> list[int]:
     """What is asked for once it has been worth it for long enough."""
     balancer = Rebalancer()
     assert balancer.look(100.0, [group(*those, **details)]) == []
@@ -51,28 +57,28 @@ def settled(*those: Waiting, **details) -> list[int]:
 
 
 def test_one_waits_for_all_before_it_and_for_itself():
-    found = waiting(100.0, [booking(1), booking(2), booking(3)], 100.0, 3)
+    found = waiting_bookings(100.0, [booking(1), booking(2), booking(3)], 100.0, 3)
     assert [one.here for one in found] == [1.0, 2.0, 3.0]
     assert all(one.late == 0.0 for one in found)
 
 
 def test_what_has_passed_is_taken_from_the_first_and_never_all_of_it():
-    found = waiting(100.5, [booking(1), booking(2)], 100.0, 2)
+    found = waiting_bookings(100.5, [booking(1), booking(2)], 100.0, 2)
     assert [one.here for one in found] == pytest.approx([0.5, 1.5])
-    found = waiting(107.0, [booking(1, placed=107.0), booking(2, placed=107.0)], 100.0, 2)
+    found = waiting_bookings(107.0, [booking(1, placed=107.0), booking(2, placed=107.0)], 100.0, 2)
     assert [one.here for one in found] == pytest.approx([0.1, 1.1])
 
 
 def test_who_is_late_is_late_for_as_long_again():
-    dispatch = Dispatch("m", predicted_ttft=0.5)
-    (found,) = waiting(104.0, [booking(1, dispatch=dispatch)], 100.0, 1)
+    dispatch = DecisionBasis("m", predicted_ttft=0.5)
+    (found,) = waiting_bookings(104.0, [booking(1, dispatch=dispatch)], 100.0, 1)
     assert [found.late, found.here] == pytest.approx([3.5, 3.5])
 
 
 def test_those_that_are_being_computed_stay():
-    found = waiting(100.0, [booking(1), booking(2), booking(3)], 100.0, 2)
+    found = waiting_bookings(100.0, [booking(1), booking(2), booking(3)], 100.0, 2)
     assert [one.booking for one in found] == [2, 3]
-    assert waiting(100.0, [booking(1)], 100.0, 0) == []
+    assert waiting_bookings(100.0, [booking(1)], 100.0, 0) == []
 
 
 # ---------------------------------------------------------------------- who moves
@@ -152,14 +158,16 @@ class World:
 
     def __init__(self, uncomputed: int = 0, decode: bool = False, **question) -> None:
         self.now = 100.0
-        self.desk = Desk(RouterConfig(hold_work=0.0), choose, Random(1), clock=lambda: self.now)
+        self.desk = RouterCore(
+            RouterConfig(hold_work=0.0), choose, Random(1), clock=lambda: self.now
+        )
         self.desk.worker(self.now, facts("w1", max_sequences=64, decode=decode))
         self.ids = []
         for _ in range(6):
             outcome = self.desk.offer(
                 self.now, F, replace(route(prompt_tokens=10_000), **question), lambda outcome: None
             )
-            assert isinstance(outcome, Placement)
+            assert isinstance(outcome, PlacedRequest)
             self.ids.append(outcome.booking.id)
             self.desk.holds(self.now, life("w1"), outcome.booking.id, None)
         report = load(2, waiting=4, uncomputed_tokens=uncomputed)
@@ -197,7 +205,7 @@ def test_whom_the_worker_has_not_got_yet_or_has_begun_stays():
     outcome = world.desk.offer(
         world.now, F, replace(route(prompt_tokens=10_000), allowed=("w1",)), lambda outcome: None
     )
-    assert isinstance(outcome, Placement)
+    assert isinstance(outcome, PlacedRequest)
     assert not {world.ids[5], outcome.booking.id} & set(world.moves())
 
 

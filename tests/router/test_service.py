@@ -9,40 +9,40 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from pdserve.errors import Draining, ModelNotFound, NoWorker, ProtocolError
-from pdserve.frontend.cluster import ClusterBackend
+from pdserve.errors import Draining, ModelNotFound, NoWorker, PdserveError, ProtocolError
 from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.dispatch.cluster_client import ClusterClient
 from pdserve.ids import NodeId
 from pdserve.messages.engine import EngineStats
-from pdserve.messages.kv import BlockStored
+from pdserve.messages.kv_events import BlockStored
 from pdserve.messages.node import NodeCard
-from pdserve.messages.request import Finish, Started, TokenDelta
-from pdserve.messages.routing import Release
+from pdserve.messages.request import Finish, FirstTokenStats, TokenDelta
+from pdserve.messages.routing import ReleaseBooking
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
-from pdserve.router.bookings import End
+from pdserve.perf_model.latency_model import LatencyModel
+from pdserve.router.bookings import BookingEnd
 from pdserve.router.config import RouterConfig
-from pdserve.router.policies.load import load_policy
-from pdserve.router.pool import Standing
-from pdserve.router.predict.model import TimeModel
+from pdserve.router.policies.loader import load_policy
 from pdserve.router.service import RouterService
-from pdserve.runtime.methods import EXPLAIN, RELEASE, ROUTE
+from pdserve.router.worker_table import WorkerEligibility
+from pdserve.runtime.rpc_methods import EXPLAIN, RELEASE, ROUTE
 from pdserve.runtime.topics.service import Topics
 from pdserve.wire.codec import Method, encode
-from pdserve.worker.member import WorkerMember
-from tests.frontend.clusters import Sink, request
-from tests.frontend.test_offers import model
+from pdserve.worker.agent import WorkerAgent
+from tests.frontend.dispatch.test_model_discovery import model
+from tests.frontend.fake_cluster import Sink, request
 from tests.net.world import virtually
 from tests.router.support import route
 from tests.runtime.cluster import cluster
-from tests.worker.test_member import FakeService
+from tests.worker.test_agent import FakeService
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.messages.card import ModelCard
-    from pdserve.messages.handoff import Mode
-    from pdserve.messages.routing import Route, Routed
+    from pdserve.messages.handoff import WorkerMode
+    from pdserve.messages.routing import RouteDecision, RouteRequest
     from pdserve.runtime.node import Node
     from tests.runtime.cluster import Cluster
 
@@ -70,13 +70,13 @@ class Router:
 
 
 class Worker:
-    def __init__(self, node: Node, started: int, mode: Mode = "aggregated") -> None:
+    def __init__(self, node: Node, started: int, mode: WorkerMode = "aggregated") -> None:
         self.node = node
         self.service = FakeService()
         self.topics = Topics(node, node.timers)
         service: Any = self.service
         card = NodeCard(role="worker", started=started)
-        self.member = WorkerMember(service, node, self.topics, card)
+        self.member = WorkerAgent(service, node, self.topics, card)
         # Routers know a worker's mode by its card; how it takes part is tested elsewhere.
         self.member._card = replace(self.member._card, mode=mode)
 
@@ -92,7 +92,7 @@ class World:
         self.nodes = nodes
         self.routers: dict[str, Router] = {}
         self.workers: dict[str, Worker] = {}
-        self.frontends: dict[str, ClusterBackend] = {}
+        self.frontends: dict[str, ClusterClient] = {}
 
     async def router(self, name: str, **config: Any) -> Router:
         node = await self.nodes.add(name, role="router")
@@ -101,18 +101,16 @@ class World:
         return made
 
     async def worker(
-        self, name: str, card: ModelCard | None = None, mode: Mode = "aggregated"
+        self, name: str, card: ModelCard | None = None, mode: WorkerMode = "aggregated"
     ) -> Worker:
         node = await self.nodes.add(name)
         made = self.workers[name] = Worker(node, len(self.workers), mode)
         made.service.ready(card or model())
         return made
 
-    async def frontend(self, name: str) -> ClusterBackend:
+    async def frontend(self, name: str) -> ClusterClient:
         node = await self.nodes.add(name, role="frontend")
-        made = self.frontends[name] = ClusterBackend(
-            node, FrontendConfig(), Degradations(Metrics())
-        )
+        made = self.frontends[name] = ClusterClient(node, FrontendConfig(), Degradations(Metrics()))
         return made
 
     async def settled(self) -> None:
@@ -121,9 +119,9 @@ class World:
             await self.nodes.until(lambda r=router: set(r.workers()) == set(self.workers))  # type: ignore[misc]
         for backend in self.frontends.values():
             await self.nodes.until(lambda b=backend: b.unready_reason() is None)  # type: ignore[misc]
-            await self.nodes.until(lambda b=backend: len(b._routers) == len(self.routers))  # type: ignore[misc]
+            await self.nodes.until(lambda b=backend: len(b.routers.order) == len(self.routers))  # type: ignore[misc]
 
-    async def ask(self, frontend: str, router: str, name: str = "tiny") -> Routed:
+    async def ask(self, frontend: str, router: str, name: str = "tiny") -> RouteDecision:
         link = await self.nodes.nodes[frontend].link(NodeId(router), timeout=1.0)
         return await link.request(ROUTE, route(name), timeout=1.0)
 
@@ -173,7 +171,7 @@ async def test_the_worker_alone_can_end_a_booking() -> None:
         await w.nodes.until(lambda: router.charged("a") == 0)
         worker.end(1)
         await w.nodes.until(lambda: len(router.bookings) == 0)
-        assert router.bookings.ended == {End.LET_GO: 1}
+        assert router.bookings.ended == {BookingEnd.LET_GO: 1}
 
 
 @virtually
@@ -187,12 +185,12 @@ async def test_a_booking_that_never_came_to_its_worker_runs_out() -> None:
         await asyncio.sleep(9.0)
         assert router.charged("a") == 1
         await asyncio.sleep(3.0)
-        assert router.bookings.ended == {End.NEVER_SEEN: 1}
+        assert router.bookings.ended == {BookingEnd.NEVER_SEEN: 1}
 
 
 @virtually
 async def test_whoever_dies_takes_its_bookings_along() -> None:
-    for dead, why in (("a", {End.WORKER_GONE: 2}), ("f", {End.ASKER_GONE: 4})):
+    for dead, why in (("a", {BookingEnd.WORKER_GONE: 2}), ("f", {BookingEnd.ASKER_GONE: 4})):
         async with world() as w:
             router = await w.router("r")
             await w.worker("a")
@@ -218,12 +216,12 @@ async def test_a_release_may_come_twice_or_for_nothing() -> None:
         routed = await w.ask("f", "r")
         link = await w.nodes.nodes["f"].link(NodeId("r"), timeout=1.0)
         for booking in (routed.booking, routed.booking, 12345):
-            link.tell(RELEASE, encode(Release(booking, "finished")))
+            link.tell(RELEASE, encode(ReleaseBooking(booking, "finished")))
         await asyncio.sleep(0.1)
-        assert router.bookings.ended == {End.RELEASED: 1}
-        nonsense = Method(ROUTE.id, "nonsense", Release, Release)
+        assert router.bookings.ended == {BookingEnd.RELEASED: 1}
+        nonsense = Method(ROUTE.id, "nonsense", ReleaseBooking, ReleaseBooking)
         with pytest.raises(ProtocolError):
-            await link.request(nonsense, Release(1, "finished"), timeout=1.0)
+            await link.request(nonsense, ReleaseBooking(1, "finished"), timeout=1.0)
 
 
 @virtually
@@ -272,7 +270,7 @@ async def test_a_router_shows_itself_once_it_has_settled() -> None:
         await w.worker("a")
         backend = await w.frontend("f")
         router = await w.router("r")
-        await w.nodes.until(lambda: bool(backend._routers))
+        await w.nodes.until(lambda: bool(backend.routers.order))
         assert router.workers() == ["a"]
         assert router.service.unready_reason() is None
 
@@ -285,7 +283,7 @@ async def test_a_draining_router_is_left_alone_and_still_answers() -> None:
         backend = await w.frontend("f")
         await w.settled()
         w.routers["r"].service.drain()
-        await w.nodes.until(lambda: not backend._routers)
+        await w.nodes.until(lambda: not backend.routers.order)
         assert (await w.ask("f", "r")).worker == "a"
 
 
@@ -297,7 +295,7 @@ async def test_one_that_drains_before_it_has_settled_is_never_asked() -> None:
         router.service.drain()
         for _ in range(30):
             await asyncio.sleep(0.1)
-            assert not backend._routers
+            assert not backend.routers.order
 
 
 @virtually
@@ -364,7 +362,7 @@ async def test_a_router_held_for_dead_begins_with_an_empty_ledger() -> None:
         sink = Sink()
         await backend.open(request(), sink)
         w.nodes.world.pause("r")
-        await w.nodes.until(lambda: not backend._routers, 30.0)
+        await w.nodes.until(lambda: not backend.routers.order, 30.0)
         w.nodes.world.resume("r")
         await w.nodes.until(lambda: router.node.lives == 2, 30.0)
         assert len(router.bookings) == 0
@@ -382,12 +380,12 @@ def _sequences(router: Router) -> list[int]:
 # ------------------------------------------------------------------------ who waits
 
 
-def _large(*excluded: str, **wants: Any) -> Route:
+def _large(*excluded: str, **wants: Any) -> RouteRequest:
     """One of these closes a worker by what is predicted without any experience."""
     return replace(route("tiny", *excluded, prompt_tokens=2000), **wants)
 
 
-async def _asks(w: World, question: Route, router: str = "r") -> asyncio.Task[Routed]:
+async def _asks(w: World, question: RouteRequest, router: str = "r") -> asyncio.Task[RouteDecision]:
     link = await w.nodes.nodes["f"].link(NodeId(router), timeout=1.0)
     asking = asyncio.ensure_future(link.request(ROUTE, question, timeout=60.0))
     await asyncio.sleep(0.05)
@@ -395,7 +393,7 @@ async def _asks(w: World, question: Route, router: str = "r") -> asyncio.Task[Ro
 
 
 def _start(worker: Worker, handle: int) -> None:
-    started = Started(0, 0.0, 0.1, 0.1)
+    started = FirstTokenStats(0, 0.0, 0.1, 0.1)
     worker.service.sinks[handle].on_delta(
         TokenDelta(handle=handle, choice=0, tokens=[1], started=started)
     )
@@ -432,6 +430,25 @@ async def test_who_waits_goes_at_the_predicted_moment_if_nothing_is_heard() -> N
 
 
 @virtually
+async def test_who_waits_in_a_router_that_fails_inside_is_answered() -> None:
+    """By an error that sends its frontend to another router."""
+    async with world() as w:
+        router, _, _ = await w.router("r"), await w.worker("a"), await w.frontend("f")
+        await w.settled()
+        await (await _asks(w, _large()))
+        asking = await _asks(w, _large())
+
+        def look(now: float) -> None:
+            raise KeyError("sk-secret")
+
+        router.service.desk.look = look  # type: ignore[method-assign]
+        router.service._look()
+        with pytest.raises(PdserveError, match="failed inside"):
+            await asking
+        assert router.service.desk.held == 0
+
+
+@virtually
 async def test_who_turns_away_while_it_waits_leaves_nothing_behind() -> None:
     async with world() as w:
         router, _, _ = await w.router("r"), await w.worker("a"), await w.frontend("f")
@@ -458,7 +475,7 @@ async def test_who_turns_away_while_the_answer_is_under_way_gives_it_back() -> N
                 (await opening).cancel()
         await asyncio.sleep(1.0)
         assert len(router.bookings) == 0
-        assert router.bookings.ended[End.NEVER_SEEN] == 0
+        assert router.bookings.ended[BookingEnd.NEVER_SEEN] == 0
 
 
 @virtually
@@ -518,7 +535,7 @@ async def test_a_prefill_worker_gets_no_requests_but_its_blocks_are_known() -> N
         worker = await w.worker("p", mode="prefill")
         await w.frontend("f")
         known = router.service.desk.pool.models
-        await w.nodes.until(lambda: known() == {"tiny": {Standing.PREFILL: 1}})
+        await w.nodes.until(lambda: known() == {"tiny": {WorkerEligibility.PREFILL: 1}})
         with pytest.raises(NoWorker, match="only prefill workers"):
             await w.ask("f", "r")
         link = await w.nodes.nodes["f"].link(NodeId("r"), timeout=1.0)
@@ -572,7 +589,7 @@ async def test_a_restarted_router_knows_what_runs_within_a_second() -> None:
         (view,) = late.service.desk.pool.view(late.node.now(), "tiny").sound
         assert (view.sequences, view.prefills, view.decodes) == (3, 2, 1)
         assert view.prefill_tokens == 5000
-        assert view.work == pytest.approx(TimeModel().prefill(5000))
+        assert view.work == pytest.approx(LatencyModel().prefill(5000))
         for handle in (2, 3):
             _start(worker, handle)
         worker.service.stats = EngineStats(running=3)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from pdserve.ids import NodeId
-from pdserve.net.memory import MemoryWorld
+from pdserve.net.transport.memory import MemoryWorld
 from pdserve.runtime.node import Node, NodeConfig
 from pdserve.testing.net_support import KEY
 

@@ -10,6 +10,7 @@ from pdserve.errors import (
     ConfigError,
     Draining,
     LinkLost,
+    NoMethod,
     ProtocolError,
     WrongCluster,
     WrongClusterKey,
@@ -17,14 +18,13 @@ from pdserve.errors import (
 from pdserve.gossip.messages import TELL
 from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
-from pdserve.messages.node import NodeCard, model_card, offer
-from pdserve.runtime.registry import Appeared, Changed, Gone
-from pdserve.testing.net_support import ECHO, HANG, KEY, Echo
+from pdserve.messages.node import NodeCard, model_card, summarize_card
+from pdserve.runtime.registry import MemberAppeared, MemberChanged, MemberGone
+from pdserve.testing.net_support import ECHO, HANG, KEY, Echo, RecordingStreamSink
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
 
 if TYPE_CHECKING:
-    from pdserve.net.base import Down, Link
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
 
@@ -54,7 +54,7 @@ async def test_a_card_and_its_parts_reach_whoever_wants_them() -> None:
     async with cluster() as nodes:
         for name in ("a", "b", "c"):
             await nodes.add(name)
-        small, parts = offer(MODEL)
+        small, parts = summarize_card(MODEL)
         nodes.nodes["a"].publish_card(NodeCard(models=(small,), topics=("load",)), parts)
         reader = nodes.nodes["c"]
 
@@ -63,7 +63,8 @@ async def test_a_card_and_its_parts_reach_whoever_wants_them() -> None:
             return member is not None and member.card is not None
 
         assert await nodes.until(known) < 3.0
-        assert [m.node for m in reader.registry.by_topic("load")] == ["a"]
+        publishes = {m.node: m.card.topics for m in reader.registry if m.card is not None}
+        assert publishes[NodeId("a")] == ("load",)
         fetched = await asyncio.gather(
             *(reader.part(NodeId("a"), name, timeout=5.0) for name in (*small.parts, *small.parts))
         )
@@ -98,9 +99,9 @@ async def test_a_crash_is_told_once_and_ends_what_waits() -> None:
         assert lost.value.sent
         assert await nodes.until(nodes.converged) < 1.5
         await asyncio.sleep(20.0)
-        gone = [event for event in events if isinstance(event, Gone)]
+        gone = [event for event in events if isinstance(event, MemberGone)]
         assert [(event.member.node, event.reason) for event in gone] == [("b", "died")]
-        assert sum(isinstance(event, Appeared) for event in events) == 2
+        assert sum(isinstance(event, MemberAppeared) for event in events) == 2
 
 
 @virtually
@@ -116,7 +117,7 @@ async def test_who_leaves_is_gone_at_once() -> None:
         assert await nodes.until(nodes.converged) < 0.5
         await leaving
         await leaver.close()
-        assert [e.reason for e in events if isinstance(e, Gone)] == ["left"]
+        assert [e.reason for e in events if isinstance(e, MemberGone)] == ["left"]
 
 
 @virtually
@@ -200,8 +201,11 @@ async def test_requests_are_answered_by_method() -> None:
         nodes.nodes["a"].serve(ECHO, lambda question, call: Echo(question.payload + b"!"))
         link = await nodes.nodes["b"].link(NodeId("a"), timeout=1.0)
         assert await link.request(ECHO, Echo(b"hi"), timeout=1.0) == Echo(b"hi!")
-        with pytest.raises(ProtocolError, match="not served"):
-            await link.request(HANG, Echo(), timeout=1.0)
+        for _ in range(5):  # of a later release, say: no reason to end the link
+            with pytest.raises(NoMethod, match="not served"):
+                await link.request(HANG, Echo(), timeout=1.0)
+            link.open_stream(HANG.id, b"", RecordingStreamSink())
+        assert await link.request(ECHO, Echo(b"hi"), timeout=1.0) == Echo(b"hi!")
         with pytest.raises(LinkLost, match="not in the cluster"):
             await nodes.nodes["b"].link(NodeId("z"), timeout=1.0)
 
@@ -215,7 +219,7 @@ async def test_links_that_roles_make_are_reported() -> None:
         nodes.nodes["a"].on_member(events.append)
         nodes.world.reset("a", "b")
         nodes.world.reset("b", "a")
-        await nodes.until(lambda: any(isinstance(event, Changed) for event in events))
+        await nodes.until(lambda: any(isinstance(event, MemberChanged) for event in events))
 
         def reachable() -> bool:
             member = nodes.nodes["a"].registry.get(NodeId("b"))
@@ -230,7 +234,7 @@ async def test_a_part_on_its_way_is_given_up_with_the_life_that_wanted_it() -> N
     async with cluster() as nodes:
         for name in ("a", "b", "c", "d"):
             await nodes.add(name)
-        small, parts = offer(MODEL)
+        small, parts = summarize_card(MODEL)
         nodes.nodes["a"].publish_card(NodeCard(models=(small,)), parts)
         reader = nodes.nodes["d"]
 
@@ -293,7 +297,7 @@ async def begins_again(node: Node) -> None:
     heard = asyncio.Event()
 
     def hear(event: MemberEvent) -> None:
-        if isinstance(event, Gone):
+        if isinstance(event, MemberGone):
             heard.set()
 
     node.on_member(hear)
@@ -315,22 +319,6 @@ async def test_a_link_that_starts_nothing_more_is_replaced() -> None:
         assert await again.request(ECHO, Echo(b"x"), timeout=1.0) == Echo(b"x")
         assert not asking.done()
         asking.cancel()
-
-
-@virtually
-async def test_a_fault_of_whoever_hears_of_links_is_his_own() -> None:
-    async with cluster() as nodes:
-        await nodes.add("a")
-        heard: list[str] = []
-
-        def broken(link: Link, down: Down | None) -> None:
-            raise ValueError("a fault")
-
-        nodes.nodes["a"].on_link(broken)
-        nodes.nodes["a"].on_link(lambda link, down: heard.append(link.peer.node))
-        await nodes.add("b")
-        await nodes.until(nodes.converged)
-        assert heard == ["b"]
 
 
 @virtually

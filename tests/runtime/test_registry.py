@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.gossip import events as ev
-from pdserve.gossip.messages import Card, Record
+from pdserve.gossip.messages import Card, MemberRecord
 from pdserve.ids import NodeId
 from pdserve.messages.node import NodeCard
-from pdserve.runtime.registry import Appeared, Changed, Gone, Member, Registry
+from pdserve.runtime.registry import Member, MemberAppeared, MemberChanged, MemberGone, Registry
 from pdserve.wire.codec import encode
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pdserve.runtime.registry import MemberEvent
 
 
-def record(node: str, epoch: int = 1, role: str = "worker") -> Record:
-    return Record(NodeId(node), epoch, address=f"{node}:1", role=role)
+def record(node: str, epoch: int = 1, role: str = "worker") -> MemberRecord:
+    return MemberRecord(NodeId(node), epoch, address=f"{node}:1", role=role)
 
 
 def card_of(node: str, card: NodeCard, epoch: int = 1, version: int = 1) -> ev.CardReady:
@@ -38,7 +38,7 @@ def kinds(events: list[MemberEvent]) -> list[type]:
     return [type(event) for event in events]
 
 
-def test_members_are_found_by_id_role_and_topic() -> None:
+def test_members_are_found_by_id_and_role() -> None:
     registry, _ = heard(
         ev.Joined(record("b")),
         ev.Joined(record("a")),
@@ -47,7 +47,6 @@ def test_members_are_found_by_id_role_and_topic() -> None:
     )
     assert registry.get(NodeId("a")) == Member(NodeId("a"), 1, "a:1", "worker")
     assert [m.node for m in registry.by_role("worker")] == ["a", "b"]
-    assert [m.node for m in registry.by_topic("load")] == ["b"]
     assert (len(registry), registry.get(NodeId("x"))) == (3, None)
 
 
@@ -74,9 +73,9 @@ def test_a_change_is_told_with_what_was_before(
     effect: ev.Effect, field: str, value: object
 ) -> None:
     registry, events = heard(ev.Joined(record("a")), effect, effect)
-    assert kinds(events) == [Appeared, Changed]
+    assert kinds(events) == [MemberAppeared, MemberChanged]
     change = events[1]
-    assert isinstance(change, Changed)
+    assert isinstance(change, MemberChanged)
     assert getattr(change.member, field) == value != getattr(change.before, field)
     assert registry.get(NodeId("a")) == change.member
 
@@ -95,11 +94,11 @@ def test_doubts_end() -> None:
 
 
 @pytest.mark.parametrize(("effect", "reason"), [(ev.Died, "died"), (ev.Departed, "left")])
-def test_a_life_ends_once(effect: Callable[[Record], ev.Effect], reason: str) -> None:
+def test_a_life_ends_once(effect: Callable[[MemberRecord], ev.Effect], reason: str) -> None:
     end = effect(record("a"))
     registry, events = heard(ev.Joined(record("a")), end, end, ev.Suspected(record("a")))
-    assert kinds(events) == [Appeared, Gone]
-    assert isinstance(events[1], Gone)
+    assert kinds(events) == [MemberAppeared, MemberGone]
+    assert isinstance(events[1], MemberGone)
     assert (events[1].reason, len(registry)) == (reason, 0)
 
 
@@ -111,7 +110,7 @@ def test_what_belongs_to_another_life_changes_nothing() -> None:
         card_of("a", NodeCard(host="old"), epoch=1),
         card_of("b", NodeCard()),
     )
-    assert kinds(events) == [Appeared]
+    assert kinds(events) == [MemberAppeared]
     assert registry.get(NodeId("a")) == Member(NodeId("a"), 2, "a:1", "worker")
 
 
@@ -119,7 +118,7 @@ def test_a_later_life_ends_the_one_before_and_has_no_card_yet() -> None:
     registry, events = heard(
         ev.Joined(record("a", 1)), card_of("a", NodeCard(host="h")), ev.Joined(record("a", 2))
     )
-    assert kinds(events) == [Appeared, Changed, Gone, Appeared]
+    assert kinds(events) == [MemberAppeared, MemberChanged, MemberGone, MemberAppeared]
     assert events[2].member.epoch == 1
     member = registry.get(NodeId("a"))
     assert member is not None
@@ -130,8 +129,8 @@ def test_starting_afresh_everybody_is_gone_once() -> None:
     registry, events = heard(ev.Joined(record("a")), ev.Joined(record("b")))
     registry.clear("own rejoin")
     registry.clear("closed")
-    assert kinds(events) == [Appeared, Appeared, Gone, Gone]
-    assert {e.reason for e in events if isinstance(e, Gone)} == {"own rejoin"}
+    assert kinds(events) == [MemberAppeared, MemberAppeared, MemberGone, MemberGone]
+    assert {e.reason for e in events if isinstance(e, MemberGone)} == {"own rejoin"}
 
 
 def test_a_card_that_cannot_be_read_leaves_the_one_before() -> None:
@@ -140,7 +139,7 @@ def test_a_card_that_cannot_be_read_leaves_the_one_before() -> None:
         card_of("a", NodeCard(host="h")),
         ev.CardReady(NodeId("a"), 1, 2, Card(b"\xc1", ())),
     )
-    assert kinds(events) == [Appeared, Changed]
+    assert kinds(events) == [MemberAppeared, MemberChanged]
     member = registry.get(NodeId("a"))
     assert member is not None
     assert member.card == NodeCard(host="h")
@@ -157,7 +156,7 @@ def test_a_listener_that_fails_does_not_hide_a_death_from_the_others() -> None:
     registry.listen(events.append)
     registry.feed(ev.Joined(record("a")))
     registry.feed(ev.Died(record("a")))
-    assert kinds(events) == [Appeared, Gone]
+    assert kinds(events) == [MemberAppeared, MemberGone]
 
 
 def test_one_who_comes_to_listen_and_fails_listens_all_the_same() -> None:
@@ -188,5 +187,5 @@ def test_one_who_stops_listening_in_the_middle_hears_no_more() -> None:
 
 
 def test_other_effects_concern_nobody_here() -> None:
-    _, events = heard(ev.Ready(alone=True), ev.PartFailed(b"", "x"), ev.TableFull(NodeId("x")))
+    _, events = heard(ev.TableReady(alone=True), ev.PartFailed(b"", "x"), ev.TableFull(NodeId("x")))
     assert events == []

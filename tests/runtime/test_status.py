@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import Overloaded
 from pdserve.ids import NodeId
-from pdserve.messages.status import Ask, Report
+from pdserve.messages.status import NodeReport, StatusQuery
 from pdserve.runtime import status
-from pdserve.runtime.methods import REPORT, STATUS
+from pdserve.runtime.rpc_methods import REPORT, STATUS
 from pdserve.runtime.status import StatusService
 from pdserve.testing.net_support import RecordingHandler, node
 from pdserve.wire.handshake import Identity
@@ -30,7 +30,7 @@ async def visited(*names: str) -> AsyncIterator[tuple[Cluster, PeerLink]]:
     async with cluster() as nodes:
         for name in names:
             made = await nodes.add(name, role="router")
-            report = functools.partial(Report, degraded={f"of_{name}": "why"})
+            report = functools.partial(NodeReport, degraded={f"of_{name}": "why"})
             StatusService(made, report, lambda: 1_700_000_000.0)
         await nodes.until(nodes.converged)
         visitor = node("visitor", nodes.world.network("visitor"), RecordingHandler())
@@ -44,7 +44,7 @@ async def visited(*names: str) -> AsyncIterator[tuple[Cluster, PeerLink]]:
 @virtually
 async def test_any_node_tells_of_all() -> None:
     async with visited("a", "b", "c") as (_, link):
-        view = await link.request(STATUS, Ask(), timeout=3.0)
+        view = await link.request(STATUS, StatusQuery(), timeout=3.0)
         assert [member.node for member in view.members] == ["a", "b", "c"]
         reports = [member.report for member in view.members]
         assert [report and list(report.degraded) for report in reports] == [
@@ -59,7 +59,7 @@ async def test_a_visitor_is_no_member_and_leaves_no_trace() -> None:
     async with visited("a", "b") as (nodes, link):
         a = nodes.nodes["a"]
         for _ in range(3):
-            await link.request(STATUS, Ask(), timeout=3.0)
+            await link.request(STATUS, StatusQuery(), timeout=3.0)
             await asyncio.sleep(20.0)
         machine = a._living().gossip.machine
         assert [member.node for member in a.registry] == ["b"]
@@ -75,7 +75,7 @@ async def test_who_does_not_answer_in_time_is_named_and_does_not_keep_the_others
     async with visited("a", "b", "c") as (nodes, link):
         nodes.nodes["b"].serve(REPORT, lambda question, call: None)
         start = nodes.loop.time()
-        view = await link.request(STATUS, Ask(), timeout=3.0)
+        view = await link.request(STATUS, StatusQuery(), timeout=3.0)
         assert nodes.loop.time() - start < 1.5
         silent = {member.node: member.silence for member in view.members if member.silence}
         assert list(silent) == ["b"]
@@ -87,7 +87,7 @@ async def test_who_does_not_answer_in_time_is_named_and_does_not_keep_the_others
 async def test_the_askers_deadline_shortens_the_wait() -> None:
     async with visited("a", "b") as (nodes, link):
         nodes.nodes["b"].serve(REPORT, lambda question, call: None)
-        view = await link.request(STATUS, Ask(), timeout=0.6)
+        view = await link.request(STATUS, StatusQuery(), timeout=0.6)
         assert view.members[1].silence
 
 
@@ -95,11 +95,11 @@ async def test_the_askers_deadline_shortens_the_wait() -> None:
 async def test_a_member_that_fails_is_named_with_its_words() -> None:
     async with visited("a", "b") as (nodes, link):
 
-        def fail(question: Ask, call: object) -> Report:
+        def fail(question: StatusQuery, call: object) -> NodeReport:
             raise Overloaded("too busy")
 
         nodes.nodes["b"].serve(REPORT, fail)
-        view = await link.request(STATUS, Ask(), timeout=3.0)
+        view = await link.request(STATUS, StatusQuery(), timeout=3.0)
         assert "too busy" in view.members[1].silence
 
 
@@ -107,7 +107,7 @@ async def test_a_member_that_fails_is_named_with_its_words() -> None:
 async def test_an_asker_that_gives_up_ends_the_asking() -> None:
     async with visited("a", "b") as (nodes, link):
         nodes.nodes["b"].serve(REPORT, lambda question, call: None)
-        asking = asyncio.create_task(link.request(STATUS, Ask(), timeout=3.0))
+        asking = asyncio.create_task(link.request(STATUS, StatusQuery(), timeout=3.0))
         await asyncio.sleep(0.1)
         assert [name for name in nodes.nodes["a"].tasks.names() if "report" in name]
         asking.cancel()
@@ -121,8 +121,8 @@ async def test_askers_are_bounded() -> None:
         nodes.nodes["b"].serve(REPORT, lambda question, call: None)
         many = status._ASKERS + 3
         outcomes = await asyncio.gather(
-            *(link.request(STATUS, Ask(), timeout=3.0) for _ in range(many)),
+            *(link.request(STATUS, StatusQuery(), timeout=3.0) for _ in range(many)),
             return_exceptions=True,
         )
         assert sum(isinstance(outcome, Overloaded) for outcome in outcomes) == 3
-        assert (await link.request(STATUS, Ask(), timeout=3.0)).members
+        assert (await link.request(STATUS, StatusQuery(), timeout=3.0)).members

@@ -4,83 +4,138 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.errors import ActorFailed, DeadlineExceeded, NoActor, RestartsExhausted
-from pdserve.runtime.intensity import Restarts
+from pdserve.errors import DeadlineExceeded, RestartsExhausted
+from pdserve.runtime.restart_intensity import RestartLimits
 from pdserve.runtime.supervisor import ChildSpec, Supervisor
+from pdserve.runtime.tasks import Tasks
 from tests.net.world import virtually
-from tests.runtime.actors import BOOK, Add, Book, Crash, Get, Sleep, Total, at_home
 
 if TYPE_CHECKING:
-    from pdserve.runtime.actors import Actors
-    from pdserve.runtime.ref import Terminated
+    from collections.abc import AsyncIterator, Callable
+
+    from pdserve.runtime.supervisor import SupervisedChild
 
 T = 10.0
 
 
-class Family:
-    """Books under a supervisor, and the order in which they come and go."""
+class FakeChild:
+    """Runs until it is stopped or a test ends it."""
 
-    def __init__(self, actors: Actors, *names: str, seed: int = 0, **how: Any) -> None:
+    def __init__(self, name: str, family: Family) -> None:
+        self.name = name
+        self.slow = False
+        """It takes all the time that it is given to stop."""
+        self._family = family
+        self._over = False
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[BaseException | None], None]] = []
+        family.log.append(f"+{name}")
+        family.running[name] = self
+
+    def end(self, error: BaseException | None = None) -> None:
+        self._over, self._error = True, error
+        del self._family.running[self.name]
+        self._family.log.append(f"-{self.name}")
+        for callback in self._callbacks:
+            callback(error)
+
+    def when_ended(self, callback: Callable[[BaseException | None], None]) -> None:
+        if self._over:
+            asyncio.get_running_loop().call_soon(callback, self._error)
+        else:
+            self._callbacks.append(callback)
+
+    async def stop(self, *, timeout: float) -> None:
+        if self.slow:
+            await asyncio.sleep(timeout)
+        if not self._over:
+            self.end()
+
+
+class Family:
+    """Children under a supervisor, and the order in which they come and go."""
+
+    def __init__(self, tasks: Tasks, *names: str, seed: int = 0, **how: Any) -> None:
         self.log: list[str] = []
         self.fail_start: set[str] = set()
-        self.actors = actors
+        self.running: dict[str, FakeChild] = {}
         kinds = how.pop("kinds", {})
         self.supervisor = Supervisor(
             "family",
             [self.spec(name, kinds.get(name, "permanent")) for name in names],
-            tasks=actors.home.tasks,
+            tasks=tasks,
             random=random.Random(seed),
             **how,
         )
 
     def spec(self, name: str, kind) -> ChildSpec:
-        family = self
+        async def start() -> SupervisedChild:
+            if name in self.fail_start:
+                raise ZeroDivisionError("broken on purpose")
+            return FakeChild(name, self)
 
-        class Child(Book):
-            async def started(self) -> None:
-                if name in family.fail_start:
-                    raise ZeroDivisionError("broken on purpose")
-                family.log.append(f"+{name}")
-
-            async def stopped(self, error: BaseException | None) -> None:
-                family.log.append(f"-{name}")
-
-        return ChildSpec(name, lambda: family.actors.start(Child(), name, timeout=T), kind)
+        return ChildSpec(name, start, kind)
 
     def crash(self, name: str) -> None:
-        self.actors.ref(BOOK, name).tell(Crash())
+        self.running[name].end(ZeroDivisionError("broken on purpose"))
+
+
+@asynccontextmanager
+async def owned() -> AsyncIterator[Tasks]:
+    """Tasks of which none is left afterwards."""
+    tasks = Tasks("test")
+    try:
+        yield tasks
+        assert len(tasks) == 0
+    finally:
+        await tasks.close()
 
 
 @virtually
 async def test_a_failed_child_comes_back_under_its_name() -> None:
-    async with at_home() as actors:
-        family = Family(actors, "a", "b")
+    async with owned() as tasks:
+        family = Family(tasks, "a", "b")
         await family.supervisor.start()
-        ref = actors.ref(BOOK, "a")
-        await ref.ask(Add(5), timeout=T)
-        heard: list[Terminated] = []
         first = family.supervisor.child("a")
-        actors.find("a").ref.watch(heard.append)
-        old = actors.find("a").ref
+        assert first is family.running["a"]
         family.crash("a")
+        assert family.supervisor.child("a") is None
         await asyncio.sleep(0.2)
-        assert await ref.ask(Get(), timeout=T) == Total(0), "a new life knows nothing of the old"
-        assert family.supervisor.child("a") is not first
-        with pytest.raises(NoActor):
-            old.tell(Add(1))
-        assert len(heard) == 1
+        assert family.supervisor.child("a") is family.running["a"] is not first
         await family.supervisor.stop(timeout=T)
         assert family.log == ["+a", "+b", "-a", "+a", "-b", "-a"]
 
 
 @virtually
+async def test_a_child_that_ended_before_it_was_watched_is_restarted() -> None:
+    async with owned() as tasks:
+        family = Family(tasks, "a")
+        spec = family.spec("short", "permanent")
+
+        async def start() -> SupervisedChild:
+            child = await spec.start()
+            if family.log == ["+short"]:
+                family.crash("short")
+            return child
+
+        supervisor = Supervisor(
+            "short", [ChildSpec("short", start)], tasks=tasks, random=random.Random(0)
+        )
+        await supervisor.start()
+        await asyncio.sleep(1.0)
+        assert family.log == ["+short", "-short", "+short"]
+        await supervisor.stop(timeout=T)
+
+
+@virtually
 async def test_rest_for_one_restarts_the_pipeline_behind_it() -> None:
-    async with at_home() as actors:
-        family = Family(actors, "a", "b", "c", strategy="rest_for_one")
+    async with owned() as tasks:
+        family = Family(tasks, "a", "b", "c", strategy="rest_for_one")
         await family.supervisor.start()
         family.crash("b")
         await asyncio.sleep(1.0)
@@ -91,9 +146,9 @@ async def test_rest_for_one_restarts_the_pipeline_behind_it() -> None:
 
 @virtually
 async def test_too_many_failures_are_the_owners_failure() -> None:
-    async with at_home() as actors:
+    async with owned() as tasks:
         ends: list[BaseException | None] = []
-        family = Family(actors, "a", "b", restarts=Restarts(most=2))
+        family = Family(tasks, "a", "b", restarts=RestartLimits(most=2))
         await family.supervisor.start()
         family.supervisor.when_ended(ends.append)
         for _ in range(3):
@@ -103,7 +158,7 @@ async def test_too_many_failures_are_the_owners_failure() -> None:
         assert ends[0] is not None
         assert isinstance(ends[0].__cause__, ZeroDivisionError)
         assert family.log[-1] == "-b"
-        assert len(actors) == 0
+        assert not family.running
         family.supervisor.when_ended(ends.append)
         await family.supervisor.stop(timeout=T)
         await asyncio.sleep(0)
@@ -112,11 +167,11 @@ async def test_too_many_failures_are_the_owners_failure() -> None:
 
 @virtually
 async def test_exhaustion_escalates_level_by_level() -> None:
-    async with at_home() as actors:
+    async with owned() as tasks:
         inner: list[Family] = []
 
         async def start_inner() -> Supervisor:
-            family = Family(actors, "a", restarts=Restarts(most=1))
+            family = Family(tasks, "a", restarts=RestartLimits(most=1))
             inner.append(family)
             await family.supervisor.start()
             return family.supervisor
@@ -124,9 +179,9 @@ async def test_exhaustion_escalates_level_by_level() -> None:
         outer = Supervisor(
             "outer",
             [ChildSpec("inner", start_inner)],
-            tasks=actors.home.tasks,
+            tasks=tasks,
             random=random.Random(0),
-            restarts=Restarts(most=1, within=1000.0),
+            restarts=RestartLimits(most=1, within=1000.0),
         )
         ends: list[BaseException | None] = []
         await outer.start()
@@ -137,13 +192,13 @@ async def test_exhaustion_escalates_level_by_level() -> None:
             await asyncio.sleep(2.0)
         assert len(inner) == 2
         assert isinstance(ends[0], RestartsExhausted)
-        assert len(actors) == 0
+        assert not any(family.running for family in inner)
 
 
 @virtually
 async def test_a_start_that_fails_is_tried_again() -> None:
-    async with at_home() as actors:
-        family = Family(actors, "a")
+    async with owned() as tasks:
+        family = Family(tasks, "a")
         await family.supervisor.start()
         family.fail_start.add("a")
         family.crash("a")
@@ -157,12 +212,12 @@ async def test_a_start_that_fails_is_tried_again() -> None:
 
 @virtually
 async def test_a_family_that_cannot_start_never_was() -> None:
-    async with at_home() as actors:
-        family = Family(actors, "a", "b", "c")
+    async with owned() as tasks:
+        family = Family(tasks, "a", "b", "c")
         family.fail_start.add("c")
-        with pytest.raises(ActorFailed):
+        with pytest.raises(ZeroDivisionError):
             await family.supervisor.start()
-        assert family.log == ["+a", "+b", "-c", "-b", "-a"]
+        assert family.log == ["+a", "+b", "-b", "-a"]
 
         async def never() -> Any:
             await asyncio.sleep(1e6)
@@ -170,7 +225,7 @@ async def test_a_family_that_cannot_start_never_was() -> None:
         slow = Supervisor(
             "slow",
             [ChildSpec("slow", never, start_timeout=1.0)],
-            tasks=actors.home.tasks,
+            tasks=tasks,
             random=random.Random(0),
         )
         with pytest.raises(DeadlineExceeded, match="slow did not start within 1 s"):
@@ -179,16 +234,16 @@ async def test_a_family_that_cannot_start_never_was() -> None:
 
 @virtually
 async def test_stopping_is_bounded_and_restarts_nothing() -> None:
-    async with at_home() as actors:
-        family = Family(actors, "a", "b")
+    async with owned() as tasks:
+        family = Family(tasks, "a", "b")
         await family.supervisor.start()
-        actors.ref(BOOK, "b").tell(Sleep(1e6))
+        family.running["b"].slow = True
         family.crash("a")
         await asyncio.sleep(0.01)
         loop = asyncio.get_running_loop()
         before = loop.time()
         await family.supervisor.stop(timeout=2.0)
-        assert loop.time() - before <= 2.0 + 2 * Book.stop_timeout
+        assert loop.time() - before == pytest.approx(2.0)
         await asyncio.sleep(60.0)
         assert family.log == ["+a", "+b", "-a", "-b"]
         await family.supervisor.stop(timeout=2.0)
@@ -196,32 +251,38 @@ async def test_stopping_is_bounded_and_restarts_nothing() -> None:
 
 @virtually
 async def test_a_stop_in_the_middle_of_a_start_leaves_nothing() -> None:
-    async with at_home() as actors:
-        starting = asyncio.Event()
+    async with owned() as tasks:
+        family = Family(tasks, "other")
+        spec = family.spec("slow", "transient")
+        starts: list[str] = []
 
-        class Slow(Book):
-            async def started(self) -> None:
-                if starting.is_set():
+        async def start() -> SupervisedChild:
+            starts.append("begun")
+            if len(starts) > 1:
+                try:
                     await asyncio.sleep(1e6)
-                starting.set()
+                finally:
+                    starts.append("cancelled")
+            return await spec.start()
 
-        spec = ChildSpec("slow", lambda: actors.start(Slow(), "slow", timeout=1e6), "transient")
-        supervisor = Supervisor("family", [spec], tasks=actors.home.tasks, random=random.Random(0))
+        slow = ChildSpec("slow", start, "transient", start_timeout=1e6)
+        supervisor = Supervisor("family", [slow], tasks=tasks, random=random.Random(0))
         await supervisor.start()
-        actors.ref(BOOK, "slow").tell(Crash())
+        family.crash("slow")
         await asyncio.sleep(1.0)
-        assert len(actors) == 1
+        assert starts == ["begun", "begun"]
         assert supervisor.child("slow") is None, "it is being started"
         await supervisor.stop(timeout=T)
-        assert len(actors) == 0
+        assert starts[2:] == ["cancelled"]
+        assert not family.running
 
 
 @virtually
 async def test_a_transient_child_that_ends_well_stays_away() -> None:
-    async with at_home() as actors:
-        family = Family(actors, "a", "b", kinds={"a": "transient"})
+    async with owned() as tasks:
+        family = Family(tasks, "a", kinds={"a": "transient"})
         await family.supervisor.start()
-        await actors.find("a").stop(timeout=T)
+        await family.running["a"].stop(timeout=T)
         await asyncio.sleep(60.0)
         assert family.supervisor.child("a") is None
         await family.supervisor.stop(timeout=T)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from pdserve.engine.api import EngineState
+from pdserve.engine.port import EngineState
 from pdserve.errors import EngineDied, NotReady, Overloaded
 from pdserve.messages.engine import EngineSpec
-from pdserve.sim.callers import Account, draw_request
-from pdserve.sim.engine import InlineEngine
+from pdserve.sim.engine import VirtualTimeEngine
 from pdserve.testing.scripted import ENGINE
 from pdserve.testing.virtual_time import run
+from tests.worlds.load_clients import TrackedRequest, draw_request
+
+if TYPE_CHECKING:
+    from pdserve.messages.engine import Event
 
 SPEC = EngineSpec(
     engine=ENGINE,
@@ -26,13 +30,13 @@ SPEC = EngineSpec(
 )
 
 
-def account(seed: int, number: int, complaints: list[str]) -> Account:
+def account(seed: int, number: int, complaints: list[str]) -> TrackedRequest:
     request = draw_request(random.Random(seed + number), f"q{number}", "m")
-    return Account(request.request_id, request, 0.0, complaints.append)
+    return TrackedRequest(request.request_id, request, 0.0, complaints.append)
 
 
-async def started() -> InlineEngine:
-    engine = InlineEngine(SPEC, pace=0.02, load_time=1.0)
+async def started() -> VirtualTimeEngine:
+    engine = VirtualTimeEngine(SPEC, pace=0.02, load_time=1.0)
     with pytest.raises(NotReady):
         engine.submit(account(0, 0, []).request, account(0, 0, []))
     await engine.start()
@@ -75,12 +79,47 @@ def test_a_death_ends_all_and_it_comes_back(seed: int) -> None:
     run(main())
 
 
+class Waiting:
+    """A core that has something to do, or waits for a deadline."""
+
+    def __init__(self) -> None:
+        self.has_work = False
+        self.steps = 0
+
+    def wake_at(self) -> float:
+        return asyncio.get_running_loop().time() + 30.0
+
+    def step(self) -> list[Event]:
+        self.steps += 1
+        self.has_work = False
+        return []
+
+
+def test_who_waits_for_a_deadline_takes_new_work_at_once() -> None:
+    async def main() -> None:
+        engine, core = await started(), Waiting()
+        engine._core, real = cast("Any", core), engine._core
+        engine._arm()
+        core.has_work = True
+        engine._arm()
+        await asyncio.sleep(0.1)
+        assert core.steps == 1
+        await asyncio.sleep(31.0)
+        assert core.steps == 2, "it still wakes when a deadline comes"
+        engine._core = real
+        await engine.stop()
+
+    run(main())
+
+
 def test_it_is_bounded() -> None:
     async def main() -> None:
         engine = await started()
         for number in range(8):
+            assert not engine.full
             one = account(1, number, [])
             engine.submit(one.request, one)
+        assert engine.full
         with pytest.raises(Overloaded):
             engine.submit(account(1, 9, []).request, account(1, 9, []))
         await engine.stop()

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from pdserve.engine.api import EngineState
+from pdserve.engine.port import EngineState
 from pdserve.errors import EngineDied, TransferCorrupt
 from pdserve.messages.engine import TransferSpec
-from pdserve.sim.engine import InlineEngine
+from pdserve.sim.engine import VirtualTimeEngine
+from pdserve.testing.fake_rdma import FakeFabric, FakeFaults
 from pdserve.testing.scripted import reference_tokens
 from pdserve.testing.virtual_time import run
-from pdserve.transfer.fake import FakeFabric, FakeFaults
-from tests.engine.test_handing_over import D, P, Prefilling, Remote, Wired, request, spec
+from tests.engine.test_handoff_between_engines import D, P, Prefilling, Remote, Wired, request, spec
 
 if TYPE_CHECKING:
     from pdserve.transfer.verify import Verify
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 SPEC = spec("fake")
 
 
-class Simulated(Wired[InlineEngine]):
+class Simulated(Wired[VirtualTimeEngine]):
     """The same pair, inline."""
 
     def __init__(self, fabric: FakeFabric, verify: Verify = "all") -> None:
         self.fabric = fabric
         super().__init__(self.engine(verify), self.engine(verify))
 
-    def engine(self, verify: Verify) -> InlineEngine:
+    def engine(self, verify: Verify) -> VirtualTimeEngine:
         one = replace(SPEC, transfer=TransferSpec(backends=("fake",), verify=verify))
-        return InlineEngine(one, pace=0.02, load_time=0.5, fabric=self.fabric)
+        return VirtualTimeEngine(one, pace=0.02, load_time=0.5, fabric=self.fabric)
 
     async def __aenter__(self) -> Simulated:
         await asyncio.gather(self.d.start(), self.p.start())

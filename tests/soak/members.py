@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.ids import NodeId
-from pdserve.net.security import read_keys
+from pdserve.net.cluster_keys import read_keys
 from pdserve.net.settings import NetSettings
-from pdserve.net.tcp import TcpNetwork
+from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.runtime.node import Node, NodeConfig
-from pdserve.sim import roles
-from pdserve.sim.callers import Callers
-from pdserve.transfer.fake import FakeFabric
+from pdserve.testing.fake_rdma import FakeFabric
 from tests.text import builders
+from tests.worlds import roles
+from tests.worlds.load_clients import LoadClients
 
 if TYPE_CHECKING:
-    from pdserve.sim.callers import Account
+    from tests.worlds.load_clients import TrackedRequest
 
 MODEL = "churned"
 LIFE = 0.5
@@ -89,7 +89,7 @@ class Nodes:
             await part.stop(leave=leave)
         self.counts[f"{role} {'left' if leave else 'crashed'}"] += 1
 
-    def _part(self, name: str, role: str) -> roles.Part:
+    def _part(self, name: str, role: str) -> roles.VirtualRole:
         config = NodeConfig(node=NodeId(name), role=role, join=(self._options.join,))
         node = Node(
             config,
@@ -99,18 +99,18 @@ class Nodes:
             random=random.Random(self._random.getrandbits(64)),
             wall=time.time,
         )
-        settings = roles.Settings(model=MODEL, load_time=0.02, tokenizer=self._tokenizer)
+        settings = roles.NodeSettings(model=MODEL, load_time=0.02, tokenizer=self._tokenizer)
         if role == "worker":
             return roles.Worker(node, settings, FakeFabric(node.random))
         return (
             roles.Frontend(node, settings) if role == "frontend" else roles.Router(node, settings)
         )
 
-    def _callers(self, part: roles.Frontend, name: str) -> Callers:
-        def begin(account: Account) -> None:
+    def _callers(self, part: roles.Frontend, name: str) -> LoadClients:
+        def begin(account: TrackedRequest) -> None:
             account.on_end = lambda ended: self.counts.update([ended.outcome])
 
-        return Callers(
+        return LoadClients(
             part.backend,
             (MODEL,),
             f"{name}.{self._number}",

@@ -9,8 +9,9 @@ from functools import partial
 
 import pytest
 
-from pdserve.frontend.cluster import ClusterBackend
-from tests.soak.lives import PLAIN, counted, growth
+from pdserve.frontend.dispatch.cluster_client import ClusterClient
+from tests.soak.lives import PLAIN, counted, growing, growth
+from tests.worlds.roles import NodeSettings
 
 pytestmark = pytest.mark.slow
 
@@ -35,13 +36,62 @@ def test_requests_leave_nothing_behind(seed):
 def test_what_is_left_behind_is_seen(seed, monkeypatch):
     """One errand of each request."""
     kept = []
-    usual = ClusterBackend.open
+    usual = ClusterClient.open
 
     async def keep(*args, **options):
         kept.append(await usual(*args, **options))
         return kept[-1]
 
-    monkeypatch.setattr("pdserve.sim.roles.ClusterBackend.open", keep)
+    monkeypatch.setattr("tests.worlds.roles.ClusterClient.open", keep)
     left, where = left_behind(40, seed)
     assert left > MOST
-    assert "frontend/errand.py" in where or "frontend/cluster.py" in where
+    assert (
+        "frontend/dispatch/dispatched_request.py" in where
+        or "frontend/dispatch/cluster_client.py" in where
+    )
+
+
+# ---------------------------------------------------------------------- entry by entry
+
+ROUNDS = 5
+PAIR = {
+    "r0": NodeSettings(),
+    "w0": NodeSettings(mode="decode"),
+    "w1": NodeSettings(mode="prefill"),
+    "f0": NodeSettings(),
+}
+GUESTS = ["w1", "f1", "r1"]
+
+
+def kept_by_requests(settings: dict[str, NodeSettings], count: int, seed: int) -> list[str]:
+    with counted(settings, seed, traced=False) as lives:
+        rounds = lives.sizes_after(ROUNDS, partial(lives.requests, count))
+        assert lives.world.outcomes["completed"] > ROUNDS
+        return growing(rounds, least=count // 8)
+
+
+@pytest.mark.parametrize("settings", [PLAIN, PAIR], ids=["served", "handed over"])
+def test_no_request_leaves_an_entry_anywhere(settings, seed):
+    assert kept_by_requests(settings, 24, seed) == []
+
+
+def test_an_entry_for_each_request_is_seen(seed, monkeypatch):
+    usual, kept = ClusterClient.open, []
+
+    async def keep(self, *args, **options):
+        errand = await usual(self, *args, **options)
+        kept.append(errand.request.request_id)
+        return errand
+
+    monkeypatch.setattr(ClusterClient, "kept", kept, raising=False)
+    monkeypatch.setattr("tests.worlds.roles.ClusterClient.open", keep)
+    found = kept_by_requests(PLAIN, 24, seed)
+    assert len(found) == 1
+    assert "ClusterClient" in found[0]
+
+
+def test_no_member_that_comes_and_goes_leaves_an_entry_anywhere(seed):
+    settings = PLAIN | dict.fromkeys(GUESTS, NodeSettings())
+    with counted(settings, seed, traced=False) as lives:
+        rounds = lives.sizes_after(ROUNDS, partial(lives.changes, GUESTS, 9))
+        assert growing(rounds, least=3) == []

@@ -1,8 +1,8 @@
 """Long lives of a frontend, a router and a worker: what they hold comes back, and memory is level.
 
-A slice is run by `make test`: too short for a slope to be told from caches that fill, long enough
-for what holds on to whole requests or members. `make soak` runs a million requests and ten thousand
-changes (bench/results/soak.md).
+A slice is run by `make test`: too short for a slope to be told from caches that fill. `NOISE` says
+what each length can see. `make soak` runs a million requests and ten thousand changes
+(bench/results/soak.md).
 """
 
 from __future__ import annotations
@@ -23,30 +23,36 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 MIB = 1 << 20
+LEAK = 8.0
+"""Bytes for each piece of work: a pointer in a list, the least that Python can keep."""
 NOISE = 4 * MIB
-"""What an allocator may take for itself meanwhile: Python's asks for a MiB at a time."""
+"""What a process may take besides: Python's allocator asks for a MiB at a time, and the logs that
+are kept for readers who fall behind fill, to 4 MiB each. Over the three quarters of the work that
+are judged it is, for each piece: of LONG 60 bytes of a request, 1.5 KiB of a handoff, 3 KiB of a
+member and 4 KiB of a stream; of SHORT 5 KiB, 100 KiB, 340 KiB and 55 KiB. A smaller leak is not
+seen here: that not one entry is kept is `test_lives`' to prove."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much work, and how many bytes each piece of it may seem to leave behind."""
+    """How much work, and what may be noise."""
 
     count: int
     portions: int
-    bytes: float
+    noise: int = NOISE
 
 
 SHORT = {
-    "requests": Scale(1_600, 4, 4096),
-    "members": Scale(24, 2, 64 * 1024),
-    "streams": Scale(150, 2, 8192),
-    "handoffs": Scale(120, 4, 64 * 1024),
+    "requests": Scale(1_600, 4),
+    "members": Scale(24, 2),
+    "streams": Scale(150, 2),
+    "handoffs": Scale(120, 4, 6 * MIB),  # torch's threads and buffers come with the first batches
 }
 LONG = {
-    "requests": Scale(100_000, 40, 64),
-    "members": Scale(2_000, 20, 1024),
-    "streams": Scale(2_000, 4, 1024),
-    "handoffs": Scale(4_000, 20, 1024),
+    "requests": Scale(100_000, 40),
+    "members": Scale(2_000, 20),
+    "streams": Scale(2_000, 4),
+    "handoffs": Scale(4_000, 20),
 }
 
 
@@ -61,7 +67,7 @@ def live(name: str, cluster: Cluster, folder: Path, seed: int, *, long: bool) ->
     scale = (LONG if long else SHORT)[name]
     scene = getattr(scenes, name)
     watch = scene(cluster, folder, count=scale.count, portions=scale.portions, seed=seed, say=print)
-    found = leaks(watch.lines, per_piece=scale.bytes, noise=NOISE)
+    found = leaks(watch.lines, per_piece=LEAK, noise=scale.noise)
     assert not found, "\n".join([*found, watch.table(scenes.UNITS[name])])
 
 

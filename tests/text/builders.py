@@ -18,7 +18,7 @@ from tokenizers import (
     trainers,
 )
 
-from pdserve.text.pieces import byte_level_bytes
+from pdserve.text.tokenization.token_text_table import byte_level_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -182,7 +182,7 @@ KINDS = {
     "odd_byte_fallback": ("window", odd_byte_fallback),
     "odd_byte_level": ("window", odd_byte_level),
 }
-"""Name -> (the kind `pieces.py` must find, how to build it)."""
+"""Name -> (the kind `token_text_table.py` must find, how to build it)."""
 
 
 TEKKEN_PATTERN = (

@@ -16,48 +16,50 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.errors import LinkLost, PdserveError
-from pdserve.ids import NodeId
-from pdserve.messages.transfer import Control, Ticket
+from pdserve.ids import NodeId, NodeLife
+from pdserve.messages.transfer import TransferControl, TransferTicket
 from pdserve.testing.device_memory import DeviceMemory
-from pdserve.testing.fake_cuda import FakeCuda
 from pdserve.testing.kv_oracle import layouts
-from pdserve.testing.transfer_support import Side, Waiter, host_memory
-from pdserve.transfer.base import Part, PeerKey
-from pdserve.transfer.cuda.nvidia import NvidiaDriver
-from pdserve.transfer.cuda_ipc import CudaIpcTransport, available
-from pdserve.transfer.shm import ShmTransport
-from pdserve.transfer.tcp import TcpTransport
+from pdserve.testing.transfer_support import TransferNode, Waiter, host_memory
+from pdserve.transfer.base import KvPart
+from pdserve.transfer.cuda.nvidia import NvidiaDriver, unavailable_reason
+from pdserve.transfer.same_host.cuda_ipc import CudaIpcTransport
+from pdserve.transfer.same_host.shm import ShmTransport
+from pdserve.transfer.tcp.transport import TcpTransport
+from tests.support.fake_cuda import FakeCuda
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.messages.transfer import KvLayout
-    from pdserve.transfer.base import Ask, Path, Region, Transport
+    from pdserve.messages.transfer import RankKvLayout
+    from pdserve.transfer.base import CallPeer, KvPath, KvTransport, Region
     from pdserve.transfer.cuda.driver import CudaDriver
 
-SOURCE = PeerKey(NodeId("p"), 1)
-DESTINATION = PeerKey(NodeId("d"), 2)
+SOURCE = NodeLife(NodeId("p"), 1)
+DESTINATION = NodeLife(NodeId("d"), 2)
 BLOCKS = 64
-DRIVER: CudaDriver = NvidiaDriver() if available() is None else FakeCuda(Random(1))
+DRIVER: CudaDriver = NvidiaDriver() if unavailable_reason() is None else FakeCuda(Random(1))
 """The GPU, or what plays one."""
 
 
-def big() -> Sequence[KvLayout]:
+def big() -> Sequence[RankKvLayout]:
     """Blocks large enough for a kill to find one half done."""
     return layouts(4, 2, layers=4, tokens=16, dim=64)
 
 
-def side_of(kind: str, key: PeerKey) -> Side:
+def side_of(kind: str, key: NodeLife) -> TransferNode:
     """One end, with its pools."""
     if kind != "cuda_ipc":
-        side = Side(key, big(), BLOCKS, host_memory)
+        side = TransferNode(key, big(), BLOCKS, host_memory)
     else:
-        side = Side(key, big(), BLOCKS, lambda _, blocks, size: DeviceMemory(DRIVER, blocks, size))
+        side = TransferNode(
+            key, big(), BLOCKS, lambda _, blocks, size: DeviceMemory(DRIVER, blocks, size)
+        )
     side.allocate()
     return side
 
 
-def make(kind: str, key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+def make(kind: str, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
     if kind == "shm":
         return ShmTransport(key.node, key.epoch, regions, ask)
     if kind == "cuda_ipc":
@@ -75,7 +77,7 @@ def framed(body: bytes) -> bytes:
 
 
 async def main(kind: str) -> None:
-    async def nobody(peer: PeerKey, control: Control, timeout: float) -> Control:
+    async def nobody(peer: NodeLife, control: TransferControl, timeout: float) -> TransferControl:
         raise LinkLost("this process asks nothing")
 
     side = side_of(kind, SOURCE)
@@ -90,22 +92,22 @@ async def main(kind: str) -> None:
         if body[:1] == b"T":
             path = side.transport.path(DESTINATION)
             assert path is not None
-            ticket = msgspec.msgpack.decode(body[1:], type=Ticket)
+            ticket = msgspec.msgpack.decode(body[1:], type=TransferTicket)
             tasks.add(asyncio.create_task(flood(path, ticket)))
             continue
-        control = msgspec.msgpack.decode(body[1:], type=Control)
+        control = msgspec.msgpack.decode(body[1:], type=TransferControl)
         answer = await side.transport.answer(DESTINATION, control)
         sys.stdout.buffer.write(framed(msgspec.msgpack.encode(answer)))
         sys.stdout.buffer.flush()
 
 
-async def flood(path: Path, ticket: Ticket) -> None:
+async def flood(path: KvPath, ticket: TransferTicket) -> None:
     """Every block of the ticket, again and again, under new numbers."""
     with contextlib.suppress(PdserveError):
         for number in range(4000):
             waiter = Waiter()
             block = number % len(ticket.blocks)
-            path.deliver(ticket, Part(number, 16 * block, [block], (0, 4)), waiter)
+            path.deliver(ticket, KvPart(number, 16 * block, [block], (0, 4)), waiter)
             if number % 16 == 15:
                 await waiter.wait()
 

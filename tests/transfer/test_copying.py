@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve import accel
+from pdserve.transfer.copy_plan import CopyRuns
 from pdserve.transfer.copying import checksum, chunks, copy_pure, copy_runs, crc32
-from pdserve.transfer.plan import Runs
 
 BOTH = [copy_pure, copy_runs] if accel.NATIVE else [copy_pure]
 
@@ -81,11 +81,11 @@ def test_columns_of_other_lengths_and_read_only_memory_are_refused(copy) -> None
 
 
 def test_chunks_cover_all_runs_in_order() -> None:
-    runs = Runs(q(*range(0, 700, 7)), q(*range(100)), array("q", [7]) * 100)
+    runs = CopyRuns(q(*range(0, 700, 7)), q(*range(100)), array("q", [7]) * 100)
     for size in (1, 7, 50, 10_000):
         seen = [run for chunk in chunks(runs, size) for run in zip(*chunk, strict=True)]
         assert seen == [(to, at, 7) for to, at in zip(range(100), range(0, 700, 7), strict=True)]
-    assert list(chunks(Runs(q(), q(), q()))) == []
+    assert list(chunks(CopyRuns(q(), q(), q()))) == []
 
 
 def test_a_checksum_is_that_of_the_bytes_in_a_row() -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pdserve.errors import Overloaded
 from pdserve.testing.transfer_support import order
+from pdserve.transfer.copy_plan import PlanError
 from pdserve.transfer.grants import GrantTable
-from pdserve.transfer.immediate import GENERATIONS, Immediate
-from pdserve.transfer.plan import PlanError
+from pdserve.transfer.rdma.imm_data import IMM_GENERATIONS, ImmData
 
 PATH = cast("Any", SimpleNamespace())
 SINK = cast("Any", SimpleNamespace())
@@ -21,15 +21,15 @@ SINK = cast("Any", SimpleNamespace())
 
 @given(st.integers(1, 15), st.integers(0, 4095), st.integers(0, 1 << 32), st.integers(0, 4095))
 def test_a_word_holds_all_but_the_high_bits_of_the_generation(kind, slot, generation, part) -> None:
-    word = Immediate(kind, slot, generation, part).pack()
+    word = ImmData(kind, slot, generation, part).pack()
     assert 0 <= word < 1 << 32
-    assert Immediate.unpack(word) == (kind, slot, generation % GENERATIONS, part)
+    assert ImmData.unpack(word) == (kind, slot, generation % IMM_GENERATIONS, part)
 
 
 def test_a_slot_of_an_earlier_use_is_not_found() -> None:
     table = GrantTable(1, slots=1)
     seen: list[int] = []
-    for _ in range(GENERATIONS):
+    for _ in range(IMM_GENERATIONS):
         granted = table.open(PATH, order([0], 4), SINK)
         ticket = granted.ticket
         assert table.find(PATH, ticket.slot, ticket.generation) is granted

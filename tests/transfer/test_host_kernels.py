@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from pdserve.kv.layout import Window, conversion, convert, inner_layout, wire_layout
+from pdserve.kv.layout import AxisWindow, conversion, convert, strided_layout, wire_layout
 from pdserve.kv.layout_cuda import launch_shape, map_argument, word_of
 from pdserve.testing.kv_oracle import layouts
 
@@ -43,9 +43,9 @@ def pointer(numbers: array[int]) -> ctypes.c_void_p:
 def test_convert(kernels: ctypes.CDLL, axes: str, dim: int, to_wire: bool) -> None:
     random = Random(dim)
     (layout,) = layouts(3, 1, dim=dim)
-    inner, wire = inner_layout(layout, axes, blocks=5), wire_layout(layout)
+    inner, wire = strided_layout(layout, axes, blocks=5), wire_layout(layout)
     ends = (inner, wire) if to_wire else (wire, inner)
-    plan = conversion(*ends, layers=Window(1, 0, 2), heads=Window(0, 1, 2))
+    plan = conversion(*ends, layers=AxisWindow(1, 0, 2), heads=AxisWindow(0, 1, 2))
     size = 5 * conversion(wire, wire).block_bytes
     source, out = (
         [bytearray(random.randbytes(size // end.memories)) for _ in range(end.memories)]

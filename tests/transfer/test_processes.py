@@ -12,15 +12,16 @@ import msgspec
 import pytest
 
 from pdserve.errors import PathLost
-from pdserve.messages.transfer import Control
-from pdserve.testing.transfer_support import RecordingSink, order
+from pdserve.messages.transfer import TransferControl
+from pdserve.testing.transfer_support import RecordingTransferSink, order
 from tests.transfer import peer_process as peer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from pdserve.testing.transfer_support import Side
-    from pdserve.transfer.base import Grant, PeerKey
+    from pdserve.ids import NodeLife
+    from pdserve.testing.transfer_support import TransferNode
+    from pdserve.transfer.base import Grant
 
 WHOLE = range(4)
 
@@ -28,22 +29,22 @@ WHOLE = range(4)
 class Killable:
     """The source's process, and this process's end of a path to it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, side: Side) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, side: TransferNode) -> None:
         self.process = process
         self.side = side
 
-    async def ask(self, to: PeerKey, control: Control, timeout: float) -> Control:
+    async def ask(self, to: NodeLife, control: TransferControl, timeout: float) -> TransferControl:
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
         stdin.write(peer.framed(b"C" + msgspec.msgpack.encode(control)))
         async with asyncio.timeout(timeout):
-            return msgspec.msgpack.decode(await peer.read(stdout), type=Control)
+            return msgspec.msgpack.decode(await peer.read(stdout), type=TransferControl)
 
-    async def grant(self) -> tuple[Grant, RecordingSink]:
+    async def grant(self) -> tuple[Grant, RecordingTransferSink]:
         """The other process floods it; something of it has arrived."""
         path = await self.side.transport.connect(peer.SOURCE, timeout=30)
-        sink = RecordingSink()
+        sink = RecordingTransferSink()
         grant = path.grant(order(range(peer.BLOCKS), 16 * peer.BLOCKS), sink)
         assert self.process.stdin is not None
         self.process.stdin.write(peer.framed(b"T" + msgspec.msgpack.encode(grant.ticket)))

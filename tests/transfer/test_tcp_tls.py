@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.errors import PathLost, TransferError, TransferRefused
-from pdserve.testing.kv_oracle import block_of, layouts
-from pdserve.testing.transfer_support import RecordingSink, deliver, ends, order
-from pdserve.transfer.base import Part, PeerKey, Region
-from pdserve.transfer.bulk import BulkError, Guard
-from pdserve.transfer.sealed import SealedSocket, seal
-from pdserve.transfer.tcp import TcpTransport
+from pdserve.testing.kv_oracle import expected_block, layouts
+from pdserve.testing.transfer_support import RecordingTransferSink, deliver, order, transfer_pair
+from pdserve.transfer.base import KvPart, Region
+from pdserve.transfer.tcp.framing import BulkError, WriteGuard
+from pdserve.transfer.tcp.tls_socket import TlsSocket, wrap_tls
+from pdserve.transfer.tcp.transport import TcpTransport
 from tests.net.certificates import tls_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from pdserve.net.tls import Tls
-    from pdserve.transfer.base import Ask, Transport
+    from pdserve.ids import NodeLife
+    from pdserve.net.transport.tls import Tls
+    from pdserve.transfer.base import CallPeer, KvTransport
 
 P, D = tls_of("p"), tls_of("d")
 
@@ -78,11 +79,11 @@ class Tap:
 
 @contextlib.asynccontextmanager
 async def world(p: Tls | None, d: Tls | None) -> AsyncIterator:
-    def make(key: PeerKey, regions: Sequence[Region], ask: Ask) -> Transport:
+    def make(key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
         tls = p if key.node == "p" else d
         return TcpTransport(key.node, key.epoch, regions, ask, host="127.0.0.1", tls=tls)
 
-    async with ends(make, layouts(2, 1), layouts(2, 2), blocks=8) as two:
+    async with transfer_pair(make, layouts(2, 1), layouts(2, 2), blocks=8) as two:
         yield two
 
 
@@ -101,13 +102,13 @@ async def tapped(p: Tls | None, d: Tls | None, flip: int = -1) -> AsyncIterator:
             tap.close()
 
 
-async def move(two) -> tuple[RecordingSink, TransferError | None]:
+async def move(two) -> tuple[RecordingTransferSink, TransferError | None]:
     """Both blocks, both ways would be alike."""
     ours, theirs = await two.connect()
     two.source.fill({1: 7, 2: 8})
-    sink = RecordingSink()
+    sink = RecordingTransferSink()
     grant = theirs.grant(order([3, 5], 8), sink)
-    error = await deliver(ours, grant.ticket, Part(0, 0, [1, 2], (0, 3))).wait()
+    error = await deliver(ours, grant.ticket, KvPart(0, 0, [1, 2], (0, 3))).wait()
     await grant.revoke(timeout=5)
     return sink, error
 
@@ -118,7 +119,7 @@ async def test_who_listens_in_sees_no_kv_under_tls(encrypted: bool) -> None:
         sink, error = await move(two)
         assert (sink.parts, error) == ([0], None)
         assert two.destination.holds({3: 7, 5: 8}, range(3))
-        run = block_of(layouts(2, 1)[0], 7)[:16]
+        run = expected_block(layouts(2, 1)[0], 7)[:16]
         assert (bytes(run) in tap.seen) is not encrypted
 
 
@@ -127,10 +128,10 @@ async def test_what_is_changed_on_the_way_ends_the_path_and_is_not_believed() ->
         ours, theirs = await two.connect()
         tap._flip = len(tap.seen) + 200  # not before: greetings are over
         two.source.fill({1: 7})
-        sink = RecordingSink()
+        sink = RecordingTransferSink()
         grant = theirs.grant(order([3], 4), sink)
         for number in range(8):
-            deliver(ours, grant.ticket, Part(number, 0, [1], (0, 3)))
+            deliver(ours, grant.ticket, KvPart(number, 0, [1], (0, 3)))
         await sink.until(lambda s: bool(s.failed))
         assert isinstance(sink.failed[0], PathLost)
         await grant.revoke(timeout=5)
@@ -201,7 +202,7 @@ async def test_a_half_joined_path_leaves_nothing_open() -> None:
         assert not destination._expected
 
 
-class Always(Guard):
+class Always(WriteGuard):
     """Whatever comes is placed."""
 
     def allowed(self) -> bool:
@@ -209,17 +210,17 @@ class Always(Guard):
 
 
 @contextlib.contextmanager
-def sealed() -> Iterator[tuple[SealedSocket, SealedSocket]]:
+def sealed() -> Iterator[tuple[TlsSocket, TlsSocket]]:
     """Two ends whose handshake is over."""
     ours, theirs = socket.socketpair()
-    near, far = seal(ours, P, listening=False), seal(theirs, D, listening=True)
+    near, far = wrap_tls(ours, P, listening=False), wrap_tls(theirs, D, listening=True)
     near.setblocking(True)
     far.setblocking(True)
     thread = threading.Thread(target=far.do_handshake)
     thread.start()
     near.do_handshake()
     thread.join()
-    sender, receiver = SealedSocket(near, 20), SealedSocket(far, 20)
+    sender, receiver = TlsSocket(near, 20), TlsSocket(far, 20)
     try:
         yield sender, receiver
     finally:
@@ -249,7 +250,7 @@ def test_runs_of_any_size_arrive_sealed() -> None:
 def test_keys_are_not_used_for_ever(monkeypatch) -> None:
     with sealed() as (sender, _):
         sender.send(b"record", [memoryview(bytes(1000))])
-        monkeypatch.setattr("pdserve.transfer.sealed.ENOUGH", 1000)
+        monkeypatch.setattr("pdserve.transfer.tcp.tls_socket.MAX_SESSION_BYTES", 1000)
         with pytest.raises(BulkError, match="keys"):
             sender.send(b"record")
 

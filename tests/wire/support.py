@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.ids import NodeId
 from pdserve.wire import events as ev
-from pdserve.wire.handshake import Acceptor, Dialler, Identity, Versions
+from pdserve.wire.handshake import AcceptorHandshake, DialerHandshake, Identity, Versions
 from pdserve.wire.limits import Limits
-from pdserve.wire.protocol import Connection, State
+from pdserve.wire.protocol import Connection, ConnectionState
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterable
 
+    from pdserve.wire.flow import BodyBudget
     from pdserve.wire.parser import Frame, FrameParser
 
 KEY = b"k" * 32
@@ -40,7 +41,9 @@ def dialler(
     epoch: int = 1000,
 ) -> Connection:
     claim = replace(identity(name, cluster), epoch=epoch).claim()
-    handshake = Dialler(claim, keys, nonce, versions=versions or Versions(), binding=binding)
+    handshake = DialerHandshake(
+        claim, keys, nonce, versions=versions or Versions(), binding=binding
+    )
     return Connection(handshake, limits or Limits())
 
 
@@ -53,11 +56,12 @@ def acceptor(
     binding: bytes = b"",
     name: str = "a",
     cluster: str = "test",
+    bodies: BodyBudget | None = None,
 ) -> Connection:
-    handshake = Acceptor(
+    handshake = AcceptorHandshake(
         identity(name, cluster), keys, nonce, versions=versions or Versions(), binding=binding
     )
-    return Connection(handshake, limits or Limits())
+    return Connection(handshake, limits or Limits(), bodies)
 
 
 def taken(connection: Connection) -> bytes:
@@ -71,7 +75,7 @@ def shake(d: Connection, a: Connection) -> tuple[list[Any], list[Any]]:
     at_a: list[Any] = []
     for _ in range(3):
         at_a += a.receive_data(taken(d))
-        if a.state is State.JUDGING:
+        if a.state is ConnectionState.JUDGING:
             a.accept(b"s" * 16)
         at_d += d.receive_data(taken(a))
     return at_d, at_a
@@ -81,7 +85,7 @@ def pair(limits: Limits | None = None, acceptors: Limits | None = None) -> tuple
     """Two open connections: the dialler's and the acceptor's."""
     d, a = dialler(limits=limits), acceptor(limits=acceptors or limits)
     shake(d, a)
-    assert d.state is a.state is State.OPEN
+    assert d.state is a.state is ConnectionState.OPEN
     return d, a
 
 
@@ -109,7 +113,7 @@ def only(events: Iterable[object], kind: type[E]) -> E:
     return event
 
 
-def asked(event: ev.Asked) -> tuple[int, int, int, bytes]:
+def asked(event: ev.RequestsReceived) -> tuple[int, int, int, bytes]:
     """The one request of an `Asked`."""
     ((call, method, milliseconds, body),) = event.requests
     return call, method, milliseconds, bytes(body)

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from pdserve.errors import ProtocolError
-from pdserve.messages import kv, request
-from pdserve.wire import failure, handshake, protocol
-from pdserve.wire.codec import Method, check_type, decoder, encode
+from pdserve.messages import kv_events, request
+from pdserve.wire import error_codec, handshake, protocol
+from pdserve.wire.codec import UNDECODABLE, Method, check_type, decoder, encode
 
 
 class Inner(msgspec.Struct, array_like=True, frozen=True):
@@ -85,8 +85,9 @@ def test_a_method_has_a_number_of_sixteen_bits() -> None:
     method = Method(7, "some", Inner, Outer)
     assert repr(method) == "Method(7, 'some')"
     assert method.decode_request(encode(Inner("x"))) == Inner("x")
-    with pytest.raises(ProtocolError, match="the answer to some is no Outer"):
-        method.decode_reply(b"\xc0")
+    with pytest.raises(UNDECODABLE) as caught:
+        method.unpack_reply(b"\xc0")
+    assert "the answer to some is no Outer" in str(method.bad_reply(caught.value))
 
 
 def test_later_fields_are_skipped_and_missing_ones_filled() -> None:
@@ -100,15 +101,15 @@ def bodies() -> list[msgspec.Struct]:
     return [
         handshake.Hello("pdserve", 1, 2, 3, b"n" * 32),
         handshake.Challenge(1, 0, b"n" * 32),
-        handshake.Auth(b"p" * 32, encode(handshake.Claim("c", "n", 5))),
-        handshake.Claim("cluster", "node", 12345, "host:7000", 1, b"s" * 16),
+        handshake.Auth(b"p" * 32, encode(handshake.IdentityClaim("c", "n", 5))),
+        handshake.IdentityClaim("cluster", "node", 12345, "host:7000", 1, b"s" * 16),
         handshake.Refuse(3, "text"),
-        protocol.Goodbye(0, "bye"),
-        failure.Failure("Overloaded", "busy", 1.5, "n"),
+        protocol.GoAway(0, "bye"),
+        error_codec.Failure("Overloaded", "busy", 1.5, "n"),
         request.GenerateRequest(
             request_id="r", model="m", prompt=[1, 2], sampling=request.SamplingParams(max_tokens=1)
         ),
-        kv.BlockStored([b"h" * 16], b"p" * 16),
+        kv_events.BlockStored([b"h" * 16], b"p" * 16),
     ]
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.wire.flow import Budget, Stream, cost_of
+from pdserve.wire.flow import CreditBudget, StreamState, cost_of
 from pdserve.wire.limits import FRAME_COST
 
 
 def test_a_budget_gives_what_it_has_or_nothing() -> None:
-    budget = Budget(1000)
+    budget = CreditBudget(1000)
     assert budget.take(600, least=100) == 600
     assert budget.take(600, least=100) == 400
     assert budget.take(600, least=100) == 0
@@ -36,8 +36,8 @@ def test_a_frame_costs_more_than_its_body() -> None:
     listening=st.booleans(),
 )
 def test_a_stream_returns_its_whole_window(window, sizes, taken, listening) -> None:
-    budget = Budget(10_000)
-    stream = Stream(1, credit=0)
+    budget = CreditBudget(10_000)
+    stream = StreamState(1, credit=0)
     stream.window = stream.allowance = budget.take(window, least=1)
     waiting: list[int] = []
     consumed = 0

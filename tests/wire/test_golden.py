@@ -14,8 +14,8 @@ import pytest
 from pdserve.errors import Cancelled, Overloaded
 from pdserve.wire import events as ev
 from pdserve.wire.codec import encode
-from pdserve.wire.header import HEADER, HEADER_BYTES, Kind
-from pdserve.wire.protocol import Connection, Leaving, State
+from pdserve.wire.header import HEADER, HEADER_BYTES, FrameKind
+from pdserve.wire.protocol import Connection, ConnectionState, GoAwayCode
 from tests.wire.support import KEY, OTHER_KEY, acceptor, dialler, place_all, taken
 
 GOLDEN = Path(__file__).parent / "golden" / "v1.txt"
@@ -86,7 +86,7 @@ def session() -> list[tuple[str, str, bytes]]:
     recorder.send("dialler", "reset")
     assert other.over
 
-    d.send_goaway(Leaving.SHUTDOWN, "bye")
+    d.send_goaway(GoAwayCode.SHUTDOWN, "bye")
     recorder.send("dialler", "goaway")
     recorder.send("acceptor", "goaway-answer")
     d, a = dialler((OTHER_KEY,)), acceptor((KEY,))
@@ -129,22 +129,40 @@ def test_this_version_reads_the_recorded_bytes() -> None:
             a.open_stream(9, b"", window=0, context=None, last=True)
         events = place_all(reader, reader.receive_data(data))
         kinds += [type(event).__name__ for event in events]
-        assert not any(isinstance(event, ev.Violated) for event in events), (name, events)
-        if reader.state is State.JUDGING:
+        assert not any(isinstance(event, ev.ProtocolViolated) for event in events), (name, events)
+        if reader.state is ConnectionState.JUDGING:
             reader.accept(b"s" * 16)
         for event in events:
-            if isinstance(event, ev.Opened):
+            if isinstance(event, ev.StreamOpened):
                 reader.grant(event.stream, 4096)
         if name == "error-cancelled":
             assert d.pending == 0
     assert set(kinds) >= {
-        *("Authenticated", "Ready", "Pong", "BulkWanted", "Told", "Asked", "Answered", "Failed"),
-        *("RequestCancelled", "Opened", "Unblocked", "Data", "Raw", "Ended", "Reset", "GoingAway"),
+        *(
+            "Authenticated",
+            "ConnectionReady",
+            "Pong",
+            "BulkWanted",
+            "TellReceived",
+            "RequestsReceived",
+            "AnswersReceived",
+            "RequestFailed",
+        ),
+        *(
+            "RequestCancelled",
+            "StreamOpened",
+            "StreamUnblocked",
+            "DataReceived",
+            "RawReceived",
+            "StreamEnded",
+            "StreamReset",
+            "GoingAway",
+        ),
     }
 
 
 def test_every_kind_of_frame_is_recorded() -> None:
-    assert {data[4] for _, _, data in golden()} == set(Kind)
+    assert {data[4] for _, _, data in golden()} == set(FrameKind)
 
 
 @pytest.mark.parametrize(

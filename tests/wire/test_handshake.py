@@ -20,10 +20,16 @@ from pdserve.errors import (
 from pdserve.wire import events as ev
 from pdserve.wire import handshake as hs
 from pdserve.wire.codec import encode
-from pdserve.wire.handshake import Acceptor, Dialler, Refusal, Versions, Why
-from pdserve.wire.header import HEADER, HEADER_BYTES, Flag, Kind
+from pdserve.wire.handshake import (
+    AcceptorHandshake,
+    DialerHandshake,
+    HandshakeRefusal,
+    HandshakeRefusalReason,
+    Versions,
+)
+from pdserve.wire.header import HEADER, HEADER_BYTES, FrameFlag, FrameKind
 from pdserve.wire.limits import HANDSHAKE_BODY, HANDSHAKE_BYTES
-from pdserve.wire.protocol import State
+from pdserve.wire.protocol import ConnectionState
 from tests.wire.support import (
     KEY,
     NONCES,
@@ -40,7 +46,7 @@ from tests.wire.support import (
 def refused(d, a) -> tuple[Exception, Exception]:
     """Run a handshake that fails; what each side says about it."""
     at_d, at_a = shake(d, a)
-    assert d.state is a.state is State.ENDED
+    assert d.state is a.state is ConnectionState.ENDED
     return at_d[-1].error, at_a[-1].error
 
 
@@ -50,12 +56,12 @@ def refused(d, a) -> tuple[Exception, Exception]:
 def test_both_sides_prove_themselves_in_two_round_trips() -> None:
     d, a = dialler(), acceptor()
     at_d, at_a = shake(d, a)
-    assert d.state is a.state is State.OPEN
-    authenticated, ready = only(at_a, ev.Authenticated), only(at_d, ev.Ready)
+    assert d.state is a.state is ConnectionState.OPEN
+    authenticated, ready = only(at_a, ev.Authenticated), only(at_d, ev.ConnectionReady)
     assert (authenticated.claim.node, authenticated.claim.epoch) == ("d", 1000)
     assert (ready.claim.node, ready.claim.address) == ("a", "a:7000")
     assert ready.claim.session == b"s" * 16
-    assert authenticated.spoken == ready.spoken == hs.Spoken(1, 0)
+    assert authenticated.spoken == ready.spoken == hs.Negotiated(1, 0)
 
 
 def test_the_dialler_proves_first() -> None:
@@ -64,7 +70,7 @@ def test_the_dialler_proves_first() -> None:
     hello = taken(dialler((OTHER_KEY,)))
     assert a.receive_data(hello) == []
     answer = taken(a)
-    assert answer[4] == Kind.CHALLENGE
+    assert answer[4] == FrameKind.CHALLENGE
     assert msgpack.unpackb(answer[HEADER_BYTES:]) == [1, 0, NONCES[1]]
 
 
@@ -101,8 +107,8 @@ def test_a_wrong_key_says_so_by_name_on_both_sides() -> None:
 def test_two_keys_are_accepted_and_the_first_is_shown(ours, theirs, works) -> None:
     d, a = dialler(ours), acceptor(theirs)
     shake(d, a)
-    assert (d.state is State.OPEN) is works
-    assert (a.state is State.OPEN) is works
+    assert (d.state is ConnectionState.OPEN) is works
+    assert (a.state is ConnectionState.OPEN) is works
 
 
 @pytest.mark.parametrize("keys", [(), (b"short",), (KEY, b"short"), (KEY, KEY, KEY)])
@@ -116,11 +122,11 @@ def test_keys_that_are_too_short_or_too_many_cannot_be_used(keys) -> None:
 def test_an_acceptor_without_the_key_cannot_pretend() -> None:
     """It accepts any proof, but its own is worth nothing."""
     d = dialler()
-    liar = Acceptor(identity("liar"), (OTHER_KEY,), NONCES[1], versions=Versions())
-    d.receive_data(frame(Kind.CHALLENGE, liar.on_hello(taken(d)[HEADER_BYTES:])))
+    liar = AcceptorHandshake(identity("liar"), (OTHER_KEY,), NONCES[1], versions=Versions())
+    d.receive_data(frame(FrameKind.CHALLENGE, liar.on_hello(taken(d)[HEADER_BYTES:])))
     taken(d)
-    liar._key = OTHER_KEY  # as if it had been shown
-    violated = only(d.receive_data(frame(Kind.READY, liar.ready(b""))), ev.Violated)
+    liar.key = OTHER_KEY  # as if it had been shown
+    violated = only(d.receive_data(frame(FrameKind.READY, liar.ready(b""))), ev.ProtocolViolated)
     assert isinstance(violated.error, WrongClusterKey)
     assert taken(d) == b"", "a dialler has nothing to say to a peer it does not trust"
 
@@ -139,10 +145,10 @@ def test_a_replayed_handshake_is_worth_nothing() -> None:
     d.receive_data(taken(a))
     auth = taken(d)
     a.receive_data(auth)
-    assert a.state is State.JUDGING
+    assert a.state is ConnectionState.JUDGING
     later = acceptor(nonce=b"x" * 32)
     later.receive_data(hello)
-    violated = only(later.receive_data(auth), ev.Violated)
+    violated = only(later.receive_data(auth), ev.ProtocolViolated)
     assert isinstance(violated.error, WrongClusterKey)
 
 
@@ -162,9 +168,9 @@ def test_a_downgrade_by_somebody_in_between_fails() -> None:
     both = Versions(1, 2)
     d, a = dialler(versions=both), acceptor(versions=both)
     magic, least, _, features, nonce = msgpack.unpackb(taken(d)[HEADER_BYTES:])
-    a.receive_data(frame(Kind.HELLO, msgpack.packb([magic, least, 1, features, nonce])))
+    a.receive_data(frame(FrameKind.HELLO, msgpack.packb([magic, least, 1, features, nonce])))
     d.receive_data(taken(a))
-    violated = only(a.receive_data(taken(d)), ev.Violated)
+    violated = only(a.receive_data(taken(d)), ev.ProtocolViolated)
     assert isinstance(violated.error, WrongClusterKey)
 
 
@@ -174,7 +180,7 @@ def test_a_certificate_in_between_fails() -> None:
     assert isinstance(at_a, WrongClusterKey)
     d, a = dialler(binding=b"1" * 32), acceptor(binding=b"1" * 32)
     shake(d, a)
-    assert a.state is State.OPEN
+    assert a.state is ConnectionState.OPEN
 
 
 def test_a_changed_claim_fails() -> None:
@@ -185,7 +191,7 @@ def test_a_changed_claim_fails() -> None:
     fields = msgpack.unpackb(claim)
     fields[1] = "somebody-else"
     forged = msgpack.packb([shown, msgpack.packb(fields)])
-    violated = only(a.receive_data(frame(Kind.AUTH, forged)), ev.Violated)
+    violated = only(a.receive_data(frame(FrameKind.AUTH, forged)), ev.ProtocolViolated)
     assert isinstance(violated.error, WrongClusterKey)
 
 
@@ -193,7 +199,9 @@ def test_a_choice_that_was_not_offered_is_refused() -> None:
     for challenge in (hs.Challenge(2, 0, NONCES[1]), hs.Challenge(1, 1, NONCES[1])):
         d = dialler()
         taken(d)
-        violated = only(d.receive_data(frame(Kind.CHALLENGE, encode(challenge))), ev.Violated)
+        violated = only(
+            d.receive_data(frame(FrameKind.CHALLENGE, encode(challenge))), ev.ProtocolViolated
+        )
         assert isinstance(violated.error, HandshakeRefused)
 
 
@@ -274,28 +282,28 @@ def test_the_latest_common_version_is_spoken(ours, theirs, spoken) -> None:
 )
 def test_a_malformed_hello_is_refused(body) -> None:
     a = acceptor()
-    violated = only(a.receive_data(frame(Kind.HELLO, body)), ev.Violated)
+    violated = only(a.receive_data(frame(FrameKind.HELLO, body)), ev.ProtocolViolated)
     assert isinstance(violated.error, HandshakeRefused)
-    assert a.state is State.ENDED
+    assert a.state is ConnectionState.ENDED
     answer = taken(a)
-    assert answer[4] == Kind.REFUSE
+    assert answer[4] == FrameKind.REFUSE
     assert len(answer) < 100
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.HELLO}))
+@pytest.mark.parametrize("kind", sorted(set(FrameKind) - {FrameKind.HELLO}))
 def test_nothing_but_a_hello_comes_first(kind) -> None:
     a = acceptor()
-    violated = only(a.receive_data(frame(kind, b"")), ev.Violated)
+    violated = only(a.receive_data(frame(kind, b"")), ev.ProtocolViolated)
     assert isinstance(violated.error, HandshakeRefused)
     d = dialler()
-    if kind not in (Kind.CHALLENGE, Kind.REFUSE):
-        only(d.receive_data(frame(kind, b"")), ev.Violated)
+    if kind not in (FrameKind.CHALLENGE, FrameKind.REFUSE):
+        only(d.receive_data(frame(kind, b"")), ev.ProtocolViolated)
 
 
 def test_frames_that_may_be_ignored_may_not_be_sent_by_strangers() -> None:
     a = acceptor()
-    ignorable = HEADER.pack(0, 99, Flag.IGNORABLE, 0, 0, 0)
-    only(a.receive_data(ignorable), ev.Violated)
+    ignorable = HEADER.pack(0, 99, FrameFlag.IGNORABLE, 0, 0, 0)
+    only(a.receive_data(ignorable), ev.ProtocolViolated)
 
 
 def test_a_stranger_who_goes_on_talking_is_cut_off() -> None:
@@ -303,19 +311,19 @@ def test_a_stranger_who_goes_on_talking_is_cut_off() -> None:
     hello = taken(d)
     a.receive_data(hello)
     taken(a)
-    only(a.receive_data(hello), ev.Violated)
+    only(a.receive_data(hello), ev.ProtocolViolated)
     assert a.receive_data(hello) == [], "what comes after the end is dropped"
 
 
 def test_a_peer_that_speaks_before_it_is_admitted_is_not_admitted() -> None:
-    for more in (b"\0", frame(Kind.HELLO, b""), frame(Kind.PING, b"")):
+    for more in (b"\0", frame(FrameKind.HELLO, b""), frame(FrameKind.PING, b"")):
         d, a = dialler(), acceptor()
         a.receive_data(taken(d))
         d.receive_data(taken(a))
         events = a.receive_data(taken(d) + more)
-        assert isinstance(events[-1], ev.Violated)
+        assert isinstance(events[-1], ev.ProtocolViolated)
         assert a.accept(b"") is False
-        assert a.state is State.ENDED
+        assert a.state is ConnectionState.ENDED
 
 
 def test_frames_behind_ready_are_read() -> None:
@@ -326,8 +334,8 @@ def test_frames_behind_ready_are_read() -> None:
     a.accept(b"")
     a.send_tell(7, b"at once")
     ready, told = d.receive_data(taken(a))
-    assert isinstance(ready, ev.Ready)
-    assert isinstance(told, ev.Told)
+    assert isinstance(ready, ev.ConnectionReady)
+    assert isinstance(told, ev.TellReceived)
     assert told.body == b"at once"
 
 
@@ -336,7 +344,7 @@ def test_a_stranger_is_never_admitted_and_never_costs_memory(data) -> None:
     a = acceptor()
     for position in range(0, len(data), 700):
         a.receive_data(data[position : position + 700])
-    assert a.state in (State.GREETING, State.PROVING, State.ENDED)
+    assert a.state in (ConnectionState.GREETING, ConnectionState.PROVING, ConnectionState.ENDED)
     assert a._parser.pending <= HANDSHAKE_BYTES
 
 
@@ -348,7 +356,7 @@ def test_another_protocol_is_called_so() -> None:
         (dialler(), b"HTTP/1.1 400 Bad"),
         (acceptor(), b"GET / HTTP/1.1\r\n\r\n"),
     ):
-        violated = only(connection.receive_data(data), ev.Violated)
+        violated = only(connection.receive_data(data), ev.ProtocolViolated)
         assert isinstance(violated.error, HandshakeRefused)
         assert "not pdserve's cluster protocol" in violated.error.message
 
@@ -358,8 +366,8 @@ def test_an_acceptor_may_refuse_after_the_proof() -> None:
     a.receive_data(taken(d))
     d.receive_data(taken(a))
     only(a.receive_data(taken(d)), ev.Authenticated)
-    a.refuse(Why.STALE, WrongPeer("an earlier life"))
-    violated = only(d.receive_data(taken(a)), ev.Violated)
+    a.refuse(HandshakeRefusalReason.STALE, WrongPeer("an earlier life"))
+    violated = only(d.receive_data(taken(a)), ev.ProtocolViolated)
     assert isinstance(violated.error, NameTaken)
     assert "later life" in violated.error.message
 
@@ -367,21 +375,23 @@ def test_an_acceptor_may_refuse_after_the_proof() -> None:
 def test_an_unknown_refusal_is_a_refusal() -> None:
     d = dialler()
     taken(d)
-    violated = only(d.receive_data(frame(Kind.REFUSE, encode(hs.Refuse(999, "x")))), ev.Violated)
+    violated = only(
+        d.receive_data(frame(FrameKind.REFUSE, encode(hs.Refuse(999, "x")))), ev.ProtocolViolated
+    )
     assert isinstance(violated.error, HandshakeRefused)
     assert "999" in violated.error.message
 
 
 def test_every_refusal_has_its_text_and_nothing_of_ours() -> None:
-    for why in Why:
-        refusal = Refusal(why, ProtocolError("secret detail"))
+    for why in HandshakeRefusalReason:
+        refusal = HandshakeRefusal(why, ProtocolError("secret detail"))
         assert b"secret" not in refusal.body()
         assert isinstance(hs.refusal_error(refusal.body()), HandshakeRefused)
 
 
 def test_eof_during_the_handshake_has_a_name() -> None:
     d = dialler()
-    violated = only(d.receive_eof(), ev.Violated)
+    violated = only(d.receive_eof(), ev.ProtocolViolated)
     assert isinstance(violated.error, HandshakeRefused)
     assert d.receive_eof() == []
 
@@ -392,9 +402,9 @@ def test_the_verbs_of_the_wrong_side_are_mistakes() -> None:
     with pytest.raises(RuntimeError):
         dialler().accept(b"")
     with pytest.raises(RuntimeError):
-        dialler().refuse(Why.BUSY, HandshakeRefused("x"))
+        dialler().refuse(HandshakeRefusalReason.BUSY, HandshakeRefused("x"))
 
 
 def test_a_dialler_needs_its_claim_to_fit() -> None:
     claim = identity("d").claim()
-    assert Dialler(claim, (KEY,), NONCES[0], versions=Versions()).hello
+    assert DialerHandshake(claim, (KEY,), NONCES[0], versions=Versions()).hello

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.wire.header import HEADER, HEADER_BYTES, Flag, Kind
+from pdserve.wire.header import HEADER, HEADER_BYTES, FrameFlag, FrameKind
 
 
 def test_a_header_is_sixteen_big_endian_bytes() -> None:
@@ -18,7 +18,7 @@ def test_numbers_on_the_wire_never_change() -> None:
         32: "TELL REQUEST RESPONSE ERROR CANCEL",
         48: "OPEN DATA END RESET CREDIT",
     }
-    assert {int(kind): kind.name for kind in Kind} == {
+    assert {int(kind): kind.name for kind in FrameKind} == {
         first + i: name for first, names in numbers.items() for i, name in enumerate(names.split())
     }
-    assert {flag.name: int(flag) for flag in Flag} == {"RAW": 1, "LAST": 2, "IGNORABLE": 128}
+    assert {flag.name: int(flag) for flag in FrameFlag} == {"RAW": 1, "LAST": 2, "IGNORABLE": 128}

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.wire.header import Kind
+from pdserve.wire.header import FrameKind
 from pdserve.wire.limits import HANDSHAKE_BYTES, HANDSHAKE_TABLE, LARGE, UNKNOWN, Limits
 
-GREETINGS = {Kind.HELLO, Kind.CHALLENGE, Kind.AUTH, Kind.READY, Kind.REFUSE}
+GREETINGS = {
+    FrameKind.HELLO,
+    FrameKind.CHALLENGE,
+    FrameKind.AUTH,
+    FrameKind.READY,
+    FrameKind.REFUSE,
+}
 
 
 def test_before_authentication_only_the_handshake_is_allowed() -> None:
@@ -17,7 +23,7 @@ def test_before_authentication_only_the_handshake_is_allowed() -> None:
 
 def test_afterwards_everything_but_the_handshake_is() -> None:
     table = Limits().table()
-    assert {kind for kind in range(256) if table[kind] != UNKNOWN} == set(Kind) - GREETINGS
+    assert {kind for kind in range(256) if table[kind] != UNKNOWN} == set(FrameKind) - GREETINGS
     assert max(table) == Limits().body
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import ProtocolError
-from pdserve.wire.header import HEADER, HEADER_BYTES, Flag, Kind
+from pdserve.wire.header import HEADER, HEADER_BYTES, FrameFlag, FrameKind
 from pdserve.wire.limits import IGNORED_BODY, LARGE, META, Limits
 from pdserve.wire.parser import FrameParser
 from tests.wire.support import Reading, splits
@@ -24,14 +24,16 @@ def frame(
 
 
 def raw(meta: bytes, payload: bytes) -> bytes:
-    return frame(Kind.DATA, meta + payload, flags=Flag.RAW, value=len(meta))
+    return frame(FrameKind.DATA, meta + payload, flags=FrameFlag.RAW, value=len(meta))
 
 
 frames = st.one_of(
-    st.builds(frame, st.just(Kind.REQUEST), st.binary(max_size=200), stream=st.integers(0, 99)),
-    st.builds(frame, st.just(Kind.END)),
     st.builds(
-        lambda seed, size: frame(Kind.TELL, random.Random(seed).randbytes(size)),
+        frame, st.just(FrameKind.REQUEST), st.binary(max_size=200), stream=st.integers(0, 99)
+    ),
+    st.builds(frame, st.just(FrameKind.END)),
+    st.builds(
+        lambda seed, size: frame(FrameKind.TELL, random.Random(seed).randbytes(size)),
         st.integers(0, 9),
         st.integers(LARGE - 2, 3 * LARGE),
     ),
@@ -71,7 +73,7 @@ def test_a_truncated_stream_never_yields_the_frame_that_is_cut(data, draw) -> No
 def test_a_large_body_can_be_received_in_place() -> None:
     body = random.Random(1).randbytes(100_000)
     parser = FrameParser(TABLE)
-    whole = frame(Kind.TELL, body)
+    whole = frame(FrameKind.TELL, body)
     assert parser.feed(whole[:1000]) == []
     found = []
     position = 1000
@@ -88,7 +90,9 @@ def test_a_large_body_can_be_received_in_place() -> None:
 def test_a_payload_lands_where_it_is_placed_and_what_follows_is_read_on() -> None:
     payload = random.Random(2).randbytes(LARGE)
     parser = FrameParser(TABLE)
-    found = parser.feed(frame(Kind.END) + raw(b"meta", payload) + frame(Kind.PING, value=7))
+    found = parser.feed(
+        frame(FrameKind.END) + raw(b"meta", payload) + frame(FrameKind.PING, value=7)
+    )
     assert [bytes(body) for _, body in found] == [b"", b"meta"]
     assert parser.placing == LARGE
     with pytest.raises(RuntimeError):
@@ -109,9 +113,9 @@ def test_a_dropped_payload_costs_no_memory() -> None:
     parser.feed(raw(b"meta", bytes(3 * LARGE))[:-10])
     assert parser.place(None) == []
     assert parser.wanted() is None
-    (_, nothing), (end, _) = parser.feed(bytes(10) + frame(Kind.END))
+    (_, nothing), (end, _) = parser.feed(bytes(10) + frame(FrameKind.END))
     assert nothing == b""
-    assert end[1] == Kind.END
+    assert end[1] == FrameKind.END
 
 
 def test_memory_that_is_taken_back_is_not_written_to() -> None:
@@ -120,24 +124,24 @@ def test_memory_that_is_taken_back_is_not_written_to() -> None:
     parser.feed(raw(b"", b"x" * LARGE)[: HEADER_BYTES + 10])
     parser.place(memoryview(memory))
     parser.drop()
-    (_, body), (end, _) = parser.feed(b"y" * (LARGE - 10) + frame(Kind.END))
+    (_, body), (end, _) = parser.feed(b"y" * (LARGE - 10) + frame(FrameKind.END))
     assert body == b""
     assert memory == b"x" * 10 + bytes(LARGE - 10)
-    assert end[1] == Kind.END
+    assert end[1] == FrameKind.END
 
 
 @pytest.mark.parametrize(
     "header",
     [
-        HEADER.pack(Limits().body + 1, Kind.TELL, 0, 0, 0, 0),
-        HEADER.pack(0xFFFF_FFFF, Kind.RESPONSE, 0, 0, 0, 0),
-        HEADER.pack(300, Kind.PING, 0, 0, 0, 0),
-        HEADER.pack(5000, Kind.ERROR, 0, 0, 0, 0),
-        HEADER.pack(0, Kind.HELLO, 0, 0, 0, 0),
+        HEADER.pack(Limits().body + 1, FrameKind.TELL, 0, 0, 0, 0),
+        HEADER.pack(0xFFFF_FFFF, FrameKind.RESPONSE, 0, 0, 0, 0),
+        HEADER.pack(300, FrameKind.PING, 0, 0, 0, 0),
+        HEADER.pack(5000, FrameKind.ERROR, 0, 0, 0, 0),
+        HEADER.pack(0, FrameKind.HELLO, 0, 0, 0, 0),
         HEADER.pack(0, 200, 0, 0, 0, 0),
-        HEADER.pack(IGNORED_BODY + 1, 200, Flag.IGNORABLE, 0, 0, 0),
-        HEADER.pack(100, Kind.DATA, Flag.RAW, 0, 0, 101),
-        HEADER.pack(1 << 20, Kind.DATA, Flag.RAW, 0, 0, META + 1),
+        HEADER.pack(IGNORED_BODY + 1, 200, FrameFlag.IGNORABLE, 0, 0, 0),
+        HEADER.pack(100, FrameKind.DATA, FrameFlag.RAW, 0, 0, 101),
+        HEADER.pack(1 << 20, FrameKind.DATA, FrameFlag.RAW, 0, 0, META + 1),
         b"GET / HTTP/1.1\r\n",
     ],
 )
@@ -147,13 +151,15 @@ def test_a_bad_header_is_refused_before_anything_of_the_body(header) -> None:
 
 
 def test_an_unknown_frame_that_may_be_ignored_passes() -> None:
-    found = FrameParser(TABLE).feed(frame(200, b"future", flags=Flag.IGNORABLE) + frame(Kind.END))
-    assert [header[1] for header, _ in found] == [200, Kind.END]
+    found = FrameParser(TABLE).feed(
+        frame(200, b"future", flags=FrameFlag.IGNORABLE) + frame(FrameKind.END)
+    )
+    assert [header[1] for header, _ in found] == [200, FrameKind.END]
 
 
 def test_one_frame_at_a_time_leaves_the_rest_for_another_table() -> None:
     parser = FrameParser(TABLE, single=True)
-    assert len(parser.feed(frame(Kind.END) + frame(Kind.HELLO))) == 1
+    assert len(parser.feed(frame(FrameKind.END) + frame(FrameKind.HELLO))) == 1
     parser.table = dict.fromkeys(range(256), 9)  # type: ignore[assignment]
     ((header, _),) = parser.feed(b"")
-    assert header[1] == Kind.HELLO
+    assert header[1] == FrameKind.HELLO

@@ -9,10 +9,10 @@ import pytest
 from pdserve.errors import Cancelled, LinkLost, NoWorker, Overloaded, PayloadTooLarge
 from pdserve.wire import events as ev
 from pdserve.wire.codec import encode
-from pdserve.wire.flow import Stream, cost_of
-from pdserve.wire.header import HEADER, Kind
+from pdserve.wire.flow import StreamState, cost_of
+from pdserve.wire.header import HEADER, FrameKind
 from pdserve.wire.limits import FRAME_COST, LARGE, META, Limits
-from pdserve.wire.protocol import State
+from pdserve.wire.protocol import ConnectionState
 from tests.wire.support import move, only, pair, taken
 
 
@@ -20,10 +20,10 @@ def opened(window: int = 10_000, **limits: int) -> tuple:
     """A connection with one stream that both sides may send on: (d, a, stream, stream)."""
     d, a = pair(Limits(**limits) if limits else None)
     ours = d.open_stream(5, b"hello", window=window, context="d")
-    event = only(move(d, a), ev.Opened)
+    event = only(move(d, a), ev.StreamOpened)
     assert (event.method, event.body, event.last) == (5, b"hello", False)
     assert a.grant(event.stream, window)
-    only(move(a, d), ev.Unblocked)
+    only(move(a, d), ev.StreamUnblocked)
     return d, a, ours, event.stream
 
 
@@ -39,13 +39,13 @@ def test_items_flow_both_ways_and_each_half_ends_by_itself() -> None:
     d, a, ours, theirs = opened()
     assert d.send_data(ours, b"1")
     assert a.send_data(theirs, b"2")
-    assert only(move(d, a), ev.Data).items == [b"1"]
-    assert only(move(a, d), ev.Data).items == [b"2"]
+    assert only(move(d, a), ev.DataReceived).items == [b"1"]
+    assert only(move(a, d), ev.DataReceived).items == [b"2"]
     d.end(ours)
     d.end(ours)
-    assert only(move(d, a), ev.Ended).stream is theirs
+    assert only(move(d, a), ev.StreamEnded).stream is theirs
     assert a.send_data(theirs, b"3", last=True)
-    last = only(move(a, d), ev.Data)
+    last = only(move(a, d), ev.DataReceived)
     assert (last.items, last.last) == ([b"3"], True)
     for connection, stream in ((d, ours), (a, theirs)):
         assert stream.over
@@ -59,7 +59,7 @@ def test_items_flow_both_ways_and_each_half_ends_by_itself() -> None:
 def test_a_stream_opened_with_last_only_listens() -> None:
     d, a = pair()
     ours = d.open_stream(5, b"", window=1000, context=None, last=True)
-    event = only(move(d, a), ev.Opened)
+    event = only(move(d, a), ev.StreamOpened)
     assert event.last
     with pytest.raises(LinkLost):
         d.send_data(ours, b"")
@@ -74,7 +74,7 @@ def test_reset_ends_both_halves() -> None:
     d.send_data(ours, b"lost on the way")
     d.abort(ours, NoWorker("why"))
     data, reset = move(d, a)
-    assert isinstance(data, ev.Data)
+    assert isinstance(data, ev.DataReceived)
     assert isinstance(reset.error, NoWorker)
     assert reset.stream is theirs
     a.consumed(theirs, cost_of(len(b"lost on the way")))
@@ -98,17 +98,17 @@ def test_what_crosses_an_abort_is_dropped() -> None:
     a.end(theirs)
     d.abort(ours, Cancelled("enough"))
     assert move(a, d) == []
-    only(move(d, a), ev.Reset)
+    only(move(d, a), ev.StreamReset)
     assert idle(d, a)
 
 
 def test_a_listener_whose_own_half_has_ended_asks_for_the_end() -> None:
     d, a = pair()
     ours = d.open_stream(5, b"", window=1000, context=None, last=True)
-    theirs = only(move(d, a), ev.Opened).stream
+    theirs = only(move(d, a), ev.StreamOpened).stream
     a.send_data(theirs, b"on its way")
     d.abort(ours, Cancelled("enough"))
-    reset = only(move(d, a), ev.Reset)
+    reset = only(move(d, a), ev.StreamReset)
     assert isinstance(reset.error, Cancelled)
     assert not theirs.sending
     assert move(a, d) == []
@@ -130,7 +130,7 @@ def test_a_slot_is_not_reused_before_both_halves_have_ended() -> None:
 def test_items_of_one_stream_come_in_runs_and_streams_stay_apart() -> None:
     d, a, first, _ = opened()
     second = d.open_stream(5, b"", window=0, context=None)
-    a.grant(only(move(d, a), ev.Opened).stream, 10_000)
+    a.grant(only(move(d, a), ev.StreamOpened).stream, 10_000)
     move(a, d)
     for stream, item in ((first, b"1"), (first, b"2"), (second, b"3"), (first, b"4")):
         d.send_data(stream, item)
@@ -138,7 +138,7 @@ def test_items_of_one_stream_come_in_runs_and_streams_stay_apart() -> None:
     d.send_data(first, b"5")
     d.send_data(first, b"6", last=True)
     events = move(d, a)
-    runs = [event.items for event in events if isinstance(event, ev.Data)]
+    runs = [event.items for event in events if isinstance(event, ev.DataReceived)]
     assert runs == [[b"1", b"2"], [b"3"], [b"4"], [b"5"], [b"6"]]
     assert events[0].cost == 2 * cost_of(1)
 
@@ -149,7 +149,7 @@ def test_items_of_one_stream_come_in_runs_and_streams_stay_apart() -> None:
 def test_nothing_is_sent_without_credit() -> None:
     d, a = pair()
     ours = d.open_stream(5, b"", window=0, context=None)
-    theirs = only(move(d, a), ev.Opened).stream
+    theirs = only(move(d, a), ev.StreamOpened).stream
     assert not d.send_data(ours, b"x")
     assert not a.send_data(theirs, b"x")
     assert taken(d) == taken(a) == b""
@@ -159,9 +159,9 @@ def test_a_frame_larger_than_the_credit_is_sent_whole_and_overdraws_it() -> None
     d, a, ours, theirs = opened(window=1000)
     assert d.send_data(ours, bytes(5000))
     assert not d.send_data(ours, b"")
-    only(move(d, a), ev.Data)
+    only(move(d, a), ev.DataReceived)
     a.consumed(theirs, cost_of(5000))
-    only(move(a, d), ev.Unblocked)
+    only(move(a, d), ev.StreamUnblocked)
     assert d.send_data(ours, b"")
 
 
@@ -176,7 +176,7 @@ def test_credit_returns_when_half_a_window_was_taken() -> None:
         sent = taken(a)
         assert bool(sent) == (taken_items == 5)
         if sent:
-            only(d.receive_data(sent), ev.Unblocked)
+            only(d.receive_data(sent), ev.StreamUnblocked)
     for _ in range(5):
         assert d.send_data(ours, b"")
     assert not d.send_data(ours, b"")
@@ -196,7 +196,7 @@ def test_an_acceptor_without_budget_says_so() -> None:
     d, a = pair(None, Limits(budget=5000, least_window=4000))
     for granted in (True, False):
         d.open_stream(5, b"", window=0, context=None)
-        theirs = only(move(d, a), ev.Opened).stream
+        theirs = only(move(d, a), ev.StreamOpened).stream
         assert a.grant(theirs, 5000) is granted
 
 
@@ -208,8 +208,8 @@ def test_a_stream_too_many_is_refused() -> None:
     d, a = pair(None, Limits(incoming=1, streams=1))
     first = d.open_stream(5, b"", window=0, context="first")
     d.open_stream(5, b"", window=1000, context="second")
-    only(move(d, a), ev.Opened)
-    reset = only(move(a, d), ev.Reset)
+    only(move(d, a), ev.StreamOpened)
+    reset = only(move(a, d), ev.StreamReset)
     assert reset.stream.context == "second"
     assert isinstance(reset.error, Overloaded)
     move(d, a)
@@ -221,9 +221,9 @@ def test_a_stream_too_many_is_refused() -> None:
 
 def test_a_peer_that_never_stops_opening_is_cut_off() -> None:
     _, a = pair(None, Limits(incoming=4, streams=1))
-    flood = b"".join(HEADER.pack(0, Kind.OPEN, 0, 0, slot, 0) for slot in range(1, 20))
+    flood = b"".join(HEADER.pack(0, FrameKind.OPEN, 0, 0, slot, 0) for slot in range(1, 20))
     *_, last = a.receive_data(flood)
-    assert isinstance(last, ev.Violated)
+    assert isinstance(last, ev.ProtocolViolated)
     assert len(a.streams()) <= 8
 
 
@@ -233,8 +233,8 @@ def test_data_beyond_the_credit_is_a_violation() -> None:
     d.send_data(ours, bytes(200))
     d.send_data(ours, b"")
     *_, last = move(d, a)
-    assert isinstance(last, ev.Violated)
-    assert a.state is State.ENDED
+    assert isinstance(last, ev.ProtocolViolated)
+    assert a.state is ConnectionState.ENDED
 
 
 # ---------------------------------------------------------------------- raw payloads
@@ -244,7 +244,7 @@ def test_a_small_payload_comes_in_one_piece() -> None:
     d, a, ours, theirs = opened()
     meta = encode(["block", 7])
     assert d.send_raw(ours, meta, b"\x00\xff", last=True)
-    raw = only(move(d, a), ev.Raw)
+    raw = only(move(d, a), ev.RawReceived)
     assert (raw.stream, raw.meta, raw.payload, raw.last) == (theirs, meta, b"\x00\xff", True)
     assert raw.size == len(meta) + 2
 
@@ -293,7 +293,7 @@ def test_a_payload_may_arrive_in_any_pieces() -> None:
         wanted[:size] = data[position : position + size]
         position += size
         events += a.received(size)
-    assert only(events, ev.Raw).payload == payload
+    assert only(events, ev.RawReceived).payload == payload
     assert memory == payload
 
 
@@ -308,7 +308,7 @@ def test_aborting_during_a_payload_leaves_its_memory_alone() -> None:
     a.abort(theirs, Cancelled("the attempt is over"))
     before = bytes(memory)
     assert 0 < before.count(b"x") < 1000
-    told = only(a.receive_data(data[1000:]), ev.Told)
+    told = only(a.receive_data(data[1000:]), ev.TellReceived)
     assert told.body == b"next"
     assert memory == before
 
@@ -345,6 +345,6 @@ def test_a_dead_connection_sends_nothing_more() -> None:
     a.abort(theirs, Cancelled("x"))
     a.consumed(theirs, 100_000)
     assert taken(a) == b""
-    assert isinstance(ours, Stream)
+    assert isinstance(ours, StreamState)
     assert FRAME_COST > 0
-    assert d.state is State.OPEN
+    assert d.state is ConnectionState.OPEN

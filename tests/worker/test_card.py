@@ -5,7 +5,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.messages.card import GenerationDefaults
 from pdserve.messages.engine import EngineCapabilities
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.worker.card import read_card
 from tests.text.builders import tekken_file
 
@@ -128,9 +128,10 @@ def test_a_tekken_file_becomes_the_tokenizer(checkpoint):
     tokenizer = Tokenizer.from_card(found)
     assert tokenizer.encode("the") == [1, 10 + 257]
     assert found.eos_token_ids == (7, 2)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert (tokenizer.special_tokens["bos_token"], tokenizer.eos_token_id) == ("<s>", 2)
     (path / "tokenizer_config.json").write_text('{"bos_token": "<SPECIAL_4>"}')
-    assert Tokenizer.from_card(card(path)).bos_token_id == 4
+    renamed = Tokenizer.from_card(card(path))
+    assert renamed.token_to_id(renamed.special_tokens["bos_token"]) == 4
 
 
 def test_a_tokenizer_of_the_usual_form_wins_over_tekken(checkpoint):
@@ -163,7 +164,7 @@ def test_a_broken_file_is_named(checkpoint, files, says):
         card(checkpoint(**files))
 
 
-HERMES = "{% if tools %}write <tool_call>...</tool_call>{% endif %}"
+HERMES = "{% if tools %}write <tool_call>{'name': ..., 'arguments': ...}</tool_call>{% endif %}"
 
 
 @pytest.mark.parametrize(

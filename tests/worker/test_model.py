@@ -89,8 +89,26 @@ def test_gguf_and_sentencepiece_get_a_hint(checkpoint):
 
 
 def test_a_file_is_not_a_model(checkpoint):
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(ConfigError, match="is a file: give the directory"):
         locate(str(checkpoint / "config.json"))
+    (checkpoint / "m.gguf").touch()
+    with pytest.raises(ConfigError, match="is a file: GGUF files are not supported"):
+        locate(str(checkpoint / "m.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "instead", "says"),
+    [
+        ("config.json", "adapter_config.json", "a LoRA adapter.*merge it into its base model"),
+        ("config.json", "params.json", "in Mistral's own format"),
+        ("tokenizer.json", "tiktoken.model", "tiktoken.model alone is not supported: give"),
+    ],
+)
+def test_what_else_is_there_is_named(checkpoint, missing, instead, says):
+    (checkpoint / missing).unlink()
+    (checkpoint / instead).touch()
+    with pytest.raises(ConfigError, match=f"has no {missing}: .*{says}"):
+        locate(str(checkpoint))
 
 
 class Hub:

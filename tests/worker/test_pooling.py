@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pdserve.errors import ConfigError
 from pdserve.worker.card import read_card
-from pdserve.worker.pooling import Vectors, find_vectors
+from pdserve.worker.pooling import PoolerConfig, read_pooler_config
 from tests.worker.test_card import CAPABILITIES
 
 if TYPE_CHECKING:
@@ -55,19 +55,19 @@ def modes(**set_modes: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("pooling", "more", "found"),
     [
-        (modes(mean_tokens=True), (), Vectors("mean")),
-        (modes(lasttoken=True), ("Normalize",), Vectors("last", normalize=True)),
-        ({"pooling_mode": "lasttoken"}, ("Normalize",), Vectors("last", normalize=True)),
-        ({"pooling_mode": "mean"}, (), Vectors("mean")),
+        (modes(mean_tokens=True), (), PoolerConfig("mean")),
+        (modes(lasttoken=True), ("Normalize",), PoolerConfig("last", normalize=True)),
+        ({"pooling_mode": "lasttoken"}, ("Normalize",), PoolerConfig("last", normalize=True)),
+        ({"pooling_mode": "mean"}, (), PoolerConfig("mean")),
     ],
 )
 def test_the_model_says_how_it_pools(
-    tmp_path: Path, pooling: dict[str, Any], more: tuple[str, ...], found: Vectors
+    tmp_path: Path, pooling: dict[str, Any], more: tuple[str, ...], found: PoolerConfig
 ) -> None:
     path = write(tmp_path, pooling, *more)
-    assert find_vectors(path, "auto") == found
-    assert find_vectors(path, "none") == Vectors()
-    assert find_vectors(path, "last") == Vectors("last", found.normalize)
+    assert read_pooler_config(path, "auto") == found
+    assert read_pooler_config(path, "none") == PoolerConfig()
+    assert read_pooler_config(path, "last") == PoolerConfig("last", found.normalize)
 
 
 @pytest.mark.parametrize(
@@ -86,25 +86,25 @@ def test_what_no_engine_does_is_named_with_the_remedy(
 ) -> None:
     path = write(tmp_path, pooling, *more)
     with pytest.raises(ConfigError, match=words) as caught:
-        find_vectors(path, "auto")
+        read_pooler_config(path, "auto")
     assert "--pooling=none" in caught.value.message
-    assert find_vectors(path, "mean").pooling == "mean"
+    assert read_pooler_config(path, "mean").pooling == "mean"
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, modes(mean_tokens=True))
     (path / "1_Pooling/config.json").unlink()
     with pytest.raises(ConfigError, match=r"1_Pooling/config\.json is missing"):
-        find_vectors(path, "auto")
+        read_pooler_config(path, "auto")
     (path / "modules.json").write_text('[{"path": "../../elsewhere", "type": "x.Pooling"}]')
     with pytest.raises(ConfigError, match="one folder"):
-        find_vectors(path, "auto")
+        read_pooler_config(path, "auto")
     (path / "modules.json").write_text('{"a": 1}')
     with pytest.raises(ConfigError, match="not a list of modules"):
-        find_vectors(path, "auto")
+        read_pooler_config(path, "auto")
     (path / "modules.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
-        find_vectors(path, "auto")
+        read_pooler_config(path, "auto")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_the_sizes_that_vectors_may_be_cut_to(
     tmp_path: Path, config: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
     path = write(tmp_path, modes(lasttoken=True), config=config)
-    assert find_vectors(path, "auto").dimensions == sizes
+    assert read_pooler_config(path, "auto").dimensions == sizes
 
 
 def test_a_card_says_so_if_model_and_engine_agree(tmp_path: Path) -> None:

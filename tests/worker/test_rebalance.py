@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.messages.engine import EngineStats
-from pdserve.worker.rebalance import Rebalance, Relief
+from pdserve.worker.rebalance import MigrationProposal, Rebalance
 
 LAST_FIRST = (9, 8, 7, 6, 5, 4, 3, 2, 1)
 
@@ -24,7 +24,7 @@ class World:
         self.victims: tuple[int, ...] = LAST_FIRST
         self.looked = 0
 
-    def look(self, seen: EngineStats, after: float = 0.1) -> Relief | None:
+    def look(self, seen: EngineStats, after: float = 0.1) -> MigrationProposal | None:
         self.now += after
         return self.rebalance.look(self.now, seen, self._victims)
 
@@ -43,13 +43,13 @@ def test_nothing_is_asked_of_a_worker_that_does_well():
 def test_who_would_be_preempted_first_is_asked_when_blocks_run_out():
     world = World()
     assert world.look(stats(free=5)) is None  # nine take a block each in sixteen steps
-    assert world.look(stats(free=4)) == Relief("kv", frozenset({9}))
+    assert world.look(stats(free=4)) == MigrationProposal("kv", frozenset({9}))
     assert world.look(stats(free=1, blocks_cached=4), after=1.0) is None, "cached ones are free"
 
 
 def test_a_preemption_is_enough_and_counts_once():
     world = World()
-    assert world.look(stats(preemptions=3)) == Relief("kv", frozenset({9}))
+    assert world.look(stats(preemptions=3)) == MigrationProposal("kv", frozenset({9}))
     assert world.look(stats(preemptions=3), after=1.0) is None
     assert world.look(stats(preemptions=0), after=1.0) is None  # the engine's next life
     assert world.look(stats(preemptions=1), after=1.0) is not None
@@ -63,7 +63,7 @@ def test_streams_must_be_too_slow_for_a_while():
     world = World(itl_target=0.05)
     slow = stats(itl=0.06)
     assert [world.look(slow, after=0.125) for _ in range(16)] == [None] * 16
-    assert world.look(slow, after=0.125) == Relief("itl", frozenset({9}))
+    assert world.look(slow, after=0.125) == MigrationProposal("itl", frozenset({9}))
 
 
 def test_around_the_target_nothing_changes_below_it_all_begins_anew():
@@ -91,14 +91,14 @@ def test_nobody_is_asked_twice_in_a_while_and_the_last_one_never():
     world = World()
     asked = [world.look(stats(free=0), after=0.6) for _ in range(12)]
     assert [next(iter(one.handles)) for one in asked if one] == [9, 8, 7, 6, 5, 4, 3, 2]
-    assert world.look(stats(free=0), after=6.0) == Relief("kv", frozenset({9}))
+    assert world.look(stats(free=0), after=6.0) == MigrationProposal("kv", frozenset({9}))
 
 
 def test_a_large_worker_is_relieved_of_several_at_a_time():
     world = World()
     world.victims = tuple(range(64))
     relief = world.look(stats(free=0, running=64))
-    assert relief == Relief("kv", frozenset({0, 1, 2, 3}))
+    assert relief == MigrationProposal("kv", frozenset({0, 1, 2, 3}))
 
 
 def test_with_nobody_who_could_go_or_a_single_one_nothing_is_asked():

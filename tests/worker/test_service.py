@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pdserve.blocks.hashing import names_id
-from pdserve.engine.api import EngineState
+from pdserve.blocks.hashing import hash_secret_id
+from pdserve.engine.port import EngineState
 from pdserve.errors import ConfigError, Draining, EngineDied, NotReady
-from pdserve.messages.engine import EngineCapabilities, EngineStats, Progress
+from pdserve.messages.engine import EngineCapabilities, EngineStats, LoadProgress
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.observe.metrics import Metrics
 from pdserve.worker.config import WorkerConfig
@@ -37,7 +37,7 @@ class FakeEngine:
 
     async def start(self, on_progress=None):
         self.state = EngineState.LOADING
-        on_progress(Progress(stage="reading weights", fraction=0.5))
+        on_progress(LoadProgress(stage="reading weights", fraction=0.5))
         await self.may_become_ready.wait()
         if self.failure is not None:
             raise self.failure
@@ -179,13 +179,13 @@ async def test_a_started_worker_serves_its_model_under_every_name(model):
 
 async def test_a_secret_reaches_the_engine_whenever_it_comes(model):
     world = World(model)
-    assert world.service.names_id == names_id(b"s")
+    assert world.service.names_id == hash_secret_id(b"s")
     world.service.rekey(b"before")
     await world.start()
     assert world.engine.spec.hash_secret == b"before"
     world.service.rekey(b"after")
     assert world.engine.secrets == [b"after"]
-    assert world.service.names_id == names_id(b"after")
+    assert world.service.names_id == hash_secret_id(b"after")
     await world.service.stop()
 
 
@@ -247,7 +247,7 @@ async def test_an_engine_that_is_down_for_good_says_why(model):
     world = World(model)
     await world.start()
     world.engine.die(EngineState.FAILED, "died too often")
-    assert world.service.unready_reason() == "the engine is failed: died too often"
+    assert world.service.unready_reason() == "the engine has failed: died too often"
     await world.service.stop()
 
 

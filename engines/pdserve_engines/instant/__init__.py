@@ -1,6 +1,6 @@
-"""`--engine=instant`: tokens at once, without a model, for measuring everything else.
+"""The instant engine (`--engine=instant`): tokens at once, without a model, to measure all else.
 
-See `core` for what it honours and which options it has.
+`core` tells which request fields it honours, `settings` which options it has.
 """
 
 from __future__ import annotations

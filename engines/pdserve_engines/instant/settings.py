@@ -1,15 +1,15 @@
-"""What the instant engine needs to know: its options, and the little it reads of a model.
+"""Resolves the instant engine's options, and the little it reads of a model.
 
-Only `config.json` and `tokenizer.json` are opened, no weights. It knows nothing of streams.
+Only `config.json` and `tokenizer.json` are opened, no weights.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdserve.engine_core.kit import ModelLimits, check_options, read_json, read_model_limits
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.engine import EngineSpec
 
-__all__ = ["Options", "Vocabulary", "ordinary_ids", "parse_options", "read_vocabulary"]
+__all__ = [
+    "InstantOptions",
+    "InstantVocabulary",
+    "ordinary_ids",
+    "parse_options",
+    "read_vocabulary",
+]
 
 _CYCLE = 64
 """How many different tokens an output consists of."""
@@ -27,19 +33,19 @@ _WORD_MARKS = ("\u0120", "\u2581", "##")  # a leading space as GPT-2 and Sentenc
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """`--engine-option name=value`."""
+class InstantOptions:
+    """The instant engine's options, from `--engine-option name=value`."""
 
     tokens_per_second: float = 0.0
-    """Of each stream; its tokens become due one by one, streams staggered. 0: as fast as read."""
+    """Rate of each stream, whose tokens become due one by one. 0: as fast as they are read."""
     ttft: Seconds = 0.0
-    """From submission to the first token; given as `ttft_ms`."""
+    """Seconds from submission to the first token; the option is `ttft_ms`."""
     tokens: tuple[TokenId, ...] = ()
-    """The ids to cycle through; empty: ordinary words of the model's tokenizer."""
+    """Token ids that outputs cycle through; empty: ordinary words of the model's tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class InstantVocabulary:
     """What outputs are made of, and how long they may become."""
 
     tokens: tuple[TokenId, ...]
@@ -48,15 +54,15 @@ class Vocabulary:
     model_type: str
     eos_token_ids: tuple[TokenId, ...]
 
+    @property
+    def limits(self) -> ModelLimits:
+        """The part that the engine's capabilities repeat."""
+        return ModelLimits(self.model_type, self.vocab_size, self.max_model_len, self.eos_token_ids)
 
-def parse_options(options: Mapping[str, str]) -> Options:
+
+def parse_options(options: Mapping[str, str]) -> InstantOptions:
     """Raises `ConfigError` for unknown names and values that are no numbers."""
-    unknown = options.keys() - {"tokens_per_second", "ttft_ms", "tokens"}
-    if unknown:
-        raise ConfigError(
-            f"the instant engine has no option {', '.join(sorted(unknown))}; it has "
-            "tokens_per_second, ttft_ms and tokens"
-        )
+    check_options("instant", options, ("tokens_per_second", "ttft_ms", "tokens"))
     try:
         rate = float(options.get("tokens_per_second", "0"))
         ttft = float(options.get("ttft_ms", "0")) / 1000
@@ -65,30 +71,25 @@ def parse_options(options: Mapping[str, str]) -> Options:
         raise ConfigError(f"an option of the instant engine is no number: {error}") from error
     if not (0 <= rate < float("inf") and 0 <= ttft < float("inf")):
         raise ConfigError("tokens_per_second and ttft_ms must be finite and not negative")
-    return Options(rate, ttft, tokens)
+    return InstantOptions(rate, ttft, tokens)
 
 
-def read_vocabulary(spec: EngineSpec, options: Options) -> Vocabulary:
-    """Read the model's directory. Raises `ConfigError` naming the file that does not serve."""
-    directory = Path(spec.model)
-    config = _read_json(directory / "config.json")
-    text = config.get("text_config") or config
-    limit = int(text.get("max_position_embeddings", 0) or 0) or 1 << 20
-    if spec.max_model_len > limit:
-        raise ConfigError(
-            f"--max-model-len of {spec.max_model_len} is over the checkpoint's limit of {limit} "
-            "tokens"
-        )
-    tokens = options.tokens or _from_tokenizer(directory / "tokenizer.json")
-    vocab_size = int(text.get("vocab_size", 0) or 0) or max(tokens) + 1
+def read_vocabulary(
+    spec: EngineSpec, options: InstantOptions, *, longer: str = ""
+) -> InstantVocabulary:
+    """Read the model's directory. Raises `ConfigError` naming the file that does not serve;
+    `longer` says how there may be longer sequences all the same."""
+    limits = read_model_limits(spec, longer=longer)
+    tokens = options.tokens or _from_tokenizer(Path(spec.model) / "tokenizer.json")
+    vocab_size = limits.vocab_size or max(tokens) + 1
     if not all(0 <= token < vocab_size for token in tokens):
         raise ConfigError(f"the instant engine's tokens lie outside the vocabulary ({vocab_size})")
-    return Vocabulary(
+    return InstantVocabulary(
         tokens=tokens,
         vocab_size=vocab_size,
-        max_model_len=spec.max_model_len or limit,
-        model_type=str(config.get("model_type", "")),
-        eos_token_ids=_ids(text.get("eos_token_id")),
+        max_model_len=limits.max_model_len,
+        model_type=limits.model_type,
+        eos_token_ids=limits.eos_token_ids,
     )
 
 
@@ -117,25 +118,7 @@ def _bare(text: str) -> str:
 
 
 def _from_tokenizer(path: Path) -> tuple[TokenId, ...]:
-    tokens = ordinary_ids(_read_json(path))
+    tokens = ordinary_ids(read_json(path))
     if not tokens:
         raise ConfigError(f"{path} has no plain words: give --engine-option tokens=ID,ID,...")
     return tokens
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return content
-
-
-def _ids(value: object) -> tuple[TokenId, ...]:
-    if isinstance(value, int):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else ()

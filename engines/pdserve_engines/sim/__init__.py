@@ -1,7 +1,7 @@
-"""`--engine=sim`: pdserve's scheduler and KV pool, a timing model instead of a model.
+"""The sim engine (`--engine=sim`): pdserve's scheduler and KV pool, with a timing model.
 
-See `settings` for its options, `timing` for the kinds of workers it can be, docs/simulation.md for
-what it is good for.
+`settings` has its options, `perf_model.step_time` the workers it can simulate; docs/simulation.md
+tells what it is good for.
 """
 
 from __future__ import annotations

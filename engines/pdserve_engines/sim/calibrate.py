@@ -1,10 +1,10 @@
-"""Measures steps of the torch engine here and now, and fits a timing model to them.
+"""Measures steps of the torch engine on this machine and fits a timing model to them.
 
     python -m pdserve_engines.sim.calibrate --model DIRECTORY --out timing.json
     pdserve --engine sim --engine-option timing=timing.json
 
-A third of the points is held out of the fit and says how good it is. Steps are computed by the
-engine's executor alone: what the core, its process and the network add is not in them.
+A third of the points is held out of the fit and shows how good it is. Only the executor is
+measured: the time of the core, its process and the network is not included.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdserve.engine.executor import Chunk, StepPlan
-from pdserve.engine.sequence import Sequence
+from pdserve.engine_core.executor import ScheduledChunk, StepPlan
+from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve_engines.sim.fit import Sample, errors_of, fit
-from pdserve_engines.sim.timing import write_timing
+from pdserve.perf_model.step_time import write_timing
+from pdserve_engines.sim.roofline_fit import StepSample, errors_of, fit_roofline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from collections.abc import Sequence as Seq
 
-    from pdserve.engine.executor import Executor
+    from pdserve.engine_core.executor import Executor
     from pdserve.ids import Seconds
-    from pdserve_engines.sim.timing import Roofline
+    from pdserve.perf_model.step_time import Roofline
 
 __all__ = ["Point", "main", "measure", "points"]
 
@@ -77,7 +77,7 @@ def measure(
     num_blocks: int,
     repeats: int,
     timer: Callable[[], Seconds] = time.perf_counter,
-) -> Iterator[Sample]:
+) -> Iterator[StepSample]:
     """Each point's median over `repeats` rounds, after one that does not count. Rounds go through
     all points, so that a busy minute of the machine hits all alike."""
     rng = random.Random(1)
@@ -93,7 +93,7 @@ def measure(
                 taken[point].append(took)
     for point, seconds in taken.items():
         prefill, contexts = point
-        yield Sample(prefill, len(contexts), sum(contexts), statistics.median(seconds))
+        yield StepSample(prefill, len(contexts), sum(contexts), statistics.median(seconds))
 
 
 def _plan(point: Point, block_size: int, num_blocks: int) -> StepPlan:
@@ -112,7 +112,7 @@ def _plan(point: Point, block_size: int, num_blocks: int) -> StepPlan:
         )
         sequence = Sequence(handle, 0, request, tokens, len(tokens), 0.0, num_computed=start)
         sequence.blocks = [next(free) for _ in range(-(-len(tokens) // block_size))]
-        plan.chunks.append(Chunk(sequence, start, count, samples=True))
+        plan.chunks.append(ScheduledChunk(sequence, start, count, samples=True))
     return plan
 
 
@@ -137,7 +137,7 @@ def main(argv: Seq[str] | None = None) -> int:
     random.Random(3).shuffle(samples)
     cut = len(samples) // 3
     held, used = samples[:cut], samples[cut:]
-    model = fit(used)
+    model = fit_roofline(used)
     write_timing(arguments.out, model, _about(arguments, len(used)))
     lines = [f"{name} {value:.3g} s" for name, value in asdict(model).items()]
     lines += [_errors("fitted", model, used), _errors("held out", model, held)]
@@ -147,7 +147,7 @@ def main(argv: Seq[str] | None = None) -> int:
     return 0
 
 
-def _errors(name: str, model: Roofline, samples: Seq[Sample]) -> str:
+def _errors(name: str, model: Roofline, samples: Seq[StepSample]) -> str:
     errors = errors_of(model, samples)
     return (
         f"{name}: {len(samples)} points, error median {errors.median:.1%}, "
@@ -155,8 +155,8 @@ def _errors(name: str, model: Roofline, samples: Seq[Sample]) -> str:
     )
 
 
-def _kinds(samples: Seq[Sample]) -> dict[str, list[Sample]]:
-    kinds: dict[str, list[Sample]] = {}
+def _kinds(samples: Seq[StepSample]) -> dict[str, list[StepSample]]:
+    kinds: dict[str, list[StepSample]] = {}
     for sample in samples:
         kind = "prompts" if not sample.decodes else "both" if sample.prefill else "decodes"
         kinds.setdefault(kind, []).append(sample)
@@ -173,7 +173,7 @@ def _about(arguments: argparse.Namespace, count: int) -> dict[str, object]:
     }
 
 
-def _measure_torch(arguments: argparse.Namespace) -> Iterable[Sample]:
+def _measure_torch(arguments: argparse.Namespace) -> Iterable[StepSample]:
     from pdserve_engines.torch import create  # torch only when somebody calibrates
 
     executor = create()

@@ -23,23 +23,24 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.engine.core import STATS_INTERVAL, EngineCore
-from pdserve.engine.mover import Say
+from pdserve.engine_core.core import EngineCore
+from pdserve.engine_core.kit import STATS_INTERVAL
+from pdserve.engine_core.kv_transfer.connector import NodeMessage
 from pdserve.messages.engine import (
-    Attach,
+    InboundControl,
+    OutboundControlReply,
     PeerGone,
-    Prefill,
+    PrefillForPeer,
     QueryStats,
+    SetNodeLife,
     Submit,
     SubmitRemote,
-    TransferAnswered,
-    TransferCall,
 )
 
 if TYPE_CHECKING:
     from pdserve.clock import Clock
-    from pdserve.engine.executor import StepPlan
-    from pdserve.engine.mover import Moved, Mover
+    from pdserve.engine_core.executor import StepPlan
+    from pdserve.engine_core.kv_transfer.connector import ConnectorEvent, KvConnector
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.engine import Command, Event
     from pdserve_engines.sim.executor import SimExecutor
@@ -69,13 +70,15 @@ class _Flight:
 class SimCore(EngineCore):
     """A `Core` in simulated time."""
 
-    def __init__(self, executor: SimExecutor, clock: Clock, mover: Mover | None = None) -> None:
+    def __init__(
+        self, executor: SimExecutor, clock: Clock, mover: KvConnector | None = None
+    ) -> None:
         super().__init__(executor, clock, mover)
         self._sim = executor
         self._flight: _Flight | None = None
         self._later: list[Command] = []
         """For the end of the flight."""
-        self._later_moved: list[Moved] = []
+        self._later_moved: list[ConnectorEvent] = []
         """Likewise."""
 
     # ------------------------------------------------------------------ commands
@@ -84,11 +87,11 @@ class SimCore(EngineCore):
         now = self._clock.now()
         if self._flight is not None and self._flight.due <= now:
             self._land(self._flight)
-        if isinstance(command, Attach | PeerGone | TransferCall | TransferAnswered):
+        if isinstance(command, SetNodeLife | PeerGone | InboundControl | OutboundControlReply):
             super().handle(command)
             return
         if self._flight is None or isinstance(
-            command, Submit | SubmitRemote | Prefill | QueryStats
+            command, Submit | SubmitRemote | PrefillForPeer | QueryStats
         ):
             super().handle(command)
         else:
@@ -141,7 +144,7 @@ class SimCore(EngineCore):
     def _hear(self, now: Seconds) -> None:
         """Only what is said passes during a flight."""
         for event in self._poll():
-            if isinstance(event, Say):
+            if isinstance(event, NodeMessage):
                 self._say(event.event)
             else:
                 self._later_moved.append(event)

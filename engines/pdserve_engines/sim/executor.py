@@ -8,33 +8,41 @@ changes them; the core owns it.
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.engine.executor import KvLayout, ModelInfo, StepPlan, StepResult
-from pdserve.engine.guide import (
-    GrammarFault,
-    Guides,
-    guided_features,
-    is_guided,
+from pdserve.engine_core.executor import KvBlockShape, ModelInfo, StepPlan, StepResult
+from pdserve.engine_core.kv_transfer.kv_region import layout_of, region_in_memory
+from pdserve.engine_core.structured_output import (
+    GrammarError,
+    StructuredOutputManager,
     read_tokenizer,
+    structured_output_features,
+    uses_structured_output,
 )
-from pdserve.engine.region import layout_of, region_in_memory
-from pdserve_engines.sim.content import Content, Digests, Nothing
+from pdserve.messages.card import EXACT_PREFIX
+from pdserve.perf_model.step_time import WorkerPreset, preset_of, read_timing
+from pdserve_engines.sim.block_content import BlockContent, DigestContent, NoContent
 from pdserve_engines.sim.core import SimCore
-from pdserve_engines.sim.settings import Options, Vocabulary, parse_options, read_model
-from pdserve_engines.sim.timing import Noise, Preset, preset_of, read_timing
-from pdserve_engines.sim.tokens import EMBEDDING_SIZE, ENTRY_BYTES, guided, made_up
+from pdserve_engines.sim.noise import StepNoise
+from pdserve_engines.sim.settings import SimOptions, SimVocabulary, parse_options, read_model
+from pdserve_engines.sim.tokens import (
+    EMBEDDING_SIZE,
+    ENTRY_BYTES,
+    constrained_word,
+    made_up_logprob,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from pdserve.clock import Clock
-    from pdserve.engine.executor import ProgressFn
-    from pdserve.engine.mover import Mover
-    from pdserve.engine.sequence import Sequence
+    from pdserve.engine_core.executor import ProgressFn
+    from pdserve.engine_core.kv_transfer.connector import KvConnector
+    from pdserve.engine_core.scheduler.sequence import Sequence
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import TokenLogprob
@@ -44,23 +52,23 @@ __all__ = ["SimExecutor"]
 
 
 class SimExecutor:
-    """See `engine.executor.Executor`; driven by a core of its own."""
+    """Computes nothing: says what a step takes and returns tokens. `SimCore` drives it."""
 
-    options: Options
-    vocabulary: Vocabulary
+    options: SimOptions
+    vocabulary: SimVocabulary
 
     def __init__(self) -> None:
-        self.content: Content | None = None
+        self.content: BlockContent | None = None
         self._capacity = 1
-        self._guides: Guides | None = None
+        self._guides: StructuredOutputManager | None = None
         """None with an invented vocabulary: it has no text that could fit anything."""
 
-    def make_core(self, clock: Clock, mover: Mover | None = None) -> SimCore:
-        """See `engine.load`."""
+    def make_core(self, clock: Clock, mover: KvConnector | None = None) -> SimCore:
+        """Returns the core that runs this executor in simulated time; `mover` moves its KV."""
         return SimCore(self, clock, mover)
 
     def sibling(self) -> SimExecutor:
-        """See `engine.executor.Sharing`; there are no weights to share."""
+        """Returns an executor for another worker of this process; there are no weights to share."""
         return SimExecutor()
 
     # ------------------------------------------------------------------ the executor's seam
@@ -70,7 +78,7 @@ class SimExecutor:
         preset = preset_of(options.preset)
         self._block_size = spec.block_size
         self._timing = read_timing(Path(options.timing)) if options.timing else preset.timing
-        self._noise = Noise(options.noise, f"{spec.seed} {options.seed}")
+        self._noise = StepNoise(options.noise, f"{spec.seed} {options.seed}")
         progress("reading the model's configuration", 0.0)
         self.vocabulary = read_model(spec, options)
         if options.load_time:
@@ -79,7 +87,7 @@ class SimExecutor:
         info = _model_info(spec, options, preset, self.vocabulary)
         if info.features:
             # In the core's thread, for time here is what the clock says.
-            self._guides = Guides(
+            self._guides = StructuredOutputManager(
                 read_tokenizer(Path(spec.model)), info.vocab_size, info.eos_token_ids, inline=True
             )
         self._region_layout = layout_of(info)
@@ -93,12 +101,13 @@ class SimExecutor:
         words = self.vocabulary.words
         self._capacity = num_blocks * self._block_size
         if self.options.content:
-            self.content = Digests(words, num_blocks, self._block_size)
+            self.content = DigestContent(words, num_blocks, self._block_size)
         else:
-            self.content = Nothing(words, num_blocks, self._block_size)
+            self.content = NoContent(words, num_blocks, self._block_size)
 
     def region(self) -> Region:
-        """See `engine.executor.Movable`. Without content, blocks are bytes that nobody looks at."""
+        """Returns the memory of all KV blocks, for transfers. Without content their bytes mean
+        nothing."""
         return region_in_memory(self._region_layout, self._content.memory)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -111,21 +120,23 @@ class SimExecutor:
         logprobs: list[TokenLogprob | None] = []
         faults: dict[int, str] = {}
         lasting: set[int] = set()
+        sound: set[int] = set()
         for index, chunk in enumerate(plan.chunks):
             content.write(chunk)
             if chunk.samples:
                 token = content.next_token(chunk.sequence)
                 try:
                     token = self._guided(chunk.sequence, token)
-                except GrammarFault as fault:
+                except GrammarError as fault:
                     faults[index] = str(fault)
+                    sound.add(index)
                     if fault.lasting:
                         lasting.add(index)
                 tokens.append(token)
                 logprobs.append(self._logprob(chunk.sequence, token))
         vectors = {i: content.vector(c.sequence) for i, c in enumerate(plan.chunks) if c.vector}
         scored = self._prompt_logprobs(plan)
-        return StepResult(tokens, logprobs, scored, faults, vectors, lasting)
+        return StepResult(tokens, logprobs, scored, faults, vectors, lasting, sound)
 
     def release(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
@@ -164,7 +175,7 @@ class SimExecutor:
     # ------------------------------------------------------------------ tokens
 
     @property
-    def _content(self) -> Content:
+    def _content(self) -> BlockContent:
         assert self.content is not None
         return self.content
 
@@ -172,23 +183,23 @@ class SimExecutor:
         """The next output tokens, `steps` at most, up to and with one that may end the sequence;
         empty if they have to be computed one by one."""
         sampling = sequence.request.sampling
-        if sampling.logprobs is not None or is_guided(sampling):
+        if sampling.logprobs is not None or uses_structured_output(sampling):
             return []
         return self._content.foreseen(sequence, steps)
 
     def _guided(self, sequence: Sequence, word: TokenId) -> TokenId:
-        """The word, or what may come instead. Errors: `GrammarFault`."""
+        """The word, or what may come instead. Errors: `GrammarError`."""
         sampling = sequence.request.sampling
-        if self._guides is None or not is_guided(sampling):
+        if self._guides is None or not uses_structured_output(sampling):
             return word
         mask = self._guides.allowed(sequence)
         if mask is None:
             return word
-        return guided(self.vocabulary.words, word, mask, sampling, sequence.num_output)
+        return constrained_word(self.vocabulary.words, word, mask, sampling, sequence.num_output)
 
     def _logprob(self, sequence: Sequence, token: TokenId) -> TokenLogprob | None:
         top = sequence.request.sampling.logprobs
-        return None if top is None else made_up(self.vocabulary.words, token, top)
+        return None if top is None else made_up_logprob(self.vocabulary.words, token, top)
 
     def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:
         rows: dict[int, list[TokenLogprob]] = {}
@@ -198,12 +209,15 @@ class SimExecutor:
             if top is not None and chunk.start < sequence.prompt_len - 1:
                 end = min(chunk.start + chunk.count, sequence.prompt_len - 1)
                 tokens = sequence.tokens[chunk.start + 1 : end + 1]
-                rows[index] = [made_up(self.vocabulary.words, token, top) for token in tokens]
+                rows[index] = [
+                    made_up_logprob(self.vocabulary.words, token, top) for token in tokens
+                ]
         return rows
 
 
 def _meet_trouble(file: Path) -> None:
-    """See `Options.trouble`."""
+    """Delete the file if it is there and do what it says: stand still (`hang SECONDS`), or fail the
+    step."""
     try:
         what, _, seconds = file.read_text().strip().partition(" ")
         file.unlink()
@@ -215,15 +229,22 @@ def _meet_trouble(file: Path) -> None:
         raise RuntimeError(f"{file.name} was there")
 
 
+def _compat_text(layout: KvBlockShape) -> str:
+    """The layout as release 0.2 writes it, by its class's name then: only workers whose texts are
+    equal serve one model."""
+    fields = ", ".join(f"{name}={value}" for name, value in asdict(layout).items())
+    return f"KvLayout({fields})"
+
+
 def _model_info(
-    spec: EngineSpec, options: Options, preset: Preset, vocabulary: Vocabulary
+    spec: EngineSpec, options: SimOptions, preset: WorkerPreset, vocabulary: SimVocabulary
 ) -> ModelInfo:
     """With content, a block takes what its entries take; without, what the model's KV would."""
     shape, size = preset.shape, spec.block_size
     if options.content:
-        layout = KvLayout(1, 1, size, ENTRY_BYTES // 8, 4)
+        layout = KvBlockShape(1, 1, size, ENTRY_BYTES // 8, 4)
     else:
-        layout = KvLayout(shape.layers, shape.kv_heads, size, shape.head_dim, shape.itemsize)
+        layout = KvBlockShape(shape.layers, shape.kv_heads, size, shape.head_dim, shape.itemsize)
     blocks = options.blocks or max(1, preset.kv_tokens // size)
     return ModelInfo(
         model_type=vocabulary.model_type,
@@ -235,7 +256,10 @@ def _model_info(
         layout=layout,
         weight_bytes=preset.weight_bytes,
         kv_memory=blocks * layout.block_bytes,
-        compat_hash=f"sim {vocabulary.model_type} {vocabulary.size} {layout}",
-        features=() if options.vocab else guided_features(Path(spec.model)),
+        compat_hash=f"sim {vocabulary.model_type} {vocabulary.size} {_compat_text(layout)}",
+        features=(
+            f"{EXACT_PREFIX}sim",
+            *(() if options.vocab else structured_output_features(Path(spec.model))),
+        ),
         embedding_size=EMBEDDING_SIZE,
     )

@@ -1,7 +1,7 @@
-"""What the sim engine is to be: its options, and the little it reads of a model.
+"""Resolves the sim engine's options, and the little it reads of a model.
 
-Of a model's directory only `config.json` and `tokenizer.json` are read, if they are wanted at all:
-with `vocab` there need be no directory. It knows nothing of steps.
+Only `config.json` and `tokenizer.json` of a model's directory are read; with the option `vocab` no
+directory is needed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from pdserve.engine_core.kit import check_options
 from pdserve.errors import ConfigError
-from pdserve_engines.instant.settings import Options as VocabularyOptions
+from pdserve_engines.instant.settings import InstantOptions as VocabularyOptions
 from pdserve_engines.instant.settings import read_vocabulary
 
 if TYPE_CHECKING:
@@ -22,63 +23,59 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds, TokenId
     from pdserve.messages.engine import EngineSpec
 
-__all__ = ["Options", "Vocabulary", "parse_options", "read_model"]
+__all__ = ["SimOptions", "SimVocabulary", "parse_options", "read_model"]
 
 _SPECIAL = 4
-"""Of an invented vocabulary, the ids that outputs never contain."""
+"""Number of lowest ids of an invented vocabulary that outputs never contain."""
 
 _WORDS = 256
-"""How many different tokens outputs consist of at most."""
+"""Most different tokens that outputs consist of."""
 
 _MAX_LEN = 1 << 17
-"""Tokens of a sequence when nothing says otherwise: time models have no limit of their own."""
+"""Default context length in tokens: timing models have no limit of their own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """`--engine-option name=value`."""
+class SimOptions:
+    """The sim engine's options, from `--engine-option name=value`."""
 
     preset: str = "h100-8b"
-    """Whose times and whose memory: a name of `timing.PRESETS`."""
+    """Worker to simulate, with times and memory: a name of `perf_model.step_time.PRESETS`."""
     timing: str = ""
-    """A file of `calibrate`, instead of the preset's times."""
+    """A timing file written by `calibrate`, instead of the preset's times; empty: none."""
     noise: float = 0.0
-    """Each step's time is multiplied by a lognormal draw of this sigma and mean 1."""
+    """Sigma of the lognormal factor (mean 1) by which each step's time is multiplied; 0: none."""
     seed: int = 0
-    """Of the noise, beside the engine's own: workers with different ones differ."""
+    """Seed of the noise, besides the engine's own: gives workers different noise."""
     slowdown: float = 1.0
-    """Each step's time is multiplied by it; 2 is a worker of half the speed, 0 takes no time."""
+    """Factor by which each step's time is multiplied; 2 is half the speed, 0 takes no time."""
     content: bool = False
-    """`on`: blocks have bytes, and tokens follow from them, so that a wrong block shows."""
+    """`on`: blocks have bytes on which tokens depend, so that a wrong block changes the output."""
     blocks: int = 0
-    """KV blocks when `--kv-memory` is not given; 0: as many as the preset has room for."""
+    """Number of KV blocks if `--kv-memory` is not given; 0: as many as fit the preset's memory."""
     vocab: int = 0
     """Invent a vocabulary of this size, read no files; 0: the model's own."""
     max_len: int = 0
-    """Tokens of a sequence, whatever the model's configuration says; 0: what it says."""
+    """Context length in tokens; 0: that of the model's configuration."""
     load_time: Seconds = 0.0
-    """How long loading takes; really waited for."""
+    """Seconds that loading takes, in real time."""
     steps_at_once: int = 1
-    """Decode steps of an unchanged batch that may be advanced as one. More than 1 is for virtual
-    time: whoever reads the tokens sees them in bursts."""
+    """Most decode steps of an unchanged batch that are computed as one. More than 1 is meant for
+    simulated time: tokens then come in bursts."""
     trouble: str = ""
-    """A file that breaks steps, for tests: whenever it is there, it is removed and the step fails
-    (`fail`) or stands still first (`hang SECONDS`)."""
+    """Path of a file that injects faults, for tests: whenever it exists, it is removed and the step
+    fails (`fail`) or hangs first (`hang SECONDS`)."""
 
 
-def parse_options(options: Mapping[str, str]) -> Options:
+def parse_options(options: Mapping[str, str]) -> SimOptions:
     """Raises `ConfigError` for unknown names and for values that are none."""
-    known = {field.name: field for field in fields(Options)}
-    unknown = sorted(options.keys() - known.keys())
-    if unknown:
-        raise ConfigError(
-            f"the sim engine has no option {', '.join(unknown)}; it has {', '.join(known)}"
-        )
+    known = {field.name: field for field in fields(SimOptions)}
+    check_options("sim", options, known)
     values: dict[str, object] = {}
     for name, text in options.items():
         default = known[name].default
         values[name] = _READERS[type(default)](name, text)
-    return Options(**values)  # type: ignore[arg-type]
+    return SimOptions(**values)  # type: ignore[arg-type]
 
 
 def _read_number(name: str, text: str) -> float:
@@ -112,7 +109,7 @@ _READERS: dict[type, Callable[[str, str], object]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class SimVocabulary:
     """What prompts and outputs are made of, and how long they may become."""
 
     words: tuple[TokenId, ...]
@@ -123,7 +120,7 @@ class Vocabulary:
     eos_token_ids: tuple[TokenId, ...]
 
 
-def read_model(spec: EngineSpec, options: Options) -> Vocabulary:
+def read_model(spec: EngineSpec, options: SimOptions) -> SimVocabulary:
     """Of the model's directory, or invented. Raises `ConfigError` naming what does not serve."""
     if options.vocab:
         if options.vocab <= _SPECIAL:
@@ -131,14 +128,20 @@ def read_model(spec: EngineSpec, options: Options) -> Vocabulary:
         step = max(1, (options.vocab - _SPECIAL) // _WORDS)
         words = range(_SPECIAL, options.vocab, step)[:_WORDS]
         limit = spec.max_model_len or options.max_len or _MAX_LEN
-        return Vocabulary(_mixed(words), options.vocab, limit, "sim", ())
+        return SimVocabulary(_mixed(words), options.vocab, limit, "sim", ())
     if options.max_len:
         found = read_vocabulary(_unlimited(spec), VocabularyOptions())
-        limit = min(spec.max_model_len or options.max_len, options.max_len)
+        if spec.max_model_len > options.max_len:
+            raise ConfigError(
+                f"--max-model-len of {spec.max_model_len} is over --engine-option "
+                f"max_len={options.max_len}: raise the one or lower the other"
+            )
+        limit = spec.max_model_len or options.max_len
     else:
-        found = read_vocabulary(spec, VocabularyOptions())
+        longer = f"; the sim engine has none: --engine-option max_len={spec.max_model_len}"
+        found = read_vocabulary(spec, VocabularyOptions(), longer=longer)
         limit = found.max_model_len
-    return Vocabulary(
+    return SimVocabulary(
         _mixed(found.tokens), found.vocab_size, limit, found.model_type, found.eos_token_ids
     )
 

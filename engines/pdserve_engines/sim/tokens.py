@@ -1,8 +1,8 @@
-"""Which token comes next: pure functions, so that a test knows an engine's output beforehand.
+"""Chooses the sim engine's next tokens, by pure functions, so that tests can predict its output.
 
-Outputs consist of the vocabulary's `words`. Without content they walk through them from a start
-that a few tokens of the prompt choose; with content each follows from the bytes of all blocks.
-Greedy requests depend on the prompt alone, others also on seed, prompt index and choice.
+Outputs consist of the vocabulary's `words`. Without block content they walk through the words from
+a start that a few prompt tokens choose; with content each token follows from the bytes of all
+blocks. Greedy requests depend on the prompt alone, others also on seed, prompt index and choice.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import struct
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from pdserve.engine.guide import pick
-from pdserve.engine.sequence import Sequence
+from pdserve.engine_core.scheduler.sequence import Sequence
+from pdserve.engine_core.structured_output import pick_allowed_token
 from pdserve.messages.request import TokenLogprob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from pdserve.engine.guide import Guides
+    from pdserve.engine_core.structured_output import StructuredOutputManager
     from pdserve.ids import TokenId
     from pdserve.messages.request import GenerateRequest, SamplingParams
-    from pdserve_engines.sim.settings import Vocabulary
+    from pdserve_engines.sim.settings import SimVocabulary
 
 __all__ = [
     "EMBEDDING_SIZE",
     "ENTRY_BYTES",
     "chosen",
+    "constrained_word",
     "entry_of",
-    "guided",
-    "made_up",
+    "made_up_logprob",
     "reference_tokens",
     "start_of",
     "stop_ids",
@@ -117,14 +117,16 @@ def chosen(words: Seq[TokenId], number: int, sampling: SamplingParams, position:
 # ---------------------------------------------------------------- with a guide
 
 
-def guided(
+def constrained_word(
     words: Seq[TokenId], word: TokenId, mask: bytes, sampling: SamplingParams, position: int
 ) -> TokenId:
     """What `word` becomes where only some tokens may come: another one that depends on it."""
     state = blake2b(struct.pack("<II", word, position), digest_size=8)
     number = int.from_bytes(state.digest(), "little")
     without = _masked(sampling, position)
-    return pick(mask, words, number, stop_ids(sampling) or sampling.eos_token_ids, without)
+    return pick_allowed_token(
+        mask, words, number, stop_ids(sampling) or sampling.eos_token_ids, without
+    )
 
 
 # ---------------------------------------------------------------- with content
@@ -147,11 +149,11 @@ def digested(digest: bytes, request: GenerateRequest, choice: int) -> int:
 
 def reference_tokens(
     request: GenerateRequest,
-    vocabulary: Vocabulary,
+    vocabulary: SimVocabulary,
     choice: int = 0,
     *,
     content: bool,
-    guides: Guides | None = None,
+    guides: StructuredOutputManager | None = None,
 ) -> list[TokenId]:
     """The output of one choice, computed alone and without blocks; includes given output.
 
@@ -178,7 +180,9 @@ def reference_tokens(
         else:
             word = word_at(words, start, position, sampling)
         mask = None if guides is None else guides.allowed(_alone(request, choice, output))
-        output.append(word if mask is None else guided(words, word, mask, sampling, position))
+        output.append(
+            word if mask is None else constrained_word(words, word, mask, sampling, position)
+        )
     return output
 
 
@@ -191,7 +195,7 @@ def _ended(output: list[TokenId], stops: frozenset[TokenId], sampling: SamplingP
     return bool(output) and output[-1] in stops and len(output) > sampling.min_tokens
 
 
-def made_up(words: Seq[TokenId], token: TokenId, top: int) -> TokenLogprob:
+def made_up_logprob(words: Seq[TokenId], token: TokenId, top: int) -> TokenLogprob:
     """A logprob as the API wants one; `top` alternatives, the token itself first."""
     others = [word for word in words[:top] if word != token]
     ranked = [token, *others][:top]

@@ -1,8 +1,8 @@
-"""The torch executor: loads a checkpoint, computes the scheduler's steps, samples.
+"""Implements the torch executor: loads a checkpoint, computes the scheduler's steps, samples.
 
-It joins the parts that do the work (`model`, `sampler`, `pool`) and owns them. It decides nothing
-about which sequences run; the engine core owns it and calls it from one thread. Siblings share the
-weights and what was read of the checkpoint; on a GPU each computes in a stream of its own.
+It owns the model (`models.torch_model`), the sampler and the KV pool. The scheduler decides which
+sequences run; the engine core owns the executor and calls it from one thread. Siblings share the
+weights; on a GPU each computes in a stream of its own.
 """
 
 from __future__ import annotations
@@ -16,37 +16,42 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.engine.executor import StepPlan, StepResult
-from pdserve.engine.guide import Guides, read_tokenizer
-from pdserve.engine.region import layout_of, region_in_memory
+from pdserve.engine_core.executor import StepPlan, StepResult
+from pdserve.engine_core.kv_transfer.kv_region import layout_of, region_in_memory
+from pdserve.engine_core.pool_sizing import check_kv_memory
+from pdserve.engine_core.structured_output import StructuredOutputManager, read_tokenizer
 from pdserve.errors import ConfigError
+from pdserve.limits.memory import available
 from pdserve.transfer.base import Region
-from pdserve_engines.torch import weights
-from pdserve_engines.torch.batch import make_batch
-from pdserve_engines.torch.checkpoint import Checkpoint
-from pdserve_engines.torch.config import read_config
-from pdserve_engines.torch.cpu_model import CpuModel, unsupported_reason
-from pdserve_engines.torch.facts import model_info
-from pdserve_engines.torch.model import TorchModel
-from pdserve_engines.torch.pool import KvPool
-from pdserve_engines.torch.pooling import Pooler, to_bytes
-from pdserve_engines.torch.sampler import Sampler, describe, is_plain
-from pdserve_engines.torch.settings import settle
-from pdserve_engines.torch.wanted import Wanted
+from pdserve_engines.torch import warm_up
+from pdserve_engines.torch.kv_budget import measure_memory, out_of_memory
+from pdserve_engines.torch.kv_pool import KvPool
+from pdserve_engines.torch.model_info import model_info, plan_kv_budget
+from pdserve_engines.torch.model_loader import weights
+from pdserve_engines.torch.model_loader.config import read_config
+from pdserve_engines.torch.model_loader.safetensors_reader import Checkpoint
+from pdserve_engines.torch.models.cpu_model import CpuModel, unsupported_reason
+from pdserve_engines.torch.models.forward_batch import make_batch
+from pdserve_engines.torch.models.pooler import Pooler, to_bytes
+from pdserve_engines.torch.models.row_selection import RowSelection
+from pdserve_engines.torch.models.torch_model import TorchModel
+from pdserve_engines.torch.sampling.sampler import Sampler, describe, is_plain
+from pdserve_engines.torch.settings import resolve_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as Seq
     from contextlib import AbstractContextManager
 
-    from pdserve.engine.executor import Chunk, ModelInfo, ProgressFn
-    from pdserve.engine.sequence import Sequence
+    from pdserve.engine_core.executor import ModelInfo, ProgressFn, ScheduledChunk
+    from pdserve.engine_core.scheduler.sequence import Sequence
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.request import SamplingParams, TokenLogprob
-    from pdserve_engines.torch.config import ModelConfig
-    from pdserve_engines.torch.model import After, Model
-    from pdserve_engines.torch.settings import Settings
+    from pdserve_engines.torch.kv_budget import AvailableMemory
+    from pdserve_engines.torch.model_loader.config import ModelConfig
+    from pdserve_engines.torch.models.base import ForwardModel, LayersDoneFn
+    from pdserve_engines.torch.settings import TorchSettings
 
 _log = logging.getLogger(__name__)
 
@@ -65,13 +70,15 @@ class _Loaded:
     """What an executor has loaded, for its siblings."""
 
     config: ModelConfig
-    settings: Settings
+    settings: TorchSettings
     identity: bytes
-    model: Model
+    model: ForwardModel
+    room: AvailableMemory
+    """Measured once for all that share it."""
 
 
 class TorchExecutor:
-    """Implements `pdserve.engine.executor.Executor` and `Sharing`."""
+    """Implements `pdserve.engine_core.executor.Executor` and `SupportsWeightSharing`."""
 
     def __init__(self, elder: _Loaded | None = None) -> None:
         """`elder`: what to share instead of reading it."""
@@ -79,14 +86,16 @@ class TorchExecutor:
         """KV storage; exists from `allocate` to `close`."""
         self.info: ModelInfo | None = None
         """What `load` returned."""
-        self._model: Model | None = None
+        self._model: ForwardModel | None = None
         self._sampler = Sampler()
         self._pooler = Pooler()
-        self._settings: Settings | None = None
+        self._settings: TorchSettings | None = None
         self._loaded = elder
         """What a sibling would share: before `load` the elder's, then our own."""
         self._stream: torch.cuda.Stream | None = None
         """None: the device's default stream."""
+        self._batch_tokens = 1
+        """Of the largest step."""
         self._moved = False
         """Peers write to blocks that are in no plan: nothing of a step may be under way after it.
         One that samples has ended by then, since its tokens are read."""
@@ -95,6 +104,7 @@ class TorchExecutor:
 
     def load(self, spec: EngineSpec, progress: ProgressFn) -> ModelInfo:
         elder, self._loaded = self._loaded, None
+        self._batch_tokens = spec.max_batch_tokens
         with torch.inference_mode():
             loaded = None if elder is None else self._share(elder, spec)
             if loaded is None:
@@ -104,9 +114,15 @@ class TorchExecutor:
         self._loaded, self._model, self._settings = loaded, loaded.model, loaded.settings
         self.prepare_thread()
         self.info = model_info(
-            spec, loaded.config, loaded.settings, loaded.model.weight_bytes, loaded.identity
+            spec,
+            loaded.config,
+            loaded.settings,
+            loaded.model.weight_bytes,
+            loaded.identity,
+            loaded.room,
+            loaded.model.exact,
         )
-        self._sampler.masks.guides = guides = Guides(
+        self._sampler.masks.guides = guides = StructuredOutputManager(
             read_tokenizer(Path(spec.model)), self.info.vocab_size, self.info.eos_token_ids
         )
         guides.warm()
@@ -116,21 +132,25 @@ class TorchExecutor:
         directory = Path(spec.model)
         progress("reading the checkpoint", None)
         config = read_config(directory)
-        settings = settle(spec, config)
+        settings = resolve_settings(spec, config)
+        _enter(settings.device)
         torch.set_num_threads(settings.threads)
         with Checkpoint(directory) as checkpoint:
             checkpoint.entries = weights.canonical(checkpoint.entries)
             embeds = (directory / "modules.json").exists()
-            config = weights.settle_head(config, checkpoint.entries, embeds=embeds)
+            config = weights.resolve_lm_head(config, checkpoint.entries, embeds=embeds)
             weights.check(config, checkpoint.entries)
+            early = plan_kv_budget(spec, config, settings, measure_memory(settings.device))
+            check_kv_memory(spec, early.most, early.reason)
             model = make_model(config, settings, progress)
-            weights.load(config, checkpoint, model.place, progress)
+            _load_weights(config, settings, checkpoint, model, progress)
             names = [name for param in weights.params(config) for name, _ in param.parts]
-            return _Loaded(config, settings, checkpoint.identity(names), model)
+            identity = checkpoint.identity(names)
+            return _Loaded(config, settings, identity, model, measure_memory(settings.device))
 
     def _share(self, elder: _Loaded, spec: EngineSpec) -> _Loaded | None:
         """None if what the elder had is gone."""
-        settings = settle(spec, elder.config)
+        settings = resolve_settings(spec, elder.config)
         if settings.kernels != elder.settings.kernels:
             raise ConfigError(
                 f"engine option kernels={settings.kernels}: the core to share weights with has "
@@ -141,12 +161,13 @@ class TorchExecutor:
             _log.warning("the core to share weights with is closed: they are read again")
             return None
         if settings.device.type == "cuda":
+            _enter(settings.device)
             torch.cuda.synchronize(settings.device)
             self._stream = torch.cuda.Stream(settings.device)  # type: ignore[no-untyped-call]
-        return _Loaded(elder.config, settings, elder.identity, model)
+        return _Loaded(elder.config, settings, elder.identity, model, elder.room)
 
     def sibling(self) -> TorchExecutor:
-        """See `pdserve.engine.executor.Sharing`."""
+        """Returns an executor that shares these weights and has a KV pool of its own."""
         return TorchExecutor(self._loaded)
 
     def allocate(self, num_blocks: int) -> None:
@@ -154,11 +175,42 @@ class TorchExecutor:
         assert self._settings is not None
         assert self._model is not None
         settings = self._settings
-        self.pool = KvPool(self.info.layout, num_blocks, settings.dtype, settings.device)
+        with self._in_stream():
+            self.pool = KvPool(self.info.layout, num_blocks, settings.dtype, settings.device)
+            self._settle()  # its zeros are there before a peer writes, whatever stream that uses
         self._model.bind(self.pool)
+        if settings.device.type == "cuda":
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Compute a step of the largest size, and one token, in every way that tokens are chosen.
+
+        Errors: `ConfigError` if the device has no room for such a step.
+        """
+        assert self.info is not None
+        pool = self.pool
+        assert pool is not None
+        size = pool.layout.block_size
+        longest = min(pool.num_blocks * size, self.info.max_model_len)
+        tokens = min(longest - 1, self._batch_tokens)
+        if tokens < 1:
+            return
+        try:
+            for sequence, plan in warm_up.warm_up_steps(tokens, size, samples=self.info.generates):
+                self.execute(plan)
+                self.release([sequence])
+        except torch.cuda.OutOfMemoryError as error:
+            raise ConfigError(
+                f"{pool.tensor.device} has no room for a step of {tokens} tokens beside the KV "
+                f"({error}); lower --max-batch-tokens, --max-sequences or --kv-memory"
+            ) from error
+        with self._in_stream(), torch.inference_mode():
+            pool.tensor[: tokens // size + 1].zero_()
+            self._settle()
 
     def region(self) -> Region:
-        """See `pdserve.engine.executor.Movable`."""
+        """Returns the allocated KV pool, on the host or on the device. Peers may write to it from
+        now on."""
         assert self.pool is not None, "allocate comes before region"
         assert self.info is not None
         layout, pool = layout_of(self.info), self.pool
@@ -168,17 +220,17 @@ class TorchExecutor:
         return Region(layout, pool.num_blocks, address=pool.tensor.data_ptr())
 
     def expect(self, sampling: SamplingParams) -> None:
-        """See `pdserve.engine.executor.Expecting`."""
+        """Begins to compile the grammar of such a request; returns at once."""
         if self._sampler.masks.guides is not None:
             self._sampler.masks.guides.expect(sampling)
 
     def ready(self, sequence: Sequence) -> bool:
-        """See `pdserve.engine.executor.Expecting`."""
+        """Whether the grammar of the sequence is compiled, has failed, or is not needed."""
         guides = self._sampler.masks.guides
         return guides is None or guides.ready(sequence)
 
     def wait_ready(self, seconds: Seconds) -> None:
-        """See `pdserve.engine.executor.Expecting`."""
+        """Blocks until another grammar is compiled, at most `seconds`."""
         if self._sampler.masks.guides is not None:
             self._sampler.masks.guides.wait_ready(seconds)
 
@@ -200,6 +252,9 @@ class TorchExecutor:
         if self.pool is not None:
             self.pool.close()
             self.pool = None
+        if self._settings is not None and self._settings.device.type == "cuda":
+            # Else it stays with torch, and a core that starts again in this process sees none free.
+            torch.cuda.empty_cache()
 
     # ------------------------------------------------------------------ steps
 
@@ -222,7 +277,7 @@ class TorchExecutor:
         if self._settings.device.type == "cuda":
             torch.cuda.current_stream(self._settings.device).synchronize()
 
-    def _after(self, plan: StepPlan) -> After | None:
+    def _after(self, plan: StepPlan) -> LayersDoneFn | None:
         """Tells who watches the plan: its KV, or that it gets on, if it is so large that each layer
         may take its time."""
         watch = plan.watch if plan.watch_at else None
@@ -242,8 +297,8 @@ class TorchExecutor:
     def _in_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _compute(self, plan: StepPlan, model: Model, block_size: int) -> StepResult:
-        wanted = Wanted(plan.chunks)
+    def _compute(self, plan: StepPlan, model: ForwardModel, block_size: int) -> StepResult:
+        wanted = RowSelection(plan.chunks)
         batch = make_batch(plan.chunks, wanted.rows, block_size)
         sequences = [plan.chunks[index].sequence for index in wanted.sampling]
         if wanted.only_sampling and all(map(is_plain, sequences)):
@@ -257,7 +312,11 @@ class TorchExecutor:
             return _checked(result, wanted, self._sampler.faults(sequences))
 
     def _choose(
-        self, chunks: Seq[Chunk], wanted: Wanted, sequences: Seq[Sequence], hidden: torch.Tensor
+        self,
+        chunks: Seq[ScheduledChunk],
+        wanted: RowSelection,
+        sequences: Seq[Sequence],
+        hidden: torch.Tensor,
     ) -> StepResult:
         """Everything that is asked of the wanted rows."""
         assert self._model is not None
@@ -274,7 +333,9 @@ class TorchExecutor:
             self._pool(index, chunks[index], hidden[begin : begin + count], result)
         return result
 
-    def _pool(self, index: int, chunk: Chunk, hidden: torch.Tensor, result: StepResult) -> None:
+    def _pool(
+        self, index: int, chunk: ScheduledChunk, hidden: torch.Tensor, result: StepResult
+    ) -> None:
         vector = self._pooler.take(chunk, hidden)
         if vector is None:
             return
@@ -282,7 +343,7 @@ class TorchExecutor:
         if not result.embeddings[index]:
             result.faults[index] = "the model computed no numbers for its vector (NaN)"
 
-    def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[TokenLogprob]:
+    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: torch.Tensor) -> list[TokenLogprob]:
         """Of the prompt tokens that the chunk's leading rows predict; slices bound the memory."""
         assert self._model is not None
         assert self.info is not None
@@ -298,17 +359,46 @@ class TorchExecutor:
         return found
 
 
-def _checked(result: StepResult, wanted: Wanted, why: Mapping[int, str] = _NO_FAULTS) -> StepResult:
+def _checked(
+    result: StepResult, wanted: RowSelection, why: Mapping[int, str] = _NO_FAULTS
+) -> StepResult:
     """With the sequences for which there is no next token named. `why`: by row, if somebody knows
     more of it than that there are no numbers."""
     if result.tokens and min(result.tokens) < 0:
         for row, (index, token) in enumerate(zip(wanted.sampling, result.tokens, strict=True)):
             if token < 0:
                 result.faults[index] = why.get(row, _NO_NUMBERS)
+                if row in why:
+                    result.sound.add(index)
     return result
 
 
-def make_model(config: ModelConfig, settings: Settings, progress: ProgressFn) -> Model:
+def _enter(device: torch.device) -> None:
+    """Make `device` this thread's: torch's operations find it by their tensors, but kernels that
+    others launch, and graphs, use the thread's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+
+
+def _load_weights(
+    config: ModelConfig,
+    settings: TorchSettings,
+    checkpoint: Checkpoint,
+    model: ForwardModel,
+    progress: ProgressFn,
+) -> None:
+    """Errors: `ConfigError` if they do not fit, on a host before they are read."""
+    needed = weights.nbytes(config, settings.dtype.itemsize)
+    device = settings.device
+    if device.type == "cpu" and needed > available().free:
+        raise out_of_memory("weights", needed, device)
+    try:
+        weights.load(config, checkpoint, model.place, progress)
+    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+        raise out_of_memory("weights", needed, device) from error
+
+
+def make_model(config: ModelConfig, settings: TorchSettings, progress: ProgressFn) -> ForwardModel:
     """The native model where it can compute this, else the torch one; says which, and why.
 
     Errors: `ConfigError` if the kernels that were asked for cannot be had.

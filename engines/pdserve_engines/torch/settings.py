@@ -1,6 +1,6 @@
-"""What a spec leaves open, decided: device, dtype, threads, length limit and kernels.
+"""Resolves what the spec leaves open: device, dtype, threads, context length and kernels.
 
-Decisions only; nothing is loaded or allocated here.
+It only decides; nothing is loaded or allocated here.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve import accel
+from pdserve.engine_core.kit import check_options
 from pdserve.errors import ConfigError
-from pdserve_engines.torch.host import available_cpus
+from pdserve_engines.torch.cpus import available_cpus
 
 if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
-    from pdserve_engines.torch.config import ModelConfig
+    from pdserve_engines.torch.model_loader.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class TorchSettings:
     """How one executor computes."""
 
     device: torch.device
@@ -32,7 +33,7 @@ class Settings:
     """`auto`, `torch`, `native`, or one of the native instruction sets."""
 
 
-def settle(spec: EngineSpec, config: ModelConfig) -> Settings:
+def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
     """Errors: `ConfigError` for what cannot be had."""
     max_model_len = spec.max_model_len or config.max_positions
     if max_model_len > config.max_positions:
@@ -41,7 +42,7 @@ def settle(spec: EngineSpec, config: ModelConfig) -> Settings:
             f"{config.max_positions} tokens"
         )
     device = choose_device(spec.device)
-    return Settings(
+    return TorchSettings(
         device=device,
         dtype=choose_dtype(spec.dtype, config.dtype, device),
         threads=spec.threads or available_cpus(),
@@ -79,9 +80,7 @@ def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.d
 
 def kernels_option(options: dict[str, str]) -> str:
     """The one option there is. Errors: `ConfigError` for any other name or value."""
-    unknown = sorted(set(options) - {"kernels"})
-    if unknown:
-        raise ConfigError(f"the torch engine has no option {', '.join(unknown)}; it has kernels")
+    check_options("torch", options, ("kernels",))
     value = options.get("kernels", "auto")
     possible = ["auto", "torch"]
     if accel.NATIVE:

@@ -1,5 +1,6 @@
-"""`pdserve bench`: load for a server of the OpenAI API, and how it bore it.
+"""Implements `pdserve bench`: sends load to a server of the OpenAI API and measures it.
 
-`command` reads flags, `workload` makes requests, `arrivals` their moments, `runner` sends them,
-`record` is what came of each, `summary` counts, `report` and `plot` show. Only `runner` waits.
+`command` reads flags, `workload` makes requests, `arrivals` schedules them, `runner` sends them,
+`record` holds one request's result, `summary` computes, `report` and `plot` show. Only `runner`
+awaits.
 """

@@ -1,4 +1,4 @@
-"""When requests are sent in an open loop: a rate and how even it is. Pure, from a seed."""
+"""Generates the arrival times of an open loop from a rate, a burstiness and a seed. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
 
-__all__ = ["arrivals", "shape_of"]
+__all__ = ["arrival_times", "parse_burstiness"]
 
 
-def shape_of(text: str) -> float:
+def parse_burstiness(text: str) -> float:
     """Of the gamma distribution between arrivals: 1 for `poisson`, 0 for `even`, or as
     `gamma:SHAPE` says; below 1 is burstier than Poisson. Errors: `ConfigError`."""
     if text in ("poisson", "even"):
@@ -31,8 +31,9 @@ def shape_of(text: str) -> float:
     return shape
 
 
-def arrivals(rate: float, shape: float, seed: int) -> Iterator[Seconds]:
-    """Moments since the begin, without end. Args: `rate` is per second, `shape` of `shape_of`."""
+def arrival_times(rate: float, shape: float, seed: int) -> Iterator[Seconds]:
+    """Moments since the begin, without end. Args: `rate` is per second, `shape` of
+    `parse_burstiness`."""
     if not shape:
         yield from (number / rate for number in itertools.count())
     random, at = Random(f"arrivals {seed}"), 0.0

@@ -1,4 +1,4 @@
-"""`pdserve bench`: flags to a run, and a run to a table, JSON and a picture."""
+"""Runs `pdserve bench`: flags to a run, and its results to a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import platform
+import secrets
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -14,28 +15,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve import __version__
-from pdserve.cli.bench.arrivals import arrivals, shape_of
-from pdserve.cli.bench.report import comparison, plain, report
-from pdserve.cli.bench.summary import Slo, slo_of, summarise
+from pdserve.cli.bench.arrivals import arrival_times, parse_burstiness
+from pdserve.cli.bench.report import comparison, record_as_json, report
+from pdserve.cli.bench.summary import BenchSlo, parse_slo, summarise
 from pdserve.cli.bench.workload import (
-    Ask,
-    answers_of,
-    generated,
-    length,
-    of_file,
-    of_trace,
-    warm_up,
+    SampleRequest,
+    length_sampler,
+    random_requests,
+    requests_from_file,
+    requests_from_trace,
+    warm_up_requests,
+    with_output_lengths,
 )
 from pdserve.cli.outputs import check_writable, write
 from pdserve.cli.parser import Parser
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.launch import exit_codes, units
+from pdserve.launch import exit_codes
+from pdserve.launch.config import units
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
-    from pdserve.cli.bench.runner import Load, Run, Target
+    from pdserve.cli.bench.runner import BenchRun, LoadConfig, RequestTemplate
     from pdserve.client import Client
     from pdserve.ids import Seconds
 
@@ -46,6 +48,8 @@ _BAR: Final = 30
 _DEFAULT_REQUESTS: Final = 100
 _INPUT_TOKENS: Final = "512"
 _OUTPUT_TOKENS: Final = "128"
+_SEEDS: Final = 1 << 31
+"""Seeds are drawn below this: short enough to be typed again."""
 
 
 class BenchError(PdserveError):
@@ -58,6 +62,8 @@ def run(arguments: list[str]) -> int:
     if parsed.compare:
         print(_compared(*map(Path, parsed.compare)))
         return exit_codes.OK
+    if parsed.seed is None:
+        parsed.seed = str(secrets.randbelow(_SEEDS))
     plan = _plan(parsed)
     if parsed.plot:
         from pdserve.sim.replay.plot import check_library
@@ -66,6 +72,8 @@ def run(arguments: list[str]) -> int:
     check_writable(Path(path) for path in (parsed.json, parsed.plot) if path)
     measured, server = _measured(parsed, plan)
     numbers = summarise(measured.records, measured.pace, plan.slo)
+    numbers["seed"] = int(parsed.seed)
+    numbers["expect_uncached"] = _expects_uncached(parsed)
     print(report(numbers))
     if parsed.json:
         write(Path(parsed.json), _as_json(parsed, server, numbers, measured))
@@ -82,8 +90,8 @@ def run(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         "pdserve bench",
-        "Load a server of the OpenAI API and tell how it bore it: time to the first token, gaps\n"
-        "between tokens, throughput, goodput. Times are taken here, tokens are the server's count.",
+        "Put load on a server of the OpenAI API and report time to first token, inter-token\n"
+        "latency, throughput and goodput. Times are measured here; token counts are the server's.",
         "PDSERVE_URL and PDSERVE_API_KEY stand in for --url and --api-key. Ctrl-C ends it in order "
         "and reports\nwhat there is.",
     )
@@ -130,7 +138,12 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="Lines of text, or JSON lines with prompt or messages, and max_tokens.",
     )
-    source.add_argument("--trace", metavar="FILE", help="Mooncake's JSONL or Azure's CSV.")
+    source.add_argument(
+        "--trace", metavar="FILE", help="JSON lines or CSV, such as Mooncake's and Azure's."
+    )
+    group.add_argument(
+        "--columns", metavar="NAMES", help="Of a --trace: at=NAME,input=NAME,output=NAME."
+    )
     group.add_argument("--input-tokens", metavar="LENGTH", help=_LENGTH + " [512]")
     group.add_argument(
         "--output-tokens", metavar="LENGTH", help="As above. [128; of a trace: its own]"
@@ -143,7 +156,9 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--vocabulary", default="1000", metavar="N", help="Made-up ids are below. [1000]"
     )
-    group.add_argument("--seed", default="0", metavar="N", help="Of all that is drawn. [0]")
+    group.add_argument(
+        "--seed", metavar="N", help="Of prompts, lengths and arrivals. [drawn, and printed]"
+    )
 
 
 _LENGTH: Final = (
@@ -179,20 +194,20 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    target: Target
-    load: Load
-    asks: Iterator[Ask]
+    target: RequestTemplate
+    load: LoadConfig
+    asks: Iterator[SampleRequest]
     total: int
     """Requests to be sent; 0: not known."""
-    warm: list[Ask]
-    slo: Slo | None
+    warm: list[SampleRequest]
+    slo: BenchSlo | None
     timeout: Seconds
     retries: int
 
 
 def _plan(parsed: argparse.Namespace) -> _Plan:
     """All flags, read before anything is asked. Errors: `ConfigError`."""
-    from pdserve.cli.bench.runner import Load, Target
+    from pdserve.cli.bench.runner import LoadConfig, RequestTemplate
 
     _check_used(parsed)
     endpoint = parsed.endpoint or ("chat" if parsed.prompts else "completions")
@@ -202,20 +217,22 @@ def _plan(parsed: argparse.Namespace) -> _Plan:
     fields = {} if parsed.temperature is None else {"temperature": parsed.temperature}
     words = endpoint == "chat"
     vocabulary = _count("--vocabulary", parsed.vocabulary, 32)
+    seed = _count("--seed", parsed.seed or "0")
+    warm = _count("--warmup", parsed.warmup)
     asks, total = _asks(parsed, words, vocabulary, endless=duration is not None)
     if parsed.rate:
         asks = _timed(parsed, asks)
     return _Plan(
-        Target(endpoint=endpoint, fields=fields, exact=parsed.ignore_eos),
-        Load(
+        RequestTemplate(endpoint=endpoint, fields=fields, exact=parsed.ignore_eos),
+        LoadConfig(
             concurrency=concurrency,
             most_in_flight=_count("--max-in-flight", parsed.max_in_flight, 1),
             duration=duration,
         ),
         asks,
         total,
-        list(warm_up(_count("--warmup", parsed.warmup), words=words, vocabulary=vocabulary)),
-        slo_of(parsed.slo),
+        list(warm_up_requests(warm, words=words, vocabulary=vocabulary, seed=seed)),
+        parse_slo(parsed.slo),
         _duration("--timeout", parsed.timeout),
         _count("--retries", parsed.retries),
     )
@@ -228,6 +245,7 @@ def _check_used(parsed: argparse.Namespace) -> None:
     for flag, given, effective, why in (
         ("--input-tokens", parsed.input_tokens, not source, f"{source} says what is asked"),
         ("--shared-prefix", parsed.shared_prefix, not source, f"{source} says what is asked"),
+        ("--columns", parsed.columns, parsed.trace, "it is of --trace"),
         ("--arrivals", parsed.arrivals, parsed.rate, "it is of --rate"),
         ("--speed", parsed.speed, own_pace, "it is of a --trace that is asked at its moments"),
         ("--jitter", parsed.jitter, own_pace, "it is of a --trace that is asked at its moments"),
@@ -238,23 +256,23 @@ def _check_used(parsed: argparse.Namespace) -> None:
 
 def _asks(
     parsed: argparse.Namespace, words: bool, vocabulary: int, *, endless: bool
-) -> tuple[Iterator[Ask], int]:
+) -> tuple[Iterator[SampleRequest], int]:
     """What is asked, and how much of it, 0 for not known."""
     most = _count("--requests", parsed.requests, 1) if parsed.requests else 0
-    seed = _count("--seed", parsed.seed)
-    outputs = length("--output-tokens", parsed.output_tokens or _OUTPUT_TOKENS)
-    asks: Iterator[Ask]
+    seed = _count("--seed", parsed.seed or "0")
+    outputs = length_sampler("--output-tokens", parsed.output_tokens or _OUTPUT_TOKENS)
+    asks: Iterator[SampleRequest]
     if parsed.trace:
         asks, total = _traced(parsed, words, vocabulary, most)
-        return (answers_of(asks, outputs, seed) if parsed.output_tokens else asks), total
+        return (with_output_lengths(asks, outputs, seed) if parsed.output_tokens else asks), total
     if parsed.prompts:
-        listed = of_file(Path(parsed.prompts), outputs, seed)
+        listed = requests_from_file(Path(parsed.prompts), outputs, seed)
         _check_prompts(listed, chat=words)
         asks, default = itertools.cycle(listed), len(listed)
     else:
         asks, default = (
-            generated(
-                length("--input-tokens", parsed.input_tokens or _INPUT_TOKENS),
+            random_requests(
+                length_sampler("--input-tokens", parsed.input_tokens or _INPUT_TOKENS),
                 outputs,
                 shared_prefix=_count("--shared-prefix", parsed.shared_prefix or "0"),
                 words=words,
@@ -267,7 +285,7 @@ def _asks(
     return (itertools.islice(asks, total), total) if total else (asks, 0)
 
 
-def _check_prompts(asks: list[Ask], *, chat: bool) -> None:
+def _check_prompts(asks: list[SampleRequest], *, chat: bool) -> None:
     """Errors: `ConfigError` for what the endpoint does not take."""
     for ask in asks:
         lists = isinstance(ask.prompt, list)
@@ -279,25 +297,35 @@ def _check_prompts(asks: list[Ask], *, chat: bool) -> None:
 
 def _traced(
     parsed: argparse.Namespace, words: bool, vocabulary: int, most: int
-) -> tuple[Iterator[Ask], int]:
-    from pdserve.sim.traces.load import open_trace
-    from pdserve.sim.traces.shape import Shape, shaped
+) -> tuple[Iterator[SampleRequest], int]:
+    from pdserve.sim.workloads.trace_file import open_trace
+    from pdserve.sim.workloads.transform import TraceTransform, transform_trace
 
-    shape = Shape(
+    shape = TraceTransform(
         speed=_number("--speed", parsed.speed or "1"),
         jitter=_duration("--jitter", parsed.jitter) if parsed.jitter else 0.0,
         limit=most,
-        seed=_count("--seed", parsed.seed),
+        seed=_count("--seed", parsed.seed or "0"),
     )
-    trace = open_trace(Path(parsed.trace))
-    total = sum(1 for _ in shaped(trace, shape))  # also finds every bad line before the run
-    return of_trace(shaped(trace, shape), words=words, vocabulary=vocabulary), total
+    trace = open_trace(Path(parsed.trace), parsed.columns or "")
+    total = sum(
+        1 for _ in transform_trace(trace, shape)
+    )  # also finds every bad line before the run
+    asks = requests_from_trace(
+        transform_trace(trace, shape), words=words, vocabulary=vocabulary, seed=shape.seed
+    )
+    return asks, total
 
 
-def _timed(parsed: argparse.Namespace, asks: Iterator[Ask]) -> Iterator[Ask]:
+def _expects_uncached(parsed: argparse.Namespace) -> bool:
+    """True where no prompt shares anything with another one, so the cache should not help."""
+    return not (parsed.trace or parsed.prompts or int(parsed.shared_prefix or 0))
+
+
+def _timed(parsed: argparse.Namespace, asks: Iterator[SampleRequest]) -> Iterator[SampleRequest]:
     """The rate's moments instead of the workload's."""
-    shape, rate = shape_of(parsed.arrivals or "poisson"), _number("--rate", parsed.rate)
-    moments = arrivals(rate, shape, _count("--seed", parsed.seed))
+    shape, rate = parse_burstiness(parsed.arrivals or "poisson"), _number("--rate", parsed.rate)
+    moments = arrival_times(rate, shape, _count("--seed", parsed.seed or "0"))
     return (replace(ask, at=at) for at, ask in zip(moments, asks, strict=False))
 
 
@@ -328,12 +356,16 @@ def _duration(flag: str, text: str) -> Seconds:
 # ---------------------------------------------------------------- the run
 
 
-def _measured(parsed: argparse.Namespace, plan: _Plan) -> tuple[Run, dict[str, Any]]:
-    from pdserve.client import ClientError
+def _measured(parsed: argparse.Namespace, plan: _Plan) -> tuple[BenchRun, dict[str, Any]]:
+    from pdserve.client import ClientError, ConnectionFailed
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
             return runner.run(_load(parsed, plan))
+        except ConnectionFailed as error:
+            raise BenchError(
+                f"{error.message}; start one with `pdserve`, or name another with --url"
+            ) from None
         except ClientError as error:
             raise BenchError(f"{parsed.url}: {error.message}") from None
 
@@ -346,8 +378,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-async def _load(parsed: argparse.Namespace, plan: _Plan) -> tuple[Run, dict[str, Any]]:
-    from pdserve.cli.bench.runner import Load, Run, measure
+async def _load(parsed: argparse.Namespace, plan: _Plan) -> tuple[BenchRun, dict[str, Any]]:
+    from pdserve.cli.bench.runner import BenchRun, LoadConfig, measure
     from pdserve.client import Client, Timeouts
 
     timeouts = Timeouts(first=plan.timeout, between=plan.timeout, total=plan.timeout)
@@ -357,9 +389,9 @@ async def _load(parsed: argparse.Namespace, plan: _Plan) -> tuple[Run, dict[str,
     ) as client:
         server = await _facts(client, model)
         if plan.warm:
-            warmed = await measure(client, plan.target, Load(concurrency=2), iter(plan.warm))
+            warmed = await measure(client, plan.target, LoadConfig(concurrency=2), iter(plan.warm))
             if warmed.pace.interrupted:
-                return Run(pace=warmed.pace), server
+                return BenchRun(pace=warmed.pace), server
         progress = _Progress(plan.total, plan.load.duration)
         measured = await measure(client, plan.target, plan.load, plan.asks, progress.show)
         progress.close()
@@ -392,14 +424,14 @@ class _Progress:
         self._shown = sys.stderr.isatty()
         self._next = 0.0
 
-    def show(self, run: Run) -> None:
+    def show(self, run: BenchRun) -> None:
         """How far it is; drawn now and then."""
         if self._shown and (moment := time.monotonic()) >= self._next:
             self._next = moment + _DRAW_EVERY
             sys.stderr.write(f"\r{self.line(run)}\x1b[K")
             sys.stderr.flush()
 
-    def line(self, run: Run) -> str:
+    def line(self, run: BenchRun) -> str:
         """Its words."""
         whole = run.ended / self._total if self._total else 0.0
         if self._duration:
@@ -421,7 +453,7 @@ class _Progress:
 
 
 def _as_json(
-    parsed: argparse.Namespace, server: dict[str, Any], numbers: dict[str, Any], measured: Run
+    parsed: argparse.Namespace, server: dict[str, Any], numbers: dict[str, Any], measured: BenchRun
 ) -> str:
     hidden = ("json", "plot", "api_key", "compare", "url")
     settings = {name: value for name, value in vars(parsed).items() if name not in hidden}
@@ -435,7 +467,7 @@ def _as_json(
             "cpus": os.cpu_count(),
         },
         "summary": numbers,
-        "requests": [plain(record) for record in measured.records],
+        "requests": [record_as_json(record) for record in measured.records],
     }
     return json.dumps(whole, indent=1) + "\n"
 

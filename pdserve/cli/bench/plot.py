@@ -1,4 +1,4 @@
-"""A run as a picture: distributions of times, and throughput over time. Needs the extra `plot`."""
+"""Plots a run: latency distributions, and throughput over time. Needs the extra `plot`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from pdserve.cli.bench.record import Record
+    from pdserve.cli.bench.record import BenchRecord
     from pdserve.ids import Seconds
 
 __all__ = ["draw", "timeline"]
@@ -18,7 +18,7 @@ __all__ = ["draw", "timeline"]
 _WINDOWS: Final = 60
 
 
-def draw(records: Sequence[Record], path: Path, title: str) -> None:
+def draw(records: Sequence[BenchRecord], path: Path, title: str) -> None:
     """Write a PNG. Errors: `ConfigError` if it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -44,11 +44,19 @@ def _share(axes: Any, values: Iterable[Seconds], title: str) -> None:
     axes.set(title=title, xlabel="milliseconds", ylabel="share")
     if times and times[0] > 0:
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(_milliseconds)
+        axes.xaxis.set_minor_formatter(_milliseconds)
+        axes.tick_params(axis="x", which="both", labelsize=7)
     axes.set_ylim(0, 1)
     axes.grid(visible=True, alpha=0.3)
 
 
-def _load(axes: Any, records: Sequence[Record]) -> None:
+def _milliseconds(value: float, position: object = None) -> str:
+    """A tick of a logarithmic axis: 20, not 2 x 10^1; only 1, 2 and 5 of a decade have a number."""
+    return f"{value:g}" if f"{value:e}"[0] in "125" else ""
+
+
+def _load(axes: Any, records: Sequence[BenchRecord]) -> None:
     points = timeline(records)
     moments = [moment for moment, _, _ in points]
     axes.plot(moments, [rate for _, rate, _ in points], label="output tokens/s")
@@ -61,16 +69,33 @@ def _load(axes: Any, records: Sequence[Record]) -> None:
     axes.grid(visible=True, alpha=0.3)
 
 
-def timeline(records: Sequence[Record]) -> list[tuple[Seconds, float, float]]:
-    """(moment, output tokens per second of answers that ended then, requests in flight), in equal
-    windows."""
+def timeline(records: Sequence[BenchRecord]) -> list[tuple[Seconds, float, float]]:
+    """(time, output tokens per second, requests in flight), in equal windows.
+
+    A token counts in the window in which it came. Of an answer whose tokens were not timed all
+    count at its end.
+    """
     end = max((record.ended or record.sent for record in records), default=0.0)
     width = end / _WINDOWS or 1.0
     tokens, flight = [0.0] * _WINDOWS, [0.0] * _WINDOWS
     for record in records:
         ended = record.ended if record.ended is not None else end
-        tokens[min(_WINDOWS - 1, int(ended / width))] += record.output_tokens
+        for at, count in _arrived(record, ended):
+            tokens[min(_WINDOWS - 1, int(at / width))] += count
         for window in range(int(record.sent / width), min(_WINDOWS, int(ended / width) + 1)):
             overlap = min(ended, (window + 1) * width) - max(record.sent, window * width)
             flight[window] += max(0.0, overlap) / width
     return [((i + 0.5) * width, tokens[i] / width, flight[i]) for i in range(_WINDOWS)]
+
+
+def _arrived(record: BenchRecord, ended: Seconds) -> Iterator[tuple[Seconds, float]]:
+    """(time, tokens) of one answer."""
+    at = record.first
+    if at is None or not record.seen:
+        yield ended, record.output_tokens
+        return
+    scale = record.output_tokens / record.seen
+    yield at, scale * (record.seen - len(record.gaps))  # the first chunk's
+    for gap in record.gaps:
+        at += gap
+        yield at, scale

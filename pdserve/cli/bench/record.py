@@ -1,4 +1,4 @@
-"""What came of one request, and how its tokens' gaps are told from its chunks. Pure."""
+"""Holds the result of one request, and derives token gaps from its chunks. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
 
-__all__ = ["Record"]
+__all__ = ["BenchRecord"]
 
 
 @dataclass(slots=True)
-class Record:
+class BenchRecord:
     """Moments are seconds since the run's begin."""
 
     number: int

@@ -1,19 +1,18 @@
-"""A run's numbers as a person reads them, and two runs side by side. Pure."""
+"""Formats the results of a run as text, or of two runs side by side. Pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from pdserve.cli.bench.summary import warnings_of
-from pdserve.cli.conversation import printable
-from pdserve.cli.outputs import columns
+from pdserve.cli.bench.summary import result_warnings
+from pdserve.cli.outputs import columns, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pdserve.cli.bench.record import Record
+    from pdserve.cli.bench.record import BenchRecord
 
-__all__ = ["comparison", "plain", "report"]
+__all__ = ["comparison", "record_as_json", "report"]
 
 _COLUMNS: Final = ("mean", "p50", "p90", "p95", "p99", "max")
 _SHOWN: Final = 300
@@ -71,16 +70,18 @@ def _tails(numbers: dict[str, Any]) -> Iterator[str]:
     if numbers["workers"]:
         counts = ", ".join(f"{printable(name)} {n}" for name, n in numbers["workers"].items())
         yield f"by worker     {counts}"
+    if "seed" in numbers:
+        yield f"seed          {numbers['seed']}"
     slip, lag = (numbers[key].get("p99", 0.0) * 1e3 for key in ("slip", "lag"))
     yield (
         f"generator     {numbers['cpu_share']:.0%} of a core; sent late by {slip:.2f} ms, "
         f"loop late by {lag:.2f} ms (p99)"
     )
-    for warning in warnings_of(numbers):
+    for warning in result_warnings(numbers):
         yield f"WARNING: {warning}"
 
 
-def plain(record: Record) -> dict[str, Any]:
+def record_as_json(record: BenchRecord) -> dict[str, Any]:
     """One request for JSON, seconds since the run's begin."""
     return {name: getattr(record, name) for name in record.__slots__} | {
         "ttft": record.ttft,

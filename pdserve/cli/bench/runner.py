@@ -1,8 +1,8 @@
-"""Sends requests and takes times: a closed loop of so many callers, or an open one by schedule.
+"""Sends requests and measures times: closed loop with N callers, or open loop by schedule.
 
-An open loop never waits for answers: at `most_in_flight` a request is dropped and counted, and how
-much later than intended requests were sent is measured. Cancelling ends what is under way, and what
-there is is returned.
+An open loop never waits for answers: at `most_in_flight` a request is dropped and counted, and the
+delay between intended and actual send times is measured. Cancellation ends running requests and
+returns the results so far.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdserve.cli.bench.record import Record
-from pdserve.cli.bench.summary import Pace
+from pdserve.cli.bench.record import BenchRecord
+from pdserve.cli.bench.summary import GeneratorStats
 from pdserve.client import ClientError
 from pdserve.client.errors import APIError, StreamBroken
+from pdserve.protocols.completion_responses import Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pdserve.cli.bench.workload import Ask
+    from pdserve.cli.bench.workload import SampleRequest
     from pdserve.client import Client
     from pdserve.ids import Seconds
-    from pdserve.openai.responses import Usage
+    from pdserve.protocols.completion_responses import Usage
 
-__all__ = ["Load", "Run", "Target", "measure"]
+__all__ = ["BenchRun", "LoadConfig", "RequestTemplate", "measure"]
 
 _TICK: Seconds = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class RequestTemplate:
     """What each request is like."""
 
     endpoint: str = "completions"
@@ -44,7 +45,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class LoadConfig:
     """How requests follow each other."""
 
     concurrency: int = 0
@@ -55,11 +56,11 @@ class Load:
 
 
 @dataclass(slots=True)
-class Run:
+class BenchRun:
     """What has been measured so far."""
 
-    records: list[Record] = field(default_factory=list)
-    pace: Pace = field(default_factory=Pace)
+    records: list[BenchRecord] = field(default_factory=list)
+    pace: GeneratorStats = field(default_factory=GeneratorStats)
     in_flight: int = 0
     ended: int = 0
     begin: Seconds = field(default_factory=time.perf_counter)
@@ -71,13 +72,13 @@ class Run:
 
 async def measure(
     client: Client,
-    target: Target,
-    load: Load,
-    asks: Iterator[Ask],
-    show: Callable[[Run], None] = lambda run: None,
-) -> Run:
+    target: RequestTemplate,
+    load: LoadConfig,
+    asks: Iterator[SampleRequest],
+    show: Callable[[BenchRun], None] = lambda run: None,
+) -> BenchRun:
     """Send all of `asks`. Cancellation: ends the requests under way, and returns what there is."""
-    run = Run()
+    run = BenchRun()
     cpu = time.process_time()
     watch = asyncio.create_task(_watch(run, show))
     try:
@@ -101,7 +102,11 @@ async def measure(
 
 
 async def _caller(
-    client: Client, target: Target, load: Load, asks: Iterator[Ask], run: Run
+    client: Client,
+    target: RequestTemplate,
+    load: LoadConfig,
+    asks: Iterator[SampleRequest],
+    run: BenchRun,
 ) -> None:
     for ask in asks:
         if load.duration is not None and run.now() >= load.duration:
@@ -113,10 +118,10 @@ async def _caller(
 async def _schedule(
     group: asyncio.TaskGroup,
     client: Client,
-    target: Target,
-    load: Load,
-    asks: Iterator[Ask],
-    run: Run,
+    target: RequestTemplate,
+    load: LoadConfig,
+    asks: Iterator[SampleRequest],
+    run: BenchRun,
 ) -> None:
     for ask in asks:
         at = ask.at or 0.0
@@ -131,8 +136,10 @@ async def _schedule(
         group.create_task(_one(client, target, ask, run, at))
 
 
-async def _one(client: Client, target: Target, ask: Ask, run: Run, intended: Seconds) -> None:
-    record = Record(ask.number, intended, sent=run.now())
+async def _one(
+    client: Client, target: RequestTemplate, ask: SampleRequest, run: BenchRun, intended: Seconds
+) -> None:
+    record = BenchRecord(ask.number, intended, sent=run.now())
     run.records.append(record)
     try:
         if target.endpoint == "embeddings":
@@ -151,7 +158,9 @@ async def _one(client: Client, target: Target, ask: Ask, run: Run, intended: Sec
         run.ended += 1
 
 
-async def _generate(client: Client, target: Target, ask: Ask, record: Record, run: Run) -> None:
+async def _generate(
+    client: Client, target: RequestTemplate, ask: SampleRequest, record: BenchRecord, run: BenchRun
+) -> None:
     fields = _fields(target, ask)
     prompt: Any = ask.prompt
     stream: Any = (
@@ -172,7 +181,7 @@ async def _generate(client: Client, target: Target, ask: Ask, record: Record, ru
     _on_usage(record, stream.usage)
 
 
-def _fields(target: Target, ask: Ask) -> dict[str, Any]:
+def _fields(target: RequestTemplate, ask: SampleRequest) -> dict[str, Any]:
     fields = {
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         **target.fields,
@@ -184,7 +193,7 @@ def _fields(target: Target, ask: Ask) -> dict[str, Any]:
     return fields
 
 
-def _on_usage(record: Record, usage: Usage | None) -> None:
+def _on_usage(record: BenchRecord, usage: Usage | None) -> None:
     record.output_tokens = record.seen
     if usage is None:
         return
@@ -192,9 +201,11 @@ def _on_usage(record: Record, usage: Usage | None) -> None:
     record.output_tokens = usage.completion_tokens
     if usage.prompt_tokens_details is not None:
         record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    if isinstance(usage.pdserve, Served):  # where the headers went before a worker was found
+        record.worker = record.worker or usage.pdserve.worker
 
 
-async def _embed(client: Client, ask: Ask, record: Record) -> None:
+async def _embed(client: Client, ask: SampleRequest, record: BenchRecord) -> None:
     prompt: Any = ask.prompt
     answer = await client.embed(prompt)
     if answer.usage is not None:
@@ -209,7 +220,7 @@ def _kind(error: ClientError) -> str:
     return type(error).__name__
 
 
-async def _watch(run: Run, show: Callable[[Run], None]) -> None:
+async def _watch(run: BenchRun, show: Callable[[BenchRun], None]) -> None:
     """Measures how late the loop is, and shows how it goes."""
     while True:
         before = run.now()

@@ -1,4 +1,4 @@
-"""Records to numbers: percentiles, rates, goodput, and whether the generator kept up. Pure."""
+"""Summarises records: percentiles, rates, goodput, and whether the generator kept up. Pure."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import ConfigError
+from pdserve.launch.config.units import parse_limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pdserve.cli.bench.record import Record
+    from pdserve.cli.bench.record import BenchRecord
     from pdserve.ids import Seconds
 
-__all__ = ["Pace", "Slo", "percentiles", "slo_of", "summarise", "warnings_of"]
+__all__ = ["BenchSlo", "GeneratorStats", "parse_slo", "percentiles", "result_warnings", "summarise"]
 
 _SLIP: Final[Seconds] = 0.02
 """A p99 of sending later than intended above this is told."""
 _BUSY: Final = 0.9
 """So is a share of a core above this."""
+_CACHED: Final = 0.05
+"""And a share of cached tokens above this, where prompts share nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class BenchSlo:
     """What a request has to keep to be good; None: anything goes."""
 
     ttft: Seconds | None = None
@@ -31,7 +34,7 @@ class Slo:
     """Of the mean gap between a request's tokens."""
     e2e: Seconds | None = None
 
-    def kept(self, record: Record) -> bool:
+    def kept(self, record: BenchRecord) -> bool:
         """By a request that was answered to its end."""
         pairs = ((record.ttft, self.ttft), (record.tpot, self.itl), (record.e2e, self.e2e))
         return record.completed and all(
@@ -39,24 +42,19 @@ class Slo:
         )
 
 
-def slo_of(text: str) -> Slo | None:
-    """Of `ttft=500,itl=50,e2e=10000`, in milliseconds. Errors: `ConfigError`."""
+def parse_slo(text: str) -> BenchSlo | None:
+    """Of `ttft=500,itl=50,e2e=10s`, in milliseconds without a unit. Errors: `ConfigError`."""
     if not text:
         return None
-    values: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, number = part.partition("=")
-        try:
-            values[name.strip()] = float(number) / 1000
-        except ValueError:
-            values[""] = 0.0
-    if not set(values) <= {"ttft", "itl", "e2e"} or not all(value > 0 for value in values.values()):
-        raise ConfigError(f"--slo: {text!r} is not of the form ttft=500,itl=50,e2e=10000 (ms)")
-    return Slo(**values)
+    try:
+        limits, _ = parse_limits(text, ("ttft", "itl", "e2e"))
+    except ValueError as error:
+        raise ConfigError(f"--slo: {error}") from None
+    return BenchSlo(**limits)
 
 
 @dataclass(slots=True)
-class Pace:
+class GeneratorStats:
     """How the generator itself fared."""
 
     cpu_share: float = 0.0
@@ -80,7 +78,9 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
     return {"mean": sum(ordered) / count, **ranks, "max": ordered[-1]}
 
 
-def summarise(records: Sequence[Record], pace: Pace, slo: Slo | None) -> dict[str, Any]:
+def summarise(
+    records: Sequence[BenchRecord], pace: GeneratorStats, slo: BenchSlo | None
+) -> dict[str, Any]:
     """All numbers of a run, seconds where they are times."""
     done = [record for record in records if record.completed]
     begin = min((record.sent for record in records), default=0.0)
@@ -117,9 +117,15 @@ def summarise(records: Sequence[Record], pace: Pace, slo: Slo | None) -> dict[st
     }
 
 
-def warnings_of(numbers: dict[str, Any]) -> list[str]:
+def result_warnings(numbers: dict[str, Any]) -> list[str]:
     """Why the numbers may say less than they seem to."""
     said = []
+    cached = numbers["cached_tokens"] / max(1, numbers["prompt_tokens"])
+    if numbers.get("expect_uncached") and cached > _CACHED:
+        said.append(
+            f"{cached:.0%} of the prompt tokens came from the server's cache, though these prompts "
+            "share nothing: an earlier run had the same --seed, so these times are too good"
+        )
     if numbers["dropped"]:
         said.append(
             f"{numbers['dropped']} requests were not sent: --max-in-flight were under way; "

@@ -1,7 +1,7 @@
-"""What is asked: prompts of a file, of a trace, or made up to a length. Pure, from a seed.
+"""Makes the prompts of a benchmark: from a file, a trace, or synthetic of a given length. Pure.
 
-Made-up prompts are token ids for completions and embeddings, so that their length is exact; for
-chat they are words, and only the server's usage says how many tokens these were.
+Synthetic prompts come from a seed. For completions and embeddings they are token ids, so the length
+is exact; for chat they are words, and only the server's usage tells the number of tokens.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.sim.traces.lines import bad_line, read_lines
+from pdserve.sim.workloads.lines import bad_line, read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from pdserve.ids import Seconds
-    from pdserve.sim.traces.base import Piece, TraceRequest
+    from pdserve.sim.workloads.trace_request import PromptPiece, TraceRequest
 
 __all__ = [
-    "Ask",
-    "answers_of",
-    "generated",
-    "length",
-    "of_file",
-    "of_trace",
-    "prompt_of",
-    "warm_up",
+    "SampleRequest",
+    "build_prompt",
+    "length_sampler",
+    "random_requests",
+    "requests_from_file",
+    "requests_from_trace",
+    "warm_up_requests",
+    "with_output_lengths",
 ]
 
 _FIRST: Final = 16
@@ -39,21 +39,35 @@ _FIRST: Final = 16
 _DIGITS: Final = 4
 _OWN: Final = 1 << 30
 """Contents below may be shared by prompts."""
-_WORDS: Final = (
-    *("a", "all", "and", "are", "as", "at", "be", "but", "by", "can", "do", "for", "from", "go"),
-    *("he", "in", "is", "it", "no", "not", "of", "on", "one", "or", "so", "that", "the", "they"),
-    *("this", "to", "was", "we", "with", "you"),
+_TEXT: Final = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or "
+    "one had by word but not what all were we when your can said there use an each which she do "
+    "how their if will up other about out many then them these so some her would make like him "
+    "into time has look two more write go see number no way could people my than first water "
+    "been call who oil its now find long down day did get come made may part over new sound "
+    "take only little work know place year live me back give most very after thing our just "
+    "name good sentence man think say great where help through much before line right too mean "
+    "old any same tell boy follow came want show also around form three small set put end does "
+    "another well large must big even such because turn here why ask went men read need land "
+    "different home us move try kind hand picture again change off play spell air away animal "
+    "house point page letter mother answer found study still learn should world high every near "
+    "add food between own below country plant last school father keep tree never start city "
+    "earth eye light thought head under story saw left few while along might close something "
+    "seem next hard open example begin life always those both paper together got group often "
+    "run important until children side feet car mile night walk white"
 )
+_WORDS: Final = tuple(_TEXT.split())
+"""Common words: one token each in most vocabularies."""
 
-Prompt = str | list[int] | list[dict[str, Any]]
+SamplePrompt = str | list[int] | list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SampleRequest:
     """One request to be."""
 
     number: int
-    prompt: Prompt
+    prompt: SamplePrompt
     """Text, token ids, or a conversation."""
     max_tokens: int | None
     """None: the server's default."""
@@ -61,7 +75,7 @@ class Ask:
     """Since the begin, where the workload says it."""
 
 
-def length(flag: str, text: str) -> Callable[[Random], int]:
+def length_sampler(flag: str, text: str) -> Callable[[Random], int]:
     """`N`, `uniform:A:B`, `normal:MEAN:DEVIATION`, `lognormal:MEDIAN:SIGMA` or `exponential:MEAN`.
 
     Draws are rounded and at least 1. Errors: `ConfigError`.
@@ -96,7 +110,7 @@ def _drawer(kind: str, values: list[float]) -> Callable[[Random], float]:
     return lambda random: random.expovariate(1 / first)
 
 
-def generated(
+def random_requests(
     inputs: Callable[[Random], int],
     outputs: Callable[[Random], int],
     *,
@@ -104,48 +118,71 @@ def generated(
     words: bool,
     vocabulary: int,
     seed: int,
-) -> Iterator[Ask]:
-    """Without end. Args: all prompts begin with the same `shared_prefix` tokens, beside `inputs`;
-    `words` instead of ids."""
+) -> Iterator[SampleRequest]:
+    """Yields requests without end; another seed shares no prompt with this one.
+
+    Args: all prompts begin with the same `shared_prefix` tokens, beside `inputs`; `words` instead
+    of ids.
+    """
     random = Random(f"lengths {seed}")
-    base = _OWN + random.randrange(
-        _OWN
-    )  # another seed's prompts are not in the cache of this one's
     for number in itertools.count():
-        own = (base + number, inputs(random))
-        pieces = ((seed, shared_prefix), own) if shared_prefix else (own,)
-        yield Ask(number, prompt_of(pieces, words=words, vocabulary=vocabulary), outputs(random))
+        own = (_OWN + number, inputs(random))
+        pieces = ((0, shared_prefix), own) if shared_prefix else (own,)
+        prompt = build_prompt(pieces, words=words, vocabulary=vocabulary, seed=seed)
+        yield SampleRequest(number, prompt, outputs(random))
 
 
-def of_trace(trace: Iterable[TraceRequest], *, words: bool, vocabulary: int) -> Iterator[Ask]:
-    """The trace's moments and lengths, with the prefixes that its prompts share."""
+def requests_from_trace(
+    trace: Iterable[TraceRequest], *, words: bool, vocabulary: int, seed: int
+) -> Iterator[SampleRequest]:
+    """The trace's timestamps and lengths, with the prefixes that its prompts share."""
     for request in trace:
-        prompt = prompt_of(request.pieces, words=words, vocabulary=vocabulary)
-        yield Ask(request.number, prompt, request.output_tokens, request.at)
+        prompt = build_prompt(request.pieces, words=words, vocabulary=vocabulary, seed=seed)
+        yield SampleRequest(request.number, prompt, request.output_tokens, request.at)
 
 
-def answers_of(asks: Iterable[Ask], outputs: Callable[[Random], int], seed: int) -> Iterator[Ask]:
+def with_output_lengths(
+    asks: Iterable[SampleRequest], outputs: Callable[[Random], int], seed: int
+) -> Iterator[SampleRequest]:
     """The same requests with answers of other lengths."""
     random = Random(f"answers {seed}")
     for ask in asks:
         yield replace(ask, max_tokens=outputs(random))
 
 
-def warm_up(count: int, *, words: bool, vocabulary: int) -> Iterator[Ask]:
+def warm_up_requests(
+    count: int, *, words: bool, vocabulary: int, seed: int
+) -> Iterator[SampleRequest]:
     """Short prompts that share nothing with those that count."""
     for number in range(count):
         piece = (2 * _OWN + number, 32)
-        yield Ask(-1 - number, prompt_of((piece,), words=words, vocabulary=vocabulary), 8)
+        prompt = build_prompt((piece,), words=words, vocabulary=vocabulary, seed=seed)
+        yield SampleRequest(-1 - number, prompt, 8)
 
 
-def prompt_of(pieces: Iterable[Piece], *, words: bool, vocabulary: int) -> str | list[int]:
-    """Equal contents give equal tokens: prompts that begin with equal pieces share a prefix."""
-    ids: list[int] = []
-    span = max(2, min(vocabulary, 1 << 20) - _FIRST)
+def build_prompt(
+    pieces: Iterable[PromptPiece], *, words: bool, vocabulary: int, seed: int = 0
+) -> str | list[int]:
+    """A prompt of the pieces' lengths. Equal contents give equal tokens, under one seed.
+
+    A piece begins with its content's number as digits, so two contents differ within the first
+    block, and goes on with tokens that a generator of (seed, content) draws, so no part of a
+    prompt comes again in it or in another one.
+    """
+    known: Sequence[Any] = _WORDS if words else range(_FIRST, max(_FIRST + 2, vocabulary))
+    prompt: list[Any] = []
     for content, count in pieces:
-        digits = [_FIRST + content // span**place % span for place in range(_DIGITS)]
-        ids += (digits * (count // _DIGITS + 1))[:count]
-    return " ".join(_WORDS[one % len(_WORDS)] for one in ids) if words else ids
+        prompt += _drawn(known, content, count, seed)
+    return " ".join(prompt) if words else prompt
+
+
+def _drawn(known: Sequence[Any], content: int, count: int, seed: int) -> list[Any]:
+    """`count` of `known` for a content; fewer are the beginning of more."""
+    span = len(known)
+    number = content + (seed << 64)
+    digits = [known[number // span**place % span] for place in range(_DIGITS)]
+    more = Random(number).choices(known, k=max(0, count - _DIGITS))
+    return [*digits[:count], *more]
 
 
 # ---------------------------------------------------------------- files
@@ -160,18 +197,20 @@ class _Line(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Line).decode
 
 
-def of_file(path: Path, outputs: Callable[[Random], int], seed: int) -> list[Ask]:
+def requests_from_file(
+    path: Path, outputs: Callable[[Random], int], seed: int
+) -> list[SampleRequest]:
     """Lines of text, or of JSON with `prompt` or `messages` and perhaps `max_tokens`; `outputs`
     is for those without. Errors: `ConfigError`, with the line.
     """
-    asks: list[Ask] = []
+    asks: list[SampleRequest] = []
     random = Random(f"answers {seed}")
-    for number, text in read_lines(path):
+    for number, text in read_lines(path, "the file of prompts"):
         line = _line(path, number, text)
         prompt = line.messages if line.messages is not None else line.prompt
         if not prompt:
             raise bad_line(path, number, "has neither `prompt` nor `messages`")
-        asks.append(Ask(len(asks), prompt, line.max_tokens or outputs(random)))
+        asks.append(SampleRequest(len(asks), prompt, line.max_tokens or outputs(random)))
     if not asks:
         raise ConfigError(f"{path} holds no prompts")
     return asks

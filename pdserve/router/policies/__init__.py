@@ -1,1 +1,3 @@
-"""How a worker is chosen among those that may be: one file per policy, found by name."""
+"""Routing policies: each chooses a worker among the eligible ones. One file per policy, loaded by
+name.
+"""

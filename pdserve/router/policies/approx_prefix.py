@@ -1,4 +1,4 @@
-"""Where this router sent the same beginning before, unless the queues have drifted apart.
+"""Chooses the worker that was sent the same prefix before, unless loads have drifted apart.
 
     crowded     max - min > balance_abs  and  max > balance_rel * min     (requests per worker)
                 -> the fewest requests
@@ -20,14 +20,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from pdserve.blocks.hashing import SHORT_BYTES
+from pdserve.blocks.hashing import SHORT_HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, WorkerView
 
 __all__ = ["ApproxPrefix"]
 
@@ -37,18 +37,19 @@ _OF_PRESET: Final = -1.0
 
 @dataclass(frozen=True, slots=True)
 class ApproxPrefix:
-    """See above."""
+    """SGLang's cache-aware policy from remembered routes; the module docstring has the rule."""
 
     preset: str = "command_line"
-    """`command_line` or `library`."""
+    """Name of the set of defaults: `command_line` or `library`."""
     cache_threshold: float = _OF_PRESET
-    """Share of a prompt that must match; -1: the preset's."""
+    """Share of a prompt's blocks that must match, from 0 to 1; -1: the preset's."""
     balance_abs: float = _OF_PRESET
-    """Requests between the busiest and the idlest worker; -1: the preset's."""
+    """Largest difference in requests between the busiest and the idlest worker; -1: the preset's.
+    """
     balance_rel: float = _OF_PRESET
-    """Times the idlest's requests that the busiest may have; -1: the preset's."""
+    """Largest ratio of requests between the busiest and the idlest worker; -1: the preset's."""
     miss: str = "smallest_tree"
-    """Who gets a prompt that matches nowhere: `smallest_tree` or `least_loaded`."""
+    """Worker for a prompt that matches nowhere: `smallest_tree` or `least_loaded`."""
 
     needs_routed: ClassVar[bool] = True
 
@@ -60,7 +61,7 @@ class ApproxPrefix:
 
     @property
     def thresholds(self) -> tuple[float, float, float]:
-        """(cache_threshold, balance_abs, balance_rel) in force."""
+        """The (cache_threshold, balance_abs, balance_rel) in force."""
         given = (self.cache_threshold, self.balance_abs, self.balance_rel)
         preset = _PRESETS[self.preset]
         cache, absolute, relative = (
@@ -68,8 +69,8 @@ class ApproxPrefix:
         )
         return cache, absolute, relative
 
-    def __call__(self, question: Route, state: State, random: Random) -> WorkerView:
-        """O(workers)."""
+    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+        """Chooses a worker. O(workers)."""
         threshold, absolute, relative = self.thresholds
         counts = [worker.sequences for worker in state.workers]
         most, least = max(counts), min(counts)
@@ -77,7 +78,7 @@ class ApproxPrefix:
             return _least(state.workers, random)
         depths = [state.routed.get(worker.node, 0) for worker in state.workers]
         deepest = max(depths)
-        blocks = len(question.names) // SHORT_BYTES
+        blocks = len(question.names) // SHORT_HASH_BYTES
         if deepest and deepest > threshold * blocks:
             found = [w for w, depth in zip(state.workers, depths, strict=True) if depth == deepest]
             return _least(found, random)
@@ -89,6 +90,6 @@ class ApproxPrefix:
 
 
 def _least(workers: Sequence[WorkerView], random: Random) -> WorkerView:
-    """The fewest requests, one of those at random."""
+    """The worker with the fewest requests; ties at random."""
     least = min(worker.sequences for worker in workers)
     return random.choice([worker for worker in workers if worker.sequences == least])

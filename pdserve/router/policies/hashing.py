@@ -1,4 +1,4 @@
-"""A key's home among workers, the same at every router: see `runtime.rendezvous`."""
+"""Maps a key to a worker by rendezvous hashing, alike at every router (`runtime.rendezvous`)."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ __all__ = ["home", "key_of"]
 
 
 def home(key: int, workers: Sequence[WorkerView]) -> WorkerView:
-    """Whom the key prefers. O(workers); at least one."""
+    """The worker with the highest hash score for the key. O(workers); at least one worker."""
     return max(workers, key=lambda worker: score(key, worker.node))

@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's cost: prefill backlog less what is cached, plus what decodes, in blocks.
+"""NVIDIA Dynamo's cost: prefill backlog less what is cached, plus decode load, in blocks.
 
     decay  = 1 / (1 + credit_decay * (backlog - least backlog) / request)
     credit = overlap_credit * decay * device + host_weight * host + disk_weight * disk
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from random import Random
 
     from pdserve.ids import NodeId
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, Terms, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, Terms, WorkerView
 
 __all__ = ["KvLoad"]
 
 
 @dataclass(frozen=True, slots=True)
 class KvLoad:
-    """See above."""
+    """Dynamo's KV routing cost; the module docstring has the formula."""
 
     overlap_credit: float = 1.0
     credit_decay: float = 0.0
@@ -45,7 +45,7 @@ class KvLoad:
     disk_weight: float = 0.25
     prefill_scale: float = 1.0
     request_weight: float = 0.0
-    """Of each running or waiting sequence, in blocks."""
+    """Cost of each running or waiting sequence, in blocks."""
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
@@ -61,8 +61,8 @@ class KvLoad:
         if not all(math.isfinite(value) and value >= 0 for value in values):
             raise ValueError("options must be numbers of at least 0")
 
-    def __call__(self, question: Route, state: State, random: Random) -> WorkerView:
-        """O(workers)."""
+    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+        """Chooses a worker. O(workers)."""
         workers = state.workers
         costs = self._costs(question, state)
         least = min(costs)
@@ -72,8 +72,8 @@ class KvLoad:
         chances = [math.exp((least - cost) / span / self.temperature) for cost in costs]
         return random.choices(workers, chances)[0]
 
-    def terms(self, question: Route, state: State) -> Mapping[NodeId, Terms]:
-        """In blocks."""
+    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+        """The terms of the cost, in blocks."""
         size = question.block_size or 1
         costs = self._costs(question, state)
         return {
@@ -87,14 +87,14 @@ class KvLoad:
             for worker, cost in zip(state.workers, costs, strict=True)
         }
 
-    def _costs(self, question: Route, state: State) -> list[float]:
+    def _costs(self, question: RouteRequest, state: RoutingState) -> list[float]:
         size = question.block_size or 1
         request = question.prompt_tokens / size
         least = min(worker.prefill_tokens for worker in state.workers) / size
         return [self._cost(worker, state, size, request, least) for worker in state.workers]
 
     def _cost(
-        self, worker: WorkerView, state: State, size: int, request: float, least: float
+        self, worker: WorkerView, state: RoutingState, size: int, request: float, least: float
     ) -> float:
         backlog = worker.prefill_tokens / size
         device = state.overlaps.get(worker.node, 0)

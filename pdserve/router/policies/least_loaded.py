@@ -1,4 +1,4 @@
-"""Whoever is least busy for its size.
+"""Chooses the worker with the least load for its size.
 
     choose the least  (running + waiting + placed) / max_sequences,  ties in rotation
 
@@ -20,14 +20,14 @@ from pdserve.router.policies.base import after
 if TYPE_CHECKING:
     from random import Random
 
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, WorkerView
 
 __all__ = ["choose"]
 
 
-def choose(question: Route, state: State, random: Random) -> WorkerView:
-    """O(workers)."""
+def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    """Chooses a worker. O(workers)."""
     occupancies = [worker.occupancy for worker in state.workers]
     least = min(occupancies)
     tied = [

@@ -1,4 +1,4 @@
-"""Mooncake's choice: the least predicted time to first token, counting a fetch of the best prefix.
+"""Mooncake's choice: least predicted time to first token, counting a fetch of the best prefix.
 
     best     the longest prefix that any worker has
     near     best / own < balancing_threshold, or fetching is off
@@ -22,48 +22,51 @@ if TYPE_CHECKING:
     from random import Random
 
     from pdserve.ids import NodeId, Seconds
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, Terms, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, Terms, WorkerView
 
 __all__ = ["Mooncake"]
 
 
 @dataclass(frozen=True, slots=True)
 class Mooncake:
-    """See above."""
+    """Mooncake's cache-aware choice; the module docstring has the formula."""
 
     balancing_threshold: float = 1.5
-    """Times the own prefix from which on the best one is worth fetching; at least 1. The paper
-    leaves the number open."""
+    """Ratio of the best prefix to the own one from which a fetch is considered; at least 1. The
+    paper leaves the number open.
+    """
     fetch_seconds_per_token: Seconds = 0.0
-    """Of moving one token's KV between workers; 0: it cannot be moved."""
+    """Time to move one token's KV between workers; 0: KV cannot be moved."""
 
     def __post_init__(self) -> None:
         if self.balancing_threshold < 1 or self.fetch_seconds_per_token < 0:
             raise ValueError("balancing-threshold must be at least 1, fetch time at least 0")
 
-    def __call__(self, question: Route, state: State, random: Random) -> WorkerView:
-        """O(workers)."""
+    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+        """Chooses a worker. O(workers)."""
         terms = self._terms(question, state)
         costs = [queue + fetch + prefill for queue, fetch, prefill in terms]
         least = min(costs)
         tied = [w for w, cost in zip(state.workers, costs, strict=True) if cost == least]
         return random.choice(tied)
 
-    def terms(self, question: Route, state: State) -> Mapping[NodeId, Terms]:
-        """In seconds."""
+    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+        """The terms of the cost, in seconds."""
         return {
             worker.node: {"wait": q, "fetch": f, "prefill": p, "cost": q + f + p}
             for worker, (q, f, p) in zip(state.workers, self._terms(question, state), strict=True)
         }
 
-    def _terms(self, question: Route, state: State) -> list[tuple[Seconds, Seconds, Seconds]]:
-        """(queue, transfer, prefill) of each worker."""
+    def _terms(
+        self, question: RouteRequest, state: RoutingState
+    ) -> list[tuple[Seconds, Seconds, Seconds]]:
+        """The (queue, transfer, prefill) times of each worker."""
         best = max(state.cached_tokens(question, worker) for worker in state.workers)
         return [self._of(worker, question, state, best) for worker in state.workers]
 
     def _of(
-        self, worker: WorkerView, question: Route, state: State, best: int
+        self, worker: WorkerView, question: RouteRequest, state: RoutingState, best: int
     ) -> tuple[Seconds, Seconds, Seconds]:
         own = state.cached_tokens(question, worker)
         queue, length = worker.wait(state.now), question.prompt_tokens

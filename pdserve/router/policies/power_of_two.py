@@ -1,4 +1,4 @@
-"""The less busy of two drawn at random.
+"""Draws two workers at random and chooses the less busy one.
 
     draw two different workers, choose the lesser  (running + waiting + placed) / max_sequences;
     the first drawn on a tie
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from random import Random
 
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, WorkerView
 
 __all__ = ["choose"]
 
 
-def choose(question: Route, state: State, random: Random) -> WorkerView:
-    """O(1)."""
+def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    """Chooses a worker. O(1)."""
     workers = state.workers
     if len(workers) == 1:
         return workers[0]

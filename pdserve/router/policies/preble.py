@@ -1,4 +1,4 @@
-"""Preble's choice: exploit a long match, explore otherwise.
+"""Preble's choice: exploits a long prefix match, explores otherwise.
 
     exploit   more of the prompt matches than does not
               -> of the workers that match as far, the least load; but if that one carries more than
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from random import Random
 
     from pdserve.ids import NodeId, Seconds
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, Terms, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, Terms, WorkerView
 
 __all__ = ["Preble"]
 
 
 @dataclass(frozen=True, slots=True)
 class Preble:
-    """See above."""
+    """Preble's E2 policy; the module docstring has the rule."""
 
     imbalance: float = 1.5
     reuse: float = 0.3
@@ -41,8 +41,8 @@ class Preble:
         if self.imbalance < 1 or not 0 <= self.reuse <= 1:
             raise ValueError("imbalance must be at least 1, reuse between 0 and 1")
 
-    def __call__(self, question: Route, state: State, random: Random) -> WorkerView:
-        """O(workers)."""
+    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+        """Chooses a worker. O(workers)."""
         workers = state.workers
         cached = [state.cached_tokens(question, worker) for worker in workers]
         best = max(cached)
@@ -57,8 +57,8 @@ class Preble:
         least = min(costs)
         return random.choice([w for w, cost in zip(workers, costs, strict=True) if cost == least])
 
-    def terms(self, question: Route, state: State) -> Mapping[NodeId, Terms]:
-        """In seconds."""
+    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+        """The terms of the cost, in seconds."""
         return {
             worker.node: {
                 "load": _load(worker),
@@ -69,14 +69,14 @@ class Preble:
             for worker in state.workers
         }
 
-    def _cost(self, worker: WorkerView, question: Route, state: State) -> Seconds:
+    def _cost(self, worker: WorkerView, question: RouteRequest, state: RoutingState) -> Seconds:
         return (
             _load(worker)
             + self._eviction(worker, question, state)
             + self._prefill(worker, question, state)
         )
 
-    def _eviction(self, worker: WorkerView, question: Route, state: State) -> Seconds:
+    def _eviction(self, worker: WorkerView, question: RouteRequest, state: RoutingState) -> Seconds:
         if not worker.blocks_total or not question.block_size:
             return 0.0
         uncached = question.prompt_tokens - state.cached_tokens(question, worker)
@@ -85,7 +85,7 @@ class Preble:
         return self.reuse * lacking * state.model.per_token * worker.speed
 
     @staticmethod
-    def _prefill(worker: WorkerView, question: Route, state: State) -> Seconds:
+    def _prefill(worker: WorkerView, question: RouteRequest, state: RoutingState) -> Seconds:
         cached = state.cached_tokens(question, worker)
         return worker.speed * state.model.prefill(question.prompt_tokens, cached)
 

@@ -1,4 +1,4 @@
-"""Anybody, by the throw of a die.
+"""Chooses a worker at random.
 
     draw one worker, all alike
 
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from random import Random
 
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, WorkerView
 
 __all__ = ["choose"]
 
 
-def choose(question: Route, state: State, random: Random) -> WorkerView:
-    """O(1)."""
+def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    """Chooses a worker. O(1)."""
     return state.workers[random.randrange(len(state.workers))]

@@ -1,4 +1,4 @@
-"""Everybody in turn.
+"""Chooses the workers in turn.
 
     choose the first worker after the last chosen one, by node id, and begin again at the end
 
@@ -15,12 +15,12 @@ from pdserve.router.policies.base import after
 if TYPE_CHECKING:
     from random import Random
 
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, WorkerView
 
 __all__ = ["choose"]
 
 
-def choose(question: Route, state: State, random: Random) -> WorkerView:
-    """O(log workers)."""
+def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    """Chooses a worker. O(log workers)."""
     return after(state.workers, state.last)

@@ -1,4 +1,4 @@
-"""A conversation stays where it is.
+"""Keeps a session on one worker, by its session id.
 
     the home of `session_id` by rendezvous hashing;
     without one, the least  (running + waiting + placed) / max_sequences
@@ -18,14 +18,14 @@ from pdserve.router.policies.hashing import home, key_of
 if TYPE_CHECKING:
     from random import Random
 
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, WorkerView
 
 __all__ = ["choose"]
 
 
-def choose(question: Route, state: State, random: Random) -> WorkerView:
-    """O(workers)."""
+def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    """Chooses a worker. O(workers)."""
     if not question.session_id:
         return least_loaded.choose(question, state, random)
     return home(key_of(question.session_id.encode()), state.workers)

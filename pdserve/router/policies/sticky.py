@@ -1,4 +1,4 @@
-"""Where the prefix is, until waiting there costs too much.
+"""Chooses a worker with the prefix, until waiting there costs too much.
 
     warm     workers that hold at least `affinity` (0.8) of the prompt
     if the best estimate among them is worse than the best of all by more than `patience` (18 s),
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from random import Random
 
     from pdserve.ids import NodeId, Seconds
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, Terms, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, Terms, WorkerView
 
 __all__ = ["Sticky"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sticky:
-    """See above."""
+    """llm-d's prefix affinity until saturation; the module docstring has the rule."""
 
     affinity: float = 0.8
     patience: Seconds = 18.0
     throughput: float = 15_928.0
-    """Prompt tokens per second of a worker; 0: as learnt."""
+    """Prompt tokens per second of a worker; 0: use the learnt latency model."""
 
     def __post_init__(self) -> None:
         if not 0 < self.affinity <= 1 or self.patience < 0 or self.throughput < 0:
             raise ValueError("affinity must be in (0, 1], patience and throughput at least 0")
 
-    def __call__(self, question: Route, state: State, random: Random) -> WorkerView:
-        """O(workers)."""
+    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+        """Chooses a worker. O(workers)."""
         enough = self.affinity * question.prompt_tokens
         workers = state.workers
         warm = [w for w in workers if state.cached_tokens(question, w) >= enough]
@@ -53,8 +53,8 @@ class Sticky:
         least = min(loads)
         return random.choice([w for w, load in zip(warm, loads, strict=True) if load == least])
 
-    def terms(self, question: Route, state: State) -> Mapping[NodeId, Terms]:
-        """Tokens, and the estimate in seconds."""
+    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+        """The compared token counts, and the estimate in seconds."""
         return {
             worker.node: {
                 "cached_tokens": float(state.cached_tokens(question, worker)),
@@ -65,11 +65,14 @@ class Sticky:
         }
 
     def _best(
-        self, workers: list[WorkerView] | tuple[WorkerView, ...], question: Route, state: State
+        self,
+        workers: list[WorkerView] | tuple[WorkerView, ...],
+        question: RouteRequest,
+        state: RoutingState,
     ) -> Seconds:
         return min(self._estimate(worker, question, state) for worker in workers)
 
-    def _estimate(self, worker: WorkerView, question: Route, state: State) -> Seconds:
+    def _estimate(self, worker: WorkerView, question: RouteRequest, state: RoutingState) -> Seconds:
         if self.throughput:
             return _tokens(worker, question, state) / self.throughput
         cached = state.cached_tokens(question, worker)
@@ -77,6 +80,6 @@ class Sticky:
         return worker.wait(state.now) + prefill
 
 
-def _tokens(worker: WorkerView, question: Route, state: State) -> int:
+def _tokens(worker: WorkerView, question: RouteRequest, state: RoutingState) -> int:
     cached = state.cached_tokens(question, worker)
     return worker.prefill_tokens + question.prompt_tokens - cached

@@ -1,4 +1,4 @@
-"""The default: where the first token will come soonest, at the least harm to everybody else.
+"""The default policy: the soonest first token, at the least harm to other requests.
 
     cost = wait + prefill + transfer                 the request's own time to first token
          + gamma * n * prefill                       externality: its work delays who waits there
@@ -23,11 +23,12 @@ in seconds, the least wins. Of worker i, with its learnt `speed` and the learnt 
              prices of a sequence and a token (`step_sequence`, `step_token`). By what its steps
              then exceed `most_itl`, all streams are late: that counts in full
 
-A decode worker's prompt may be computed by a prefill worker instead (`predict.moves.Elsewhere`): if
-its first token is predicted sooner so, then wait and prefill are the queue's and the prefill
-worker's, transfer is that of the tokens which are not cached here, and nobody here is harmed by
-the computation: no externality, no opportunity, no d * prefill. What is cached here so counts for
-its transfer alone; who has cached what among prefill workers is the queue's business.
+A decode worker's prompt may be computed by a prefill worker instead
+(`pdserve.perf_model.remote_prefill.RemotePrefillEstimate`): if its first token is predicted sooner
+so, then wait and prefill are the queue's and the prefill worker's, transfer is that of the tokens
+which are not cached here, and nobody here is harmed by the computation: no externality, no
+opportunity, no d * prefill. What is cached here so counts for its transfer alone; who has cached
+what among prefill workers is the queue's business.
 
 All within `tolerance` of the best count as equal and one is drawn, so that routers which know the
 same do not all choose the same; once in a while (`explore`) whoever is within `explore_within` of
@@ -40,7 +41,7 @@ degenerates to each of these; its terms grow with load, so there is no threshold
 jumps. Near saturation the cache hit rate is capacity, and minimising only one's own time wastes it.
 
 If the model of time is not fitted (nothing learnt yet, or it predicts badly), the same sum counts
-uncached tokens at a fixed price; if even those say nothing (`TimeModel.blind`), requests:
+uncached tokens at a fixed price; if even those say nothing (`LatencyModel.blind`), requests:
 sequences there + the uncached part of the prompt, from 0 to 1.
 """
 
@@ -49,15 +50,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from pdserve.router.predict.model import TimeModel
+from pdserve.perf_model.latency_model import LatencyModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from random import Random
 
     from pdserve.ids import NodeId, Seconds
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, Terms, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, Terms, WorkerView
 
 __all__ = ["Ttft"]
 
@@ -65,34 +66,39 @@ __all__ = ["Ttft"]
 @dataclass(frozen=True, slots=True)
 class Ttft:
     """Numbers without a unit are weights. The defaults lie in the middle of wide valleys: near
-    saturation, halving or doubling one moves the mean by less than noise does; leaving a term out
-    costs a tenth and more."""
+    saturation, halving or doubling one moves the mean TTFT by less than noise does. Leaving one
+    term out costs 1 to 4 % of mean TTFT there, and nothing measurable beyond saturation
+    (bench/results/policies.md)."""
 
     gamma: float = 0.5
     kappa0: float = 1.0
-    """Up to 4 the hit rate rises, and so does, at low load, the wait at workers that have it."""
+    """Opportunity weight. Up to 4 the hit rate rises, and so does, at low load, the wait at workers
+    with the prefix.
+    """
     kappa1: float = 0.5
     lambda_decode: float = 0.05
-    """0.1 and more: smoother streams, and long prompts that wait for workers without any."""
+    """Decode harm weight. 0.1 and more: smoother streams; long prompts wait for workers without
+    streams.
+    """
     elsewhere: bool = True
-    """Count on prefill workers."""
+    """Take remote prefill into account."""
     most_itl: Seconds = 0.0
-    """Time between tokens that streams should keep; 0: any."""
+    """Inter-token latency that streams should keep; 0: no limit."""
     output_tokens: int = 256
-    """That a request is expected to give out, if it may give so many."""
+    """Expected output tokens of a request that may generate that many."""
     tolerance: float = 0.02
-    """Of the best cost."""
+    """Costs within this share of the best count as equal."""
     explore: float = 0.01
-    """Share of decisions; 0: never."""
+    """Share of decisions that explore; 0: none."""
     explore_within: float = 0.2
-    """Of the best cost."""
+    """An exploring decision draws among workers within this share of the best cost."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if not 0 <= getattr(self, field.name) < float("inf"):
                 raise ValueError(f"option {field.name} must be 0 or more")
 
-    def __call__(self, question: Route, state: State, random: Random) -> WorkerView:
+    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
         workers = state.workers
         if len(workers) == 1:
             return workers[0]
@@ -104,8 +110,8 @@ class Ttft:
         near = [index for index, cost in enumerate(costs) if cost <= limit]
         return workers[near[0] if len(near) == 1 else random.choice(near)]
 
-    def costs(self, question: Route, state: State) -> list[Seconds]:
-        """Of the state's workers, in their order."""
+    def costs(self, question: RouteRequest, state: RoutingState) -> list[Seconds]:
+        """The cost of each of the state's workers, in their order."""
         if state.model.fitted or state.elsewhere is not None:
             return self._timed(question, state)
         waits, prices = _counted(question, state)
@@ -115,9 +121,10 @@ class Ttft:
             for worker, wait, price in zip(state.workers, waits, prices, strict=True)
         ]
 
-    def _timed(self, question: Route, state: State) -> list[Seconds]:
-        """With a model of time: one pass, without calls for most workers, because it runs for each
-        request over hundreds of them. `terms` says the same at leisure."""
+    def _timed(self, question: RouteRequest, state: RoutingState) -> list[Seconds]:
+        """The costs with a latency model: one pass, without calls for most workers, because it runs
+        for each request over hundreds of them. `terms` computes the same readably.
+        """
         model, now, overlaps = state.model, state.now, state.overlaps
         step, q, r = model.step_base, model.step_sequence, model.step_token
         length, size = question.prompt_tokens, question.block_size
@@ -179,8 +186,10 @@ class Ttft:
             add(wait + cost)
         return costs
 
-    def terms(self, question: Route, state: State) -> Mapping[NodeId, Terms]:
-        """Seconds, or their stand-ins if the model of time is not fitted."""
+    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+        """The terms of the cost in seconds, or their substitutes if the latency model is not
+        fitted.
+        """
         timed = state.model.fitted or state.elsewhere is not None
         if timed:
             waits = [self._wait(question, state, worker) for worker in state.workers]
@@ -217,9 +226,12 @@ class Ttft:
             found[worker.node] = {**terms, "cost": sum(terms.values())}
         return found
 
-    def _moved(self, question: Route, state: State, worker: WorkerView) -> dict[str, float] | None:
-        """The terms if a prefill worker computes the prompt; None: it does not, or no sooner than
-        it would be computed here."""
+    def _moved(
+        self, question: RouteRequest, state: RoutingState, worker: WorkerView
+    ) -> dict[str, float] | None:
+        """The terms with remote prefill; None: it is impossible or not sooner than local
+        prefill.
+        """
         away = state.elsewhere
         if not self.elsewhere or away is None or not worker.decode:
             return None
@@ -238,26 +250,28 @@ class Ttft:
         }
 
     def _streams(
-        self, question: Route, state: State, worker: WorkerView, price: Seconds
+        self, question: RouteRequest, state: RoutingState, worker: WorkerView, price: Seconds
     ) -> Seconds:
-        """What its streams and the request's own are charged with."""
+        """The decode harm: cost to running streams and to the request's own."""
         harm = self.lambda_decode * self._decode(question, state, worker, price)
         return harm + (self._late(question, state, worker) if self.most_itl else 0.0)
 
-    def _late(self, question: Route, state: State, worker: WorkerView) -> Seconds:
-        """By how much all streams there would miss `most_itl`, the request's own among them."""
+    def _late(self, question: RouteRequest, state: RoutingState, worker: WorkerView) -> Seconds:
+        """Total excess over `most_itl` of all streams at the worker, the request's own included."""
         streams = worker.decodes + question.n
         tokens = worker.kv_tokens + question.prompt_tokens
         step = worker.speed * state.model.step(streams, tokens)
         return self._output(question) * streams * max(0.0, step - self.most_itl)
 
-    def _wait(self, question: Route, state: State, worker: WorkerView) -> Seconds:
+    def _wait(self, question: RouteRequest, state: RoutingState, worker: WorkerView) -> Seconds:
         step = 0.0
         if worker.decodes:
             step = worker.speed * state.model.step(worker.decodes, worker.kv_tokens)
         return max(worker.wait(state.now), 0.5 * step, self._room(question, state, worker))
 
-    def _decode(self, question: Route, state: State, worker: WorkerView, price: Seconds) -> Seconds:
+    def _decode(
+        self, question: RouteRequest, state: RoutingState, worker: WorkerView, price: Seconds
+    ) -> Seconds:
         if not worker.decodes:
             return 0.0
         model, output = state.model, self._output(question)
@@ -266,32 +280,33 @@ class Ttft:
         own = q * worker.decodes + r * worker.kv_tokens
         return worker.decodes * price + output * worker.speed * (worker.decodes * longer + own)
 
-    def _room(self, question: Route, state: State, worker: WorkerView) -> Seconds:
-        """Until sequences and blocks enough have ended there; 0: there is room."""
+    def _room(self, question: RouteRequest, state: RoutingState, worker: WorkerView) -> Seconds:
+        """Time until enough sequences and blocks are free there; 0: there is room now."""
         life = worker.speed * state.model.step(max(1, worker.decodes), worker.kv_tokens)
         life *= self._output(question)
         crowd = (worker.sequences + question.n - worker.max_sequences) / worker.max_sequences
         return life * max(0.0, crowd, _lacking(question, state, worker))
 
     def _harm(self, waiting: float, price: Seconds, warm: Seconds) -> Seconds:
-        """Externality and opportunity."""
+        """The externality and opportunity terms."""
         return self.gamma * waiting * price + (self.kappa0 + self.kappa1 * waiting) * (price - warm)
 
-    def _output(self, question: Route) -> int:
+    def _output(self, question: RouteRequest) -> int:
         return min(self.output_tokens, question.max_tokens)
 
 
 _BLOCK = 32
-"""Tokens of a block, where the question does not say."""
+"""Tokens per block if the request does not say."""
 
 
-def _blocks(question: Route) -> int:
+def _blocks(question: RouteRequest) -> int:
     return -(-question.prompt_tokens // (question.block_size or _BLOCK))
 
 
-def _lacking(question: Route, state: State, worker: WorkerView) -> float:
-    """Blocks that would be missing, as a share of all. Of the cached prefix, as much takes up free
-    ones as of the worker's valid blocks is not in use."""
+def _lacking(question: RouteRequest, state: RoutingState, worker: WorkerView) -> float:
+    """Blocks that would be missing, as a share of all. The cached prefix occupies free blocks in
+    the same proportion as the worker's valid blocks are unused.
+    """
     if not worker.blocks_total:
         return 0.0
     cached = state.overlaps.get(worker.node, 0)
@@ -302,8 +317,8 @@ def _lacking(question: Route, state: State, worker: WorkerView) -> float:
     return max(0.0, need / worker.blocks_total - 1.0)
 
 
-def _warmest(question: Route, state: State) -> Seconds:
-    """Prefill at speed 1, with the longest prefix that any of the workers has."""
+def _warmest(question: RouteRequest, state: RoutingState) -> Seconds:
+    """Prefill time at speed 1 with the longest prefix that any worker has."""
     length, overlaps, deepest = question.prompt_tokens, state.overlaps, 0
     if overlaps:
         deepest = max([overlaps.get(worker.node, 0) for worker in state.workers])
@@ -311,8 +326,8 @@ def _warmest(question: Route, state: State) -> Seconds:
     return state.model.prefill(length, cached)
 
 
-def _counted(question: Route, state: State) -> tuple[list[float], list[float]]:
-    """Waits and prices without a model of time: by tokens at a fixed price, or by requests."""
+def _counted(question: RouteRequest, state: RoutingState) -> tuple[list[float], list[float]]:
+    """Waits and prices without a latency model: tokens at a fixed price, or requests."""
     length = max(1, question.prompt_tokens)
     uncached = [length - state.cached_tokens(question, worker) for worker in state.workers]
     if state.model.blind:
@@ -324,4 +339,4 @@ def _counted(question: Route, state: State) -> tuple[list[float], list[float]]:
     )
 
 
-_FIXED = TimeModel()
+_FIXED = LatencyModel()

@@ -1,4 +1,4 @@
-"""The best sum of four marks, each between 0 and 1.
+"""Chooses by a weighted sum of four scores, each between 0 and 1.
 
     score   = cache_weight * cache + load_weight * load + latency_weight * latency
               + memory_weight * memory                                       (0.4, 0.3, 0.2, 0.1)
@@ -20,15 +20,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from pdserve.blocks.hashing import SHORT_BYTES
+from pdserve.blocks.hashing import SHORT_HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from random import Random
 
     from pdserve.ids import NodeId
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, Terms, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, Terms, WorkerView
 
 __all__ = ["Weighted"]
 
@@ -38,7 +38,7 @@ _NEAR: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """See above."""
+    """The weighted-score policy; the module docstring has the formula."""
 
     cache_weight: float = 0.4
     load_weight: float = 0.3
@@ -53,8 +53,8 @@ class Weighted:
         if self.select not in _SELECTIONS:
             raise ValueError(f"select must be one of {', '.join(_SELECTIONS)}")
 
-    def __call__(self, question: Route, state: State, random: Random) -> WorkerView:
-        """O(workers)."""
+    def __call__(self, question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+        """Chooses a worker. O(workers)."""
         workers = state.workers
         scores = [mark["score"] for mark in self._marks(question, state)]
         if self.select == "weighted_random" and sum(scores) > 0:
@@ -65,18 +65,18 @@ class Weighted:
             return min(near, key=lambda worker: worker.occupancy)
         return random.choice([w for w, s in zip(workers, scores, strict=True) if s == highest])
 
-    def terms(self, question: Route, state: State) -> Mapping[NodeId, Terms]:
-        """Marks and score; the highest wins."""
+    def terms(self, question: RouteRequest, state: RoutingState) -> Mapping[NodeId, Terms]:
+        """The four scores and their sum; the highest wins."""
         marks = self._marks(question, state)
         return {worker.node: mark for worker, mark in zip(state.workers, marks, strict=True)}
 
-    def _marks(self, question: Route, state: State) -> list[dict[str, float]]:
-        blocks = max(1, len(question.names) // SHORT_BYTES)
+    def _marks(self, question: RouteRequest, state: RoutingState) -> list[dict[str, float]]:
+        blocks = max(1, len(question.names) // SHORT_HASH_BYTES)
         slowest = max(worker.ttft for worker in state.workers)
         return [self._mark(worker, state, blocks, slowest) for worker in state.workers]
 
     def _mark(
-        self, worker: WorkerView, state: State, blocks: int, slowest: float
+        self, worker: WorkerView, state: RoutingState, blocks: int, slowest: float
     ) -> dict[str, float]:
         cache = min(1.0, state.overlaps.get(worker.node, 0) / blocks)
         load = 1.0 / (1.0 + worker.occupancy)

@@ -1,4 +1,4 @@
-"""Everybody in turn, the larger ones more often.
+"""Chooses the workers in turn, in proportion to their size.
 
     lay the workers side by side, each as wide as `max_sequences`; decision number k falls on
     frac(k * g) * (sum of widths),  g the fraction of the golden ratio
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from random import Random
 
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import State, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import RoutingState, WorkerView
 
 __all__ = ["choose"]
 
 _GOLDEN: Final = 0.6180339887498949
 
 
-def choose(question: Route, state: State, random: Random) -> WorkerView:
-    """O(workers)."""
+def choose(question: RouteRequest, state: RoutingState, random: Random) -> WorkerView:
+    """Chooses a worker. O(workers)."""
     workers = state.workers
     place = (state.count * _GOLDEN) % 1.0 * sum(worker.max_sequences for worker in workers)
     for worker in workers:

@@ -1,4 +1,4 @@
-"""Publish and subscribe without a broker: values that replace each other, and logs without gaps.
+"""Publish and subscribe without a broker: latest values, and logs without gaps.
 
-`docs/topics.md` tells the whole of it. Nothing here knows what is published.
+`docs/topics.md` explains the design. Nothing here knows what is published.
 """

@@ -1,14 +1,14 @@
-"""What publishers and readers say to each other on a topic's stream.
+"""Messages between publishers and readers on a topic's stream.
 
 A stream is opened with `Subscribe`. On a state's stream each further item is the value, as its
 owner encoded it. On a log's:
 
-    Resume                       reader: from here on, please; also inside `Subscribe`
-    Begin                        publisher: what comes now, in answer to the `Resume` of that number
-    Chunk SnapshotEnd            the state as of `Begin.next`
-    Batch                        events, numbered
-    Watermark                    you have everything, and this is what it amounts to
-    Lagged                       you were too slow: what waited for you is dropped; resume
+    Resume                       reader: start from here; also inside `Subscribe`
+    Begin                        publisher: what follows, in answer to the `Resume` of that number
+    SnapshotChunk SnapshotEnd    the state as of `Begin.next`
+    EventBatch                   events, numbered
+    Watermark                    the reader has every event; head and digest of the state
+    Lagged                       the reader was too slow and its events were dropped: resume
 """
 
 from __future__ import annotations
@@ -31,50 +31,50 @@ __all__ = [
     "CHUNK_BYTES",
     "LOG",
     "STATE",
-    "Batch",
     "Begin",
-    "Chunk",
+    "CatchUpMode",
     "Digest",
+    "EventBatch",
     "Lagged",
     "LogEpoch",
-    "Mode",
     "Position",
     "Resume",
+    "SnapshotChunk",
     "SnapshotEnd",
     "Subscribe",
     "Watermark",
+    "decode_publisher_message",
     "decode_resume",
-    "decode_said",
     "decode_subscribe",
 ]
 
 STATE: Final = 0x0210
-"""The method number of a state's stream."""
+"""Method number of a state's stream."""
 LOG: Final = 0x0211
-"""The method number of a log's stream."""
+"""Method number of a log's stream."""
 
 CHUNK_BYTES: Final[Bytes] = 256 * 1024
-"""The longest piece of a snapshot."""
+"""Longest chunk of a snapshot."""
 
 Counter = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Digest = Annotated[int, Meta(ge=0)]
 LogEpoch = tuple[Counter, Counter]
-"""One life of one log: its node's epoch, and which log it is of that process."""
+"""One life of a log: its node's epoch, and its number within that process."""
 
 
-class Mode(IntEnum):
+class CatchUpMode(IntEnum):
     """How a reader catches up."""
 
     LIVE = 0
-    """It has everything."""
+    """The reader has every event."""
     REPLAY = 1
-    """What it misses is in the ring."""
+    """The missing events are in the ring."""
     SNAPSHOT = 2
-    """It starts over."""
+    """The reader needs a snapshot."""
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
-    """A reader has applied everything of this log before number `next`."""
+    """The reader has applied every event of this log before number `next`."""
 
     epoch: LogEpoch
     next: Counter
@@ -82,33 +82,33 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
 
 class Resume(msgspec.Struct, frozen=True, array_like=True):
     attempt: Counter
-    """Raised by the reader, so that it knows the answer from what was under way before."""
+    """Counted up by the reader, to tell the answer from earlier messages under way."""
     position: Position | None = None
-    """None: the reader has nothing, or nothing it trusts."""
+    """The reader's position; None: it has no state, or none it trusts."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, array_like=True):
     topic: Annotated[str, Meta(min_length=1, max_length=255)]
     resume: Resume | None = None
-    """For logs."""
+    """The reader's `Resume`; for logs only."""
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
     attempt: Counter
     epoch: LogEpoch
-    mode: Mode
+    mode: CatchUpMode
     next: Counter
     """Number of the first event to come; a snapshot is the state before it."""
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class EventBatch(msgspec.Struct, frozen=True, array_like=True, tag=2):
     epoch: LogEpoch
     first: Counter
     """Number of the first event; the others follow without gaps."""
     events: list[bytes]
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
     index: Counter
     data: Annotated[bytes, Meta(max_length=CHUNK_BYTES)]
 
@@ -128,12 +128,14 @@ class Watermark(msgspec.Struct, frozen=True, array_like=True, tag=6):
     head: Counter
     """Number of the next event."""
     digest: Digest
-    """Of the state before it."""
+    """Digest of the state before `head`."""
 
 
-Said = Begin | Batch | Chunk | SnapshotEnd | Lagged | Watermark
+PublisherMessage = Begin | EventBatch | SnapshotChunk | SnapshotEnd | Lagged | Watermark
 
 decode_subscribe: Callable[[Buffer], Subscribe] = decoder(Subscribe)
 decode_resume: Callable[[Buffer], Resume] = decoder(Resume)
-decode_said: Callable[[Buffer], Said] = decoder(cast("Any", Said))
-"""What a publisher said. Raises `ProtocolError`, as the other two do."""
+decode_publisher_message: Callable[[Buffer], PublisherMessage] = decoder(
+    cast("Any", PublisherMessage)
+)
+"""Decodes a publisher's message. Raises `ProtocolError`."""

@@ -14,14 +14,15 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
+from pdserve.backoff import backoff_delay
 from pdserve.errors import Overloaded, PayloadTooLarge
 from pdserve.runtime.topics.messages import (
     CHUNK_BYTES,
-    Batch,
     Begin,
-    Chunk,
+    CatchUpMode,
+    EventBatch,
     Lagged,
-    Mode,
+    SnapshotChunk,
     SnapshotEnd,
     Watermark,
     decode_resume,
@@ -118,7 +119,7 @@ class LogPublisher:
                 end += 1
             end = max(end, first + 1)
             events = [ring[number] for number in range(first, end)]
-            self._encoded = (first, end, encode(Batch(self.epoch, first, events)))
+            self._encoded = (first, end, encode(EventBatch(self.epoch, first, events)))
         return self._encoded[1:]
 
     def free_slot(self, now: Seconds) -> bool:
@@ -232,8 +233,8 @@ class LogFeed:
         log = self._log
         if self.next < log.oldest:  # it fell out of the ring before it heard the answer
             return self._lag(now)
-        mode = Mode.LIVE if self.next == log.head else Mode.REPLAY
-        log.replays += mode is Mode.REPLAY
+        mode = CatchUpMode.LIVE if self.next == log.head else CatchUpMode.REPLAY
+        log.replays += mode is CatchUpMode.REPLAY
         self._stage = _Stage.EVENTS
         self._batches = log.config.watermark_batches  # so that one comes as soon as possible
         return encode(Begin(self._attempt, log.epoch, mode, self.next))
@@ -280,8 +281,10 @@ class LogFeed:
         config = self._log.config
         if now - self._tried >= config.healthy:
             self._tries = 0
-        delay = min(config.retry_most, config.retry_first * 2.0 ** (self._tries - 1))
-        self._not_before = now + (delay if self._tries else 0.0)
+        self._not_before = now
+        if self._tries:
+            before = self._tries - 1
+            self._not_before += backoff_delay(config.retry_first, config.retry_most, before)
         self._stage = _Stage.WAITING
 
     def _poll_waiting(self, now: Seconds) -> bytes | None:
@@ -302,7 +305,7 @@ class LogFeed:
         log.snapshots += 1
         self._chunks, self._chunk = log.source.snapshot(), 0
         self._digest = log.source.digest()
-        return encode(Begin(self._attempt, log.epoch, Mode.SNAPSHOT, self.next))
+        return encode(Begin(self._attempt, log.epoch, CatchUpMode.SNAPSHOT, self.next))
 
     def _poll_snapshot(self, now: Seconds) -> bytes | None:
         if self.next < self._log.oldest:
@@ -312,7 +315,7 @@ class LogFeed:
             if len(data) > CHUNK_BYTES:
                 raise PayloadTooLarge(f"a piece of {len(data)} bytes; the limit is {CHUNK_BYTES}")
             self._chunk += 1
-            return encode(Chunk(self._chunk - 1, data))
+            return encode(SnapshotChunk(self._chunk - 1, data))
         self._chunks = iter(())
         self._stage = _Stage.EVENTS
         self._batches = self._log.config.watermark_batches

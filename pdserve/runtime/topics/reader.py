@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from pdserve.errors import ProtocolError
 from pdserve.runtime.topics.messages import (
-    Batch,
     Begin,
-    Chunk,
+    CatchUpMode,
+    EventBatch,
     Lagged,
-    Mode,
     Position,
     Resume,
+    SnapshotChunk,
     SnapshotEnd,
     Watermark,
-    decode_said,
+    decode_publisher_message,
 )
 from pdserve.wire.codec import encode
 
@@ -132,14 +132,14 @@ class LogReader:
 
         Raises `ProtocolError`, and whatever the target raises: then start over, with `resume` on
         another stream."""
-        said = decode_said(body)
+        said = decode_publisher_message(body)
         if isinstance(said, Begin):
             return self._begin(said)
         if self.stage is Stage.WAITING:
             return self._lose_patience() if isinstance(said, Watermark | Lagged) else None
-        if isinstance(said, Batch):
+        if isinstance(said, EventBatch):
             return self._batch(said)
-        if isinstance(said, Chunk):
+        if isinstance(said, SnapshotChunk):
             return self._chunk(said)
         if isinstance(said, SnapshotEnd):
             return self._snapshot_end(said)
@@ -154,12 +154,12 @@ class LogReader:
         if said.epoch != self.epoch:
             self._new_epoch(said.epoch)
         self._patience = _PATIENCE
-        if said.mode is Mode.SNAPSHOT:
+        if said.mode is CatchUpMode.SNAPSHOT:
             self.target.reset()
             self._coming, self._chunks = said.next, 0
             self.stage = Stage.LOADING
         elif self._trusted and said.next == self.next:
-            self.replays += said.mode is Mode.REPLAY
+            self.replays += said.mode is CatchUpMode.REPLAY
             self.stage = Stage.LIVE
         elif said.next > self.next or not self._trusted:
             raise ProtocolError("the publisher goes on from where the reader is not")
@@ -171,7 +171,7 @@ class LogReader:
             self.forget()
         self.epoch = epoch
 
-    def _batch(self, said: Batch) -> bytes | None:
+    def _batch(self, said: EventBatch) -> bytes | None:
         known = self.next - said.first
         if self.stage is Stage.LOADING or known < 0 or said.epoch != self.epoch:
             return self._gap()
@@ -188,7 +188,7 @@ class LogReader:
         self.applied += len(events)
         return None
 
-    def _chunk(self, said: Chunk) -> bytes | None:
+    def _chunk(self, said: SnapshotChunk) -> bytes | None:
         if self.stage is Stage.LIVE or said.index < self._chunks:
             self.duplicates += 1
             return None

@@ -17,7 +17,7 @@ from pdserve.errors import Overloaded, PdserveError, ProtocolError, Unavailable
 from pdserve.runtime.topics.config import TopicsConfig
 from pdserve.runtime.topics.messages import LOG, STATE, decode_subscribe
 from pdserve.runtime.topics.publisher import LogPublisher
-from pdserve.runtime.topics.sets import SetLog
+from pdserve.runtime.topics.replicated_set import SetLog
 from pdserve.runtime.topics.state import StatePublisher
 from pdserve.runtime.topics.subscription import LogFollower, StateFollower, Subscription
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.ids import Bytes, NodeId, Seconds
-    from pdserve.net.base import Incoming
+    from pdserve.net.base import IncomingStream
     from pdserve.net.timers import Timer, Timers
     from pdserve.runtime.registry import Member
     from pdserve.runtime.topics.messages import Subscribe
     from pdserve.runtime.topics.publisher import LogSource
     from pdserve.runtime.topics.reader import LogTarget
-    from pdserve.runtime.topics.subscription import Following, Node
+    from pdserve.runtime.topics.subscription import Following, TopicsNode
     from pdserve.wire.parser import Buffer
 
 __all__ = ["LogTopic", "StateTopic", "Topics"]
@@ -46,7 +46,9 @@ _CLOSED: Final = "the topic is no longer published here"
 class Topics:
     """See above."""
 
-    def __init__(self, node: Node, timers: Timers, config: TopicsConfig | None = None) -> None:
+    def __init__(
+        self, node: TopicsNode, timers: Timers, config: TopicsConfig | None = None
+    ) -> None:
         self.node = node
         self.timers = timers
         self.config = config or TopicsConfig()
@@ -105,7 +107,7 @@ class Topics:
             if topic is not None:
                 topic.close()
 
-    def _open(self, method: int, stream: Incoming, body: Buffer) -> None:
+    def _open(self, method: int, stream: IncomingStream, body: Buffer) -> None:
         """A peer wants a topic. What is raised is its answer."""
         subscribe = decode_subscribe(body)
         topic = self._published.get((method, subscribe.topic))
@@ -201,7 +203,7 @@ class Publication:
     def statistics(self) -> dict[str, int]:
         raise NotImplementedError
 
-    def open(self, stream: Incoming, subscribe: Subscribe) -> None:
+    def open(self, stream: IncomingStream, subscribe: Subscribe) -> None:
         """Serve a peer. Raises `Overloaded`, `ProtocolError`."""
         limit = self._topics.config.subscribers
         if len(self.subscribers) >= limit:
@@ -278,7 +280,9 @@ class LogTopic(Publication):
 class _Subscriber:
     """One peer's stream (a `Sink`), and its place in the topic."""
 
-    def __init__(self, topic: Publication, topics: Topics, stream: Incoming, feed: _Feed) -> None:
+    def __init__(
+        self, topic: Publication, topics: Topics, stream: IncomingStream, feed: _Feed
+    ) -> None:
         self._topic = topic
         self._topics = topics
         self._stream = stream

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pdserve.errors import Cancelled, DialFailed, Draining, LinkLost, ProtocolError
 from pdserve.net.redial import Redial
-from pdserve.runtime.registry import Gone
+from pdserve.runtime.registry import MemberGone
 from pdserve.runtime.topics.messages import LOG, STATE, Subscribe
 from pdserve.runtime.topics.reader import LogReader
 from pdserve.wire.codec import encode
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from pdserve.ids import Bytes, Epoch, NodeId, Seconds
-    from pdserve.net.base import Incoming, Link, Stream
+    from pdserve.net.base import IncomingStream, Link, Stream
     from pdserve.net.timers import Timer, Timers
     from pdserve.runtime.registry import Member, MemberEvent
     from pdserve.runtime.tasks import Tasks
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from pdserve.runtime.topics.reader import LogTarget
     from pdserve.wire.parser import Buffer
 
-__all__ = ["Following", "LogFollower", "Node", "StateFollower", "Subscription"]
+__all__ = ["Following", "LogFollower", "StateFollower", "Subscription", "TopicsNode"]
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Node(Protocol):
+class TopicsNode(Protocol):
     """What topics need of `runtime.node.Node`."""
 
     tasks: Tasks
@@ -50,7 +50,9 @@ class Node(Protocol):
 
     def now(self) -> Seconds: ...
 
-    def serve_stream(self, number: int, opened: Callable[[Incoming, Buffer], None]) -> None: ...
+    def serve_stream(
+        self, number: int, opened: Callable[[IncomingStream, Buffer], None]
+    ) -> None: ...
 
     async def link(self, node: NodeId, *, timeout: Seconds) -> Link: ...
 
@@ -184,7 +186,7 @@ class Subscription(Generic[F]):
     def __init__(
         self,
         name: str,
-        node: Node,
+        node: TopicsNode,
         timers: Timers,
         config: TopicsConfig,
         make: Callable[[Member], F],
@@ -197,7 +199,7 @@ class Subscription(Generic[F]):
         self.streams = 0
         """Ever opened."""
         self._make = make
-        self._cords: dict[NodeId, _Cord[F]] = {}
+        self._cords: dict[NodeId, _FollowedStream[F]] = {}
         self._past: Counter[str] = Counter()  # counters of those that are gone
         self._stop: Callable[[], None] | None = None
         self._closed = False
@@ -219,13 +221,13 @@ class Subscription(Generic[F]):
         publishes = member.card is not None and self.name in member.card.topics
         if cord is not None:
             cord.following.member = member
-            if isinstance(event, Gone) or not publishes:
+            if isinstance(event, MemberGone) or not publishes:
                 self._end(cord)
-        elif publishes and not isinstance(event, Gone) and not self._closed:
-            cord = self._cords[member.node] = _Cord(self, self._make(member))
+        elif publishes and not isinstance(event, MemberGone) and not self._closed:
+            cord = self._cords[member.node] = _FollowedStream(self, self._make(member))
             cord.connect()
 
-    def _end(self, cord: _Cord[F]) -> None:
+    def _end(self, cord: _FollowedStream[F]) -> None:
         following = cord.following
         del self._cords[following.member.node]
         cord.cut()
@@ -255,7 +257,7 @@ class Subscription(Generic[F]):
             self.on_close()
 
 
-class _Cord(Generic[F]):
+class _FollowedStream(Generic[F]):
     """The stream to one member (its `Sink`), and the way to the next one: at any time there is a
     stream, a task that opens one, or a timer before that; none after `cut`."""
 

@@ -1,1 +1,1 @@
-"""A trace through a virtual cluster of production code, timed by a model instead of an engine."""
+"""Replays a trace on a virtual cluster of production code, with a timing model as engine."""

@@ -1,9 +1,4 @@
-"""The virtual cluster of a replay: production roles on production nodes, and nothing that fails.
-
-Frontends, routers and workers are what `launch.parts` makes of them in real processes, without HTTP
-and with a timed engine inline. What only matters when something fails (pings, digests) is done
-rarely here: it would be most of the work, and change nothing.
-"""
+"""Builds the virtual cluster of a replay: production roles on production nodes, without faults."""
 
 from __future__ import annotations
 
@@ -16,27 +11,29 @@ from msgspec.structs import replace as replace_spec
 
 from pdserve.blocks.hashing import HASH_SECRET_TEST
 from pdserve.errors import ConfigError, Draining
-from pdserve.frontend.cluster import ClusterBackend
 from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.dispatch.cluster_client import ClusterClient
 from pdserve.gossip.config import GossipConfig
 from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.node import NodeCard
-from pdserve.net.memory import MemoryWorld
 from pdserve.net.settings import NetSettings
+from pdserve.net.transport.memory import MemoryWorld
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.router.config import RouterConfig
+from pdserve.router.policies.loader import load_policy
+from pdserve.router.service import RouterService
+from pdserve.runtime.hash_secret import HashSecrets
 from pdserve.runtime.node import Node, NodeConfig
 from pdserve.runtime.topics.service import Topics
-from pdserve.sim.dice import Dice
 from pdserve.sim.replay.engine import TimedEngine
-from pdserve.sim.replay.wire import Wire
-from pdserve.sim.roles import Router, Settings
-from pdserve.sim.traces.base import VOCABULARY
+from pdserve.sim.replay.kv_network import KvNetwork
+from pdserve.sim.rng_tree import RngTree
+from pdserve.sim.workloads.trace_request import VOCABULARY
+from pdserve.worker.agent import WorkerAgent
 from pdserve.worker.config import WorkerConfig
-from pdserve.worker.member import WorkerMember
 from pdserve.worker.model import LocalModel
 from pdserve.worker.service import WorkerService
 
@@ -45,11 +42,18 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec
-    from pdserve.messages.handoff import Mode
+    from pdserve.messages.handoff import WorkerMode
     from pdserve.sim.replay.config import ReplayConfig
     from pdserve.worker.model import ProgressFn
 
-__all__ = ["MODEL", "Cluster", "Frontend", "Worker", "router_config"]
+__all__ = [
+    "MODEL",
+    "ReplayCluster",
+    "ReplayFrontend",
+    "ReplayRouter",
+    "ReplayWorker",
+    "router_config",
+]
 
 MODEL: Final = "sim"
 _KEY: Final = b"the key of all simulated clusters, 32 bytes or more"
@@ -66,12 +70,39 @@ _GOSSIP: Final = GossipConfig(
 _NET: Final = NetSettings(ping_after=_RARELY, silent_after=2 * _RARELY)
 
 
-class Frontend:
-    """See `sim.roles.Frontend`; callers name their prompts themselves."""
+class ReplayRouter:
+    """See `launch.roles.RouterPart`."""
+
+    def __init__(self, node: Node, config: RouterConfig) -> None:
+        self.node = node
+        self.topics = Topics(node, node.timers)
+        policy = load_policy(config.policy, config.policy_options)
+        self.service = RouterService(
+            config, policy, node, self.topics, _card(node), Degradations(Metrics())
+        )
+        self.secrets = HashSecrets(
+            node,
+            entropy=node.random.randbytes,
+            wall=node.now,
+            degradations=Degradations(Metrics()),
+        )
+
+    async def start(self) -> None:
+        await self.node.start()
+        self.service.open()
+
+    async def stop(self) -> None:
+        self.service.drain()
+        self.topics.close()
+        await self.node.close()
+
+
+class ReplayFrontend:
+    """See `launch.roles.FrontendPart`; callers name their prompts themselves."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.backend = ClusterBackend(node, FrontendConfig(), Degradations(Metrics()))
+        self.backend = ClusterClient(node, FrontendConfig(), Degradations(Metrics()))
 
     async def start(self) -> None:
         await self.node.start()
@@ -82,14 +113,16 @@ class Frontend:
         await self.node.close()
 
 
-class Worker:
-    """See `sim.roles.Worker`."""
+class ReplayWorker:
+    """See `launch.roles.WorkerPart`."""
 
-    def __init__(self, node: Node, config: WorkerConfig, random: Random, wire: Wire | None) -> None:
+    def __init__(
+        self, node: Node, config: WorkerConfig, random: Random, wire: KvNetwork | None
+    ) -> None:
         self.node = node
         self.topics = Topics(node, node.timers)
         self.service = _Service(config, random.getrandbits(32), wire)
-        self.member = WorkerMember(self.service, node, self.topics, _card(node))
+        self.member = WorkerAgent(self.service, node, self.topics, _card(node))
 
     @property
     def engine(self) -> TimedEngine:
@@ -98,7 +131,7 @@ class Worker:
         return self.service.engine
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> WorkerMode:
         return self.service.config.mode
 
     def leftovers(self) -> str:
@@ -125,7 +158,7 @@ class Worker:
 class _Service(WorkerService):
     """A worker's service whose engine runs inline, and whose model is no directory."""
 
-    def __init__(self, config: WorkerConfig, seed: int, wire: Wire | None) -> None:
+    def __init__(self, config: WorkerConfig, seed: int, wire: KvNetwork | None) -> None:
         super().__init__(config, self._inline, Metrics(), hash_secret=HASH_SECRET_TEST)
         self.engine: TimedEngine | None = None
         self._seed = seed
@@ -163,34 +196,38 @@ class _Names:
         return f"{role}-{index:0{len(str(self.count - 1))}}"
 
 
-class Cluster:
+class ReplayCluster:
     """All of it. Make it inside the running loop; `start`, then `stop`."""
 
     def __init__(self, config: ReplayConfig) -> None:
         self._config = config
-        self._dice = Dice(config.seed)
+        self._dice = RngTree(config.seed)
         self._net = MemoryWorld(self._dice.fork("network"))
         self._net.set_conditions(delay_min=config.delay, delay_max=config.delay)
         self._seed = f"{_Names(config.routers).of('router', 0)}:{_PORT}"
-        settings = Settings(router=router_config(config))
-        self.routers = [Router(node, settings) for node in self._nodes("router", config.routers)]
-        self.frontends = [Frontend(node) for node in self._nodes("frontend", config.frontends)]
-        self.wire: Wire | None = self._wire() if config.prefill else None
+        routing = router_config(config)
+        self.routers = [
+            ReplayRouter(node, routing) for node in self._nodes("router", config.routers)
+        ]
+        self.frontends = [
+            ReplayFrontend(node) for node in self._nodes("frontend", config.frontends)
+        ]
+        self.wire: KvNetwork | None = self._wire() if config.prefill else None
         self.workers = [
             self._worker(index, node, mode) for index, (node, mode) in enumerate(self._placed())
         ]
 
-    def _wire(self) -> Wire:
-        return Wire(
+    def _wire(self) -> KvNetwork:
+        return KvNetwork(
             self._dice.fork("wire"),
             bandwidth=self._config.bandwidth,
             latency=self._config.transfer_latency,
         )
 
-    def _placed(self) -> list[tuple[Node, Mode]]:
+    def _placed(self) -> list[tuple[Node, WorkerMode]]:
         """The workers' nodes."""
         config = self._config
-        kinds: list[tuple[str, int, Mode]] = [
+        kinds: list[tuple[str, int, WorkerMode]] = [
             ("worker", config.workers, "aggregated"),
             ("prefill", config.prefill, "prefill"),
             ("decode", config.decode, "decode"),
@@ -201,9 +238,9 @@ class Cluster:
             for node in self._nodes("worker", count, name)
         ]
 
-    def _worker(self, index: int, node: Node, mode: Mode) -> Worker:
+    def _worker(self, index: int, node: Node, mode: WorkerMode) -> ReplayWorker:
         config = self._worker_config(index, mode)
-        return Worker(node, config, self._dice.fork("engine", index), self.wire)
+        return ReplayWorker(node, config, self._dice.fork("engine", index), self.wire)
 
     def _nodes(self, role: str, count: int, name: str = "") -> list[Node]:
         names = _Names(count)
@@ -230,7 +267,7 @@ class Cluster:
             wall=lambda: _EPOCH + loop.time(),
         )
 
-    def _worker_config(self, index: int, mode: Mode) -> WorkerConfig:
+    def _worker_config(self, index: int, mode: WorkerMode) -> WorkerConfig:
         config = self._config
         options = {
             "blocks": str(max(1, config.kv_tokens // config.block_size)),
@@ -267,7 +304,11 @@ class Cluster:
 
     async def start(self) -> None:
         """Returns when every frontend and router knows every worker's model."""
-        parts: list[Router | Frontend | Worker] = [*self.routers, *self.frontends, *self.workers]
+        parts: list[ReplayRouter | ReplayFrontend | ReplayWorker] = [
+            *self.routers,
+            *self.frontends,
+            *self.workers,
+        ]
         for part in parts:
             await part.start()
         if self.wire is not None and self.workers[0].service.capabilities is not None:
@@ -306,7 +347,7 @@ class Cluster:
         for frontend in self.frontends:
             await frontend.stop()
         for router in self.routers:
-            await router.stop(leave=False)
+            await router.stop()
         for worker in self.workers:
             await worker.stop()
 

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.messages.handoff import Disagg
 
-__all__ = ["ReplayConfig", "Slo"]
+__all__ = ["ReplayConfig", "ReplaySlo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
-    """When a request was served well: its first token came within `ttft` + `cold` times what its
-    prompt takes on an idle worker with an empty cache, and its tokens followed each other within
-    `itl` on average."""
+class ReplaySlo:
+    """When a request was served well: its first token came within `ttft` + `cold` times what
+    its prompt takes on an idle worker with an empty cache, and its tokens followed each other
+    within `itl` on average."""
 
     ttft: Seconds = 1.0
     cold: float = 2.0
@@ -81,7 +81,7 @@ class ReplayConfig:
     """Between two looks at the workers' load, for plots."""
     patience: Seconds = 0.0
     """A request that has not ended after this is given up by its deadline; 0: none is."""
-    slo: Slo = field(default_factory=Slo)
+    slo: ReplaySlo = field(default_factory=ReplaySlo)
 
     def validate(self) -> None:
         """Raise `ConfigError` for what can never work."""
@@ -99,6 +99,11 @@ class ReplayConfig:
         for name in ("noise", "delay", "patience"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative")
+        if self.engine == "torch":
+            raise ConfigError(
+                "the torch engine computes a model, in real time: simulate needs one that models "
+                "time, such as --engine sim (bench/gpu and `pdserve bench` measure torch)"
+            )
         if self.kv_tokens < self.block_size:
             raise ConfigError(f"kv-tokens {self.kv_tokens} is less than one block")
         if not self.sample_every > 0:

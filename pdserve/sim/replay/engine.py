@@ -1,11 +1,11 @@
-"""An engine whose steps take the time that its own model says, on the loop's virtual clock.
+"""Simulates an engine in a replay: its timing model gives each step's duration in virtual time.
 
-`sim.engine` gives every step one length; here the core says when its next results are due. What the
-worker hears of its state is what a worker hears of a core in another process: the `Stats` events.
+`sim.engine` gives every step one length; here the core says when its next results are due. The
+worker gets the same `Stats` events as from a core in another process.
 
-How long an answer becomes is nobody's business before it ends: callers ask for up to some bound, as
-clients do, and the true length travels where no router looks, in the seed, which greedy requests
-have no use for. It is put in force here.
+Nothing may know an output's length before it ends: trace clients ask for up to a bound, as real
+clients do. The true length travels in the seed, which the router does not see and greedy requests
+do not use. This engine applies it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from pdserve.engine.load import load_core
+from pdserve.engine_core.engine_loader import load_core
 from pdserve.messages.engine import EngineStats, Stats
-from pdserve.sim.engine import InlineEngine
+from pdserve.sim.engine import VirtualTimeEngine
 
 if TYPE_CHECKING:
-    from pdserve.engine.api import Handle, RemoteSink, TokenSink
-    from pdserve.engine.core import Core
-    from pdserve.engine.mover import Mover
+    from pdserve.engine.port import Handle, RemotePrefillSink, TokenSink
+    from pdserve.engine_core.kit import Core
+    from pdserve.engine_core.kv_transfer.connector import KvConnector
     from pdserve.ids import Seconds
     from pdserve.messages.engine import EngineSpec, Event
     from pdserve.messages.request import GenerateRequest
-    from pdserve.transfer.fake import FakeFabric
+    from pdserve.testing.fake_rdma import FakeFabric
 
 __all__ = ["TimedEngine"]
 
 
-class TimedEngine(InlineEngine):
+class TimedEngine(VirtualTimeEngine):
     """See above."""
 
     def __init__(self, spec: EngineSpec, fabric: FakeFabric | None = None) -> None:
@@ -40,7 +40,7 @@ class TimedEngine(InlineEngine):
         self._due: Seconds | None = None
         """When the core is stepped next."""
 
-    def _make_core(self, spec: EngineSpec, mover: Mover | None) -> Core:
+    def _make_core(self, spec: EngineSpec, mover: KvConnector | None) -> Core:
         return load_core(spec.engine, self, mover)
 
     def statistics(self) -> EngineStats:
@@ -48,11 +48,11 @@ class TimedEngine(InlineEngine):
         return self._stats
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
-        """See `engine.api.Engine`."""
+        """See `engine.port.Engine`."""
         return super().submit(_at_length(request), sink)
 
-    def submit_remote(self, request: GenerateRequest, sink: RemoteSink) -> Handle:
-        """See `engine.api.Engine`."""
+    def submit_remote(self, request: GenerateRequest, sink: RemotePrefillSink) -> Handle:
+        """See `engine.port.Engine`."""
         return super().submit_remote(_at_length(request), sink)
 
     def _arm(self) -> None:

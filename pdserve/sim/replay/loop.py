@@ -1,8 +1,8 @@
-"""The event loop of a replay: virtual time, one order, nothing to wait for.
+"""Provides the event loop of a replay: virtual time and a fixed order of callbacks.
 
-`sim.loop` shuffles what is due, to find what rests on an order by chance; a replay wants the same
-order each time and as little work per callback as possible. Nothing in it does real I/O or uses a
-thread, so the selector is never asked.
+`tests.worlds.loop` shuffles callbacks to find order dependence; a replay wants the same order each
+time and little work per callback. Nothing in a replay does real I/O or uses a thread, so the
+selector is never polled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pdserve.testing.virtual_time import Deadlock, VirtualTimeLoop
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     from pdserve.ids import Seconds
 
@@ -31,7 +32,9 @@ class ReplayLoop(VirtualTimeLoop):
         self._clock_resolution = _RESOLUTION
         self._selector: selectors.BaseSelector = _Never(self, self._selector)
         self.problems: list[str] = []
-        """What nobody caught."""
+        """Exceptions of callbacks."""
+        self.on_problem: Callable[[], object] = lambda: None
+        """Called for each of them: what the callback left undone may be waited for without end."""
         self.set_exception_handler(self._note_problem)
 
     def jump(self, seconds: Seconds) -> None:
@@ -41,6 +44,7 @@ class ReplayLoop(VirtualTimeLoop):
 
     def _note_problem(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
+        self.on_problem()
 
 
 class _Never(selectors.BaseSelector):

@@ -1,4 +1,4 @@
-"""Numbers from records: what a replay is judged by.
+"""Computes the metrics of a replay from its request records.
 
 Quantiles are nearest-rank. Times are in seconds, shares between 0 and 1. Requests that did not
 complete count against goodput and in `outcomes`, nowhere else.
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pdserve.ids import Seconds
-    from pdserve.messages.handoff import Mode
-    from pdserve.sim.replay.config import Slo
-    from pdserve.sim.replay.record import Record
+    from pdserve.messages.handoff import WorkerMode
+    from pdserve.sim.replay.config import ReplaySlo
+    from pdserve.sim.replay.record import ReplayRecord
 
 __all__ = [
     "balance",
     "errors_by_bucket",
-    "good",
     "jain",
+    "meets_slo",
     "prefills",
     "quantile",
     "spread",
@@ -72,8 +72,8 @@ def jain(values: Sequence[float]) -> float:
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
-def good(record: Record, slo: Slo, cold: Callable[[int], Seconds]) -> bool:
-    """Whether it was served as the objective says; `cold`: see `Slo`."""
+def meets_slo(record: ReplayRecord, slo: ReplaySlo, cold: Callable[[int], Seconds]) -> bool:
+    """Whether it was served as the objective says; `cold`: see `ReplaySlo`."""
     if not record.completed:
         return False
     if record.ttft > slo.ttft + slo.cold * cold(record.prompt_tokens):
@@ -82,10 +82,10 @@ def good(record: Record, slo: Slo, cold: Callable[[int], Seconds]) -> bool:
 
 
 def summary(
-    records: Sequence[Record],
-    slo: Slo,
+    records: Sequence[ReplayRecord],
+    slo: ReplaySlo,
     cold: Callable[[int], Seconds],
-    workers: Mapping[str, Mode],
+    workers: Mapping[str, WorkerMode],
 ) -> dict[str, Any]:
     """All of it; `workers`: every one there is."""
     done = [record for record in records if record.completed]
@@ -93,7 +93,7 @@ def summary(
     begin = min((record.arrival for record in records), default=0.0)
     end = max((record.end for record in records), default=0.0)
     took = max(end - begin, 1e-9)
-    served = sum(good(record, slo, cold) for record in records)
+    served = sum(meets_slo(record, slo, cold) for record in records)
     prompt = sum(record.prompt_tokens for record in done)
     return {
         "requests": len(records),
@@ -119,7 +119,7 @@ def summary(
     }
 
 
-def balance(done: Iterable[Record], workers: Mapping[str, Mode]) -> float:
+def balance(done: Iterable[ReplayRecord], workers: Mapping[str, WorkerMode]) -> float:
     """Jain's index of the prompt tokens that workers have computed. Workers of one mode are
     compared with each other; each mode counts by what it has computed."""
     computed: dict[str, float] = dict.fromkeys(workers, 0.0)
@@ -137,7 +137,7 @@ def balance(done: Iterable[Record], workers: Mapping[str, Mode]) -> float:
     return index
 
 
-def prefills(done: Sequence[Record]) -> dict[str, Any]:
+def prefills(done: Sequence[ReplayRecord]) -> dict[str, Any]:
     """Where prompts were prefilled, of those whose workers had a choice."""
     chosen = [record for record in done if record.prefill]
     counts = Counter((record.prefill, record.prefill_reason) for record in chosen)
@@ -150,7 +150,7 @@ def prefills(done: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def errors_by_bucket(records: Iterable[Record]) -> dict[str, dict[str, float]]:
+def errors_by_bucket(records: Iterable[ReplayRecord]) -> dict[str, dict[str, float]]:
     """Predicted over actual time from arrival to the first token, by uncached length."""
     found: dict[str, list[tuple[float, float]]] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""A replay as a picture: time to first token, load and hit rate. Needs the extra `plot`."""
+"""Plots a replay: time to first token, load and hit rate. Needs the extra `plot`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.ids import Seconds
-    from pdserve.sim.replay.record import Record
-    from pdserve.sim.replay.run import Result
+    from pdserve.sim.replay.record import ReplayRecord
+    from pdserve.sim.replay.run import ReplayResult
 
 __all__ = ["check_library", "draw", "hit_rates"]
 
@@ -29,7 +29,7 @@ def check_library() -> None:
         ) from None
 
 
-def draw(result: Result, path: Path, title: str) -> None:
+def draw(result: ReplayResult, path: Path, title: str) -> None:
     """Write a PNG. Raises `ConfigError` if it cannot be written."""
     check_library()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -49,7 +49,7 @@ def draw(result: Result, path: Path, title: str) -> None:
         raise ConfigError(f"the plot {path} cannot be written: {reason}") from None
 
 
-def _first_tokens(axes: Any, records: Sequence[Record]) -> None:
+def _first_tokens(axes: Any, records: Sequence[ReplayRecord]) -> None:
     times = sorted(record.ttft for record in records if record.completed)
     axes.step(times, [(i + 1) / len(times) for i in range(len(times))], where="post")
     axes.set(title="time to first token", xlabel="seconds", ylabel="share of requests")
@@ -59,7 +59,7 @@ def _first_tokens(axes: Any, records: Sequence[Record]) -> None:
     axes.grid(visible=True, alpha=0.3)
 
 
-def _load(axes: Any, result: Result) -> None:
+def _load(axes: Any, result: ReplayResult) -> None:
     moments = [moment for moment, _ in result.load]
     for worker in range(len(result.workers)):
         axes.plot(moments, [load[worker] for _, load in result.load], linewidth=0.7)
@@ -68,7 +68,7 @@ def _load(axes: Any, result: Result) -> None:
     axes.grid(visible=True, alpha=0.3)
 
 
-def _hits(axes: Any, records: Sequence[Record]) -> None:
+def _hits(axes: Any, records: Sequence[ReplayRecord]) -> None:
     points = list(hit_rates(records))
     axes.plot([moment for moment, _ in points], [100 * rate for _, rate in points])
     axes.set(title="prompt tokens from the cache", xlabel="seconds", ylabel="%")
@@ -76,7 +76,7 @@ def _hits(axes: Any, records: Sequence[Record]) -> None:
     axes.grid(visible=True, alpha=0.3)
 
 
-def hit_rates(records: Sequence[Record]) -> Iterator[tuple[Seconds, float]]:
+def hit_rates(records: Sequence[ReplayRecord]) -> Iterator[tuple[Seconds, float]]:
     """(moment, share of the prompt tokens that came from a cache), by arrival in equal windows."""
     done = [record for record in records if record.completed]
     width = max((record.arrival for record in done), default=0.0) / _WINDOWS or 1.0

@@ -1,4 +1,4 @@
-"""What became of each request, as its caller saw it."""
+"""Holds the result of each request of a replay, as its client saw it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pdserve.errors import (
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.ids import Seconds
-    from pdserve.messages.request import Started, TokenDelta
+    from pdserve.messages.request import FirstTokenStats, TokenDelta
 
-__all__ = ["OUTCOMES", "Record", "outcome_of"]
+__all__ = ["OUTCOMES", "ReplayRecord", "outcome_of"]
 
 OUTCOMES: Final = (
     "completed",
@@ -37,7 +37,7 @@ well, so there is nothing to follow."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Record:
+class ReplayRecord:
     """One request; moments are seconds since the trace's begin, -1: never."""
 
     number: int
@@ -125,7 +125,7 @@ class Record:
             self.prefill_seconds = finish.prefill_seconds
             self.preemptions = finish.preemptions
 
-    def _prefilled(self, started: Started) -> None:
+    def _prefilled(self, started: FirstTokenStats) -> None:
         """As the header says it: `remote; node=p1; reason=rule`."""
         where, node, reason = started.prefill.split("; ")
         self.prefill = where

@@ -1,6 +1,6 @@
-"""One replay, from a configuration and a trace to its numbers.
+"""Runs one replay: a configuration and a trace to its metrics.
 
-The result is a function of both: no wall-clock time, no order of a hash is in it.
+The result depends on these two only, not on wall-clock time or hash order.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import pdserve
-from pdserve.sim.replay.callers import Callers
-from pdserve.sim.replay.cluster import Cluster
-from pdserve.sim.replay.cold import cold_times
+from pdserve.sim.replay.cluster import ReplayCluster
+from pdserve.sim.replay.cold_ttft import cold_ttft_by_length
 from pdserve.sim.replay.loop import ReplayLoop
 from pdserve.sim.replay.metrics import summary
+from pdserve.sim.replay.trace_clients import TraceClients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Coroutine, Iterator
 
     from pdserve.ids import Seconds
-    from pdserve.messages.handoff import Mode
-    from pdserve.sim.replay.cluster import Worker
+    from pdserve.messages.handoff import WorkerMode
+    from pdserve.sim.replay.cluster import ReplayWorker
     from pdserve.sim.replay.config import ReplayConfig
-    from pdserve.sim.replay.record import Record
-    from pdserve.sim.traces.base import TraceRequest
+    from pdserve.sim.replay.record import ReplayRecord
+    from pdserve.sim.workloads.trace_request import TraceRequest
 
-__all__ = ["ReplayFailed", "Result", "replay"]
+__all__ = ["ReplayFailed", "ReplayResult", "replay"]
 
 _SETTLE_LOOKS: Final = 30
 """Once a second after the last request: prefills that nobody wanted may still be under way."""
@@ -42,10 +42,10 @@ class ReplayFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ReplayResult:
     """What came of it."""
 
-    records: list[Record]
+    records: list[ReplayRecord]
     summary: dict[str, Any]
     workers: list[dict[str, Any]]
     """Each one's counters at the end."""
@@ -69,19 +69,34 @@ class Result:
 def replay(
     config: ReplayConfig,
     trace: Iterator[TraceRequest],
-    on_end: Callable[[Record, Seconds], None] = lambda record, now: None,
-) -> Result:
+    on_end: Callable[[ReplayRecord, Seconds], None] = lambda record, now: None,
+) -> ReplayResult:
     """Run it; `on_end` hears of each request that has ended, and when.
 
-    Raises `ConfigError` for what can never work, and what reading the trace raises.
+    Raises `ConfigError` for what can never work, `ReplayFailed` as soon as a callback has raised
+    an exception, and what reading the trace raises.
     """
     config.validate()
     loop = ReplayLoop()
     with _collecting_rarely():
         try:
-            return loop.run_until_complete(_run(config, trace, on_end, loop))
+            return _until_a_problem(loop, _run(config, trace, on_end, loop))
         finally:
             _close(loop)
+
+
+def _until_a_problem(loop: ReplayLoop, work: Coroutine[Any, Any, ReplayResult]) -> ReplayResult:
+    """What `work` returns, unless a callback raises an exception before."""
+    task = loop.create_task(work)
+    loop.on_problem = task.cancel
+    try:
+        result = loop.run_until_complete(task)
+    except asyncio.CancelledError:
+        if not loop.problems:  # nobody here cancelled it
+            raise
+    if loop.problems:
+        raise ReplayFailed(f"{len(loop.problems)} errors in callbacks: {loop.problems[0]}")
+    return result
 
 
 @contextlib.contextmanager
@@ -108,13 +123,13 @@ def _close(loop: ReplayLoop) -> None:
 async def _run(
     config: ReplayConfig,
     trace: Iterator[TraceRequest],
-    on_end: Callable[[Record, Seconds], None],
+    on_end: Callable[[ReplayRecord, Seconds], None],
     loop: ReplayLoop,
-) -> Result:
-    cluster = Cluster(config)
+) -> ReplayResult:
+    cluster = ReplayCluster(config)
     await cluster.start()
     backends = [frontend.backend for frontend in cluster.frontends]
-    callers = Callers(
+    callers = TraceClients(
         backends, trace, on_end=lambda r: on_end(r, callers.now()), patience=config.patience
     )
     sampler = _Sampler(cluster, callers, config.sample_every)
@@ -126,17 +141,15 @@ async def _run(
     await cluster.stop()
     if left:
         raise ReplayFailed(f"when all requests had ended there were still {', '.join(left)}")
-    if loop.problems:
-        raise ReplayFailed(f"{len(loop.problems)} errors in callbacks: {loop.problems[0]}")
     longest = max((r.prompt_tokens for r in callers.records if r.completed), default=1)
-    cold = cold_times(cluster.quiet_spec, longest)
-    modes: dict[str, Mode] = {worker.node.id: worker.mode for worker in cluster.workers}
+    cold = cold_ttft_by_length(cluster.quiet_spec, longest)
+    modes: dict[str, WorkerMode] = {worker.node.id: worker.mode for worker in cluster.workers}
     numbers = summary(callers.records, config.slo, cold, modes)
     numbers["transfers"] = moved
-    return Result(callers.records, numbers, workers, sampler.seen)
+    return ReplayResult(callers.records, numbers, workers, sampler.seen)
 
 
-async def _settled(cluster: Cluster) -> list[str]:
+async def _settled(cluster: ReplayCluster) -> list[str]:
     """What is left of requests once the last releases and reports have come."""
     left: list[str] = []
     for _ in range(_SETTLE_LOOKS):
@@ -147,7 +160,7 @@ async def _settled(cluster: Cluster) -> list[str]:
     return left
 
 
-def _moved(cluster: Cluster) -> dict[str, Any]:
+def _moved(cluster: ReplayCluster) -> dict[str, Any]:
     """KV that went from worker to worker."""
     paths = [path for worker in cluster.workers for path in worker.engine.paths()]
     ended: Counter[str] = Counter()
@@ -166,7 +179,7 @@ def _moved(cluster: Cluster) -> dict[str, Any]:
 class _Sampler:
     """Looks at the workers' load now and then."""
 
-    def __init__(self, cluster: Cluster, callers: Callers, every: Seconds) -> None:
+    def __init__(self, cluster: ReplayCluster, callers: TraceClients, every: Seconds) -> None:
         self.seen: list[tuple[float, list[int]]] = []
         self._cluster = cluster
         self._callers = callers
@@ -184,7 +197,7 @@ class _Sampler:
         self._timer.cancel()
 
 
-def _counters(worker: Worker) -> dict[str, Any]:
+def _counters(worker: ReplayWorker) -> dict[str, Any]:
     stats = worker.engine.statistics()
     return {
         "worker": worker.node.id,

@@ -1,13 +1,13 @@
-"""The few things that transfers ask of CUDA, as a port: the driver itself is behind it, or a fake.
+"""Defines the port for the few CUDA driver calls that transfers need; tests use a fake.
 
     export     a pool, as another process can open it
-    open       another's pool, as an address here
+    open       another process's pool, as an address here
     stream     a queue of copies, which complete later and in order
     read       bytes of device memory, for checksums
 
-Addresses are device addresses: under unified addressing one number names memory of any device, and
-of peers whose memory has been opened. All of it is called from threads, and may wait; nothing here
-knows paths, tickets or loops.
+Addresses are device addresses: with unified addressing one number identifies memory of any device,
+and of peers whose memory has been opened. Methods are called from threads and may block. Knows no
+paths, tickets or loops.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes
 
-__all__ = ["CudaDriver", "CudaError", "CudaStream", "Exported"]
+__all__ = ["CudaDriver", "CudaError", "CudaIpcExport", "CudaStream"]
 
 
 class CudaError(OSError):
     """The driver refused, and says which call and why. An `OSError`, as what the system refuses."""
 
 
-class Exported(msgspec.Struct, frozen=True, array_like=True):
+class CudaIpcExport(msgspec.Struct, frozen=True, array_like=True):
     """A pool as its peers can open it. Whoever has it can read and write the pool."""
 
     process: bytes
@@ -67,16 +67,16 @@ class CudaStream(Protocol):
 class CudaDriver(Protocol):
     """One process's use of CUDA, on any number of devices."""
 
-    def export(self, address: int, size: Bytes) -> Exported:
+    def export(self, address: int, size: Bytes) -> CudaIpcExport:
         """Raises `CudaError`: not every allocator's memory can be exported."""
         ...
 
-    def open(self, exported: Exported, beside: int) -> int:
+    def open(self, exported: CudaIpcExport, beside: int) -> int:
         """The pool's address, as the device that holds the address `beside` reaches it. Raises
         `CudaError` when it does not."""
         ...
 
-    def close(self, exported: Exported, address: int, beside: int) -> None:
+    def close(self, exported: CudaIpcExport, address: int, beside: int) -> None:
         """What `open` has opened; nothing is read from it any more."""
         ...
 
@@ -97,5 +97,10 @@ class CudaDriver(Protocol):
         ...
 
     def read(self, address: int, size: Bytes) -> bytes:
-        """A copy. Raises `CudaError`."""
+        """A copy, that waits for no other stream: what is read must be complete. Any thread. Raises
+        `CudaError`."""
+        ...
+
+    def release(self) -> None:
+        """Give back what `read` and `write` keep for the next time; none of them is under way."""
         ...

@@ -1,11 +1,12 @@
-"""NVIDIA's driver behind the port, by cuda-python.
+"""Implements the CUDA driver port with cuda-python.
 
-Every call is made in the primary context of a device, the one that torch uses, too. Calls give the
-interpreter free while they wait, so threads may make them.
+Every call uses the primary context of a device, as torch does. Calls release the GIL while they
+wait, so threads may make them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import secrets
@@ -17,15 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pdserve.transfer.cuda import kernels
-from pdserve.transfer.cuda.driver import CudaError, Exported
+from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pdserve.ids import Bytes
     from pdserve.transfer.cuda.driver import CudaStream
 
-__all__ = ["NvidiaDriver", "available"]
+__all__ = ["NvidiaDriver", "unavailable_reason"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ SHORT: Final[Bytes] = 64 * 1024
 """Runs that are shorter in the mean go through one kernel instead of a command each."""
 BATCH: Final = 32 * 1024
 """Runs of one launch; their table takes 24 bytes each on the device."""
+STAGED: Final[Bytes] = 4 << 20
+"""Pinned memory of each thread that reads or writes device memory from the host."""
 _THREADS: Final = 128
 _BLOCKS: Final = 4096
 """Of threads, in one launch: beyond what any device runs at a time, they take turns."""
@@ -42,7 +45,7 @@ _HANDLE: Final[Bytes] = 64
 _PROCESS: Final = secrets.token_bytes(16)
 
 
-def available() -> str | None:
+def unavailable_reason() -> str | None:
     """Why CUDA cannot be used by this process; None: it can. Loads the driver, which may take
     seconds, and where it is broken may hang: a doctor asks from a process of its own."""
     if sys.platform != "linux":
@@ -80,6 +83,8 @@ class NvidiaDriver:
         self.without_kernel = ""
         """Why many short runs cost a command each; empty: they do not, or none were met."""
         self._modules: dict[tuple[int, str], Any] = {}
+        self._idle: dict[int, list[_Staging]] = {}
+        """By device; as many as threads have read at a time."""
         self.asked("cuInit", 0)
         count = self.asked("cuDeviceGetCount")
         if not count:
@@ -153,7 +158,7 @@ class NvidiaDriver:
 
     # ------------------------------------------------------------------ pools
 
-    def export(self, address: int, size: Bytes) -> Exported:
+    def export(self, address: int, size: Bytes) -> CudaIpcExport:
         """See `driver.CudaDriver`."""
         device = self.beside(address)
         base, whole = self.asked("cuMemGetAddressRange", address)
@@ -168,9 +173,9 @@ class NvidiaDriver:
                 "cuMemAlloc or cudaMalloc, not of a virtual or stream-ordered allocator"
             ) from error
         plain = ctypes.string_at(handle.getPtr(), _HANDLE)
-        return Exported(_PROCESS, device.uuid, plain, offset, address)
+        return CudaIpcExport(_PROCESS, device.uuid, plain, offset, address)
 
-    def open(self, exported: Exported, beside: int) -> int:
+    def open(self, exported: CudaIpcExport, beside: int) -> int:
         """See `driver.CudaDriver`."""
         there = self._uuids.get(exported.device)
         if there is None:
@@ -209,7 +214,7 @@ class NvidiaDriver:
         ):
             raise CudaError(f"cuCtxEnablePeerAccess: {code.name}")
 
-    def close(self, exported: Exported, address: int, beside: int) -> None:
+    def close(self, exported: CudaIpcExport, address: int, beside: int) -> None:
         """See `driver.CudaDriver`."""
         if exported.process != _PROCESS:
             self.beside(beside)
@@ -227,16 +232,53 @@ class NvidiaDriver:
 
     def write(self, address: int, data: bytes) -> None:
         """See `driver.CudaDriver`."""
-        self.beside(address)
-        self.asked("cuMemcpyHtoD", address, data, len(data))
-        self.asked("cuStreamSynchronize", 0)
+        with self._staging(address) as staging:
+            staging.write(address, data)
 
     def read(self, address: int, size: Bytes) -> bytes:
         """See `driver.CudaDriver`."""
-        self.beside(address)
-        out = ctypes.create_string_buffer(size)
-        self.asked("cuMemcpyDtoH", ctypes.addressof(out), address, size)
-        return out.raw
+        with self._staging(address) as staging:
+            return staging.read(address, size)
+
+    @contextlib.contextmanager
+    def _staging(self, beside: int) -> Iterator[_Staging]:
+        """One that no other thread has. It is not used again after an error."""
+        device = self.beside(beside)
+        with self._lock:
+            idle = self._idle.setdefault(device.ordinal, [])
+            staging = idle.pop() if idle else None
+        staging = staging or _Staging(self, device)
+        try:
+            yield staging
+        except BaseException:
+            with contextlib.suppress(CudaError):
+                staging.close()
+            raise
+        with self._lock:
+            idle.append(staging)
+
+    def release(self) -> None:
+        """See `driver.CudaDriver`."""
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for staging in (one for each in idle.values() for one in each):
+            staging.close()
+
+    def prepare_for_rdma(self, address: int) -> None:
+        """Let an adapter write to the allocation of this address: copies that are synchronous by
+        their name become so. Raises `CudaError` where kernels may see later than the adapter's
+        notification what it has written."""
+        device = self.beside(address)
+        handle = self.asked("cuDeviceGet", device.ordinal)
+        attribute = self.cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+        owner = self.cuda.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+        if self._attribute(handle, attribute) < int(owner):
+            raise CudaError(
+                f"GPU {device.ordinal} does not order an adapter's writes before its own reads "
+                "(GPU_DIRECT_RDMA_WRITES_ORDERING)"
+            )
+        synchronous = self.cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+        self.asked("cuPointerSetAttribute", True, synchronous, address)
 
     def stream(self, beside: int) -> CudaStream:
         """See `driver.CudaDriver`."""
@@ -314,3 +356,44 @@ class NvidiaStream:
             self._driver.asked("cuMemFree", self._table)
             self._table = 0
         self._driver.asked("cuStreamDestroy", self._stream)
+
+
+class _Staging:
+    """Copies between host and device through pinned memory, in a stream of its own.
+
+    A synchronous copy would go to the legacy default stream: it would wait for the kernels that
+    torch has queued there, and hold up those behind it. For one thread at a time."""
+
+    def __init__(self, driver: NvidiaDriver, device: _Device) -> None:
+        self._driver = driver
+        self._stream = NvidiaStream(driver, device)
+        try:
+            self._pinned = int(driver.asked("cuMemHostAlloc", STAGED, 0))
+        except CudaError:
+            self._stream.close()
+            raise
+
+    def read(self, address: int, size: Bytes) -> bytes:
+        """Of device memory that is complete."""
+        pieces = []
+        for begin in range(0, size, STAGED):
+            length = min(STAGED, size - begin)
+            self._copy(self._pinned, address + begin, length)
+            pieces.append(ctypes.string_at(self._pinned, length))
+        return b"".join(pieces)
+
+    def write(self, address: int, data: bytes) -> None:
+        """The bytes are there on return."""
+        for begin in range(0, len(data), STAGED):
+            piece = data[begin : begin + STAGED]
+            ctypes.memmove(self._pinned, piece, len(piece))
+            self._copy(address + begin, self._pinned, len(piece))
+
+    def _copy(self, to: int, from_: int, length: Bytes) -> None:
+        self._stream.copy(array("q", [to]), array("q", [from_]), array("q", [length]))
+        self._stream.wait(self._stream.mark())
+
+    def close(self) -> None:
+        """Nothing is under way."""
+        self._stream.close()
+        self._driver.asked("cuMemFreeHost", self._pinned)

@@ -21,20 +21,20 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import TransferError
-from pdserve.transfer.plan import block_bytes
-from pdserve.transfer.rdma.native_objects import (
+from pdserve.transfer.copy_plan import block_bytes
+from pdserve.transfer.rdma.ibverbs_ffi import (
     ACCESS,
-    Device,
-    Event,
+    IbvAsyncEvent,
+    IbvDevice,
     MemoryRegion,
     device_of,
     next_event,
-    pair_of,
+    queue_pair_of,
     register,
     unregister,
 )
-from pdserve.transfer.rdma.negotiate import Gid, Link, Offer, choose_gid, common_mtu
-from pdserve.transfer.rdma.table import post_receives, slices
+from pdserve.transfer.rdma.negotiate import Gid, LinkLayer, RailOffer, choose_gid, common_mtu
+from pdserve.transfer.rdma.work_requests import post_receives, region_slices
 
 if TYPE_CHECKING:
     from array import array
@@ -42,14 +42,21 @@ if TYPE_CHECKING:
 
     from pdserve.ids import Bytes
     from pdserve.transfer.base import Region
-    from pdserve.transfer.rdma.library import Verbs
     from pdserve.transfer.rdma.negotiate import DeviceName
+    from pdserve.transfer.rdma.pyverbs_loader import PyverbsModules
 
-__all__ = ["SLICE", "Adapter", "Options", "RawPair", "region_address", "slice_bytes"]
+__all__ = [
+    "SLICE_BYTES",
+    "Adapter",
+    "PyverbsQueuePair",
+    "QueuePairOptions",
+    "region_address",
+    "slice_bytes",
+]
 
 _log = logging.getLogger(__name__)
 
-SLICE: Final[Bytes] = 7 << 29
+SLICE_BYTES: Final[Bytes] = 7 << 29
 """Most bytes of one registration, 3.5 GiB: some adapters and drivers stop at 4."""
 _ACTIVE: Final = 4
 _ETHERNET: Final = 2
@@ -64,7 +71,7 @@ _READS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class QueuePairOptions:
     """Of every queue pair."""
 
     depth: int = 1024
@@ -80,7 +87,7 @@ class Options:
     """Of RoCE; by it switches tell which traffic is lossless."""
     service_level: int = 0
     """Of InfiniBand, or the priority of RoCE."""
-    slice: Bytes = SLICE
+    slice: Bytes = SLICE_BYTES
     """Most bytes of one registration."""
 
 
@@ -110,7 +117,7 @@ def slice_bytes(region: Region, most: Bytes) -> Bytes:
 class Adapter:
     """See above. Everything raises `TransferError`."""
 
-    def __init__(self, verbs: Verbs, name: DeviceName) -> None:
+    def __init__(self, verbs: PyverbsModules, name: DeviceName) -> None:
         self.verbs = verbs
         self.name = name
         self.regions: list[array[int]] = []
@@ -124,7 +131,7 @@ class Adapter:
                 self._read_port()
                 self._domain = verbs.pd.PD(self._context)
                 probe = verbs.mr.MR(self._domain, 4096, ACCESS)
-                self.device: Device = device_of(probe)
+                self.device: IbvDevice = device_of(probe)
                 probe.close()
                 os.set_blocking(self.device.async_fd, False)
             except BaseException:
@@ -136,7 +143,7 @@ class Adapter:
         if port.state != _ACTIVE:
             raise OSError(errno.ENETDOWN, f"the port is in state {port.state}, not active")
         limits = self._context.query_device()
-        self.link: Link = "roce" if port.link_layer == _ETHERNET else "infiniband"
+        self.link: LinkLayer = "roce" if port.link_layer == _ETHERNET else "infiniband"
         self.lid: int = port.lid
         self.mtu: int = port.active_mtu
         self.longest: Bytes = port.max_msg_sz
@@ -176,7 +183,7 @@ class Adapter:
             self._registered.append(slice)
             keys.append(slice)
         self._remote_keys.append(tuple(slice.remote_key for slice in keys))
-        return slices(address, size, tuple(slice.local_key for slice in keys))
+        return region_slices(address, size, tuple(slice.local_key for slice in keys))
 
     def _register_slice(
         self, region: Region, address: int, length: Bytes, offset: Bytes
@@ -200,12 +207,12 @@ class Adapter:
 
     # ------------------------------------------------------------------ the rest
 
-    def pair(self, place: int, options: Options) -> RawPair:
+    def pair(self, place: int, options: QueuePairOptions) -> PyverbsQueuePair:
         """A new queue pair; `place` is the adapter's among this node's."""
         with self._step("queue pair"):
-            return RawPair(self, place, options)
+            return PyverbsQueuePair(self, place, options)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[IbvAsyncEvent]:
         """Failures that the adapter reports by itself. Does not block."""
         return [event for event in iter(partial(next_event, self.device), None) if event.failure]
 
@@ -220,10 +227,10 @@ class Adapter:
 # ------------------------------------------------------------------------------ queue pairs
 
 
-class RawPair:
+class PyverbsQueuePair:
     """A queue pair of pyverbs, with its completion queue and channel."""
 
-    def __init__(self, adapter: Adapter, place: int, options: Options) -> None:
+    def __init__(self, adapter: Adapter, place: int, options: QueuePairOptions) -> None:
         self.adapter = adapter
         self.depth = min(options.depth, adapter.max_depth)
         self.receives = min(options.receives, adapter.max_depth)
@@ -251,14 +258,14 @@ class RawPair:
             qp_type=_RELIABLE, scq=self._queue, rcq=self._queue, cap=limits, sq_sig_all=0
         )
         self._pair = verbs.qp.QP(adapter._domain, wanted)
-        self.raw = pair_of(self._pair, adapter.device)
+        self.raw = queue_pair_of(self._pair, adapter.device)
         os.set_blocking(self.raw.events_fd, False)
         self._queue.req_notify()
         self._attributes: Any = verbs.qp.QPAttr(port_num=adapter.name.port)
         self._attributes.qp_access_flags = ACCESS
         self._pair.to_init(self._attributes)
         self.receive(self.receives)
-        self.offer = Offer(
+        self.offer = RailOffer(
             device=place,
             link=adapter.link,
             number=self._pair.qp_num,
@@ -269,7 +276,7 @@ class RawPair:
             reads=adapter.reads,
         )
 
-    def connect(self, peer: Offer) -> None:
+    def connect(self, peer: RailOffer) -> None:
         """To the peer's queue pair, as far as it goes: afterwards writes may be posted, and arrive.
         Raises `PlanError`, `TransferError`."""
         attributes, ours, options = self._attributes, self.offer, self._options
@@ -285,7 +292,7 @@ class RawPair:
             self._pair.to_rtr(attributes)
             self._pair.to_rts(attributes)
 
-    def _way_to(self, peer: Offer) -> Any:
+    def _way_to(self, peer: RailOffer) -> Any:
         addr, adapter, options = self.adapter.verbs.addr, self.adapter, self._options
         common = {"port_num": adapter.name.port, "sl": options.service_level}
         if adapter.link == "infiniband" and peer.gid[:8] == self.offer.gid[:8]:

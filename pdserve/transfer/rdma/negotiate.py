@@ -16,36 +16,35 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from pdserve.transfer.plan import PlanError
+from pdserve.transfer.copy_plan import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "Details",
     "DeviceName",
     "Gid",
-    "Link",
-    "Offer",
+    "LinkLayer",
+    "RailOffer",
+    "RdmaDetails",
     "choose_gid",
     "common_mtu",
-    "mtu_bytes",
-    "partners",
+    "pair_rails",
 ]
 
 ROCE_V2: Final = 2
 """`ibv_gid_type`."""
 MAX_RAILS: Final = 64
 
-Link = Literal["roce", "infiniband"]
+LinkLayer = Literal["roce", "infiniband"]
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class RailOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One rail's queue pair, as its peer needs to know it."""
 
     device: Annotated[int, Meta(ge=0, lt=MAX_RAILS)]
     """Which of its node's adapters: it says which of a region's keys are this rail's."""
-    link: Link
+    link: LinkLayer
     number: Annotated[int, Meta(ge=0, lt=1 << 24)]
     sequence: Annotated[int, Meta(ge=0, lt=1 << 24)]
     """Its first packet's."""
@@ -57,12 +56,12 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How many reads and atomics it can answer at once. None are sent."""
 
 
-class Details(msgspec.Struct, frozen=True, array_like=True):
+class RdmaDetails(msgspec.Struct, frozen=True, array_like=True):
     """Of Hello and Welcome."""
 
     devices: Annotated[int, Meta(ge=1, le=MAX_RAILS)]
     """Of the node; each has its own keys of every region."""
-    offers: Annotated[tuple[Offer, ...], Meta(min_length=1, max_length=MAX_RAILS)]
+    offers: Annotated[tuple[RailOffer, ...], Meta(min_length=1, max_length=MAX_RAILS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class Gid:
     value: bytes
 
 
-def choose_gid(table: Sequence[Gid], link: Link, wanted: int | None = None) -> Gid:
+def choose_gid(table: Sequence[Gid], link: LinkLayer, wanted: int | None = None) -> Gid:
     """The entry to use. Raises `PlanError` when there is none."""
     if wanted is not None:
         named = [gid for gid in table if gid.index == wanted]
@@ -119,19 +118,14 @@ def _distance(value: bytes) -> int:
     return 2 if address.is_link_local else 1
 
 
-def common_mtu(ours: Offer, theirs: Offer) -> int:
+def common_mtu(ours: RailOffer, theirs: RailOffer) -> int:
     """The larger one is cut to the smaller. Raises `PlanError` between two kinds of network."""
     if ours.link != theirs.link:
         raise PlanError(f"{ours.link} here and {theirs.link} there are two networks")
     return min(ours.mtu, theirs.mtu)
 
 
-def mtu_bytes(mtu: int) -> int:
-    """Of a number as verbs count."""
-    return 128 << mtu
-
-
-def partners(offers: Sequence[Offer], links: Sequence[Link]) -> list[int]:
+def pair_rails(offers: Sequence[RailOffer], links: Sequence[LinkLayer]) -> list[int]:
     """For each rail of the peer the place of this node's adapter that takes it: in turn, among
     those on the same kind of network. Raises `PlanError` when there is none."""
     chosen = []

@@ -6,22 +6,22 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pdserve.transfer.rdma.queue import SendQueue
-from pdserve.transfer.rdma.table import Completion, new_table, poll_completions
+from pdserve.transfer.rdma.send_queue import SendQueue
+from pdserve.transfer.rdma.work_requests import WorkCompletion, new_table, poll_completions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.transfer.path import Key
-    from pdserve.transfer.rdma.adapter import RawPair
-    from pdserve.transfer.rdma.queue import Regions
-    from pdserve.transfer.verbs import Chain
+    from pdserve.transfer.path_base import DeliveryKey
+    from pdserve.transfer.rdma.adapter import PyverbsQueuePair
+    from pdserve.transfer.rdma.send_queue import RailRegions
+    from pdserve.transfer.rdma.verbs_path import WorkRequestChain
 
-__all__ = ["STATUSES", "Hearer", "Rail", "describe"]
+__all__ = ["WC_STATUS_TEXT", "Rail", "RailListener", "describe_failure"]
 
 _FLUSHED: Final = 5
 _NOTIFIED: Final = 129
-STATUSES: Final = {
+WC_STATUS_TEXT: Final = {
     1: "local length error",
     2: "local queue pair error",
     4: "local protection error: a key or range of this node",
@@ -36,26 +36,26 @@ STATUSES: Final = {
 """`ibv_wc_status`, those that can be met."""
 
 
-def describe(completion: Completion, key: Key | None) -> str:
+def describe_failure(completion: WorkCompletion, key: DeliveryKey | None) -> str:
     """What a failed work request means, and whose it was."""
-    text = STATUSES.get(completion.status, "unknown")
+    text = WC_STATUS_TEXT.get(completion.status, "unknown")
     whose = "" if key is None else f", slot {key.slot}, part {key.part}"
     vendor = f", vendor code {completion.vendor:#x}" if completion.vendor else ""
     return f"{text} (status {completion.status}{vendor}, work request {completion.id}{whose})"
 
 
-class Hearer(Protocol):
+class RailListener(Protocol):
     """The path, as a rail needs it."""
 
-    def completed(self, key: Key, *, whole: bool = True) -> None: ...
+    def completed(self, key: DeliveryKey, *, whole: bool = True) -> None: ...
     def notified(self, word: int) -> None: ...
     def fail(self, step: str, reason: str) -> None: ...
 
 
 class Rail:
-    """See above, and `verbs.QueuePair`."""
+    """See above, and `rdma.verbs_path.QueuePair`."""
 
-    def __init__(self, pair: RawPair, regions: Regions, path: Hearer) -> None:
+    def __init__(self, pair: PyverbsQueuePair, regions: RailRegions, path: RailListener) -> None:
         self.pair = pair
         self.queue = SendQueue(pair.depth, regions)
         self.path = path
@@ -67,12 +67,12 @@ class Rail:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pair.raw.events_fd, self._on_event)
 
-    def post(self, chain: Chain) -> None:
-        """See `verbs.QueuePair`."""
+    def post(self, chain: WorkRequestChain) -> None:
+        """See `rdma.verbs_path.QueuePair`."""
         self.queue.push(chain)
         self._pump()
 
-    def give_up(self, key: Key) -> bool:
+    def give_up(self, key: DeliveryKey) -> bool:
         """See `SendQueue.give_up`."""
         gone = self.queue.give_up(key)
         self._pump()
@@ -102,7 +102,7 @@ class Rail:
         """Tell the path all that has completed."""
         raw = self.pair.raw
         while not self._over:
-            found = [Completion(*c) for c in poll_completions(raw.poll, raw.queue)]
+            found = [WorkCompletion(*c) for c in poll_completions(raw.poll, raw.queue)]
             if not found:
                 break
             failed = [c for c in found if c.status]
@@ -114,7 +114,7 @@ class Rail:
         self._refill()
         self._pump()
 
-    def _on_success(self, completion: Completion) -> None:
+    def _on_success(self, completion: WorkCompletion) -> None:
         self.progress += 1
         if completion.opcode == _NOTIFIED:
             self._taken += 1
@@ -123,11 +123,11 @@ class Rail:
         for ended in self.queue.complete(completion.id):
             self.path.completed(ended.key, whole=ended.whole)
 
-    def _on_failure(self, failed: Sequence[Completion]) -> None:
+    def _on_failure(self, failed: Sequence[WorkCompletion]) -> None:
         """The first that was not merely flushed is the cause."""
         cause = next((c for c in failed if c.status != _FLUSHED), failed[0])
         key = self.queue.key_at(cause.id) if cause.id else None
-        self._fail(describe(cause, key))
+        self._fail(describe_failure(cause, key))
 
     def _refill(self) -> None:
         """Make room again for what was notified, a few at once."""
@@ -145,7 +145,8 @@ class Rail:
         self.path.fail("write", reason)
 
     def destroy(self) -> None:
-        """See `verbs.QueuePair`. Raises `TransferError`: then it may still be written through."""
+        """See `rdma.verbs_path.QueuePair`. Raises `TransferError`: then it may still be written
+        through."""
         self._over = True
         self._loop.remove_reader(self.pair.raw.events_fd)
         self.pair.destroy()

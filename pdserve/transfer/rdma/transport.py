@@ -22,29 +22,27 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.errors import TransferError, TransferRefused
-from pdserve.transfer.host import TransportCore
-from pdserve.transfer.plan import PlanError
-from pdserve.transfer.rdma import library
-from pdserve.transfer.rdma.adapter import Adapter, Options, slice_bytes
-from pdserve.transfer.rdma.negotiate import Details, DeviceName, partners
-from pdserve.transfer.rdma.queue import Regions
+from pdserve.transfer.copy_plan import PlanError
+from pdserve.transfer.rdma.adapters import Adapters
+from pdserve.transfer.rdma.negotiate import RdmaDetails, pair_rails
 from pdserve.transfer.rdma.rail import Rail
-from pdserve.transfer.rdma.table import slices
-from pdserve.transfer.verbs import STRIPE, VerbsPath
+from pdserve.transfer.rdma.send_queue import RailRegions
+from pdserve.transfer.rdma.verbs_path import STRIPE_BYTES, VerbsPath
+from pdserve.transfer.rdma.work_requests import region_slices
+from pdserve.transfer.transport_base import TransportBase
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Sequence
 
-    from pdserve.ids import Epoch, NodeId, Seconds
-    from pdserve.messages.transfer import Hello, RegionCard
-    from pdserve.transfer.base import Ask, PeerKey, Region
-    from pdserve.transfer.grants import Granted
-    from pdserve.transfer.host import Exchange
-    from pdserve.transfer.path import Key
-    from pdserve.transfer.rdma.adapter import RawPair
-    from pdserve.transfer.rdma.library import Verbs
-    from pdserve.transfer.rdma.negotiate import Offer
+    from pdserve.ids import Epoch, NodeId, NodeLife, Seconds
+    from pdserve.messages.transfer import PathHello, RegionCard
+    from pdserve.transfer.base import CallPeer, Region
+    from pdserve.transfer.grants import GrantEntry
+    from pdserve.transfer.path_base import DeliveryKey
+    from pdserve.transfer.rdma.adapter import Adapter, PyverbsQueuePair, QueuePairOptions
+    from pdserve.transfer.rdma.negotiate import RailOffer
+    from pdserve.transfer.transport_base import HelloExchange
 
 __all__ = ["PATIENCE", "RdmaPath", "RdmaTransport"]
 
@@ -62,7 +60,7 @@ class RdmaPath(VerbsPath):
     transport: RdmaTransport
     rails: Sequence[Rail]
 
-    def _abandon(self, key: Key) -> None:
+    def _abandon(self, key: DeliveryKey) -> None:
         for rail in self.rails:
             if rail.give_up(key):
                 self.completed(key, whole=False)
@@ -70,15 +68,14 @@ class RdmaPath(VerbsPath):
     def _mark(self) -> object:
         return [rail.progress for rail in self.rails]
 
-    async def _fence(self, granted: Granted, timeout: Seconds) -> None:
+    async def _fence(self, granted: GrantEntry, timeout: Seconds) -> None:
         await super()._fence(granted, timeout)
         for rail in self.rails:  # its notifications are here, but perhaps not yet looked at
             rail.poll()
 
 
-class RdmaTransport(TransportCore):
-    """A node's adapters. `devices`: `name`, `name:port` or `name:port:gid-index`, in the order in
-    which they pair with the peers' ones; without them, all with an active port."""
+class RdmaTransport(TransportBase):
+    """One life of a node on its adapters."""
 
     name = "rdma"
 
@@ -87,23 +84,31 @@ class RdmaTransport(TransportCore):
         node: NodeId,
         epoch: Epoch,
         regions: Sequence[Region],
-        ask: Ask,
+        ask: CallPeer,
         *,
         devices: Sequence[str] = (),
-        options: Options | None = None,
+        options: QueuePairOptions | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
+        """`adapters`: open ones with these regions, which stay the caller's. Without them it opens
+        its own, by `devices` and `options` (see `Adapters`)."""
         super().__init__(node, epoch, regions, ask)
-        self.options = options or Options()
-        self.adapters: list[Adapter] = []
-        self._devices = tuple(devices)
+        self._shared = adapters is not None
+        self._adapters = adapters or Adapters(regions, devices, options)
+        self.options = self._adapters.options
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pdserve-rdma")
         self._opening: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ adapters and pools
 
+    @property
+    def adapters(self) -> list[Adapter]:
+        """Empty before `open`."""
+        return self._adapters.opened
+
     async def open(self) -> None:
-        """Open the adapters and register the pools; the first path does it too, but registering a
-        large pool takes seconds. Raises `TransferError`. Cancellation: it goes on."""
+        """Open the adapters and register the pools unless that is done; the first path does it too.
+        Raises `TransferError`. Cancellation: it goes on."""
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._set_up())
             self._opening.add_done_callback(self._opened)
@@ -111,8 +116,8 @@ class RdmaTransport(TransportCore):
 
     async def _set_up(self) -> None:
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self._open)
-        self.cards = tuple(self._card(place) for place in range(len(self.regions)))
+        await loop.run_in_executor(self._thread, self._adapters.open)
+        self.cards = self._adapters.cards()
         for adapter in self.adapters:
             loop.add_reader(adapter.device.async_fd, partial(self._on_report, adapter))
 
@@ -120,47 +125,6 @@ class RdmaTransport(TransportCore):
         """After a failure, whoever asks next tries again."""
         if opening.cancelled() or opening.exception() is not None:
             self._opening = None
-
-    def _open(self) -> None:
-        """In the thread."""
-        try:
-            self._open_adapters(library.load())
-            for adapter in self.adapters:
-                adapter.register(self.regions, self.options.slice)
-        except BaseException:
-            self._close_adapters()
-            raise
-
-    def _open_adapters(self, verbs: Verbs) -> None:
-        """Those that were named, or of all adapters those that can be used: on many machines one
-        has no cable."""
-        refused: TransferError | None = None
-        for name in self._names():
-            try:
-                self.adapters.append(Adapter(verbs, name))
-            except TransferError as error:
-                if self._devices:
-                    raise
-                refused = error
-                _log.info("%s is left out: %s", name, error.message)
-        if refused is not None and not self.adapters:
-            raise refused
-
-    def _names(self) -> list[DeviceName]:
-        names = self._devices or tuple(library.devices())
-        if not names:
-            raise TransferError.at("", "this node over rdma", "set-up", "there is no RDMA adapter")
-        try:
-            return [DeviceName.parse(name) for name in names]
-        except PlanError as error:
-            raise TransferError.at("", "this node over rdma", "set-up", str(error)) from error
-
-    def _card(self, place: int) -> RegionCard:
-        region = self.regions[place]
-        keys = tuple(key for adapter in self.adapters for key in adapter.remote_keys(place))
-        address = self.adapters[0].regions[place][0]
-        size = slice_bytes(region, self.options.slice)
-        return msgspec.structs.replace(region.card(keys), address=address, slice=size)
 
     def _on_report(self, adapter: Adapter) -> None:
         """An adapter reports a failure that perhaps no work request shows."""
@@ -172,7 +136,7 @@ class RdmaTransport(TransportCore):
 
     # ------------------------------------------------------------------ paths
 
-    async def _dial(self, peer: PeerKey, number: int, exchange: Exchange) -> RdmaPath:
+    async def _dial(self, peer: NodeLife, number: int, exchange: HelloExchange) -> RdmaPath:
         await self.open()
         pairs = self._pairs(range(len(self.adapters)))
         with _destroyed_on_error(pairs):
@@ -184,32 +148,34 @@ class RdmaTransport(TransportCore):
         path.remote = welcome.path
         return path
 
-    async def _accept(self, peer: PeerKey, number: int, hello: Hello) -> tuple[RdmaPath, bytes]:
+    async def _accept(
+        self, peer: NodeLife, number: int, hello: PathHello
+    ) -> tuple[RdmaPath, bytes]:
         await self.open()
         details = _read(hello.details)
-        pairs = self._pairs(partners(details.offers, [a.link for a in self.adapters]))
+        pairs = self._pairs(pair_rails(details.offers, [a.link for a in self.adapters]))
         with _destroyed_on_error(pairs):
             path = self._path(peer, number, hello.regions, pairs, details)
         return path, self._details(pairs)
 
-    def _pairs(self, places: Sequence[int]) -> list[RawPair]:
-        pairs: list[RawPair] = []
+    def _pairs(self, places: Sequence[int]) -> list[PyverbsQueuePair]:
+        pairs: list[PyverbsQueuePair] = []
         with _destroyed_on_error(pairs):
             for place in places:
                 pairs.append(self.adapters[place].pair(place, self.options))  # noqa: PERF401
         return pairs
 
-    def _details(self, pairs: Sequence[RawPair]) -> bytes:
+    def _details(self, pairs: Sequence[PyverbsQueuePair]) -> bytes:
         offers = tuple(pair.offer for pair in pairs)
-        return msgspec.msgpack.encode(Details(len(self.adapters), offers))
+        return msgspec.msgpack.encode(RdmaDetails(len(self.adapters), offers))
 
     def _path(
         self,
-        peer: PeerKey,
+        peer: NodeLife,
         number: int,
         theirs: Sequence[RegionCard],
-        pairs: Sequence[RawPair],
-        details: Details,
+        pairs: Sequence[PyverbsQueuePair],
+        details: RdmaDetails,
     ) -> RdmaPath:
         path = RdmaPath(
             peer,
@@ -221,14 +187,14 @@ class RdmaTransport(TransportCore):
             ask=self.ask,
         )
         reach = [
-            Regions(pair.adapter.regions, remote_regions(theirs, offer, details.devices))
+            RailRegions(pair.adapter.regions, remote_regions(theirs, offer, details.devices))
             for pair, offer in zip(pairs, details.offers, strict=True)
         ]
         for pair, offer in zip(pairs, details.offers, strict=True):
             pair.connect(offer)
         rails = [Rail(pair, regions, path) for pair, regions in zip(pairs, reach, strict=True)]
         path.rails, path.peer_rails = rails, len(rails)
-        path.stripe = min(STRIPE, *(pair.adapter.longest for pair in pairs))
+        path.stripe = min(STRIPE_BYTES, *(pair.adapter.longest for pair in pairs))
         path.patience, path.transport = PATIENCE, self
         return path
 
@@ -245,16 +211,12 @@ class RdmaTransport(TransportCore):
         loop = asyncio.get_running_loop()
         for adapter in self.adapters:
             loop.remove_reader(adapter.device.async_fd)
-        await loop.run_in_executor(self._thread, self._close_adapters)
+        if not self._shared:
+            await loop.run_in_executor(self._thread, self._adapters.close)
         self._thread.shutdown(wait=False)
 
-    def _close_adapters(self) -> None:
-        """In the thread."""
-        while self.adapters:
-            self.adapters.pop().close()
 
-
-def remote_regions(cards: Sequence[RegionCard], offer: Offer, devices: int) -> list[array[int]]:
+def remote_regions(cards: Sequence[RegionCard], offer: RailOffer, devices: int) -> list[array[int]]:
     """The peer's pools as the queue pairs on one of its adapters may reach them. Raises
     `PlanError` when keys are missing."""
     regions = []
@@ -263,7 +225,7 @@ def remote_regions(cards: Sequence[RegionCard], offer: Offer, devices: int) -> l
         if not each or len(card.keys) % devices or offer.device >= devices or not card.slice:
             raise PlanError(f"{len(card.keys)} keys of a pool for {devices} adapters")
         keys = card.keys[offer.device * each : (offer.device + 1) * each]
-        regions.append(slices(card.address, card.slice, keys))
+        regions.append(region_slices(card.address, card.slice, keys))
     return regions
 
 
@@ -273,15 +235,15 @@ def _concerns(path: RdmaPath, adapter: Adapter, element: int) -> bool:
     return any(element in (0, pair.raw.pair, pair.raw.queue) for pair in mine)
 
 
-def _read(details: bytes) -> Details:
+def _read(details: bytes) -> RdmaDetails:
     try:
-        return msgspec.msgpack.decode(details, type=Details)
+        return msgspec.msgpack.decode(details, type=RdmaDetails)
     except msgspec.MsgspecError as error:
         raise TransferRefused.at("", "the peer over rdma", "connect", str(error)) from error
 
 
 @contextlib.contextmanager
-def _destroyed_on_error(pairs: Sequence[RawPair]) -> Any:
+def _destroyed_on_error(pairs: Sequence[PyverbsQueuePair]) -> Any:
     """Queue pairs that lead to no path are no use to anybody."""
     try:
         yield

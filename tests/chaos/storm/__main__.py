@@ -10,8 +10,8 @@ from pathlib import Path
 
 from bench.machine import facts
 from tests.chaos.storm import report, schedule
-from tests.chaos.storm.questions import Sizes
 from tests.chaos.storm.storm import Wishes, run
+from tests.chaos.storm.storm_requests import Sizes
 
 
 def main() -> int:
@@ -47,7 +47,8 @@ def main() -> int:
         )
     )
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    page = report.markdown(storm, [*facts(), f"Load averages at the end: {load}"])
+    about = [*facts(), f"Load averages at the end: {load}"]
+    page = report.markdown(storm, about)
     if options.report is not None:
         options.report.write_text(page)
         content = json.dumps(report.as_json(storm), indent=2)

@@ -1,7 +1,10 @@
-"""What became of a request, in one word, and whether that may be. Pure.
+"""What became of a request, in a few words, and whether that may be. Pure.
 
 Every request ends in exactly one of the allowed outcomes; whatever came of an answer, also of one
 that did not end well, is the beginning of the only right one.
+
+A patient request that was taken completes. Only its client, or a frontend that was killed or away,
+may end it otherwise. One that was not taken may be refused: early, and for a cause.
 """
 
 from __future__ import annotations
@@ -12,29 +15,46 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tests.chaos.storm.life import Life
-    from tests.chaos.storm.questions import Expected
+    from tests.chaos.storm.client_request import ClientRequest
+    from tests.chaos.storm.storm_requests import Expected
 
 COMPLETED = "completed"
 CANCELLED = "cancelled by its client"
 REJECTED = "rejected early"
 DEADLINE = "deadline"
+"""Of a request with a near one."""
 CUT = "connection lost with its frontend"
-ALLOWED = (COMPLETED, CANCELLED, REJECTED, DEADLINE, CUT)
+AWAY = "given up by a frontend that was away"
+ALLOWED = (COMPLETED, CANCELLED, REJECTED, DEADLINE, CUT, AWAY)
 
 LOST = "tokens lost"
 REPEATED = "tokens repeated"
 WRONG = "wrong answer"
 FAILED = "failed"
-"""An accepted request ended with an error that is none of the above."""
+"""It ended with an error that is none of the other words."""
+GIVEN_UP = "taken, then refused"
+REFUSED_LATE = "refused late"
+UNCAUSED = "refused without a cause"
+OUT_OF_TIME = "out of time"
+"""A patient request ended by a deadline, or a hurried one by a deadline that was not its own."""
 POISONED = "poisoned"
 NO_WORKER = "no worker"
 HUNG = "hung"
 BROKEN = "connection broken"
 """Though its frontend lives."""
-FORBIDDEN = (LOST, REPEATED, WRONG, FAILED, POISONED, NO_WORKER, HUNG, BROKEN)
+FORBIDDEN = (
+    *(LOST, REPEATED, WRONG, FAILED, GIVEN_UP, REFUSED_LATE, UNCAUSED, OUT_OF_TIME),
+    *(POISONED, NO_WORKER, HUNG, BROKEN),
+)
 
-REJECTIONS = {"overloaded", "rate_limit_exceeded", "draining", "not_ready", "no_router"}
+LEAVES = {"draining", "not_ready"}
+NOBODY = {"no_worker", "model_not_found"}
+REFUSALS = LEAVES | NOBODY | {"overloaded", "no_router"}
+"""Codes that may end a request which was not taken; no client of a storm has a rate limit."""
+EARLY = 15.0
+"""Seconds until a refusal: 5 for a router to come, 5 each for two workers that do not answer."""
+CLOCK = 0.5
+"""Seconds by which a frontend's deadline may differ from what its client measures."""
 
 
 @dataclass(frozen=True)
@@ -51,33 +71,59 @@ class Verdict:
         return self.outcome in ALLOWED
 
 
+@dataclass(frozen=True)
+class Absence:
+    """A time in which a node was not itself, or was finding its cluster again."""
+
+    since: float
+    until: float
+    leaving: bool = False
+    """It was asked to go: it takes nothing new, and owes an answer to what it has taken."""
+
+
 @dataclass
 class Circumstances:
-    """What the storm has done that excuses an end."""
+    """What the storm has done that excuses an end. Times are the monotonic clock's."""
 
     deaths: dict[str, list[float]] = field(default_factory=dict)
-    """When each frontend was killed; the monotonic clock's."""
-    away: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """From when to when each frontend was not itself, or was finding its cluster again."""
-    patience: float = 90.0
-    """Nothing lasts longer than this."""
+    """When each frontend was killed."""
+    away: dict[str, list[Absence]] = field(default_factory=dict)
+    """Of every node."""
+    parts: dict[str, str] = field(default_factory=dict)
+    """Router, worker, prefill or frontend, by node."""
+    patience: float = 85.0
+    """Seconds: nothing lasts longer than this."""
+    hurry: float = 3.0
+    """Seconds that a hurried request has; a patient one has more than `patience`."""
+    late: float = 10.0
+    """Seconds beyond that: a busy machine."""
 
-    def died_under(self, life: Life) -> bool:
+    def died_under(self, life: ClientRequest) -> bool:
         """Its frontend was killed while it was being answered."""
         return any(
             life.asked - 1.0 <= death <= life.ended + 1.0
             for death in self.deaths.get(life.frontend, ())
         )
 
-    def was_away(self, life: Life) -> bool:
-        """Its frontend did not know its cluster when it was asked."""
-        return any(
-            life.asked <= until and life.ended >= since
-            for since, until in self.away.get(life.frontend, ())
-        )
+    def was_away(self, life: ClientRequest, node: str = "") -> bool:
+        """A node, its frontend if none is named, was away during this life."""
+        return any(_meet(life, absence) for absence in self.away.get(node or life.frontend, ()))
+
+    def was_lame(self, life: ClientRequest) -> bool:
+        """Its frontend was away, and not because it was asked to go."""
+        absences = self.away.get(life.frontend, ())
+        return any(_meet(life, absence) and not absence.leaving for absence in absences)
+
+    def somebody_away(self, life: ClientRequest, part: str) -> bool:
+        """A node of this part was."""
+        return any(of == part and self.was_away(life, node) for node, of in self.parts.items())
 
 
-def judge(life: Life, expected: Expected, circumstances: Circumstances) -> Verdict:
+def _meet(life: ClientRequest, absence: Absence) -> bool:
+    return life.asked <= absence.until and life.ended >= absence.since
+
+
+def judge(life: ClientRequest, expected: Expected, circumstances: Circumstances) -> Verdict:
     """The one outcome."""
     if life.ended - life.asked >= circumstances.patience:
         return Verdict(HUNG, f"for {life.ended - life.asked:.0f} s")
@@ -94,7 +140,7 @@ def judge(life: Life, expected: Expected, circumstances: Circumstances) -> Verdi
     return Verdict(BROKEN, life.broken or "the stream ended without its end")
 
 
-def _beginnings(life: Life, expected: Expected) -> Verdict | None:
+def _beginnings(life: ClientRequest, expected: Expected) -> Verdict | None:
     """None if all that came is the beginning of what had to come."""
     for index, choice in enumerate(life.choices):
         tokens, right = choice.tokens, list(expected.tokens[index])
@@ -125,7 +171,7 @@ def differs(tokens: Sequence[int], right: Sequence[int], where: str) -> Verdict:
     return Verdict(WRONG, f"{why}: {list(tokens[at : at + 8])}, not {rest[at : at + 8]}")
 
 
-def _completed(life: Life, expected: Expected) -> Verdict:
+def _completed(life: ClientRequest, expected: Expected) -> Verdict:
     for index, choice in enumerate(life.choices):
         missing = len(expected.tokens[index]) - len(choice.tokens)
         if missing:
@@ -146,22 +192,75 @@ def _completed(life: Life, expected: Expected) -> Verdict:
     return Verdict(COMPLETED)
 
 
-def _error(life: Life, circumstances: Circumstances) -> Verdict:
+def _error(life: ClientRequest, circumstances: Circumstances) -> Verdict:
     message = (life.error or {}).get("message")
     why = f"{life.status} {life.code}: {message}"
-    begun = bool(life.chunks) or life.status == 200
+    if not message:
+        return Verdict(FAILED, f"no reason: {why}")
     if life.code == "poisoned_request":
         return Verdict(POISONED, why)
     if life.code == "deadline_exceeded":
-        return Verdict(DEADLINE) if message else Verdict(FAILED, f"no reason: {why}")
-    no_worker = life.code in ("no_worker", "model_not_found")
-    if no_worker and (begun or not circumstances.was_away(life)):
-        return Verdict(NO_WORKER, why)
-    if (no_worker or life.code in REJECTIONS) and not begun:
-        if "retry-after" not in life.headers:
-            return Verdict(FAILED, f"no Retry-After: {why}")
-        return Verdict(REJECTED)
-    return Verdict(FAILED, why)
+        return _deadline(life, circumstances, why)
+    if life.code not in REFUSALS:
+        return Verdict(FAILED, why)
+    if life.taken:
+        return _given_up(life, circumstances, why)
+    return _refusal(life, circumstances, why)
+
+
+def _deadline(life: ClientRequest, circumstances: Circumstances, why: str) -> Verdict:
+    """A hurried request has one; the storm gives up a patient one before its own has passed."""
+    lasted = life.ended - life.asked
+    why = f"after {lasted:.1f} s: {why}"
+    if not life.hurried:
+        return Verdict(OUT_OF_TIME, why)
+    own = circumstances.hurry
+    in_time = own - CLOCK <= lasted <= own + circumstances.late
+    return Verdict(DEADLINE) if in_time else Verdict(OUT_OF_TIME, why)
+
+
+def _given_up(life: ClientRequest, circumstances: Circumstances, why: str) -> Verdict:
+    if circumstances.was_lame(life):
+        return Verdict(AWAY)
+    return Verdict(NO_WORKER if life.code in NOBODY else GIVEN_UP, why)
+
+
+def _refusal(life: ClientRequest, circumstances: Circumstances, why: str) -> Verdict:
+    if "retry-after" not in life.headers:
+        return Verdict(FAILED, f"no Retry-After: {why}")
+    if not _has_cause(life, circumstances):
+        return Verdict(NO_WORKER if life.code in NOBODY else UNCAUSED, why)
+    lasted = life.ended - life.asked
+    if lasted > EARLY and not circumstances.was_away(life):
+        return Verdict(REFUSED_LATE, f"after {lasted:.1f} s: {why}")
+    return Verdict(REJECTED)
+
+
+def _has_cause(life: ClientRequest, circumstances: Circumstances) -> bool:
+    """For a refusal of what was not taken: its frontend was away or going; for want of a router,
+    one of them was away; for want of room, a worker was, or there was no time to wait for it."""
+    if circumstances.was_away(life):
+        return True
+    if life.code == "no_router":
+        return circumstances.somebody_away(life, "router")
+    if life.code == "overloaded":
+        return life.hurried or circumstances.somebody_away(life, "worker")
+    return False
+
+
+# ---------------------------------------------------------------------- of all together
+
+COMPLETE = {"patient": 0.8, "hurried": 0.05}
+"""The least share of requests that must complete, of those that were neither cancelled by their
+clients nor cut off with their frontend. Hurried ones: few answers are shorter than their time."""
+
+
+def too_few(completed: int, of: int, clients: str) -> str:
+    """Why the share is too small, in words; empty: it is not."""
+    least = COMPLETE[clients]
+    if completed >= least * of:
+        return ""
+    return f"{completed:,} of {of:,} {clients} requests completed, less than {least:.0%}"
 
 
 # ---------------------------------------------------------------------- after quiet
@@ -191,6 +290,11 @@ def held(page: str) -> dict[str, float]:
         if name.partition("{")[0] in HELD and float(value):
             found[name] = float(value)
     return found
+
+
+def most_grown(now: Mapping[str, int], before: Mapping[str, int]) -> int:
+    """By how much the node that has grown most has grown; 0: none has."""
+    return max([0, *(count - before[name] for name, count in now.items() if name in before)])
 
 
 def grown(now: Mapping[str, int], before: Mapping[str, int], slack: int, of: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""A light HTTP client: one request on a connection of its own, told to a `Life` as it comes."""
+"""A light HTTP client: one request on a connection of its own, told to a `ClientRequest` as it
+comes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from tests.chaos.storm.life import Life
+    from tests.chaos.storm.client_request import ClientRequest
 
 CONNECT = 5.0
 """Seconds: a host that is silent does not refuse."""
@@ -22,7 +23,12 @@ class NotAsked(Exception):
 
 
 async def ask(
-    life: Life, host: str, port: int, *, patience: float, hang_up: Callable[[Life], bool]
+    life: ClientRequest,
+    host: str,
+    port: int,
+    *,
+    patience: float,
+    hang_up: Callable[[ClientRequest], bool],
 ) -> None:
     """From connecting to the end, `patience` seconds at most; `hang_up` is asked after each piece.
     Raises `NotAsked`; whatever else happens is in the record."""
@@ -61,7 +67,7 @@ async def get(host: str, port: int, path: str, patience: float) -> tuple[int, by
             writer.transport.abort()
 
 
-def _body(life: Life) -> bytes:
+def _body(life: ClientRequest) -> bytes:
     fields: dict[str, Any] = dict(life.question.fields)
     if life.streamed:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -70,13 +76,13 @@ def _body(life: Life) -> bytes:
 
 def _head(method: str, path: str, body: bytes) -> bytes:
     return (
-        f"{method} {path} HTTP/1.1\r\nHost: storm\r\nContent-Type: application/json\r\n"
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     ).encode() + body
 
 
 async def _receive(
-    life: Life, reader: asyncio.StreamReader, hang_up: Callable[[Life], bool]
+    life: ClientRequest, reader: asyncio.StreamReader, hang_up: Callable[[ClientRequest], bool]
 ) -> None:
     if not life.streamed and hang_up(life):
         await asyncio.sleep(0.3)  # it is under way, as far as anybody can tell

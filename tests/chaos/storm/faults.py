@@ -11,12 +11,13 @@ import contextlib
 import math
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
 
 from tests.chaos.storm import schedule
+from tests.chaos.storm.checker import Absence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from tests.chaos.storm.checker import Circumstances
     from tests.chaos.storm.nodes import Node
     from tests.chaos.storm.schedule import Fault, Standing
-    from tests.chaos.storm.site import Site
+    from tests.chaos.storm.testbed import Testbed
 
 FILL = 1 << 20
 SETTLE = 1.0
@@ -61,7 +62,7 @@ class Done:
 class Faults:
     """Performs a schedule; the storm owns it and awaits `run`."""
 
-    def __init__(self, site: Site, standing: Standing, circumstances: Circumstances) -> None:
+    def __init__(self, site: Testbed, standing: Standing, circumstances: Circumstances) -> None:
         self.site = site
         self.standing = standing
         self.circumstances = circumstances
@@ -97,8 +98,10 @@ class Faults:
         concerned = [name for name in (fault.target, fault.peer) if name in self.site.nodes]
         self.standing.up.difference_update(concerned)
         self.standing.disk_full |= fault.target == "disk"
+        leaving = fault.kind == "terminate"
         for name in concerned:
-            self.circumstances.away.setdefault(name, []).append((done.began, math.inf))
+            absence = Absence(done.began, math.inf, leaving)
+            self.circumstances.away.setdefault(name, []).append(absence)
         return concerned
 
     async def _guarded(self, done: Done, concerned: list[str]) -> None:
@@ -110,7 +113,8 @@ class Faults:
             for name in concerned:
                 await self.site.nodes[name].wait_ready()
                 self.standing.up.add(name)
-                self.circumstances.away[name][-1] = (done.began, time.monotonic() + FINDING)
+                absences = self.circumstances.away[name]
+                absences[-1] = replace(absences[-1], until=time.monotonic() + FINDING)
             done.healed = time.monotonic()
         except (RuntimeError, TimeoutError, OSError) as error:
             done.problem = f"{type(error).__name__}: {error}"

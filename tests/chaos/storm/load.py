@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.chaos.storm import client
-from tests.chaos.storm.life import Life
+from tests.chaos.storm.client_request import ClientRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tests.chaos.storm.nodes import Node
-    from tests.chaos.storm.questions import Expected, Pool, Question
+    from tests.chaos.storm.storm_requests import Expected, Pool, StormRequest
 
 AVOIDED = 1.0
 """Seconds for which a frontend that is down or leaves is asked nothing."""
@@ -45,7 +45,7 @@ class Crowd:
     hurried: Sequence[Node]
     seed: int | str
     patience: float
-    on_end: Callable[[Life, Expected], None]
+    on_end: Callable[[ClientRequest, Expected], None]
     habits: Habits = field(default_factory=Habits)
     stopping: bool = False
     not_asked: int = 0
@@ -110,13 +110,13 @@ class Crowd:
         self._avoided[node.name] = time.monotonic() + AVOIDED
 
     def _life(
-        self, question: Question, frontend: str, *, streamed: bool, hurried: bool = False
-    ) -> Life:
+        self, question: StormRequest, frontend: str, *, streamed: bool, hurried: bool = False
+    ) -> ClientRequest:
         self.numbers += 1
         now = time.monotonic()
-        return Life(self.numbers, question, frontend, streamed, now, hurried)
+        return ClientRequest(self.numbers, question, frontend, streamed, now, hurried)
 
-    def _hang_up(self, rng: random.Random, life: Life) -> Callable[[Life], bool]:
+    def _hang_up(self, rng: random.Random, life: ClientRequest) -> Callable[[ClientRequest], bool]:
         if rng.random() >= self.habits.hang_up:
             return lambda life: False
         after = rng.randint(0, life.question.fields["max_tokens"])
@@ -124,10 +124,10 @@ class Crowd:
 
 
 async def undisturbed(
-    questions: Sequence[Question], frontends: Sequence[Node], at_once: int, patience: float
-) -> list[Life]:
+    questions: Sequence[StormRequest], frontends: Sequence[Node], at_once: int, patience: float
+) -> list[ClientRequest]:
     """Each question once, streamed, in peace."""
-    lives: list[Life] = []
+    lives: list[ClientRequest] = []
     refusals = [True] * MOST_REFUSED
     waiting = list(reversed(questions))
 
@@ -135,7 +135,7 @@ async def undisturbed(
         node = frontends[number % len(frontends)]
         while waiting:
             question = waiting.pop()
-            life = Life(question.number, question, node.name, True, time.monotonic())
+            life = ClientRequest(question.number, question, node.name, True, time.monotonic())
             await client.ask(
                 life, node.host, node.http, patience=patience, hang_up=lambda life: False
             )

@@ -124,7 +124,7 @@ class Node:
         assert self.process is not None
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.process.pid).children():
-                if "pdserve.engine.host" in child.cmdline():
+                if "pdserve.engine_core.main" in child.cmdline():
                     return child
         return None
 

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 import pdserve
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve_engines.sim.settings import Options, read_model
+from pdserve_engines.sim.settings import SimOptions, read_model
 from pdserve_engines.sim.tokens import reference_tokens
 
 if TYPE_CHECKING:
-    from tests.chaos.storm.questions import Expected, Question
+    from tests.chaos.storm.storm_requests import Expected, StormRequest
 
 BUNDLED = Path(pdserve.__file__).parent / "bundled"
 
 
-def misled(question: Question, expected: Expected) -> str:
+def misled(question: StormRequest, expected: Expected) -> str:
     """Where an answer is not what it must be; empty: nowhere. A stop string may have cut it."""
     spec = EngineSpec(engine="sim", model=str(BUNDLED), hash_secret=bytes(32))
-    vocabulary = read_model(spec, Options())
+    vocabulary = read_model(spec, SimOptions())
     fields = question.fields
     sampling = SamplingParams(
         max_tokens=fields["max_tokens"],

@@ -7,16 +7,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.chaos.storm import checker, schedule
-from tests.chaos.storm.life import LONG_GAP
+from tests.chaos.storm import checker, schedule, testbed
+from tests.chaos.storm.client_request import LONG_GAP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tests.chaos.storm.checker import Verdict
+    from tests.chaos.storm.client_request import ClientRequest
     from tests.chaos.storm.faults import Done
-    from tests.chaos.storm.life import Life
 
+WEATHERED = (
+    "Weathered: every request of a patient client that a frontend took was answered in full,\n"
+    "unless its client hung up or its frontend was killed or away. Every answer is right."
+)
 SHOWN = 5
 """Requests whose stories a failing report tells."""
 EARLY = 0.3
@@ -25,11 +29,20 @@ MEMORY = 20_000
 """Gaps kept of each kind of fault, the longest."""
 
 
+GROUPS = ("patient, taken", "patient, not taken", "hurried, taken", "hurried, not taken")
+
+
+def group_of(life: ClientRequest) -> str:
+    """By whom it was asked, and whether it is known to have been taken."""
+    clients = "hurried" if life.hurried else "patient"
+    return f"{clients}, {'taken' if life.taken else 'not taken'}"
+
+
 @dataclass
 class Outcome:
     """One request that should not have ended so."""
 
-    life: Life
+    life: ClientRequest
     verdict: Verdict
 
 
@@ -70,6 +83,12 @@ class Storm:
     lasted: float = 0.0
     """Seconds until the last request had ended."""
     outcomes: Counter[str] = field(default_factory=Counter)
+    split: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """The same by (outcome, group): see `group_of`."""
+    by_frontend: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """The same by (outcome, frontend)."""
+    refusals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    """By (code, frontend): seconds from asking to the refusal of requests that were not taken."""
     wrong: list[Outcome] = field(default_factory=list)
     tokens: int = 0
     tokens_lost: int = 0
@@ -85,6 +104,8 @@ class Storm:
     """By kind of fault; seconds."""
     _long: list[_Gap] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
+    growth: dict[str, int] = field(default_factory=dict)
+    """Descriptors, threads and tasks that the worst node has more of than at the beginning."""
     left: list[str] = field(default_factory=list)
     """What was not let go of after quiet."""
     missing: list[str] = field(default_factory=list)
@@ -94,9 +115,14 @@ class Storm:
 
     # ------------------------------------------------------------------ gathering
 
-    def take(self, life: Life, verdict: Verdict) -> None:
+    def take(self, life: ClientRequest, verdict: Verdict) -> None:
         """One request has ended."""
         self.outcomes[verdict.outcome] += 1
+        self.split[verdict.outcome, group_of(life)] += 1
+        self.by_frontend[verdict.outcome, life.frontend] += 1
+        if life.error is not None and not life.taken:
+            lasted = life.ended - life.asked
+            self.refusals.setdefault((life.code, life.frontend), []).append(lasted)
         self.tokens += sum(len(choice.tokens) for choice in life.choices)
         self.tokens_lost += verdict.tokens_lost
         self.tokens_repeated += verdict.tokens_repeated
@@ -130,7 +156,21 @@ class Storm:
         """Why this storm was not weathered; empty: it was."""
         found = [f"{count} × {word}" for word, count in self.outcomes.items() if word in _BAD]
         found += [f"{done.line(self.zero)}" for done in self.done if done.problem]
+        found += [why for clients in checker.COMPLETE if (why := self.too_few(clients))]
         return found + self.left
+
+    def too_few(self, clients: str) -> str:
+        """Why too small a share of these requests completed; empty: it did not."""
+        return checker.too_few(*self.completed(clients), clients)
+
+    def completed(self, clients: str) -> tuple[int, int]:
+        """How many, and of how many that should have."""
+        groups = [group for group in GROUPS if group.startswith(clients)]
+        counts: Counter[str] = Counter()
+        for (outcome, group), count in self.split.items():
+            counts[outcome] += count if group in groups else 0
+        excused = counts[checker.CANCELLED] + counts[checker.CUT]
+        return counts[checker.COMPLETED], sum(counts.values()) - excused
 
     @property
     def injected(self) -> Counter[str]:
@@ -139,6 +179,8 @@ class Storm:
 
 
 _BAD = set(checker.FORBIDDEN)
+_ENDED_WRONGLY = _BAD - {checker.REPEATED, checker.WRONG}
+"""Whose answers are not all there."""
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -156,11 +198,9 @@ def markdown(storm: Storm, machine: Iterable[str]) -> str:
     """The result file."""
     faults = sum(storm.injected.values())
     requests = sum(storm.outcomes.values())
-    lost = sum(storm.outcomes[word] for word in (checker.LOST, checker.FAILED, checker.BROKEN))
+    lost = sum(storm.outcomes[word] for word in _ENDED_WRONGLY)
     missing = "".join(f"- left out here: {why}\n" for why in storm.missing)
-    verdict = (
-        "Nothing was lost." if not storm.problems else _bullets("Not weathered:", storm.problems)
-    )
+    verdict = _bullets("Not weathered:", storm.problems) if storm.problems else WEATHERED
     return f"""# A storm over a cluster of real processes
 
 {_about(storm)}
@@ -177,10 +217,28 @@ def markdown(storm: Storm, machine: Iterable[str]) -> str:
 
 {_outcomes(storm)}
 
-{storm.migrated:,} of them were continued by another worker. {storm.not_asked:,} connections to
-frontends that were down did not come about, and are no requests. {storm.most_open} requests were
-open at once at most. First tokens came after {quantile(storm.first_tokens, 0.5):.2f} s (median),
+A request was *taken* if its answer had begun or its error names the worker that had it; of one
+whose client hung up early that is not known. Requests that their clients cancelled, and those that
+were lost with a killed frontend, do not count here:
+
+{_shares(storm)}
+
+{_growth(storm)}{storm.migrated:,} requests were continued by another worker. {storm.not_asked:,}
+connections to frontends that were down did not come about, and are no requests. {storm.most_open}
+requests were open at once at most. First tokens came after
+{quantile(storm.first_tokens, 0.5):.2f} s (median),
 {quantile(storm.first_tokens, 0.99):.2f} s (p99).
+
+## By frontend
+
+`hurried` gives each request {checker.Circumstances.hurry:g} s, the others more than any may last.
+
+{_by_frontend(storm)}
+
+Refused before they were taken, and after how long ({checker.EARLY:g} s is the most, unless the
+frontend itself was away):
+
+{_refusals(storm)}
 
 ## Faults, and the gaps they made
 
@@ -198,14 +256,66 @@ def _about(storm: Storm) -> str:
         f"--seed {storm.seed} --streams {storm.streams} --engine {storm.engine}`.\n"
         "Two routers, two frontends (and one whose requests have a near deadline), three workers "
         "that take\nrequests and one that computes long prompts for two of them. Every answer is "
-        "compared with that of\nan undisturbed run, token by token, with its usage and its ends."
+        "compared with that of\nan undisturbed run, token by token, with its usage and its ends.\n"
+        f"{testbed.settings(storm.engine)}"
     )
 
 
 def _outcomes(storm: Storm) -> str:
-    rows = [f"| {word} | {storm.outcomes[word]:,} | |" for word in checker.ALLOWED]
-    rows += [f"| {word} | {storm.outcomes[word]:,} | must be 0 |" for word in checker.FORBIDDEN]
-    return "\n".join(["| outcome | requests | |", "|---|---:|---|", *rows])
+    """What is "not taken" is so as far as its client knows: who hangs up early never hears."""
+    head = ["| outcome | requests |" + "".join(f" {group} |" for group in GROUPS) + " |"]
+    head.append("|---|---:|" + "---:|" * len(GROUPS) + "---|")
+    rows = [_outcome(storm, word, "") for word in checker.ALLOWED]
+    rows += [_outcome(storm, word, "must be 0") for word in checker.FORBIDDEN]
+    return "\n".join([*head, *rows])
+
+
+def _outcome(storm: Storm, word: str, note: str) -> str:
+    cells = [storm.outcomes[word], *(storm.split[word, group] for group in GROUPS)]
+    return f"| {word} | {' | '.join(f'{count:,}' for count in cells)} | {note} |"
+
+
+def _growth(storm: Storm) -> str:
+    if not storm.growth:
+        return ""
+    most = ", ".join(f"{count} {what}" for what, count in storm.growth.items())
+    return f"Afterwards no node had more than at the beginning by more than {most}.\n\n"
+
+
+def _shares(storm: Storm) -> str:
+    lines = []
+    for clients, least in checker.COMPLETE.items():
+        completed, of = storm.completed(clients)
+        share = f"{completed / of:.1%}" if of else "none were asked"
+        lines.append(
+            f"- {clients}: {completed:,} of {of:,} completed ({share}; at least {least:.0%} must)"
+        )
+    return "\n".join(lines)
+
+
+def _by_frontend(storm: Storm) -> str:
+    names = sorted({frontend for _, frontend in storm.by_frontend})
+    words = [w for w in (*checker.ALLOWED, *checker.FORBIDDEN) if storm.outcomes[w]]
+    head = ["| outcome |" + "".join(f" {name} |" for name in names), "|---|" + "---:|" * len(names)]
+    rows = [
+        f"| {word} |" + "".join(f" {storm.by_frontend[word, name]:,} |" for name in names)
+        for word in words
+    ]
+    return "\n".join([*head, *rows])
+
+
+def _refusals(storm: Storm) -> str:
+    head = [
+        "| code | frontend | refusals | median | p99 | latest |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    rows = [
+        f"| {code} | {frontend} | {len(times):,} | "
+        + " | ".join(f"{quantile(times, share):.2f} s" for share in (0.5, 0.99, 1.0))
+        + " |"
+        for (code, frontend), times in sorted(storm.refusals.items())
+    ]
+    return "\n".join([*head, *rows])
 
 
 def _gaps(storm: Storm) -> str:
@@ -250,6 +360,12 @@ def as_json(storm: Storm) -> dict[str, Any]:
         "faults": dict(storm.injected),
         "left_out": dict(Counter(d.fault.kind for d in storm.done if d.skipped)),
         "outcomes": dict(storm.outcomes),
+        "outcomes_by_group": _nested(storm.split),
+        "outcomes_by_frontend": _nested(storm.by_frontend),
+        "refused_seconds": {
+            f"{code} at {frontend}": {"count": len(t), "p99": quantile(t, 0.99), "max": max(t)}
+            for (code, frontend), t in storm.refusals.items()
+        },
         "tokens": storm.tokens,
         "tokens_lost": storm.tokens_lost,
         "tokens_repeated": storm.tokens_repeated,
@@ -260,9 +376,17 @@ def as_json(storm: Storm) -> dict[str, Any]:
             kind: {"count": len(g), "p50": quantile(g, 0.5), "p99": quantile(g, 0.99), "max": g[0]}
             for kind, g in storm.gaps.items()
         },
+        "growth": storm.growth,
         "problems": storm.problems,
         "missing": storm.missing,
     }
+
+
+def _nested(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (outcome, of), count in counts.items():
+        found.setdefault(of, {})[outcome] = count
+    return found
 
 
 def failure(storm: Storm) -> str:

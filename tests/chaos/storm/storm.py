@@ -10,26 +10,28 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.chaos.storm import checker, load, questions, reference, schedule
+from tests.chaos.storm import checker, load, reference, schedule, storm_requests
 from tests.chaos.storm.checker import Circumstances
 from tests.chaos.storm.faults import Faults
 from tests.chaos.storm.report import Storm
 from tests.chaos.storm.schedule import Standing
-from tests.chaos.storm.site import REQUEST_TIMEOUT, Engine, Site
+from tests.chaos.storm.testbed import HURRIED_TIMEOUT, Engine, Testbed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from tests.chaos.storm.life import Life
+    from tests.chaos.storm.client_request import ClientRequest
     from tests.chaos.storm.nodes import Node
-    from tests.chaos.storm.questions import Expected
+    from tests.chaos.storm.storm_requests import Expected
 
-LATE = 25.0
-"""Seconds beyond a deadline that a frontend which stands still may add to it."""
+PATIENCE = 85.0
+"""Seconds after which a request hangs: the longest answer takes ten, and a few faults may each hold
+it up for fifteen. Less than what its frontend allows."""
 QUIET = 45.0
 """Seconds after the last request in which everything has to be let go of."""
 SLACK_DESCRIPTORS, SLACK_TASKS, SLACK_THREADS = 12, 8, 4
-"""By so many a node may have more than at the beginning: links to others come and go."""
+"""By so many a node may have more than at the beginning: links to others come and go. The report
+says how many they were."""
 ENOUGH = 100
 """Requests gone wrong, after which a storm is not worth going on."""
 
@@ -47,27 +49,28 @@ class Wishes:
     """Seconds between two faults, on the average."""
     kinds: Collection[str] = ()
     """Of faults; empty: all."""
-    sizes: questions.Sizes = field(default_factory=questions.Sizes)
+    sizes: storm_requests.Sizes = field(default_factory=storm_requests.Sizes)
     say: Callable[[str], None] = print
 
 
 def run(wishes: Wishes) -> Storm:
     """The storm. Blocks; nothing is left behind."""
-    with Site(wishes.engine, wishes.seed) as site:
+    with Testbed(wishes.engine, wishes.seed) as site:
         return asyncio.run(_Run(wishes, site).whole())
 
 
 class _Run:
-    def __init__(self, wishes: Wishes, site: Site) -> None:
+    def __init__(self, wishes: Wishes, site: Testbed) -> None:
         self.wishes = wishes
         self.site = site
-        self.circumstances = Circumstances(patience=REQUEST_TIMEOUT + LATE)
+        parts = {place.name: str(place.part) for place in site.places.values()}
+        self.circumstances = Circumstances(parts=parts, patience=PATIENCE, hurry=HURRIED_TIMEOUT)
         roster = {node.name: node for node in site.roster}
         self.standing = Standing(roster, set(roster))
         self.faults = Faults(site, self.standing, self.circumstances)
         self.storm = Storm(wishes.seed, wishes.engine, wishes.streams, wishes.seconds, 0.0)
         self.storm.missing = site.missing
-        self.pool = questions.Pool()
+        self.pool = storm_requests.Pool()
 
     async def whole(self) -> Storm:
         """All of it."""
@@ -105,20 +108,20 @@ class _Run:
     async def _learn(self) -> None:
         """The right answers, of a cluster that nobody disturbs."""
         wishes, sizes = self.wishes, self.wishes.sizes
-        plain = questions.draw(wishes.seed, sizes)
+        plain = storm_requests.draw(wishes.seed, sizes)
         self.pool.answers += await self._answers(plain)
-        stopped = questions.with_stops(wishes.seed, self.pool.answers, sizes)
+        stopped = storm_requests.with_stops(wishes.seed, self.pool.answers, sizes)
         self.pool.answers += await self._answers(stopped)
         if wishes.engine == "sim":
             wrong = [words for one in self.pool.answers if (words := reference.misled(*one))]
             assert not wrong, f"nothing disturbs, and yet: {wrong[:5]}"
 
     async def _answers(
-        self, asked: list[questions.Question]
-    ) -> list[tuple[questions.Question, Expected]]:
+        self, asked: list[storm_requests.StormRequest]
+    ) -> list[tuple[storm_requests.StormRequest, Expected]]:
         at_once = max(8, self.wishes.streams // 2)
         lives = await load.undisturbed(asked, self._patient, at_once, self.circumstances.patience)
-        return [(life.question, questions.expected_of(life)) for life in lives]
+        return [(life.question, storm_requests.expected_of(life)) for life in lives]
 
     @property
     def _patient(self) -> list[Node]:
@@ -166,7 +169,7 @@ class _Run:
             storm.most_open, storm.not_asked = crowd.most_open, crowd.not_asked
             storm.lasted = time.monotonic() - storm.zero
 
-    def _judge(self, life: Life, expected: Expected) -> None:
+    def _judge(self, life: ClientRequest, expected: Expected) -> None:
         verdict = checker.judge(life, expected, self.circumstances)
         self.storm.take(life, verdict)
         if not verdict.allowed and len(self.storm.wrong) <= 10:
@@ -211,6 +214,7 @@ class _Run:
             now = await self._counts()
             for (what, counts), slack in zip(now.items(), slacks, strict=True):
                 found += checker.grown(counts, before[what], slack, what)
+                self.storm.growth[what] = checker.most_grown(counts, before[what])
         return found
 
     async def _status(self) -> list[str]:

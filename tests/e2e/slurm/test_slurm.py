@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,14 +89,15 @@ class Job:
     def ready(self, times: int = 1) -> None:
         self.until(lambda: self.log().count("; try: curl") >= times, "ready")
 
-    def ask(self) -> int:
-        return self.answer()[0]
+    def ask(self, headers: dict[str, str] | None = None) -> int:
+        return self.answer(headers)[0]
 
-    def answer(self) -> tuple[int, str]:
+    def answer(self, headers: dict[str, str] | None = None) -> tuple[int, str]:
         """Status, and where the prompt was prefilled."""
         (port,) = re.findall(r"listening on \S+, port (\d+)", self.log())[-1:]
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
-        with urllib.request.urlopen(url, CHAT, timeout=PATIENCE) as answer:
+        request = urllib.request.Request(url, CHAT, headers or {})
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return answer.status, answer.headers.get("x-pdserve-prefill", "")
 
     def all_processes(self) -> Iterator[psutil.Process]:
@@ -159,6 +161,25 @@ def test_a_job_is_a_cluster_with_a_key_of_its_own(job, program, slurm):
         assert re.search(rf"^\S+ +{role} +alive", shown, re.MULTILINE), shown
     worker = job.processes()["worker"]
     assert worker.environ()["SLURM_CPUS_PER_TASK"] == "1"
+
+
+def test_beyond_loopback_the_api_asks_for_the_jobs_own_key(slurm, program, tmp_path, tiny_model):
+    job = Job(slurm, program, tmp_path, tiny_model, HTTP_HOST="0.0.0.0")
+    try:
+        job.ready()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            job.ask()
+        refused.value.close()
+        assert refused.value.code == 401
+        environ = (job.dir / "env").read_text()
+        (key,) = re.findall(r"PDSERVE_API_KEY=(\S+)", environ)
+        assert job.ask({"Authorization": f"Bearer {key}"}) == 200
+        for name in ("env", "api-keys.toml"):
+            assert stat.S_IMODE((job.dir / name).stat().st_mode) == 0o600
+    finally:
+        slurm.run("scancel", job.id)
+        job.over()
+    assert not job.dir.exists()
 
 
 def test_each_role_heals(job, program):

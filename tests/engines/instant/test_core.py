@@ -11,10 +11,10 @@ import pytest
 
 from pdserve.clock import ManualClock
 from pdserve.errors import DeadlineExceeded, Overloaded
-from pdserve.messages.engine import EngineSpec, Step, Submit
+from pdserve.messages.engine import EngineSpec, StepOutput, Submit
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.testing.inline import InlineEngine
-from pdserve.wire.frames import encode_frames
+from pdserve.testing.inline_engine import InlineEngine
+from pdserve.wire.length_prefixed import encode_frames
 from pdserve_engines.instant import InstantCore
 from tests.conformance.test_engines import write_model
 
@@ -101,7 +101,7 @@ def test_every_token_has_its_own_due_time(make, clock):
     times = []
     while (due := engine.core.wake_at()) is not None:
         clock.advance(due - clock.now())
-        deltas = [d for e in engine.step() if isinstance(e, Step) for d in e.deltas]
+        deltas = [d for e in engine.step() if isinstance(e, StepOutput) for d in e.deltas]
         assert len(deltas) == 1, "streams are not staggered"
         times.append((clock.now(), deltas[0].handle))
     for handle in (1, 2, 3):
@@ -151,7 +151,7 @@ def test_aborted_streams_do_not_pile_up(make, clock, options):
         engine.abort(engine.submit(request(max_tokens=100)))
     core = engine.core
     assert len(core._due) + len(core._ready) < 1500
-    assert core._live == 0
+    assert core.sequences == 0
     survivor = engine.submit(request(max_tokens=3))
     while not survivor.done:
         clock.advance(1.0)
@@ -191,6 +191,6 @@ def test_it_is_far_from_being_the_bottleneck(make, tmp_path):
     while core.has_work:
         events = core.step()
         encode_frames(map(encode, events))
-        count += sum(len(event.deltas) for event in events if isinstance(event, Step))
+        count += sum(len(event.deltas) for event in events if isinstance(event, StepOutput))
     assert count == 64 * 118
     assert count / (time.process_time() - started) > 150_000  # several times that when quiet

@@ -10,8 +10,8 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.messages.engine import EngineSpec
 from pdserve_engines.instant.settings import (
-    Options,
-    Vocabulary,
+    InstantOptions,
+    InstantVocabulary,
     ordinary_ids,
     parse_options,
     read_vocabulary,
@@ -29,9 +29,11 @@ def write(directory: Path, config: dict[str, Any], tokenizer: object = None) -> 
     (directory / "tokenizer.json").write_text(json.dumps(content))
 
 
-def read(directory: Path, options: Options | None = None, **fields: Any) -> Vocabulary:
+def read(
+    directory: Path, options: InstantOptions | None = None, **fields: Any
+) -> InstantVocabulary:
     spec = EngineSpec(engine="instant", model=str(directory), **fields)
-    return read_vocabulary(spec, options or Options())
+    return read_vocabulary(spec, options or InstantOptions())
 
 
 def test_words_are_ordinary_and_marks_and_specials_are_not():
@@ -76,9 +78,9 @@ def test_a_text_config_inside_is_the_one_that_counts(tmp_path: Path):
 
 def test_given_tokens_need_no_tokenizer(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"vocab_size": 10}')
-    assert read(tmp_path, Options(tokens=(1, 9))).tokens == (1, 9)
+    assert read(tmp_path, InstantOptions(tokens=(1, 9))).tokens == (1, 9)
     with pytest.raises(ConfigError, match="outside the vocabulary"):
-        read(tmp_path, Options(tokens=(1, 10)))
+        read(tmp_path, InstantOptions(tokens=(1, 10)))
 
 
 @pytest.mark.parametrize(
@@ -98,9 +100,9 @@ def test_a_missing_directory_is_named(tmp_path: Path):
 
 
 def test_options_are_parsed_and_mistakes_named():
-    assert parse_options({"tokens_per_second": "50", "ttft_ms": "20", "tokens": "3,4"}) == Options(
-        50.0, 0.02, (3, 4)
-    )
+    assert parse_options(
+        {"tokens_per_second": "50", "ttft_ms": "20", "tokens": "3,4"}
+    ) == InstantOptions(50.0, 0.02, (3, 4))
     for wrong, message in (
         ({"speed": "1"}, "no option speed"),
         ({"ttft_ms": "soon"}, "no number"),

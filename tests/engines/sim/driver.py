@@ -17,18 +17,18 @@ from pdserve.messages.engine import (
     KvEvents,
     Rejected,
     Stats,
-    Step,
+    StepOutput,
     Submit,
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.testing.ledger import Ledger
+from pdserve.testing.output_checker import OutputChecker
 from pdserve_engines.sim import SimExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pdserve.messages.engine import Command, Event
-    from pdserve.messages.kv import KvEvent
+    from pdserve.messages.kv_events import KvEvent
 
 SECRET = bytes(range(32))
 
@@ -68,7 +68,7 @@ def request(prompt: Iterable[int] = (5, 6, 7), **changes: Any) -> GenerateReques
 class Story:
     """Everything a core has said, with times."""
 
-    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    ledgers: dict[int, OutputChecker] = field(default_factory=dict)
     ended: dict[tuple[int, int], float] = field(default_factory=dict)
     """(handle, choice) -> when its end was said."""
     rejected: dict[int, tuple[float, str, str]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Driver:
 
     def submit(self, wanted: GenerateRequest) -> int:
         handle = len(self.story.ledgers) + 1
-        self.story.ledgers[handle] = Ledger(wanted)
+        self.story.ledgers[handle] = OutputChecker(wanted)
         self.tell(Submit(handle=handle, request=wanted))
         return handle
 
@@ -151,7 +151,7 @@ class Driver:
     def _note(self, event: Event) -> None:
         now, story = self.clock.now(), self.story
         match event:
-            case Step():
+            case StepOutput():
                 for delta in event.deltas:
                     story.ledgers[delta.handle].take(delta)
                     if delta.finish is not None:

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.engine.executor import StepPlan, StepResult
+from pdserve.engine_core.executor import StepPlan, StepResult
+from pdserve.perf_model.step_time import read_timing
 from pdserve_engines.sim import calibrate
-from pdserve_engines.sim.timing import read_timing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Sequence as Seq
     from pathlib import Path
 
-    from pdserve.engine.executor import ModelInfo, ProgressFn
-    from pdserve.engine.sequence import Sequence
+    from pdserve.engine_core.executor import ModelInfo, ProgressFn
+    from pdserve.engine_core.scheduler.sequence import Sequence
     from pdserve.messages.engine import EngineSpec
-    from pdserve_engines.sim.fit import Sample
+    from pdserve_engines.sim.roofline_fit import StepSample
 
 
 class Clockwork:
@@ -47,7 +47,7 @@ class Clockwork:
         pass
 
 
-def measure(executor: Clockwork, todo: list[calibrate.Point], **how: int) -> Iterator[Sample]:
+def measure(executor: Clockwork, todo: list[calibrate.Point], **how: int) -> Iterator[StepSample]:
     return calibrate.measure(executor, todo, timer=lambda: executor.now, **how)
 
 

@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.clock import ManualClock
-from pdserve.engine.core import EngineCore
-from pdserve.engine.load import load_core
+from pdserve.engine_core.core import EngineCore
+from pdserve.engine_core.engine_loader import load_core
 from pdserve.errors import EngineDied
 from pdserve.messages.engine import (
     ClearCache,
-    Failed,
+    CoreFailed,
     QueryStats,
     Rejected,
     Stats,
-    Step,
+    StepOutput,
     Submit,
 )
+from pdserve.perf_model.step_time import preset_of
 from pdserve_engines.sim import SimCore, SimExecutor
-from pdserve_engines.sim.timing import preset_of
 from tests.engines.sim.driver import Driver, request, spec
 
 if TYPE_CHECKING:
-    from pdserve.engine.executor import StepPlan, StepResult
+    from pdserve.engine_core.executor import StepPlan, StepResult
 
 MODEL = preset_of("h100-8b").timing
 ROOM = 1600
@@ -237,7 +237,7 @@ def test_a_failing_step_costs_its_requests_and_three_the_core(monkeypatch):
         driver.clock._now += 1.0
         events = driver.core.step()
         assert [e.handle for e in events if isinstance(e, Rejected)] == [handle]
-        assert isinstance(events[-1], Failed) == (number == 2)
+        assert isinstance(events[-1], CoreFailed) == (number == 2)
     assert not driver.core.has_work
     assert driver.core.wake_at() is None
     assert driver.core.close() == 0
@@ -252,7 +252,7 @@ def test_an_executor_that_died_ends_the_core(monkeypatch):
     monkeypatch.setattr(driver.executor, "execute", die)
     driver.submit(request())
     driver.clock.advance(1.0)
-    assert isinstance(driver.core.step()[-1], Failed)
+    assert isinstance(driver.core.step()[-1], CoreFailed)
     assert driver.core.close() == 0
 
 
@@ -315,7 +315,7 @@ def ends_of(core: EngineCore, clock: ManualClock) -> dict[int, float]:
         if not core.has_work:
             clock._now = max(clock.now(), core.wake_at() or 0.0)
         for event in core.step():
-            if isinstance(event, Step):
+            if isinstance(event, StepOutput):
                 ends |= {d.handle: clock.now() for d in event.deltas if d.finish is not None}
     assert core.close() == 0
     return ends

@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.messages.engine import EngineSpec, Open, Prefill, SubmitRemote, TransferSpec
+from pdserve.messages.engine import (
+    EngineSpec,
+    OpenAttemptBlocks,
+    PrefillForPeer,
+    SubmitRemote,
+    TransferSpec,
+)
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.testing.handover import Pair, make_pair
+from pdserve.testing.disagg_pair import DisaggPair, make_pair
 from pdserve_engines.sim.executor import SimExecutor
 
 if TYPE_CHECKING:
     from pdserve.clock import ManualClock
-    from pdserve.engine.core import Core
-    from pdserve.engine.executor import Executor
+    from pdserve.engine_core.executor import Executor
+    from pdserve.engine_core.kit import Core
     from pdserve.testing.fake_mover import FakeMover
 
 BLOCK = 8
@@ -26,7 +32,7 @@ def make_core(executor: Executor, clock: ManualClock, mover: FakeMover) -> Core:
     return executor.make_core(clock, mover)
 
 
-def pair(**options: str) -> Pair:
+def pair(**options: str) -> DisaggPair:
     spec = EngineSpec(
         engine="sim",
         model="",
@@ -103,7 +109,7 @@ def test_commands_of_a_handover_during_a_flight_are_not_lost():
     engine.step()
     assert core.wake_at() is not None
     handle, _ = both.submit(request(20))
-    core.handle(Open(handle, 1, "p", 1))
+    core.handle(OpenAttemptBlocks(handle, 1, "p", 1))
     engine.step()
     assert both.admitted == {}
     both.run()
@@ -120,5 +126,5 @@ def test_a_core_that_is_closed_in_flight_leaves_nothing():
     for _ in range(6):
         both.turn()
     both.p.core.handle(SubmitRemote(77, request(10)))
-    both.p.core.handle(Prefill(78, request(10), both.opened[1].ticket, "d", 1))
+    both.p.core.handle(PrefillForPeer(78, request(10), both.opened[1].ticket, "d", 1))
     both.close()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.engine.executor import Chunk, StepPlan, StepResult
-from pdserve.engine.sequence import Sequence
+from pdserve.engine_core.executor import ScheduledChunk, StepPlan, StepResult
+from pdserve.engine_core.scheduler.sequence import Sequence
 from pdserve.messages.engine import EngineSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams, TokenLogprob
 from pdserve_engines.torch.executor import TorchExecutor
@@ -139,7 +139,7 @@ class Driver:
             while len(sequence.blocks) * self.block_size < end:
                 sequence.blocks.append(self._take())
             samples = end == sequence.num_tokens
-            chunks.append(Chunk(sequence, sequence.num_computed, count, samples))
+            chunks.append(ScheduledChunk(sequence, sequence.num_computed, count, samples))
         copies, self._copies = self._copies, []
         result = self.executor.execute(StepPlan(chunks, copies))
         tokens = iter(result.tokens)

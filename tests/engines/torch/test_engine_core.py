@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pdserve.clock import ManualClock
-from pdserve.engine.core import EngineCore
-from pdserve.engine.load import load_core
-from pdserve.messages.engine import EngineStats, KvEvents, Step, Submit
+from pdserve.engine_core.core import EngineCore
+from pdserve.engine_core.engine_loader import load_core
+from pdserve.messages.engine import EngineStats, KvEvents, StepOutput, Submit
 from pdserve.messages.request import Finish, GenerateRequest, SamplingParams
 from tests.engines.torch.checkpoints import TINY, VOCAB, checkpoint, oracle_generate
 from tests.engines.torch.driver import spec
@@ -41,7 +41,7 @@ class Inline:
 
     def step(self) -> None:
         for event in self.core.step():
-            if isinstance(event, Step):
+            if isinstance(event, StepOutput):
                 for delta in event.deltas:
                     key = (delta.handle, delta.choice)
                     self.outputs.setdefault(key, []).extend(delta.tokens)
@@ -179,7 +179,7 @@ def test_prompt_logprobs_arrive_whole_with_the_first_token(start: Callable[..., 
     found = None
     while inline.core.has_work:
         for event in inline.core.step():
-            if isinstance(event, Step):
+            if isinstance(event, StepOutput):
                 found = found or event.deltas[0].prompt_logprobs
     assert found is not None
     assert [record.token for record in found] == prompt[1:]

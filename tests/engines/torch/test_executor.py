@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pdserve.engine.executor import Chunk, StepPlan
+from pdserve.engine_core.executor import ScheduledChunk, StepPlan
 from pdserve.messages.request import SamplingParams
 from tests.engines.torch.checkpoints import (
     RARE,
@@ -256,10 +256,45 @@ def test_what_is_not_a_number_is_one_sequences_fault(
     driver.pool.tensor[victim.blocks[1]] = torch.nan
     for row in (victim, other):
         assert len(row.blocks) * BLOCK > row.num_computed
-    chunks = [Chunk(s, s.num_computed, 1, samples=True) for s in (victim, other)]
+    chunks = [ScheduledChunk(s, s.num_computed, 1, samples=True) for s in (victim, other)]
     result = executor.execute(StepPlan(chunks))
     assert list(result.faults) == [0]
     assert "NaN" in result.faults[0]
+    assert not result.sound
     alone = executor.execute(StepPlan(chunks[1:]))
     assert result.tokens[1] == alone.tokens[0] >= 0
     assert not alone.faults
+
+
+def test_the_zeros_of_a_pool_are_there_before_anybody_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sibling computes in a stream of its own, and peers write by others."""
+    from types import SimpleNamespace
+
+    from pdserve_engines.torch import executor as module
+
+    done: list[str] = []
+
+    class Stream:
+        def __enter__(self) -> None:
+            done.append("its own stream")
+
+        def __exit__(self, *exc: object) -> None:
+            done.append("left")
+
+    made = module.TorchExecutor()
+    device = SimpleNamespace(type="cuda")
+    vars(made).update(
+        info=SimpleNamespace(layout=None),
+        _stream=SimpleNamespace(),
+        _settings=SimpleNamespace(dtype=None, device=device),
+        _model=SimpleNamespace(bind=lambda pool: done.append("bound")),
+    )
+    monkeypatch.setattr(module, "KvPool", lambda *_: done.append("zeros"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: Stream())
+    current = SimpleNamespace(synchronize=lambda: done.append("waited"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(made, "warm_up", lambda: done.append("warm"))
+    made.allocate(4)
+    assert done[:5] == ["its own stream", "zeros", "waited", "left", "bound"]

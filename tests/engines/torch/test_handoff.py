@@ -11,11 +11,11 @@ import pytest
 
 import pdserve
 from pdserve import accel
-from pdserve.engine.executor import Chunk, StepPlan
+from pdserve.engine_core.executor import ScheduledChunk, StepPlan
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.testing.handover import Pair, make_pair
-from pdserve.testing.inline import InlineEngine
+from pdserve.testing.disagg_pair import DisaggPair, make_pair
+from pdserve.testing.inline_engine import InlineEngine
 from pdserve_engines.torch.executor import TorchExecutor
 from tests.engines.torch.checkpoints import VOCAB, WITH_KERNELS, checkpoint
 from tests.engines.torch.driver import loaded, sequence, spec
@@ -71,14 +71,14 @@ def engine_spec(directory: Path, kernels: str, **fields: object) -> EngineSpec:
 
 
 @pytest.fixture(params=KERNELS)
-def both(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def both(request: pytest.FixtureRequest) -> Iterator[DisaggPair]:
     wanted = engine_spec(checkpoint("qwen3")[0], request.param)
     pair = make_pair(TorchExecutor, wanted, p={"max_batch_tokens": 12, "max_sequences": 12})
     yield pair
     pair.close()
 
 
-def compare(pair: Pair, wanted: GenerateRequest) -> None:
+def compare(pair: DisaggPair, wanted: GenerateRequest) -> None:
     """Handed over, and by an engine of its own, without a prefix cache."""
     before = pair.d.stats
     (ledger,) = pair.generate([wanted])
@@ -97,7 +97,7 @@ def compare(pair: Pair, wanted: GenerateRequest) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_kind_of_request_gives_the_same_tokens(both: Pair, name: str) -> None:
+def test_every_kind_of_request_gives_the_same_tokens(both: DisaggPair, name: str) -> None:
     for seed, length in enumerate(LENGTHS):
         compare(both, request(prompt_of(length, seed), **VARIANTS[name]))
     stats = both.d.stats
@@ -105,7 +105,7 @@ def test_every_kind_of_request_gives_the_same_tokens(both: Pair, name: str) -> N
     assert stats.received_tokens == sum(LENGTHS)
 
 
-def test_what_either_end_has_is_used_and_changes_nothing(both: Pair) -> None:
+def test_what_either_end_has_is_used_and_changes_nothing(both: DisaggPair) -> None:
     prompt = prompt_of(45)
     both.d.engine.generate([request(prompt[:17], max_tokens=1)])
     both.p.engine.generate([request(prompt[:33], max_tokens=1)])
@@ -114,7 +114,7 @@ def test_what_either_end_has_is_used_and_changes_nothing(both: Pair) -> None:
     assert both.d.stats.received_blocks == 4
 
 
-def test_the_last_chunk_goes_out_layer_by_layer(both: Pair) -> None:
+def test_the_last_chunk_goes_out_layer_by_layer(both: DisaggPair) -> None:
     """Two layers: a part for each, after those of the chunks before."""
     handle, _ = both.submit(request(prompt_of(30)))
     both.run()
@@ -168,7 +168,9 @@ def test_a_watcher_sees_finished_layers_and_may_fail(kernels: str) -> None:
             begin = 3 * layer * region.layout.layers + (layers - 1) * layer
             seen.append(bytes(region.view[begin : begin + layer]))
 
-        plan = StepPlan([Chunk(wanted, 0, 8, True)], watch=watch, watch_at=frozenset({1, 2}))
+        plan = StepPlan(
+            [ScheduledChunk(wanted, 0, 8, True)], watch=watch, watch_at=frozenset({1, 2})
+        )
         result = executor.execute(plan)
         whole = bytes(region.view[3 * 2 * layer : 4 * 2 * layer])
         assert whole == b"".join(seen)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pdserve.errors import ConfigError
-from pdserve_engines.torch.config import parse_config
-from pdserve_engines.torch.settings import choose_device, choose_dtype, settle
+from pdserve_engines.torch.model_loader.config import parse_config
+from pdserve_engines.torch.settings import choose_device, choose_dtype, resolve_settings
 from tests.engines.torch.driver import spec
-from tests.engines.torch.test_config import LLAMA, MISTRAL
+from tests.engines.torch.model_loader.test_config import LLAMA, MISTRAL
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -51,16 +51,16 @@ def test_a_device_that_is_not_there_is_refused(name: str) -> None:
 
 
 def test_a_spec_without_wishes_gets_the_machines_threads_and_the_checkpoints_limit() -> None:
-    settings = settle(spec(Path("x"), threads=0), parse_config(LLAMA))
+    settings = resolve_settings(spec(Path("x"), threads=0), parse_config(LLAMA))
     assert settings.threads == len(os.sched_getaffinity(0))
     assert settings.max_model_len == 512
 
 
 def test_a_length_over_the_checkpoints_is_refused() -> None:
     with pytest.raises(ConfigError, match="600 is over the checkpoint's limit of 512"):
-        settle(spec(Path("x"), max_model_len=600), parse_config(LLAMA))
+        resolve_settings(spec(Path("x"), max_model_len=600), parse_config(LLAMA))
 
 
 def test_a_window_does_not_limit_the_length() -> None:
     config = parse_config(MISTRAL | {"sliding_window": 64})
-    assert settle(spec(Path("x")), config).max_model_len == 512
+    assert resolve_settings(spec(Path("x")), config).max_model_len == 512

@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as replaced
 
-from pdserve.testing.policy_conformance import QUESTION, state_of, view
+from pdserve.testing.policy_conformance import ROUTE_REQUEST, state_of, view
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pdserve.messages.routing import Route
-    from pdserve.router.policies.base import Explains, State, Terms, WorkerView
+    from pdserve.messages.routing import RouteRequest
+    from pdserve.router.policies.base import Explains, RoutingState, Terms, WorkerView
 
 __all__ = ["BLOCK", "ask", "snapshot", "weighed", "worker"]
 
 BLOCK = 32
 
 
-def ask(blocks: int = 10, *, first: int = 0, **fields: Any) -> Route:
+def ask(blocks: int = 10, *, first: int = 0, **fields: Any) -> RouteRequest:
     """A prompt of whole blocks; those with another `first` share nothing with it."""
     names = b"".join((first * 1000 + i).to_bytes(8, "little") for i in range(1, blocks + 1))
     known = {"prompt_tokens": blocks * BLOCK, "names": names, "block_size": BLOCK}
-    return replaced(QUESTION, **{**known, **fields})
+    return replaced(ROUTE_REQUEST, **{**known, **fields})
 
 
 def worker(node: str, sequences: int = 0, max_sequences: int = 8, **fields: Any) -> WorkerView:
@@ -33,11 +33,11 @@ def worker(node: str, sequences: int = 0, max_sequences: int = 8, **fields: Any)
     return replace(idle, occupancy=sequences / max_sequences, **fields)
 
 
-def snapshot(workers: Sequence[WorkerView], **fields: Any) -> State:
+def snapshot(workers: Sequence[WorkerView], **fields: Any) -> RoutingState:
     """These, with overlaps and whatever else a state has."""
     return replace(state_of(workers), **fields)
 
 
-def weighed(policy: Explains, question: Route, state: State) -> Mapping[str, Terms]:
+def weighed(policy: Explains, question: RouteRequest, state: RoutingState) -> Mapping[str, Terms]:
     """Its terms, by name."""
     return {str(node): terms for node, terms in policy.terms(question, state).items()}

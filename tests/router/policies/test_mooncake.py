@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
+from pdserve.perf_model.latency_model import LatencyModel
 from pdserve.router.policies.mooncake import Mooncake
-from pdserve.router.predict.model import TimeModel
 from tests.router.policies.support import ask, snapshot, weighed, worker
 
-MODEL = TimeModel(base=0.0, per_token=0.001, per_pair=0.0, fitted=True)
+MODEL = LatencyModel(base=0.0, per_token=0.001, per_pair=0.0, fitted=True)
 
 
 def test_it_weighs_waiting_against_computing():

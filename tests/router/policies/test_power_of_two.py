@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from pdserve.router.policies.power_of_two import choose
-from pdserve.testing.policy_conformance import QUESTION, state_of, view
+from pdserve.testing.policy_conformance import ROUTE_REQUEST, state_of, view
 
 
 class Draws(Random):
@@ -27,7 +27,7 @@ def every_pair(workers) -> Counter[str]:
     """How often each is chosen, over all equally likely draws."""
     size = len(workers)
     draws = [Draws(i, j) for i in range(size) for j in range(size - 1)]
-    return Counter(choose(QUESTION, state_of(workers), random).node for random in draws)
+    return Counter(choose(ROUTE_REQUEST, state_of(workers), random).node for random in draws)
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
@@ -41,4 +41,4 @@ def test_the_busiest_is_never_chosen_and_the_idlest_most_often():
 
 
 def test_the_only_one_needs_no_draw():
-    assert choose(QUESTION, state_of([view("a", 9)]), Draws()).node == "a"
+    assert choose(ROUTE_REQUEST, state_of([view("a", 9)]), Draws()).node == "a"

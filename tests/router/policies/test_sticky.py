@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from pdserve.perf_model.latency_model import LatencyModel
 from pdserve.router.policies.sticky import Sticky
-from pdserve.router.predict.model import TimeModel
 from tests.router.policies.support import ask, snapshot, weighed, worker
 
 
@@ -28,7 +28,7 @@ def test_a_short_match_does_not_bind():
 
 
 def test_the_learnt_time_can_take_the_throughputs_place():
-    model = TimeModel(base=0.0, per_token=0.001, per_pair=0.0)
+    model = LatencyModel(base=0.0, per_token=0.001, per_pair=0.0)
     workers = [worker("a", work=1.5, prefill_tokens=1500), worker("b")]
     state = snapshot(workers, overlaps={"a": 9}, model=model)
     assert Sticky(patience=2, throughput=0)(ask(10), state, Random()).node == "a"

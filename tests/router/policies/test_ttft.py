@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.ids import NodeId
-from pdserve.router.policies.load import load_policy
+from pdserve.perf_model.latency_model import LatencyModel
+from pdserve.perf_model.remote_prefill import RemotePrefillEstimate
+from pdserve.router.policies.loader import load_policy
 from pdserve.router.policies.ttft import Ttft
-from pdserve.router.predict.model import TimeModel
-from pdserve.router.predict.moves import Elsewhere
 from tests.router.policies.support import ask, snapshot, weighed, worker
 
 if TYPE_CHECKING:
-    from pdserve.router.policies.base import State, WorkerView
+    from pdserve.router.policies.base import RoutingState, WorkerView
 
-MODEL = TimeModel(0.01, 6e-5, 6e-10, 0.008, 1e-4, 1e-8, fitted=True)
+MODEL = LatencyModel(0.01, 6e-5, 6e-10, 0.008, 1e-4, 1e-8, fitted=True)
 PLAIN = Ttft(gamma=0, kappa0=0, kappa1=0, lambda_decode=0)
-KINDS = [MODEL, TimeModel(), TimeModel(blind=True)]
+KINDS = [MODEL, LatencyModel(), LatencyModel(blind=True)]
 
 
-def state(*workers: WorkerView, **fields: Any) -> State:
+def state(*workers: WorkerView, **fields: Any) -> RoutingState:
     return snapshot(workers, **{"model": MODEL, "now": 100.0, **fields})
 
 
-def some_cluster(seed: int, model: TimeModel = MODEL) -> State:
+def some_cluster(seed: int, model: LatencyModel = MODEL) -> RoutingState:
     """Workers of all kinds, with and without room."""
     random = Random(seed)
     workers = []
@@ -127,7 +127,7 @@ def test_running_streams_are_harmed_now_and_later():
 
 
 @pytest.mark.parametrize("model", KINDS)
-def test_what_is_compared_is_the_sum_of_the_terms(model: TimeModel):
+def test_what_is_compared_is_the_sum_of_the_terms(model: LatencyModel):
     for seed in range(200):
         given, policy = some_cluster(seed, model), Ttft(lambda_decode=0.1)
         question = ask(Random(seed).choice((1, 50, 400)), max_tokens=100)
@@ -140,10 +140,10 @@ def test_what_is_compared_is_the_sum_of_the_terms(model: TimeModel):
 
 # ---------------------------------------------------------------------- prompts computed elsewhere
 
-AWAY = Elsewhere(0.2, TimeModel(0.005, 3e-5, 3e-10), latency=0.01, token=1e-5)
+AWAY = RemotePrefillEstimate(0.2, LatencyModel(0.005, 3e-5, 3e-10), latency=0.01, token=1e-5)
 
 
-def split(seed: int) -> State:
+def split(seed: int) -> RoutingState:
     """Some of the workers are decode workers."""
     given = some_cluster(seed)
     workers = tuple(replace(w, decode=i % 3 > 0) for i, w in enumerate(given.workers))
@@ -224,7 +224,7 @@ def test_all_is_learnt_of_prefill_workers_and_nothing_of_the_rest():
     busy: dict[str, Any] = {"sequences": 6, "decodes": 6, "kv_tokens": 30_000, "decode": True}
     idle: dict[str, Any] = {"sequences": 1, "decodes": 1, "kv_tokens": 1000, "decode": True}
     given = state(
-        worker("a", **busy), worker("b", **idle), elsewhere=AWAY, model=TimeModel(0.02, 1e-2)
+        worker("a", **busy), worker("b", **idle), elsewhere=AWAY, model=LatencyModel(0.02, 1e-2)
     )
     costs = Ttft().costs(ask(200), given)
     assert costs[1] < costs[0]
@@ -235,17 +235,17 @@ def test_all_is_learnt_of_prefill_workers_and_nothing_of_the_rest():
 
 def test_without_a_model_tokens_are_counted():
     given = state(
-        worker("a", prefills=1, prefill_tokens=3000), worker("b", speed=9.0), model=TimeModel()
+        worker("a", prefills=1, prefill_tokens=3000), worker("b", speed=9.0), model=LatencyModel()
     )
     found = weighed(PLAIN, ask(100), given)
-    prior = TimeModel()
+    prior = LatencyModel()
     assert found["b"]["cost"] == pytest.approx(prior.base + 3200 * prior.per_token)
     assert found["a"]["wait"] == pytest.approx(prior.base + 3000 * prior.per_token)
 
 
 def test_blind_it_counts_requests_and_the_uncached_share():
     given = state(
-        worker("a", 2), worker("b", 1), overlaps={NodeId("a"): 75}, model=TimeModel(blind=True)
+        worker("a", 2), worker("b", 1), overlaps={NodeId("a"): 75}, model=LatencyModel(blind=True)
     )
     found = weighed(PLAIN, ask(100), given)
     assert found["a"]["cost"] == pytest.approx(2.25)
@@ -256,7 +256,7 @@ def test_blind_it_counts_requests_and_the_uncached_share():
 
 
 @pytest.mark.parametrize("model", KINDS)
-def test_permuting_the_workers_changes_nothing(model: TimeModel):
+def test_permuting_the_workers_changes_nothing(model: LatencyModel):
     for seed in range(100):
         given, question = some_cluster(seed, model), ask(100)
         random = Random(seed)
@@ -280,7 +280,7 @@ def test_permuting_the_workers_changes_nothing(model: TimeModel):
 
 
 @pytest.mark.parametrize("model", KINDS)
-def test_an_idle_identical_worker_never_raises_the_best_cost(model: TimeModel):
+def test_an_idle_identical_worker_never_raises_the_best_cost(model: LatencyModel):
     for seed in range(100):
         given, question = some_cluster(seed, model), ask(100)
         best = min(Ttft().costs(question, given))

@@ -11,22 +11,22 @@ from pdserve.errors import Overloaded, PayloadTooLarge, ProtocolError
 from pdserve.runtime.topics.config import LogConfig
 from pdserve.runtime.topics.messages import (
     CHUNK_BYTES,
-    Batch,
     Begin,
-    Chunk,
+    CatchUpMode,
+    EventBatch,
     Lagged,
-    Mode,
     Position,
     Resume,
+    SnapshotChunk,
     SnapshotEnd,
     Watermark,
-    decode_said,
+    decode_publisher_message,
 )
 from pdserve.runtime.topics.publisher import LogPublisher
 from pdserve.wire.codec import encode
 
 if TYPE_CHECKING:
-    from pdserve.runtime.topics.messages import Said
+    from pdserve.runtime.topics.messages import PublisherMessage
     from pdserve.runtime.topics.publisher import LogFeed
 
 CONFIG = LogConfig(ring_events=10, batch_events=4, batch_bytes=1000, snapshots=1, pinned=3)
@@ -65,33 +65,33 @@ def at(log: LogPublisher, number: int, now: float = 0.0) -> LogFeed:
     return log.feed(Resume(1, Position(EPOCH, number)), now)
 
 
-def take(feed: LogFeed, now: float, most: int = 100) -> list[Said]:
+def take(feed: LogFeed, now: float, most: int = 100) -> list[PublisherMessage]:
     """What it is sent."""
-    said: list[Said] = []
+    said: list[PublisherMessage] = []
     while len(said) < most and (message := feed.poll(now)) is not None:
-        said.append(decode_said(message))
+        said.append(decode_publisher_message(message))
     return said
 
 
-def kinds(said: list[Said]) -> str:
+def kinds(said: list[PublisherMessage]) -> str:
     return " ".join(type(one).__name__ for one in said)
 
 
 def test_a_reader_with_everything_goes_on_live() -> None:
     log = make(3)
     feed = at(log, 3)
-    assert take(feed, 0.0) == [Begin(1, EPOCH, Mode.LIVE, 3), Watermark(EPOCH, 3, 3)]
+    assert take(feed, 0.0) == [Begin(1, EPOCH, CatchUpMode.LIVE, 3), Watermark(EPOCH, 3, 3)]
     add(log, 1)
-    assert take(feed, 0.0) == [Batch(EPOCH, 3, [b"event3"])]
+    assert take(feed, 0.0) == [EventBatch(EPOCH, 3, [b"event3"])]
     assert log.replays == log.snapshots == 0
 
 
 def test_a_reader_behind_gets_what_it_misses() -> None:
     log = make(8)
     said = take(at(log, 2), 0.0)
-    assert kinds(said) == "Begin Batch Batch Watermark"
-    assert said[0] == Begin(1, EPOCH, Mode.REPLAY, 2)
-    events = [event for one in said if isinstance(one, Batch) for event in one.events]
+    assert kinds(said) == "Begin EventBatch EventBatch Watermark"
+    assert said[0] == Begin(1, EPOCH, CatchUpMode.REPLAY, 2)
+    events = [event for one in said if isinstance(one, EventBatch) for event in one.events]
     assert events == [b"event%d" % number for number in range(2, 8)]
     assert log.replays == 1
 
@@ -103,8 +103,8 @@ def test_a_reader_behind_gets_what_it_misses() -> None:
 def test_others_start_over(position: Position | None) -> None:
     log = make(20)
     said = take(log.feed(Resume(5, position), 0.0), 0.0)
-    assert said[0] == Begin(5, EPOCH, Mode.SNAPSHOT, 20)
-    assert said[1:6] == [Chunk(number, b"piece%d" % number) for number in range(5)]
+    assert said[0] == Begin(5, EPOCH, CatchUpMode.SNAPSHOT, 20)
+    assert said[1:6] == [SnapshotChunk(number, b"piece%d" % number) for number in range(5)]
     assert said[6:] == [SnapshotEnd(5, 20), Watermark(EPOCH, 20, 20)]
 
 
@@ -114,7 +114,7 @@ def test_batches_are_bounded_and_encoded_once() -> None:
         log.append(bytes(size))
     feeds = [at(log, 0), at(log, 0)]
     said = take(feeds[0], 0.0)
-    lengths = [[len(event) for event in one.events] for one in said if isinstance(one, Batch)]
+    lengths = [[len(event) for event in one.events] for one in said if isinstance(one, EventBatch)]
     assert lengths == [[400, 400], [400], [5000], [10, 10]]
     assert [log.batch(0)[1] is log.batch(0)[1]] == [True]
 
@@ -148,7 +148,7 @@ def test_a_reader_that_falls_out_is_told_until_it_resumes() -> None:
     assert take(feed, 1.0) == [Lagged(21)]
     assert log.lagged == 1
     feed.hear(encode(Resume(2, Position(EPOCH, 0))), 1.1)
-    assert kinds(take(feed, 1.1)) == "Begin" + " Chunk" * 5 + " SnapshotEnd Watermark"
+    assert kinds(take(feed, 1.1)) == "Begin" + " SnapshotChunk" * 5 + " SnapshotEnd Watermark"
 
 
 def test_falling_out_before_the_answer() -> None:
@@ -164,8 +164,13 @@ def test_what_follows_a_snapshot_is_kept_for_it() -> None:
     take(feed, 0.0, 3)
     add(log, 25)  # more than the ring takes otherwise
     said = take(feed, 0.0)
-    assert kinds(said) == "Chunk Chunk Chunk SnapshotEnd" + " Batch" * 7 + " Watermark"
-    assert isinstance(said[4], Batch)
+    assert (
+        kinds(said)
+        == "SnapshotChunk SnapshotChunk SnapshotChunk SnapshotEnd"
+        + " EventBatch" * 7
+        + " Watermark"
+    )
+    assert isinstance(said[4], EventBatch)
     assert said[4].first == 5
     add(log, 1)
     assert log.head - log.oldest == CONFIG.ring_events
@@ -182,8 +187,8 @@ def test_a_snapshot_that_takes_too_long_begins_anew() -> None:
     assert feed.due == pytest.approx(CONFIG.retry_first)
     assert not log.pins
     said = take(feed, 0.2)
-    assert said[0] == Begin(1, EPOCH, Mode.SNAPSHOT, 36)
-    assert kinds(said[1:]) == "Chunk " * 5 + "SnapshotEnd Watermark"
+    assert said[0] == Begin(1, EPOCH, CatchUpMode.SNAPSHOT, 36)
+    assert kinds(said[1:]) == "SnapshotChunk " * 5 + "SnapshotEnd Watermark"
     assert log.restarts == 1
 
 
@@ -193,7 +198,7 @@ def test_so_does_one_that_is_overtaken_after_its_end() -> None:
     take(feed, 0.0, 7)
     add(log, 31)
     assert take(feed, 0.0) == []
-    assert take(feed, 1.0)[0] == Begin(1, EPOCH, Mode.SNAPSHOT, 36)
+    assert take(feed, 1.0)[0] == Begin(1, EPOCH, CatchUpMode.SNAPSHOT, 36)
 
 
 def test_snapshots_that_never_help_come_to_an_end() -> None:
@@ -255,9 +260,9 @@ def test_a_reader_that_stands_still_gives_its_slot_away(taken: int) -> None:
     take(stuck, 0.0, taken)
     assert take(second, CONFIG.stalled - 0.1) == []
     said = take(second, CONFIG.stalled)
-    assert kinds(said) == "Begin" + " Chunk" * 5 + " SnapshotEnd Watermark"
+    assert kinds(said) == "Begin" + " SnapshotChunk" * 5 + " SnapshotEnd Watermark"
     said = take(stuck, CONFIG.stalled + 1.0)
-    anew = "Begin" + " Chunk" * 5 + " SnapshotEnd Watermark"
+    anew = "Begin" + " SnapshotChunk" * 5 + " SnapshotEnd Watermark"
     assert kinds(said) == (anew if taken == 2 else "Watermark")
     assert log.restarts == (taken == 2)
     assert not log.pins
@@ -274,7 +279,7 @@ def test_watermarks_when_idle_and_among_batches() -> None:
     for _ in range(7):
         add(log, 1)
         seen += take(feed, 1.1)
-    assert kinds(seen) == "Batch Batch Batch Watermark Batch Batch Batch Watermark Batch"
+    assert kinds(seen) == "EventBatch EventBatch EventBatch Watermark " * 2 + "EventBatch"
 
 
 def test_a_piece_has_a_bound() -> None:

@@ -6,13 +6,13 @@ import pytest
 
 from pdserve.errors import ProtocolError
 from pdserve.runtime.topics.messages import (
-    Batch,
     Begin,
-    Chunk,
+    CatchUpMode,
+    EventBatch,
     Lagged,
-    Mode,
     Position,
     Resume,
+    SnapshotChunk,
     SnapshotEnd,
     Watermark,
     decode_resume,
@@ -62,8 +62,8 @@ def loaded(pieces: int = 2, head: int = 10) -> tuple[LogReader, Target]:
     target = Target()
     reader = LogReader(target)
     assert reader.resume() == Resume(1, None)
-    said = [Chunk(number, b"piece") for number in range(pieces)]
-    begin = Begin(1, EPOCH, Mode.SNAPSHOT, head)
+    said = [SnapshotChunk(number, b"piece") for number in range(pieces)]
+    begin = Begin(1, EPOCH, CatchUpMode.SNAPSHOT, head)
     assert say(reader, begin, *said, SnapshotEnd(pieces, pieces)) == []
     assert reader.live
     return reader, target
@@ -73,7 +73,7 @@ def test_a_snapshot_shows_when_it_is_complete() -> None:
     target = Target()
     reader = LogReader(target)
     reader.resume()
-    say(reader, Begin(1, EPOCH, Mode.SNAPSHOT, 10), Chunk(0, b"x"))
+    say(reader, Begin(1, EPOCH, CatchUpMode.SNAPSHOT, 10), SnapshotChunk(0, b"x"))
     assert reader.stage is Stage.LOADING
     assert target.state == []
     say(reader, SnapshotEnd(1, 1))
@@ -83,20 +83,20 @@ def test_a_snapshot_shows_when_it_is_complete() -> None:
 
 def test_events_are_applied_once_and_in_order() -> None:
     reader, target = loaded(0)
-    say(reader, Batch(EPOCH, 10, [b"a", b"b"]), Batch(EPOCH, 11, [b"b", b"c"]))
-    say(reader, Batch(EPOCH, 10, [b"a"]))
+    say(reader, EventBatch(EPOCH, 10, [b"a", b"b"]), EventBatch(EPOCH, 11, [b"b", b"c"]))
+    say(reader, EventBatch(EPOCH, 10, [b"a"]))
     assert target.state == [b"a", b"b", b"c"]
     assert (reader.next, reader.applied, reader.duplicates) == (13, 3, 2)
 
 
 def test_a_gap_asks_once() -> None:
     reader, target = loaded(0)
-    answers = say(reader, Batch(EPOCH, 12, [b"c"]), Batch(EPOCH, 13, [b"d"]))
+    answers = say(reader, EventBatch(EPOCH, 12, [b"c"]), EventBatch(EPOCH, 13, [b"d"]))
     assert answers == [Resume(2, Position(EPOCH, 10))]
     assert target.state == []
-    say(reader, Begin(1, EPOCH, Mode.LIVE, 10))  # answers an earlier question
+    say(reader, Begin(1, EPOCH, CatchUpMode.LIVE, 10))  # answers an earlier question
     assert not reader.live
-    say(reader, Begin(2, EPOCH, Mode.REPLAY, 10), Batch(EPOCH, 10, [b"a"]))
+    say(reader, Begin(2, EPOCH, CatchUpMode.REPLAY, 10), EventBatch(EPOCH, 10, [b"a"]))
     assert target.state == [b"a"]
     assert (reader.gaps, reader.replays) == (1, 1)
 
@@ -104,7 +104,7 @@ def test_a_gap_asks_once() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Batch((8, 1), 10, [b"other epoch"]),
+        EventBatch((8, 1), 10, [b"other epoch"]),
         Watermark(EPOCH, 11, 0),
         Watermark((8, 1), 10, 0),
     ],
@@ -125,17 +125,22 @@ def test_the_end_of_a_watermark() -> None:
 def test_a_snapshot_with_the_wrong_digest() -> None:
     reader = LogReader(Target())
     reader.resume()
-    answers = say(reader, Begin(1, EPOCH, Mode.SNAPSHOT, 10), SnapshotEnd(0, 5))
+    answers = say(reader, Begin(1, EPOCH, CatchUpMode.SNAPSHOT, 10), SnapshotEnd(0, 5))
     assert answers == [Resume(2, None)]
 
 
 @pytest.mark.parametrize(
     "message",
-    [Chunk(1, b"x"), SnapshotEnd(1, 0), Batch(EPOCH, 10, [b"a"]), Watermark(EPOCH, 10, 0)],
+    [
+        SnapshotChunk(1, b"x"),
+        SnapshotEnd(1, 0),
+        EventBatch(EPOCH, 10, [b"a"]),
+        Watermark(EPOCH, 10, 0),
+    ],
 )
 def test_a_snapshot_with_holes(message: object) -> None:
     reader, target = loaded(0)
-    say(reader, Lagged(5), Begin(2, EPOCH, Mode.SNAPSHOT, 30))
+    say(reader, Lagged(5), Begin(2, EPOCH, CatchUpMode.SNAPSHOT, 30))
     assert say(reader, message) == [Resume(3, Position(EPOCH, 10))]
     assert reader.gaps == 1
     assert target.state == []
@@ -143,7 +148,7 @@ def test_a_snapshot_with_holes(message: object) -> None:
 
 def test_pieces_twice() -> None:
     reader, target = loaded(2)
-    assert say(reader, Chunk(1, b"again"), SnapshotEnd(2, 2)) == []
+    assert say(reader, SnapshotChunk(1, b"again"), SnapshotEnd(2, 2)) == []
     assert target.commits == 1
     assert reader.duplicates == 2
 
@@ -152,8 +157,8 @@ def test_a_snapshot_may_begin_anew() -> None:
     target = Target()
     reader = LogReader(target)
     reader.resume()
-    begin = Begin(1, EPOCH, Mode.SNAPSHOT, 10)
-    say(reader, begin, Chunk(0, b"old"), begin, Chunk(0, b"new"), SnapshotEnd(1, 1))
+    begin = Begin(1, EPOCH, CatchUpMode.SNAPSHOT, 10)
+    say(reader, begin, SnapshotChunk(0, b"old"), begin, SnapshotChunk(0, b"new"), SnapshotEnd(1, 1))
     assert target.state == [b"new"]
 
 
@@ -161,14 +166,14 @@ def test_lagging_keeps_the_state_until_there_is_a_better_one() -> None:
     reader, target = loaded(2)
     assert say(reader, Lagged(50)) == [Resume(2, Position(EPOCH, 10))]
     assert (reader.lagged, reader.live) == (1, False)
-    say(reader, Begin(2, EPOCH, Mode.SNAPSHOT, 60))
+    say(reader, Begin(2, EPOCH, CatchUpMode.SNAPSHOT, 60))
     assert len(target.state) == 2
 
 
 def test_another_epoch_drops_all_at_once() -> None:
     reader, target = loaded(2)
     assert reader.resume() == Resume(2, Position(EPOCH, 10))
-    say(reader, Begin(2, (8, 1), Mode.SNAPSHOT, 3))
+    say(reader, Begin(2, (8, 1), CatchUpMode.SNAPSHOT, 3))
     assert target.state == []
     assert reader.epochs == 1
     assert reader.resume() == Resume(3, None)
@@ -178,16 +183,16 @@ def test_a_publisher_that_goes_on_from_elsewhere() -> None:
     reader, _ = loaded(0)
     reader.resume()
     with pytest.raises(ProtocolError):
-        say(reader, Begin(2, EPOCH, Mode.REPLAY, 11))
+        say(reader, Begin(2, EPOCH, CatchUpMode.REPLAY, 11))
     with pytest.raises(ProtocolError):
-        say(reader, Begin(2, (8, 1), Mode.LIVE, 0))
+        say(reader, Begin(2, (8, 1), CatchUpMode.LIVE, 0))
 
 
 def test_a_target_that_fails_is_not_trusted() -> None:
     reader, target = loaded(0)
     target.fails = True
     with pytest.raises(RuntimeError):
-        say(reader, Batch(EPOCH, 10, [b"a"]))
+        say(reader, EventBatch(EPOCH, 10, [b"a"]))
     assert reader.resume().position is None
 
 
@@ -198,7 +203,7 @@ def test_patience() -> None:
     assert [number for number, again in enumerate(asked) if again] == [0, 2, 6, 14]
     assert reader.repeats == 4
     reader.resume()
-    assert say(reader, *[Batch(EPOCH, 10, [b"a"])] * 100) == []
+    assert say(reader, *[EventBatch(EPOCH, 10, [b"a"])] * 100) == []
 
 
 def test_forgetting() -> None:

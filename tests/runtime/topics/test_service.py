@@ -15,10 +15,10 @@ from pdserve.messages.node import NodeCard
 from pdserve.net.timers import Timers
 from pdserve.runtime.topics.config import LogConfig, TopicsConfig
 from pdserve.runtime.topics.messages import LOG, STATE, Resume, Subscribe
+from pdserve.runtime.topics.replicated_set import Delta, SetView
 from pdserve.runtime.topics.service import Topics
-from pdserve.runtime.topics.sets import Delta, SetView
 from pdserve.testing import virtual_time
-from pdserve.testing.net_support import RecordingSink
+from pdserve.testing.net_support import RecordingStreamSink
 from pdserve.wire.codec import encode
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
@@ -28,7 +28,7 @@ from tests.runtime.topics.world import CONFIG, world
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.runtime.topics.sets import SetLog
+    from pdserve.runtime.topics.replicated_set import SetLog
     from tests.runtime.topics.world import Party, World
 
 B = NodeId("b")
@@ -344,7 +344,7 @@ def test_bad_subscribers_are_refused(method: int, body: bytes) -> None:
             b.topics.publish_set("set")
             w.introduce()
             link = await a.link(B, timeout=5.0)
-            sink = RecordingSink()
+            sink = RecordingStreamSink()
             link.open_stream(method, body, sink, window=100)
             assert await sink.end() is not None
             assert b.topics.statistics()["published/set"]["subscribers"] == 0
@@ -364,7 +364,7 @@ async def test_a_subscriber_that_talks_nonsense_is_dropped() -> None:
             (LOG, encode(Subscribe("set", Resume(1)))),
             (STATE, encode(Subscribe("load"))),
         ):
-            sink = RecordingSink()
+            sink = RecordingStreamSink()
             stream = link.open_stream(method, body, sink, window=100_000)
             await stream.send(b"nonsense", timeout=5.0)
             assert await sink.end() is not None

@@ -9,8 +9,8 @@ from itertools import pairwise
 from pdserve.errors import DialRefused
 from pdserve.ids import NodeId
 from pdserve.runtime.topics.messages import STATE
-from pdserve.runtime.topics.sets import SetView
-from pdserve.testing.net_support import RecordingSink
+from pdserve.runtime.topics.replicated_set import SetView
+from pdserve.testing.net_support import RecordingStreamSink
 from tests.net.world import virtually
 from tests.runtime.topics.world import world
 
@@ -256,7 +256,7 @@ async def test_a_publisher_that_ends_is_asked_again() -> None:
         a, b = await w.add("a"), await w.add("b")
 
         def opened(stream, body) -> None:
-            stream.accept(RecordingSink())
+            stream.accept(RecordingStreamSink())
             stream.end()
 
         b.topics.publish_state("load", bytes)

@@ -9,7 +9,7 @@ from pdserve.errors import Overloaded
 from pdserve.runtime.topics.config import LogConfig
 from pdserve.runtime.topics.publisher import LogFeed, LogPublisher
 from pdserve.runtime.topics.reader import LogReader
-from pdserve.runtime.topics.sets import Delta, SetLog, SetView, mix
+from pdserve.runtime.topics.replicated_set import Delta, SetLog, SetView, mix
 from pdserve.wire.codec import encode
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from pdserve.errors import DeadlineExceeded, LinkLost, ProtocolError
 from pdserve.ids import Epoch, NodeId
 from pdserve.messages.node import NodeCard
-from pdserve.net.memory import MemoryWorld
 from pdserve.net.settings import NetSettings
 from pdserve.net.timers import Timers
-from pdserve.runtime.registry import Appeared, Changed, Gone, Member
+from pdserve.net.transport.memory import MemoryWorld
+from pdserve.runtime.registry import Member, MemberAppeared, MemberChanged, MemberGone
 from pdserve.runtime.tasks import Tasks
 from pdserve.runtime.topics.config import LogConfig, TopicsConfig
 from pdserve.runtime.topics.service import Topics
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from pdserve.ids import Seconds
-    from pdserve.net.base import Incoming, Link
+    from pdserve.net.base import IncomingStream, Link
     from pdserve.runtime.registry import MemberEvent
     from pdserve.wire.parser import Buffer
 
@@ -47,7 +47,7 @@ class Party:
         self.timers = Timers(asyncio.get_running_loop())
         self.members: dict[NodeId, Member] = {}
         self._listeners: dict[Callable[[MemberEvent], None], None] = {}
-        self._streams: dict[int, Callable[[Incoming, Buffer], None]] = {}
+        self._streams: dict[int, Callable[[IncomingStream, Buffer], None]] = {}
         handler = RecordingHandler()
         handler.on_stream_hook = self._on_stream
         self.endpoint = node(
@@ -55,7 +55,7 @@ class Party:
         )
         self.topics = Topics(self, self.timers, world.config)
 
-    def _on_stream(self, stream: Incoming, method: int, body: Buffer) -> None:
+    def _on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
         if method not in self._streams:
             raise ProtocolError("nobody takes this stream")
         self._streams[method](stream, body)
@@ -65,13 +65,13 @@ class Party:
     def now(self) -> Seconds:
         return asyncio.get_running_loop().time()
 
-    def serve_stream(self, number: int, opened: Callable[[Incoming, Buffer], None]) -> None:
+    def serve_stream(self, number: int, opened: Callable[[IncomingStream, Buffer], None]) -> None:
         self._streams[number] = opened
 
     def on_member(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]:
         self._listeners[listener] = None
         for member in tuple(self.members.values()):
-            listener(Appeared(member))
+            listener(MemberAppeared(member))
         return lambda: self._listeners.pop(listener, None)
 
     async def link(self, node: NodeId, *, timeout: Seconds) -> Link:
@@ -101,14 +101,14 @@ class Party:
         if old is None:
             bare = replace(member, card=None)
             self.members[other.id] = bare
-            self._tell(Appeared(bare))
+            self._tell(MemberAppeared(bare))
             old = bare
         self.members[other.id] = member
-        self._tell(Changed(member, old))
+        self._tell(MemberChanged(member, old))
 
     def lose(self, node: NodeId) -> None:
         """`node` is gone."""
-        self._tell(Gone(self.members.pop(node), "died"))
+        self._tell(MemberGone(self.members.pop(node), "died"))
 
     def _tell(self, event: MemberEvent) -> None:
         for listener in tuple(self._listeners):

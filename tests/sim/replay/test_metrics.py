@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from pdserve.messages.request import Started, TokenDelta
-from pdserve.sim.replay.config import Slo
+from pdserve.messages.request import FirstTokenStats, TokenDelta
+from pdserve.sim.replay.config import ReplaySlo
 from pdserve.sim.replay.metrics import (
     balance,
     errors_by_bucket,
-    good,
     jain,
+    meets_slo,
     prefills,
     quantile,
     spread,
@@ -20,10 +20,10 @@ from pdserve.sim.replay.metrics import (
     weighted_spread,
 )
 from pdserve.sim.replay.plot import hit_rates
-from pdserve.sim.replay.record import OUTCOMES, Record
+from pdserve.sim.replay.record import OUTCOMES, ReplayRecord
 
 
-def record(number: int = 0, ttft: float = 1.0, **changes) -> Record:
+def record(number: int = 0, ttft: float = 1.0, **changes) -> ReplayRecord:
     values: dict[str, Any] = {
         "number": number,
         "arrival": 10.0,
@@ -35,7 +35,7 @@ def record(number: int = 0, ttft: float = 1.0, **changes) -> Record:
         "worker": "a",
         "outcome": "completed",
     }
-    return Record(**(values | changes))
+    return ReplayRecord(**(values | changes))
 
 
 def cold(length: int) -> float:
@@ -70,7 +70,7 @@ def test_values_that_occur_often_weigh_so_much() -> None:
 
 
 def delta(tokens: int, prefill: str = "") -> TokenDelta:
-    started = Started(0, 0.0, 0.1, 0.1, 90, prefill) if prefill else None
+    started = FirstTokenStats(0, 0.0, 0.1, 0.1, 90, prefill) if prefill else None
     return TokenDelta(1, 0, [7] * tokens, started=started)
 
 
@@ -120,14 +120,14 @@ def test_times_of_a_record() -> None:
     ],
 )
 def test_good_is_soon_enough_and_fast_enough(changes, wanted: bool) -> None:
-    slo = Slo(ttft=1.0, cold=2.0, itl=0.5)
-    assert good(record(**changes), slo, cold) is wanted
+    slo = ReplaySlo(ttft=1.0, cold=2.0, itl=0.5)
+    assert meets_slo(record(**changes), slo, cold) is wanted
 
 
 def test_a_summary_counts_everybody_once() -> None:
     records = [record(i, outcome=outcome) for i, outcome in enumerate(OUTCOMES)]
     records += [record(99, cached_tokens=50)]
-    numbers = summary(records, Slo(), cold, {"a": "aggregated", "b": "aggregated"})
+    numbers = summary(records, ReplaySlo(), cold, {"a": "aggregated", "b": "aggregated"})
     assert numbers["outcomes"] == dict.fromkeys(OUTCOMES, 1) | {"completed": 2}
     assert numbers["requests"] == len(OUTCOMES) + 1
     assert numbers["hit_rate"] == pytest.approx(0.25)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdserve.openai.schema import FunctionSpec, Tool
+from pdserve.protocols.completion_requests import FunctionSpec, Tool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

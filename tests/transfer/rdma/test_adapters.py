@@ -8,7 +8,8 @@ import pytest
 
 from pdserve.errors import TransferError
 from pdserve.ids import Epoch, NodeId
-from pdserve.transfer.rdma import RdmaTransport, library, transport
+from pdserve.transfer.rdma import adapters, pyverbs_loader
+from pdserve.transfer.rdma.transport import RdmaTransport
 
 if TYPE_CHECKING:
     from pdserve.transfer.rdma.negotiate import DeviceName
@@ -32,9 +33,9 @@ class PlayedAdapter:
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of its adapters."""
     names: list[str] = []
-    monkeypatch.setattr(transport, "Adapter", PlayedAdapter)
-    monkeypatch.setattr(library, "load", lambda: None)
-    monkeypatch.setattr(library, "devices", lambda: names)
+    monkeypatch.setattr(adapters, "Adapter", PlayedAdapter)
+    monkeypatch.setattr(pyverbs_loader, "load_pyverbs", lambda: None)
+    monkeypatch.setattr(pyverbs_loader, "adapter_names", lambda: names)
     return names
 
 
@@ -43,7 +44,7 @@ def opened(*devices: str) -> list[str]:
         raise AssertionError("nobody is asked")
 
     made = RdmaTransport(NodeId("p"), Epoch(1), [], ask, devices=devices)
-    made._open()
+    made._adapters.open()
     return [adapter.name.name for adapter in made.adapters]
 
 

@@ -9,20 +9,19 @@ import pytest
 
 from pdserve.messages.transfer import RegionCard
 from pdserve.testing.kv_oracle import layouts
-from pdserve.transfer.plan import PlanError
+from pdserve.transfer.copy_plan import PlanError
 from pdserve.transfer.rdma.negotiate import (
-    Details,
     DeviceName,
     Gid,
-    Offer,
+    RailOffer,
+    RdmaDetails,
     choose_gid,
     common_mtu,
-    mtu_bytes,
-    partners,
+    pair_rails,
 )
 from pdserve.transfer.rdma.transport import remote_regions
 
-OFFER = Offer(
+OFFER = RailOffer(
     device=0, link="roce", number=7, sequence=1, gid=bytes(16), lid=0, mtu=5, reads=16
 )  # fmt: skip
 
@@ -65,18 +64,17 @@ def test_without_an_address_there_is_no_roce() -> None:
 def test_the_smaller_mtu_holds() -> None:
     smaller = msgspec.structs.replace(OFFER, mtu=3)
     assert common_mtu(OFFER, smaller) == common_mtu(smaller, OFFER) == 3
-    assert [mtu_bytes(n) for n in range(1, 6)] == [256, 512, 1024, 2048, 4096]
     with pytest.raises(PlanError, match="two networks"):
         common_mtu(OFFER, msgspec.structs.replace(OFFER, link="infiniband"))
 
 
 def test_rails_find_adapters_on_their_network() -> None:
     band = msgspec.structs.replace(OFFER, link="infiniband")
-    assert partners([OFFER] * 4, ["roce", "roce"]) == [0, 1, 0, 1]
-    assert partners([OFFER, band], ["infiniband", "roce"]) == [1, 0]
-    assert partners([OFFER], ["roce", "roce"]) == [0]
+    assert pair_rails([OFFER] * 4, ["roce", "roce"]) == [0, 1, 0, 1]
+    assert pair_rails([OFFER, band], ["infiniband", "roce"]) == [1, 0]
+    assert pair_rails([OFFER], ["roce", "roce"]) == [0]
     with pytest.raises(PlanError, match="no adapter on infiniband"):
-        partners([band], ["roce"])
+        pair_rails([band], ["roce"])
 
 
 def test_devices_have_names_ports_and_indices() -> None:
@@ -94,11 +92,11 @@ def test_devices_have_names_ports_and_indices() -> None:
     [{"mtu": 6}, {"mtu": 0}, {"number": 1 << 24}, {"gid": b"short"}, {"device": 64}, {"link": "x"}],
 )
 def test_what_no_adapter_offers_is_not_read(change: dict[str, object]) -> None:
-    good = Details(1, (OFFER,))
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(good), type=Details) == good
-    wrong = Details(1, (msgspec.structs.replace(OFFER, **change),))
+    good = RdmaDetails(1, (OFFER,))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(good), type=RdmaDetails) == good
+    wrong = RdmaDetails(1, (msgspec.structs.replace(OFFER, **change),))
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=Details)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=RdmaDetails)
 
 
 def test_each_rail_takes_the_keys_of_its_adapter() -> None:

@@ -1,6 +1,6 @@
 // The forward pass of the Llama family on the CPU: one call computes a whole step.
 //
-// Twin: pdserve_engines/torch/model.py. The model owns work space and its share of the packed
+// Twin: pdserve_engines/torch/models/torch_model.py. The model owns work space and its share of the packed
 // weights; KV blocks and the rotary table belong to the caller. One thread calls it, one call at a
 // time; models that share weights may be called by as many threads as there are models.
 #pragma once
@@ -63,7 +63,7 @@ class Space {
   Pages pages_;
 };
 
-// One step's tokens, chunk after chunk; see pdserve_engines/torch/batch.py for the fields.
+// One step's tokens, chunk after chunk; see pdserve_engines/torch/models/forward_batch.py for the fields.
 struct Batch {
   int tokens = 0;
   int chunks = 0;

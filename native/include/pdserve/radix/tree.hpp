@@ -1,5 +1,5 @@
 // The router's index: which worker holds how much of a prompt. Twin of
-// pdserve/router/index/tree.py, which says what every call means; this says how it is kept.
+// pdserve/router/prefix_index/radix_tree.py, which says what every call means; this says how it is kept.
 //
 // Blocks that came one after another are one run. A run grows while one worker alone holds it and is
 // cut where chains part, so that those who share a prefix hold whole runs: one bit each, for up to

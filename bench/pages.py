@@ -1,0 +1,17 @@
+"""What people have written at the end of a result's page, which a new run keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["kept"]
+
+
+def kept(file: Path, heading: str) -> str:
+    """The page's text from this heading on, after an empty line; nothing if it has none."""
+    text = file.read_text() if file.exists() else ""
+    _, found, after = text.partition(f"\n{heading}\n")
+    return f"\n{heading}\n{after}" if found else ""

@@ -1,0 +1,230 @@
+"""Simulates the content of KV blocks, so that a wrong block changes the sim engine's output.
+
+`DigestContent` keeps bytes: each token writes an entry to its block that depends on the entry
+before, as attention does. When a sequence is activated (admitted, resumed, forked), all entries of
+its blocks are read and digested; each step reads the last entry and one earlier block again. So a
+block that is lost, stale, mixed up or overwritten changes the output. `NoContent` keeps none, for
+replays of long prompts: tokens follow from a few prompt tokens. The executor owns one of the two.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.kv.storage import BlockMemory
+from pdserve_engines.sim.tokens import (
+    ENTRY_BYTES,
+    chosen,
+    digested,
+    entry_of,
+    start_of,
+    vector_of,
+    walk,
+    word_at,
+)
+
+if TYPE_CHECKING:
+    from pdserve.engine_core.executor import ScheduledChunk
+    from pdserve.engine_core.scheduler.sequence import Sequence
+    from pdserve.ids import SequenceKey, TokenId
+
+__all__ = ["BlockContent", "DigestContent", "NoContent"]
+
+
+class BlockContent(Protocol):
+    """The block content of one pool."""
+
+    @property
+    def memory(self) -> BlockMemory:
+        """The storage that peers read and write."""
+        ...
+
+    def copy(self, source: int, destination: int) -> None:
+        """Copy the content of one block to another."""
+        ...
+
+    def write(self, chunk: ScheduledChunk) -> None:
+        """Write a chunk's tokens to its blocks."""
+        ...
+
+    def next_token(self, sequence: Sequence) -> TokenId:
+        """After all tokens of a sequence have been written."""
+        ...
+
+    def vector(self, sequence: Sequence) -> bytes:
+        """The vector of a prompt that has been written completely (`Finish.embedding`)."""
+        ...
+
+    def foreseen(self, sequence: Sequence, steps: int) -> list[TokenId]:
+        """The next tokens, as many as are wanted, up to a stop id; empty if nobody can know."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """Drop the sequence's state."""
+        ...
+
+    def close(self) -> None:
+        """Free all memory. Idempotent."""
+        ...
+
+
+class NoContent:
+    """Blocks without bytes, but for a few per token that stand for them when blocks are moved."""
+
+    def __init__(self, words: tuple[TokenId, ...], num_blocks: int, block_size: int) -> None:
+        self._shape = (num_blocks, (2, block_size))
+        self._memory: BlockMemory | None = None
+        self._words = words
+        self._some = frozenset(words)
+        self._starts: dict[SequenceKey, int] = {}
+
+    @property
+    def memory(self) -> BlockMemory:
+        """Made when it is asked for."""
+        if self._memory is None:
+            self._memory = BlockMemory(*self._shape)
+        return self._memory
+
+    def copy(self, source: int, destination: int) -> None:
+        pass
+
+    def write(self, chunk: ScheduledChunk) -> None:
+        pass
+
+    def next_token(self, sequence: Sequence) -> TokenId:
+        start, position = self._start(sequence), len(sequence.tokens) - sequence.prompt_len
+        if position < sequence.request.sampling.min_tokens:
+            return word_at(self._words, start, position, sequence.request.sampling)
+        return self._words[(start + position) % len(self._words)]
+
+    def vector(self, sequence: Sequence) -> bytes:
+        return vector_of(array("I", sequence.tokens).tobytes(), sequence.request.pooling)
+
+    def _start(self, sequence: Sequence) -> int:
+        key = (sequence.handle, sequence.choice)
+        start = self._starts.get(key)
+        if start is None:
+            start = self._starts[key] = start_of(sequence.request, sequence.choice)
+        return start
+
+    def foreseen(self, sequence: Sequence, steps: int) -> list[TokenId]:
+        start, position = self._start(sequence), len(sequence.tokens) - sequence.prompt_len
+        sampling = sequence.request.sampling
+        if position < sampling.min_tokens and not self._some.isdisjoint(
+            sampling.stop_token_ids + sampling.eos_token_ids
+        ):
+            return []
+        tokens = walk(self._words, start, position, steps)
+        stops = sequence.stop_ids
+        if stops and not stops.isdisjoint(self._some):
+            for index, token in enumerate(tokens):
+                if token in stops:
+                    return tokens[: index + 1]
+        return tokens
+
+    def release(self, sequence: Sequence) -> None:
+        self._starts.pop((sequence.handle, sequence.choice), None)
+
+    def close(self) -> None:
+        self._starts.clear()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+@dataclass(slots=True)
+class _Digest:
+    """State of an active sequence: what it has read and written."""
+
+    position: int
+    """Number of tokens included in `state`."""
+    state: blake2b = field(default_factory=blake2b)
+    blocks: list[bytes] = field(default_factory=list)
+    """Digests of the sequence's full blocks."""
+    turn: int = 0
+
+
+class DigestContent:
+    """Blocks with bytes, in memory that could be exported."""
+
+    def __init__(self, words: tuple[TokenId, ...], num_blocks: int, block_size: int) -> None:
+        self.memory = BlockMemory(num_blocks, (block_size, ENTRY_BYTES))
+        self.mismatches = 0
+        """Blocks that were not any more what they had been."""
+        self._words = words
+        self._size = block_size
+        self._active: dict[SequenceKey, _Digest] = {}
+
+    def copy(self, source: int, destination: int) -> None:
+        self.memory.copy(source, destination)
+
+    def write(self, chunk: ScheduledChunk) -> None:
+        sequence, size = chunk.sequence, self._size
+        digest = self._activated(sequence, chunk.start)
+        before = self._read(sequence, chunk.start - 1) if chunk.start else b""
+        for position in range(chunk.start, chunk.start + chunk.count):
+            before = entry_of(sequence.tokens[position], position, before)
+            block, slot = sequence.blocks[position // size], position % size
+            self.memory.view(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = before
+            digest.state.update(before)
+            if slot == size - 1:
+                digest.blocks.append(self._digest_of(block))
+        digest.position = chunk.start + chunk.count
+
+    def _activated(self, sequence: Sequence, start: int) -> _Digest:
+        """The sequence's digest of all before `start`; of a new one the blocks are read."""
+        key = (sequence.handle, sequence.choice)
+        digest = self._active.get(key)
+        if digest is None or digest.position != start:
+            digest = self._active[key] = _Digest(start)
+            full, rest = divmod(start, self._size)
+            for block in sequence.blocks[:full]:
+                digest.state.update(self.memory.view(block))
+                digest.blocks.append(self._digest_of(block))
+            if rest:
+                digest.state.update(self.memory.view(sequence.blocks[full])[: rest * ENTRY_BYTES])
+        return digest
+
+    def _read(self, sequence: Sequence, position: int) -> bytes:
+        block, slot = sequence.blocks[position // self._size], position % self._size
+        return bytes(self.memory.view(block)[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES])
+
+    def _digest_of(self, block: int) -> bytes:
+        return blake2b(self.memory.view(block), digest_size=8).digest()
+
+    def next_token(self, sequence: Sequence) -> TokenId:
+        digest = self._active[(sequence.handle, sequence.choice)]
+        self._recheck(sequence, digest)
+        number = digested(digest.state.digest(), sequence.request, sequence.choice)
+        position = len(sequence.tokens) - sequence.prompt_len
+        return chosen(self._words, number, sequence.request.sampling, position)
+
+    def vector(self, sequence: Sequence) -> bytes:
+        digest = self._active[(sequence.handle, sequence.choice)]
+        self._recheck(sequence, digest)
+        return vector_of(digest.state.digest(), sequence.request.pooling)
+
+    def _recheck(self, sequence: Sequence, digest: _Digest) -> None:
+        """One block per step, each in turn: what changed under a running sequence shows."""
+        if not digest.blocks:
+            return
+        index = digest.turn % len(digest.blocks)
+        digest.turn += 1
+        found = self._digest_of(sequence.blocks[index])
+        if found != digest.blocks[index]:
+            self.mismatches += 1
+            digest.state.update(found)
+
+    def foreseen(self, sequence: Sequence, steps: int) -> list[TokenId]:
+        """Only bytes tell."""
+        return []
+
+    def release(self, sequence: Sequence) -> None:
+        self._active.pop((sequence.handle, sequence.choice), None)
+
+    def close(self) -> None:
+        self._active.clear()
+        self.memory.close()

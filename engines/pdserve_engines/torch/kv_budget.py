@@ -1,0 +1,174 @@
+"""Computes how many bytes KV may take on a device: the free memory less what a step needs.
+
+Memory is measured once for all cores of a process, when the weights are loaded and no pool is
+allocated: each core then takes its share of the same number. Nothing is allocated here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.errors import ConfigError
+from pdserve.limits.memory import available
+from pdserve.limits.sizes import approximate_size
+from pdserve_engines.torch.models.attention import GATHERED
+
+if TYPE_CHECKING:
+    from pdserve.engine_core.executor import KvBlockShape
+    from pdserve.ids import Bytes
+    from pdserve.messages.engine import EngineSpec
+    from pdserve_engines.torch.model_loader.config import ModelConfig
+
+__all__ = [
+    "AvailableMemory",
+    "KvBudget",
+    "StepMemory",
+    "measure_memory",
+    "out_of_memory",
+    "plan_kv",
+    "step_memory",
+]
+
+_HOST_SHARE = 0.25
+"""Share of a host's free memory for KV without --kv-memory: other programs run there, too."""
+_HOST_MOST = 0.9
+"""Of it, for KV whose size was given: the rest is for steps, and for what else the process does."""
+_CUDA_CONTEXT: Bytes = 512 << 20
+"""What a process takes of a GPU beside its tensors: the context, modules that are loaded late."""
+_FRAGMENTS: Bytes = 512 << 20
+"""Torch's allocator keeps pieces that fit nothing, and cuBLAS a workspace."""
+
+
+@dataclass(frozen=True, slots=True)
+class AvailableMemory:
+    """What a device has for KV and for steps, once the weights are in."""
+
+    free: Bytes
+    limit: str
+    """What leaves no more, in words."""
+    total: Bytes = 0
+    """Of a GPU; 0: this is host memory."""
+    own: Bytes = 0
+    """Of a GPU, what this process has taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Upper bounds of a step's temporaries, as far as they depend on different things."""
+
+    fixed: Bytes
+    """Activations and logits."""
+    per_position: Bytes
+    """For each position of the longest context: attention masks."""
+    of_pool: float
+    """For each byte of the pool: keys and values of one layer, gathered."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvBudget:
+    """For all cores that share the memory together, as `--kv-memory` is."""
+
+    proposed: Bytes
+    """The default."""
+    most: Bytes
+    """If somebody does."""
+    reason: str
+    """What the two follow from, in words."""
+
+
+def measure_memory(device: torch.device) -> AvailableMemory:
+    """Look at `device` now."""
+    if device.type != "cuda":
+        bound = available()
+        return AvailableMemory(bound.free, bound.name)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device) + _CUDA_CONTEXT
+    return AvailableMemory(free, str(device), total, own)
+
+
+def plan_kv(
+    room: AvailableMemory,
+    spec: EngineSpec,
+    layout: KvBlockShape,
+    max_model_len: int,
+    needs: StepMemory,
+) -> KvBudget:
+    """What KV may take: never more than is free, nor more than could ever be used.
+
+    A host gives a quarter of what is free. A GPU gives what `--gpu-memory-utilization` leaves of
+    its total after the weights and the largest step of every core that shares it.
+    """
+    one = -(-max_model_len // layout.block_size) * layout.block_bytes
+    useful = int(one * spec.max_sequences / spec.kv_share)
+    if not room.total:
+        free = f"{approximate_size(room.free)} that are free ({room.limit})"
+        proposed, most = int(room.free * _HOST_SHARE), int(room.free * _HOST_MOST)
+        return KvBudget(min(proposed, useful), most, f"of the {free}")
+    allowed = int(room.total * spec.gpu_memory_utilization) - room.own
+
+    def fits(whole: Bytes) -> Bytes:
+        pool = fit(int(whole * spec.kv_share), layout, max_model_len, needs)
+        return int(pool / spec.kv_share)
+
+    proposed, most = fits(max(0, min(allowed, room.free))), fits(room.free)
+    kept = approximate_size(int((room.free - most) * spec.kv_share))
+    reason = (
+        f"of the {approximate_size(room.free)} of {approximate_size(room.total)} that are free on "
+        f"{room.limit}, {kept} are kept for a step"
+    )
+    return KvBudget(min(proposed, useful), most, reason)
+
+
+def step_memory(spec: EngineSpec, config: ModelConfig, itemsize: int) -> StepMemory:
+    """How much the largest step of torch's kernels allocates; read off
+    `engines/pdserve_engines/torch/models/torch_model.py` (activations of one layer, rotary
+    embedding in float32), `engines/pdserve_engines/torch/models/attention.py` (boolean masks of
+    every window, the bias that attention makes of one; keys and values of a layer, gathered and
+    padded up to twice) and `engines/pdserve_engines/torch/sampling/sampler.py` (logits in the
+    weights' dtype and float32, probabilities, a sorted copy with its indices, a sum in float64). An
+    estimate that errs upwards: peaks do not all coincide."""
+    tokens, heads = spec.max_batch_tokens, config.num_heads + config.kv_heads
+    inner = config.intermediate_size
+    if config.experts is not None:
+        inner = max(inner, config.experts.intermediate_size * config.experts.per_token)
+    activations = itemsize * (4 * config.hidden_size + 3 * inner)
+    activations += (itemsize + 3 * 4) * heads * config.head_dim
+    logits = (itemsize + 3 * 4 + 2 * 8) * config.vocab_size
+    windows = len({config.window(layer) for layer in range(config.num_layers)})
+    return StepMemory(
+        fixed=tokens * activations + spec.max_sequences * logits + _FRAGMENTS,
+        per_position=tokens * config.groups * (windows + itemsize),
+        of_pool=GATHERED / config.num_layers,
+    )
+
+
+def fit(memory: Bytes, layout: KvBlockShape, max_model_len: int, needs: StepMemory) -> Bytes:
+    """The largest pool that leaves room for a step in `memory`. Contexts may be as long as the
+    pool allows, up to `max_model_len`, and masks grow with them."""
+    rest = memory - needs.fixed
+    token = layout.block_bytes / layout.block_size * (1 + needs.of_pool)
+    tokens = rest / (token + needs.per_position)
+    if tokens > max_model_len:
+        tokens = (rest - needs.per_position * max_model_len) / token
+    return max(0, int(tokens) // layout.block_size) * layout.block_bytes
+
+
+def out_of_memory(what: str, wanted: Bytes, device: torch.device) -> ConfigError:
+    """The error for an allocation that failed."""
+    room = f"{device} has no room for {approximate_size(wanted)} of {what}"
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room += f": {approximate_size(free)} of {approximate_size(total)} are free"
+        shared = ", or divide the GPU among its workers with --gpu-memory-utilization"
+    else:
+        bound = available()
+        room += f": {approximate_size(bound.free)} are free ({bound.name})"
+        shared = ""
+    if what == "weights":
+        return ConfigError(f"{room}; take a smaller model or --dtype bfloat16{shared}")
+    return ConfigError(f"{room}; lower --kv-memory or --max-model-len{shared}")

@@ -1,0 +1,54 @@
+"""Holds the KV pool as a tensor `[block][layer][k|v][head][token][dim]`, one block after the other.
+
+On the CPU it views `BlockMemory`, which other processes can map. It knows which bytes a block has;
+the block pool knows who uses a block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.kv.storage import BlockMemory
+from pdserve_engines.torch.kv_budget import out_of_memory
+
+if TYPE_CHECKING:
+    from pdserve.engine_core.executor import KvBlockShape
+
+
+class KvPool:
+    """Storage of `num_blocks` blocks, zeroed. Errors: `ConfigError` if memory is short."""
+
+    def __init__(
+        self, layout: KvBlockShape, num_blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.memory: BlockMemory | None = None
+        """What peers may map; None on devices other than the CPU."""
+        block = (layout.num_layers, 2, layout.kv_heads, layout.block_size, layout.head_dim)
+        if device.type == "cpu":
+            self.memory = BlockMemory(num_blocks, block, layout.itemsize)
+            self.tensor = torch.frombuffer(self.memory.view(), dtype=dtype).view(-1, *block)
+        else:
+            try:
+                self.tensor = torch.zeros((num_blocks, *block), dtype=dtype, device=device)
+            except torch.cuda.OutOfMemoryError as error:
+                wanted = num_blocks * layout.block_bytes
+                raise out_of_memory("KV", wanted, device) from error
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, destination), as if all sources were read first."""
+        if not copies:
+            return
+        sources, destinations = zip(*copies, strict=True)
+        index = torch.tensor([sources, destinations], device=self.tensor.device)
+        self.tensor[index[1]] = self.tensor[index[0]]
+
+    def close(self) -> None:
+        """Give the memory back, once nothing views it any more. Idempotent."""
+        self.tensor = torch.empty(0)
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None

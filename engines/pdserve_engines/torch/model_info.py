@@ -1,0 +1,96 @@
+"""Builds the `ModelInfo` of the executor port from a loaded model."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve.engine_core.executor import KvBlockShape, ModelInfo
+from pdserve.engine_core.structured_output import structured_output_features
+from pdserve.messages.card import EXACT_PREFIX
+from pdserve_engines.torch.kv_budget import plan_kv, step_memory
+
+if TYPE_CHECKING:
+    from pdserve.messages.engine import EngineSpec
+    from pdserve_engines.torch.kv_budget import AvailableMemory, KvBudget
+    from pdserve_engines.torch.model_loader.config import ModelConfig
+    from pdserve_engines.torch.settings import TorchSettings
+
+KV_FORMAT = 1
+"""Raised whenever equal models of two releases would no longer understand each other's blocks."""
+
+
+def model_info(
+    spec: EngineSpec,
+    config: ModelConfig,
+    settings: TorchSettings,
+    weight_bytes: int,
+    identity: bytes,
+    room: AvailableMemory,
+    exact: str = "",
+) -> ModelInfo:
+    """`identity` tells checkpoints apart, see `Checkpoint.identity`; `exact` is the model's."""
+    layout = kv_block_shape(spec, config, settings)
+    dtype = str(settings.dtype).removeprefix("torch.")
+    budget = plan_kv_budget(spec, config, settings, room)
+    return ModelInfo(
+        model_type=config.family,
+        dtype=dtype,
+        device=str(settings.device),
+        vocab_size=config.vocab_size,
+        max_model_len=settings.max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        layout=layout,
+        weight_bytes=weight_bytes,
+        kv_memory=budget.proposed,
+        compat_hash=compat_hash(config, layout, dtype, identity),
+        embedding_size=config.hidden_size,
+        generates=not config.headless,
+        features=(
+            "bans",
+            *structured_output_features(Path(spec.model)),
+            *((f"{EXACT_PREFIX}{exact}",) if exact else ()),
+        ),
+        kv_most=budget.most,
+        kv_reason=budget.reason,
+    )
+
+
+def kv_block_shape(spec: EngineSpec, config: ModelConfig, settings: TorchSettings) -> KvBlockShape:
+    """Shape of one block."""
+    return KvBlockShape(
+        num_layers=config.num_layers,
+        kv_heads=config.kv_heads,
+        block_size=spec.block_size,
+        head_dim=config.head_dim,
+        itemsize=settings.dtype.itemsize,
+    )
+
+
+def plan_kv_budget(
+    spec: EngineSpec, config: ModelConfig, settings: TorchSettings, room: AvailableMemory
+) -> KvBudget:
+    """What KV may take where there is this `room`."""
+    needs = step_memory(spec, config, settings.dtype.itemsize)
+    layout = kv_block_shape(spec, config, settings)
+    return plan_kv(room, spec, layout, settings.max_model_len, needs)
+
+
+def compat_hash(config: ModelConfig, layout: KvBlockShape, dtype: str, identity: bytes) -> str:
+    """Equal exactly for workers whose blocks are interchangeable; limits and ends do not matter.
+
+    What is at its default is left out, so that a new field separates only models that use it from
+    the same models of an older release.
+    """
+    facts = asdict(config)
+    for irrelevant in ("max_positions", "dtype", "eos_token_ids"):
+        del facts[irrelevant]
+    for field in fields(config):
+        if facts.get(field.name, field) == field.default:
+            del facts[field.name]
+    if config.rope.yarn is None:
+        del facts["rope"]["yarn"]
+    text = repr((KV_FORMAT, sorted(facts.items()), asdict(layout), dtype)).encode()
+    return hashlib.sha256(text + identity).hexdigest()[:32]

@@ -1,0 +1,1 @@
+"""Reads checkpoints: a model's configuration and weights."""

@@ -1,0 +1,180 @@
+"""Maps the tensors of a checkpoint's safetensors files, without copying.
+
+Reads the container format only (https://huggingface.co/docs/safetensors): which tensors there are
+and where their bytes are. It knows no architecture. The loader owns a `Checkpoint` and closes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pdserve.errors import UnsupportedCheckpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+    from types import TracebackType
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+_HEADER_LIMIT = 100 << 20
+"""Bytes of JSON; the reference implementation refuses more."""
+
+_SAMPLE = 64
+"""Bytes read at the head, middle and tail of each tensor for the checkpoint's identity."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: bytes `[begin, end)` of `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+class Checkpoint:
+    """Every tensor of a directory by name. Holds one private mapping per file it has read from."""
+
+    def __init__(self, directory: Path) -> None:
+        """Reads the headers. Errors: `UnsupportedCheckpoint` with the file and what is wrong."""
+        self._maps: dict[Path, mmap.mmap] = {}
+        self.entries: dict[str, TensorEntry] = {}
+        for file in _files(directory):
+            for entry in read_header(file):
+                if entry.name in self.entries:
+                    other = self.entries[entry.name].file.name
+                    raise UnsupportedCheckpoint(
+                        f"{file}: tensor {entry.name} is in {other} as well"
+                    )
+                self.entries[entry.name] = entry
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The stored tensor, backed by the file's pages. Valid until `close`; never write to it."""
+        entry = self.entries[name]
+        dtype = DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise UnsupportedCheckpoint(
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}; "
+                f"only {', '.join(DTYPES)} are supported"
+            )
+        count = math.prod(entry.shape)
+        flat = torch.frombuffer(
+            self._mapping(entry.file), dtype=dtype, count=count, offset=entry.begin
+        )
+        return flat.view(entry.shape)
+
+    def identity(self, names: Iterable[str]) -> bytes:
+        """A digest of names, dtypes, shapes and sampled bytes; how files are cut does not matter.
+
+        Cheap by design: a few pages per tensor. It tells checkpoints apart that people would call
+        different models; it is no integrity check.
+        """
+        digest = hashlib.sha256()
+        for name in sorted(names):
+            entry = self.entries[name]
+            digest.update(repr((name, entry.dtype, entry.shape)).encode())
+            mapping = self._mapping(entry.file)
+            middle = entry.begin + entry.nbytes // 2
+            for start in (entry.begin, middle, max(entry.begin, entry.end - _SAMPLE)):
+                digest.update(mapping[start : min(start + _SAMPLE, entry.end)])
+        return digest.digest()
+
+    def close(self) -> None:
+        """Forget the mappings; pages go back once no tensor views them. Idempotent."""
+        self._maps.clear()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _mapping(self, file: Path) -> mmap.mmap:
+        if file not in self._maps:
+            with file.open("rb") as handle:
+                # Copy-on-write, because torch wants a writable buffer; nobody writes, so the
+                # pages stay the page cache's and no memory is taken twice.
+                self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[file]
+
+
+def read_header(file: Path) -> list[TensorEntry]:
+    """The tensors of one safetensors file, checked against the file's size."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            if size < 8 or length > min(_HEADER_LIMIT, size - 8):
+                raise UnsupportedCheckpoint(f"{file}: torn: the header is not complete")
+            header = json.loads(handle.read(length))
+    except OSError as error:
+        raise UnsupportedCheckpoint(f"{file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UnsupportedCheckpoint(f"{file}: the header is not valid: {error}") from error
+    if not isinstance(header, dict):
+        raise UnsupportedCheckpoint(f"{file}: the header is not a JSON object")
+    header.pop("__metadata__", None)
+    return [_entry(file, name, fields, 8 + length, size) for name, fields in header.items()]
+
+
+_ITEMSIZE = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4} | {
+    name: 2 for name in ("F16", "BF16", "I16", "U16")
+}
+
+
+def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> TensorEntry:
+    try:
+        dtype, shape = str(fields["dtype"]), tuple(int(n) for n in fields["shape"])
+        begin, end = (base + int(n) for n in fields["data_offsets"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise UnsupportedCheckpoint(f"{file}: tensor {name}: malformed entry") from error
+    expected = math.prod(shape) * _ITEMSIZE.get(dtype, 1)
+    if begin < base or end < begin or (dtype in DTYPES and end - begin != expected):
+        raise UnsupportedCheckpoint(f"{file}: tensor {name}: its offsets do not fit its shape")
+    if end > size:
+        raise UnsupportedCheckpoint(
+            f"{file}: torn: tensor {name} ends at byte {end}, the file at {size}"
+        )
+    return TensorEntry(name, dtype, shape, file, begin, end)
+
+
+def _files(directory: Path) -> list[Path]:
+    """The safetensors files: those the index names, or the single one."""
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if not index.exists():
+        if single.exists():
+            return [single]
+        raise UnsupportedCheckpoint(
+            f"{directory}: neither model.safetensors nor model.safetensors.index.json is there; "
+            "other weight formats are not supported"
+        )
+    try:
+        shards = json.loads(index.read_bytes())["weight_map"]
+        files = [directory / name for name in sorted(set(shards.values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnsupportedCheckpoint(f"{index}: not a valid index: {error!r}") from error
+    for file in files:
+        if file.parent != directory or not file.exists():
+            raise UnsupportedCheckpoint(f"{index}: names {file.name}, which is not there")
+    return files

@@ -1,0 +1,181 @@
+"""Maps a checkpoint's tensors to the model's matrices, checks and reads them.
+
+The forward pass uses fewer, larger matrices than a checkpoint stores: q, k and v are one product,
+gate and up another. The models decide where a tensor goes and in which format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.errors import UnsupportedCheckpoint
+from pdserve_engines.torch.model_loader.safetensors_reader import DTYPES, Checkpoint, TensorEntry
+
+if TYPE_CHECKING:
+    from pdserve.engine_core.executor import ProgressFn
+    from pdserve_engines.torch.model_loader.config import ExpertsConfig, ModelConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One tensor of the model: the checkpoint's `parts`, stacked along their first dimension."""
+
+    key: str
+    """`embed`, `norm`, `head`, or `layers.N.` and one of the names in `_layer`."""
+    parts: tuple[tuple[str, Shape], ...]
+    """Name and shape of each."""
+
+    @property
+    def shape(self) -> Shape:
+        first = self.parts[0][1]
+        return (sum(shape[0] for _, shape in self.parts), *first[1:])
+
+
+PlaceFn = Callable[[Param, list[torch.Tensor]], None]
+"""Takes a parameter's parts; they are views of the file and must not be kept."""
+
+
+def params(config: ModelConfig) -> list[Param]:
+    """Every parameter of the model, in the order of the forward pass."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    found = [Param("embed", (("model.embed_tokens.weight", (vocab, hidden)),))]
+    for index in range(config.num_layers):
+        found += _layer(config, index)
+    found.append(Param("norm", (("model.norm.weight", (hidden,)),)))
+    if not config.tied:
+        found.append(Param("head", (("lm_head.weight", (vocab, hidden)),)))
+    return found
+
+
+def nbytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of all parameters."""
+    return sum(math.prod(param.shape) for param in params(config)) * itemsize
+
+
+def _layer(config: ModelConfig, index: int) -> Iterator[Param]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
+    source, key = f"model.layers.{index}", f"layers.{index}"
+
+    def stacked(name: str, module: str, bias: bool, width: int, **rows: int) -> Iterator[Param]:
+        stem = f"{source}.{module}"
+        weights = tuple((f"{stem}.{part}_proj.weight", (n, width)) for part, n in rows.items())
+        yield Param(f"{key}.{name}", weights)
+        if bias:
+            biases = tuple((f"{stem}.{part}_proj.bias", (n,)) for part, n in rows.items())
+            yield Param(f"{key}.{name}_bias", biases)
+
+    def vector(name: str, module: str, size: int) -> Param:
+        return Param(f"{key}.{name}", ((f"{source}.{module}.weight", (size,)),))
+
+    yield vector("attn_norm", "input_layernorm", hidden)
+    yield from stacked("qkv", "self_attn", config.qkv_bias, hidden, q=q, k=kv, v=kv)
+    if config.qk_norm:
+        yield vector("q_norm", "self_attn.q_norm", config.head_dim)
+        yield vector("k_norm", "self_attn.k_norm", config.head_dim)
+    yield from stacked("o", "self_attn", config.o_bias, q, o=hidden)
+    if config.out_norms:
+        yield vector("attn_out_norm", "post_attention_layernorm", hidden)
+        yield vector("mlp_norm", "pre_feedforward_layernorm", hidden)
+        yield vector("mlp_out_norm", "post_feedforward_layernorm", hidden)
+    else:
+        yield vector("mlp_norm", "post_attention_layernorm", hidden)
+    if config.experts is not None and index not in config.experts.dense_layers:
+        yield from _experts(config, config.experts, source, key)
+        return
+    yield from stacked("gate_up", "mlp", config.mlp_bias, hidden, gate=inner, up=inner)
+    yield from stacked("down", "mlp", config.mlp_bias, inner, down=hidden)
+
+
+def _experts(config: ModelConfig, experts: ExpertsConfig, source: str, key: str) -> Iterator[Param]:
+    """The router, and the experts' matrices, one expert after the other."""
+    hidden, inner = config.hidden_size, experts.intermediate_size
+    module, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if config.family == "mixtral":
+        module, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    stem = f"{source}.{module}"
+    yield Param(f"{key}.router", ((f"{stem}.gate.weight", (experts.count, hidden)),))
+    names = [f"{stem}.experts.{expert}" for expert in range(experts.count)]
+    yield Param(
+        f"{key}.experts_gate_up",
+        tuple((f"{name}.{part}.weight", (inner, hidden)) for name in names for part in (gate, up)),
+    )
+    yield Param(
+        f"{key}.experts_down", tuple((f"{name}.{down}.weight", (hidden, inner)) for name in names)
+    )
+
+
+_STEMS = ("model.", "", "language_model.model.", "model.language_model.")
+"""What the names of a checkpoint's text model may begin with: as a language model, saved bare (as
+embedding models are), and as part of a multimodal model by older and newer tools."""
+
+_OTHER_SENSES = ("vision_tower.", "multi_modal_projector.")
+
+
+def canonical(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """By the names that `params` uses, without what a multimodal model has beside its text part."""
+    stem = next((stem for stem in _STEMS if f"{stem}embed_tokens.weight" in entries), "model.")
+    named: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        bare = name.removeprefix("model.")
+        if "language_model" in stem and bare.startswith(_OTHER_SENSES):
+            continue
+        if name.endswith("lm_head.weight"):
+            named["lm_head.weight"] = entry
+        else:
+            named[f"model.{name.removeprefix(stem)}" if name.startswith(stem) else name] = entry
+    return named
+
+
+def resolve_lm_head(
+    config: ModelConfig, entries: Mapping[str, TensorEntry], *, embeds: bool
+) -> ModelConfig:
+    """Whether there is an output layer. `embeds`: the checkpoint's other files say that it was made
+    for vectors; of any other a missing layer is missing."""
+    missing = not config.tied and "lm_head.weight" not in entries
+    if missing and (config.headless or embeds):
+        return replace(config, tied=True, headless=True)
+    return replace(config, headless=False)
+
+
+def check(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
+    """Refuse a checkpoint whose tensors are not exactly the model's, naming the first few."""
+    wanted = {name: shape for param in params(config) for name, shape in param.parts}
+    extra = [name for name in entries if name not in wanted and not _is_harmless(name, config)]
+    problems = [f"{name} is missing" for name in wanted if name not in entries]
+    problems += [f"{name} is not part of a {config.family} model" for name in extra]
+    for name, shape in wanted.items():
+        entry = entries.get(name)
+        if entry is None:
+            continue
+        if entry.shape != shape:
+            problems.append(f"{name} has shape {list(entry.shape)}, expected {list(shape)}")
+        elif entry.dtype not in DTYPES:
+            problems.append(f"{name} has dtype {entry.dtype}, supported are {', '.join(DTYPES)}")
+    if problems:
+        shown = "; ".join(problems[:4])
+        rest = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise UnsupportedCheckpoint(f"tensors do not fit config.json: {shown}{rest}")
+
+
+def _is_harmless(name: str, config: ModelConfig) -> bool:
+    """Old checkpoints store the rotary frequencies; tied ones may store the output layer too."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+
+
+def load(config: ModelConfig, checkpoint: Checkpoint, place: PlaceFn, progress: ProgressFn) -> None:
+    """Hand every parameter to `place`, reporting the fraction of bytes done."""
+    todo = params(config)
+    sizes = [sum(checkpoint.entries[name].nbytes for name, _ in param.parts) for param in todo]
+    total, done = sum(sizes), 0
+    for param, size in zip(todo, sizes, strict=True):
+        place(param, [checkpoint.tensor(name) for name, _ in param.parts])
+        done += size
+        progress("loading weights", done / total)

@@ -1,0 +1,1 @@
+"""Implements the forward passes of the model families."""

@@ -1,0 +1,213 @@
+"""Computes attention over paged KV in torch operations: write, gather, scaled dot product.
+
+In a layer with a sliding window only the blocks that some query can see are gathered. It works on
+every torch device. Queries of one KV head's group are folded into the query axis, so no KV head is
+repeated in memory. Decoding sequences that share blocks may have more context together than the
+pool has room for: they are then computed in groups. It knows blocks and positions, not sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pdserve_engines.torch.kv_pool import KvPool
+    from pdserve_engines.torch.models.forward_batch import ForwardBatch
+
+GATHERED: Final = 2
+"""Most tokens that a group gathers, for each token of the pool. `budget` keeps so much free.
+Without shared blocks there are never more: padding at most doubles them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Chunks that attend together: `n` sequences of `count` queries over `length` keys each, which
+    begin with the first block that its queries see."""
+
+    rows: torch.Tensor
+    """`[n * count]` rows of the batch."""
+    n: int
+    count: int
+    length: int
+    heads: torch.Tensor
+    """`[n * kv_heads * blocks]` rows of the pool seen as (block, layer, k|v, head), for layer 0."""
+    mask: torch.Tensor | None
+    """True where a query may look; broadcasts to `[n, kv_heads, groups * count, length]`."""
+
+
+class PagedAttention:
+    """One step's index tensors, made once and used by every layer."""
+
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        pool: KvPool,
+        groups: int,
+        windows: Iterable[int | None] = (None,),
+        query_scalar: float | None = None,
+    ) -> None:
+        """`windows`: every one that some layer has, None for a layer that sees all. Scores are
+        divided by the root of `query_scalar`; None: of the head's dimension."""
+        self._pool = pool
+        self._layout = layout = pool.layout
+        self._groups = groups
+        self._scale = None if query_scalar is None else query_scalar**-0.5
+        self._device = pool.tensor.device
+        self._block_heads = layout.num_layers * 2 * layout.kv_heads
+        self._head_rows = pool.tensor.view(-1, layout.block_size * layout.head_dim)
+        self._token_rows = pool.tensor.view(-1, layout.head_dim)
+        self._slots = self._slot_index(batch)
+        self._clear_fresh_blocks(batch)
+        most = GATHERED * pool.num_blocks * layout.block_size
+        together = _group_chunks(batch, layout.block_size, most)
+        self._plans = {
+            window: [self._group(batch, chunks, window) for chunks in together]
+            for window in windows
+        }
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store `[T, kv_heads, head_dim]` keys and values of the batch's own tokens."""
+        layout = self._layout
+        shift = layer * 2 * layout.kv_heads * layout.block_size
+        for part, rows in enumerate((keys, values)):
+            index = self._slots + (shift + part * layout.kv_heads * layout.block_size)
+            self._token_rows.index_copy_(0, index, rows.reshape(-1, layout.head_dim))
+
+    def attend(self, layer: int, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        """`[T, heads, head_dim]` queries, which see `window` tokens, to outputs of that shape."""
+        out = torch.empty_like(queries)
+        for group in self._plans[window]:
+            whole = group.rows.numel() == len(queries)
+            chosen = queries if whole else queries[group.rows]
+            found = self._attend_group(layer, group, chosen)
+            if whole:
+                return found
+            out[group.rows] = found
+        return out
+
+    def _attend_group(self, layer: int, group: _Group, queries: torch.Tensor) -> torch.Tensor:
+        kv_heads, dim = self._layout.kv_heads, self._layout.head_dim
+        folded = queries.view(group.n, group.count, kv_heads, self._groups, dim)
+        folded = folded.permute(0, 2, 3, 1, 4).reshape(group.n, kv_heads, -1, dim)
+        keys, values = (self._gather(layer, part, group) for part in (0, 1))
+        out = functional.scaled_dot_product_attention(
+            folded, keys, values, attn_mask=group.mask, scale=self._scale
+        )
+        out = out.view(group.n, kv_heads, self._groups, group.count, dim)
+        return out.permute(0, 3, 1, 2, 4).reshape(queries.shape)
+
+    def _gather(self, layer: int, part: int, group: _Group) -> torch.Tensor:
+        """`[n, kv_heads, length, head_dim]` of one layer's keys (0) or values (1)."""
+        kv_heads, dim = self._layout.kv_heads, self._layout.head_dim
+        index = group.heads + (layer * 2 + part) * kv_heads
+        rows = self._head_rows.index_select(0, index)
+        return rows.view(group.n, kv_heads, -1, dim)[:, :, : group.length]
+
+    def _clear_fresh_blocks(self, batch: ForwardBatch) -> None:
+        """Zero the blocks that this step begins: masked slots are still multiplied, by zero.
+
+        Whatever an earlier owner left there, were it infinite, must not reach this sequence.
+        """
+        first_tokens = batch.positions % self._layout.block_size == 0
+        if first_tokens.any():
+            blocks = torch.from_numpy(batch.blocks(self._layout.block_size)[first_tokens])
+            self._pool.tensor.index_fill_(0, blocks.to(self._device), 0)
+
+    def _slot_index(self, batch: ForwardBatch) -> torch.Tensor:
+        """Rows of the pool seen as (block, layer, k|v, head, token), for layer 0's keys."""
+        layout = self._layout
+        first = batch.blocks(layout.block_size) * self._block_heads * layout.block_size
+        first += batch.positions % layout.block_size
+        heads = np.arange(layout.kv_heads) * layout.block_size
+        return torch.from_numpy((first[:, None] + heads).reshape(-1)).to(self._device)
+
+    def _group(self, batch: ForwardBatch, chunks: list[int], window: int | None) -> _Group:
+        counts = np.diff(batch.offsets)
+        count = int(counts[chunks[0]])
+        starts = batch.starts[chunks]
+        skipped = _blocks_before(starts, window, self._layout.block_size)
+        starts = starts - skipped * self._layout.block_size
+        longest = int(starts.max()) + count
+        width = -(-longest // self._layout.block_size)
+        # Short tables are padded with their own first block: memory that exists, masked out below.
+        table = np.empty((len(chunks), width), np.int64)
+        for row, chunk in enumerate(chunks):
+            first = batch.table_offsets[chunk] + skipped[row]
+            ids = batch.tables[first : batch.table_offsets[chunk + 1]]
+            table[row, : len(ids)] = ids
+            table[row, len(ids) :] = ids[0]
+        heads = table[:, None, :] * self._block_heads
+        heads = heads + np.arange(self._layout.kv_heads)[None, :, None]
+        rows = np.concatenate(
+            [np.arange(batch.offsets[chunk], batch.offsets[chunk + 1]) for chunk in chunks]
+        )
+        return _Group(
+            rows=torch.from_numpy(rows.astype(np.int64)).to(self._device),
+            n=len(chunks),
+            count=count,
+            length=longest,
+            heads=torch.from_numpy(heads.reshape(-1)).to(self._device),
+            mask=self._mask(starts, count, longest, window),
+        )
+
+    def _mask(
+        self, starts: np.ndarray, count: int, length: int, window: int | None
+    ) -> torch.Tensor | None:
+        """`starts`: of the queries, counted from the first gathered key."""
+        narrow = window is not None and length > window
+        if count == 1 and (starts + 1 == length).all() and not narrow:
+            return None
+        last = (starts[:, None] + np.arange(count))[:, :, None]
+        mask = np.arange(length) <= last
+        if window is not None and narrow:
+            mask &= np.arange(length) > last - window
+        mask = np.tile(mask[:, None], (1, 1, self._groups, 1))
+        return torch.from_numpy(mask).to(self._device)
+
+
+def _blocks_before(starts: np.ndarray, window: int | None, block_size: int) -> np.ndarray:
+    """How many whole blocks lie before everything that queries from `starts` on can see."""
+    if window is None:
+        return np.zeros_like(starts)
+    blocks: np.ndarray = np.maximum(starts - (window - 1), 0) // block_size
+    return blocks
+
+
+def _group_chunks(batch: ForwardBatch, block_size: int, most: int) -> list[list[int]]:
+    """Single-token chunks of similar length together, every longer chunk by itself.
+
+    Similar means the same power of two, so that padding at most doubles what is gathered. `most`:
+    tokens that a group may gather.
+    """
+    buckets: dict[int, list[int]] = {}
+    groups: list[list[int]] = []
+    for chunk, count in enumerate(np.diff(batch.offsets)):
+        if count > 1:
+            groups.append([chunk])
+        else:
+            buckets.setdefault(int(batch.starts[chunk]).bit_length(), []).append(chunk)
+    for bucket in buckets.values():
+        widths = (batch.starts[bucket] // block_size + 1) * block_size
+        groups += _split(bucket, widths, most)
+    return groups
+
+
+def _split(chunks: list[int], widths: np.ndarray, most: int) -> Iterator[list[int]]:
+    """`chunks` in parts of at most `most` tokens, padded to the widest of each; a part has at least
+    one chunk."""
+    part: list[int] = []
+    widest = 0
+    for chunk, width in zip(chunks, widths.tolist(), strict=True):
+        if part and max(widest, width) * (len(part) + 1) > most:
+            yield part
+            part, widest = [], 0
+        part.append(chunk)
+        widest = max(widest, width)
+    yield part

@@ -1,0 +1,63 @@
+"""Selects the rows of a step that are read after the forward pass. Plain lists, no tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from pdserve.engine_core.executor import ScheduledChunk
+
+
+class RowSelection:
+    """The rows wanted of the chunks' tokens, counted through all chunks.
+
+    A sampling chunk's last row chooses a token; a chunk of a request with prompt logprobs also
+    needs every row that predicts a prompt token. Of a prompt that becomes a vector, a mean needs
+    every row, the last one only that.
+    """
+
+    def __init__(self, chunks: Seq[ScheduledChunk]) -> None:
+        self.rows: list[int] = []
+        self.sampling: list[int] = []
+        """Indices of sampling chunks."""
+        self.sampling_places: list[int] = []
+        """Where in `rows` their last rows are."""
+        self.prompts: list[tuple[int, int, int]] = []
+        """(chunk index, first place in `rows`, count)."""
+        self.pooled: list[tuple[int, int, int]] = []
+        """The same, of rows that become vectors."""
+        offset = 0
+        for index, chunk in enumerate(chunks):
+            self._add(index, chunk, offset)
+            offset += chunk.count
+
+    @property
+    def only_sampling(self) -> bool:
+        return not (self.prompts or self.pooled)
+
+    def _add(self, index: int, chunk: ScheduledChunk, offset: int) -> None:
+        sequence = chunk.sequence
+        if sequence.pools:
+            self._add_pooled(index, chunk, offset)
+            return
+        predicted = 0
+        if sequence.sampling.prompt_logprobs is not None:
+            predicted = min(chunk.count, max(0, sequence.prompt_len - 1 - chunk.start))
+        if predicted:
+            self.prompts.append((index, len(self.rows), predicted))
+            self.rows += range(offset, offset + predicted)
+        if chunk.samples:
+            self.sampling.append(index)
+            if predicted < chunk.count:
+                self.rows.append(offset + chunk.count - 1)
+            self.sampling_places.append(len(self.rows) - 1)
+
+    def _add_pooled(self, index: int, chunk: ScheduledChunk, offset: int) -> None:
+        mean = chunk.sequence.request.pooling == "mean"
+        count = chunk.count if mean else int(chunk.vector)
+        if count:
+            end = offset + chunk.count
+            self.pooled.append((index, len(self.rows), count))
+            self.rows += range(end - count, end)

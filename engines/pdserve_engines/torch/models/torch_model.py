@@ -1,0 +1,190 @@
+"""Computes the forward pass in torch operations, for CPU and CUDA, float32 and bfloat16.
+
+A step is one flat batch of decodes and prefill chunks; each row is a token. The model owns its
+weights and uses the executor's KV pool; it knows nothing of sampling.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from pdserve_engines.torch.models.attention import PagedAttention
+from pdserve_engines.torch.models.experts import feed_experts
+from pdserve_engines.torch.models.rope import rope_table
+from pdserve_engines.torch.sampling.sampler import argmax
+
+if TYPE_CHECKING:
+    from pdserve_engines.torch.kv_pool import KvPool
+    from pdserve_engines.torch.model_loader.config import ModelConfig
+    from pdserve_engines.torch.model_loader.weights import Param
+    from pdserve_engines.torch.models.base import LayersDoneFn
+    from pdserve_engines.torch.models.forward_batch import ForwardBatch
+    from pdserve_engines.torch.settings import TorchSettings
+
+
+class _Weights:
+    """Tensors by name; written while they are placed, then only read."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.params: dict[str, torch.Tensor] = {}
+        self.layers: list[dict[str, torch.Tensor]] = [{} for _ in range(num_layers)]
+
+
+class TorchModel:
+    """Weights as torch tensors, stacked where one product can do the work of several."""
+
+    def __init__(
+        self, config: ModelConfig, settings: TorchSettings, weights: _Weights | None = None
+    ) -> None:
+        """With the weights of another, or with none placed yet."""
+        self._config = config
+        self._threads = settings.threads
+        self._dtype, self._device = settings.dtype, settings.device
+        self._weights: _Weights | None = weights or _Weights(config.num_layers)
+        """None once closed; whoever shares them has a reference of its own."""
+        self._ropes = {
+            rope: rope_table(rope, config.head_dim, settings.max_model_len).to(settings.device)
+            for rope in {config.rope_of(layer) for layer in range(config.num_layers)}
+        }
+        self._windows = {config.window(layer) for layer in range(config.num_layers)}
+        self._pool: KvPool | None = None
+
+    @property
+    def kernels(self) -> str:
+        return f"torch on {self._device}, {self._threads} threads"
+
+    @property
+    def exact(self) -> str:
+        return ""  # its products are summed in an order that depends on the number of rows
+
+    @property
+    def torch_threads(self) -> int:
+        return self._threads
+
+    @property
+    def weight_bytes(self) -> int:
+        groups = [self._held.params, *self._held.layers]
+        return sum(tensor.nbytes for group in groups for tensor in group.values())
+
+    def place(self, param: Param, parts: list[torch.Tensor]) -> None:
+        group, _, name = param.key.rpartition(".")
+        float_norm = self._config.float_norms and name.endswith("norm")
+        dtype = torch.float32 if float_norm else self._dtype
+        tensor = torch.empty(param.shape, dtype=dtype, device=self._device)
+        row = 0
+        for part in parts:
+            tensor[row : row + len(part)].copy_(part)
+            row += len(part)
+        if float_norm:
+            tensor += 1
+        weights = self._held
+        owner = weights.layers[int(group.removeprefix("layers."))] if group else weights.params
+        owner[name] = tensor
+
+    def sibling(self, settings: TorchSettings) -> TorchModel | None:
+        weights = self._weights
+        return None if weights is None else TorchModel(self._config, settings, weights)
+
+    def bind(self, pool: KvPool) -> None:
+        self._pool = pool
+
+    def forward(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> torch.Tensor:
+        assert self._pool is not None, "bind comes before forward"
+        weights, config = self._held, self._config
+        attention = PagedAttention(
+            batch, self._pool, config.groups, self._windows, config.query_scalar
+        )
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        angles = {
+            rope: table[positions].unsqueeze(1).unbind(2) for rope, table in self._ropes.items()
+        }
+        rows = torch.from_numpy(batch.rows).to(self._device)
+        x = self._embed(torch.from_numpy(batch.tokens).to(self._device))
+        last = len(weights.layers) - 1
+        for index, layer in enumerate(weights.layers):
+            mixed = self._attend(index, layer, x, attention, *angles[config.rope_of(index)])
+            if after is not None:
+                after(index + 1)
+            if index == last and len(rows) < len(x):
+                # Nobody reads the other rows any more; their keys and values are stored.
+                mixed, x = mixed[rows], x[rows]
+            mixed = functional.linear(mixed, layer["o"], layer.get("o_bias"))
+            x = x + (self._norm(mixed, layer["attn_out_norm"]) if config.out_norms else mixed)
+            fed = self._feed_forward(layer, x)
+            x = x + (self._norm(fed, layer["mlp_out_norm"]) if config.out_norms else fed)
+        return self._norm(x, weights.params["norm"])
+
+    def greedy(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> list[int]:
+        with torch.inference_mode():
+            tokens: list[int] = argmax(self.logits(self.forward(batch, after))).tolist()
+        return tokens
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        head = self._held.params["embed" if self._config.tied else "head"]
+        return functional.linear(hidden, head).float()
+
+    def close(self) -> None:
+        self._pool = None
+        self._weights = None
+
+    @property
+    def _held(self) -> _Weights:
+        assert self._weights is not None, "the model is closed"
+        return self._weights
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = functional.embedding(tokens, self._held.params["embed"])
+        if self._config.embed_scale == 1.0:
+            return x
+        # Models were trained with the scale rounded to the weights' dtype.
+        return x * torch.tensor(self._config.embed_scale, dtype=x.dtype)
+
+    def _attend(
+        self,
+        index: int,
+        layer: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        attention: PagedAttention,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+    ) -> torch.Tensor:
+        config = self._config
+        normed = self._norm(x, layer["attn_norm"])
+        qkv = functional.linear(normed, layer["qkv"], layer.get("qkv_bias"))
+        heads = qkv.view(len(x), -1, config.head_dim)
+        split = config.num_heads + config.kv_heads
+        turned, values = heads[:, :split], heads[:, split:]
+        if config.qk_norm:
+            queries = self._norm(turned[:, : config.num_heads], layer["q_norm"])
+            keys = self._norm(turned[:, config.num_heads :], layer["k_norm"])
+            turned = torch.cat((queries, keys), dim=1)
+        turned = _rotate(turned, cosines, sines)
+        attention.write(index, turned[:, config.num_heads :], values)
+        queries = turned[:, : config.num_heads]
+        return attention.attend(index, queries, config.window(index)).flatten(1)
+
+    def _feed_forward(self, layer: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        config, normed = self._config, self._norm(x, layer["mlp_norm"])
+        if config.experts is not None and "router" in layer:
+            return feed_experts(config.experts, layer, normed)
+        gate, up = functional.linear(normed, layer["gate_up"], layer.get("gate_up_bias")).chunk(
+            2, dim=-1
+        )
+        active = functional.gelu(gate, approximate="tanh") if config.gelu else functional.silu(gate)
+        return functional.linear(active.mul_(up), layer["down"], layer.get("down_bias"))
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        eps = self._config.rms_eps
+        if weight.dtype == x.dtype:
+            return functional.rms_norm(x, weight.shape, weight, eps)
+        return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of `[T, heads, head_dim]`, the two halves of a head being its pairs."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    return turned.to(x.dtype)

@@ -1,0 +1,87 @@
+"""Applies masks of grammars and of the reasoning's end to the logits, row by row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pdserve.engine_core.structured_output import GrammarError, uses_structured_output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from pdserve.engine_core.scheduler.sequence import Sequence
+    from pdserve.engine_core.structured_output import StructuredOutputManager
+    from pdserve.ids import SequenceKey
+
+
+class GrammarMasks:
+    """Follows the sequences that are steered, until `forget`."""
+
+    def __init__(self) -> None:
+        self.guides: StructuredOutputManager | None = None
+        """Set once the vocabulary is known; without it, nobody has been promised anything."""
+        self.faults: dict[SequenceKey, str] = {}
+        """Why sequences of the last step cannot go on; their rows hold no number."""
+        self.lasting: set[SequenceKey] = set()
+        """Those of them that could not anywhere."""
+        self.forced: frozenset[int] = frozenset()
+        """Rows of the last step for which nothing but an end is left, wanted or not."""
+
+    def apply(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+        """Minus infinity where row i of `logits` `[n, vocab]`, which continues `sequences[i]`, may
+        not go; in place."""
+        self.faults.clear()
+        self.lasting.clear()
+        self.forced = frozenset()
+        guided = [
+            row for row, each in enumerate(sequences) if uses_structured_output(each.sampling)
+        ]
+        if not guided:
+            return
+        masks: dict[int, bytes] = {}
+        for row in guided:
+            mask = self._mask(sequences[row])
+            if mask is not None:
+                masks[row] = mask
+        self.forced = frozenset(row for row in masks if self._is_forced(sequences[row]))
+        if masks:
+            _apply(logits, masks)
+
+    def forget(self, key: SequenceKey) -> None:
+        """Drop what is remembered of this sequence; unknown ones are ignored."""
+        self.faults.pop(key, None)
+        self.lasting.discard(key)
+        if self.guides is not None:
+            self.guides.release(key)
+
+    def _mask(self, sequence: Sequence) -> bytes | None:
+        """Empty for one that cannot go on."""
+        try:
+            if self.guides is None:
+                raise GrammarError("this engine follows no grammars")
+            return self.guides.allowed(sequence)
+        except GrammarError as fault:
+            self.faults[sequence.key] = str(fault)
+            if fault.lasting:
+                self.lasting.add(sequence.key)
+            return b""
+
+    def _is_forced(self, sequence: Sequence) -> bool:
+        return self.guides is not None and self.guides.forced(sequence)
+
+
+def _apply(logits: torch.Tensor, masks: dict[int, bytes]) -> None:
+    """All rows in one go: a bit per token travels to the device."""
+    vocab = logits.shape[-1]
+    width = -(-vocab // 8)
+    packed = np.zeros((len(masks), width), np.uint8)
+    for at, mask in enumerate(masks.values()):
+        packed[at, : len(mask)] = np.frombuffer(mask, np.uint8)[:width]
+    rows = torch.tensor(list(masks), device=logits.device)
+    bits = torch.from_numpy(packed).to(logits.device).unsqueeze(-1)
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = ((bits >> places) & 1).flatten(1)[:, :vocab].bool()
+    logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)

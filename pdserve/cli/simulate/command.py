@@ -1,0 +1,405 @@
+"""Runs `pdserve simulate`: flags to a replay, and its results to a table, JSON and a plot.
+
+The replay itself is `pdserve.sim.replay`: production code in virtual time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.cli.outputs import check_writable, write
+from pdserve.cli.parser import Parser
+from pdserve.cli.simulate.report import ReplayProgress, cluster_text, report
+from pdserve.errors import ConfigError
+from pdserve.launch import exit_codes
+from pdserve.launch.config import units
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from pdserve.ids import Seconds
+    from pdserve.sim.replay.config import ReplayConfig, ReplaySlo
+    from pdserve.sim.replay.run import ReplayResult
+    from pdserve.sim.workloads.trace_request import TraceRequest
+    from pdserve.sim.workloads.transform import TraceTransform
+
+__all__ = ["run"]
+
+
+def run(arguments: list[str]) -> int:
+    """Replay, print a table, write what was asked for."""
+    parsed = _parser().parse(arguments)
+    from pdserve.sim.replay.plot import check_library, draw
+    from pdserve.sim.replay.run import replay
+    from pdserve.sim.workloads.transform import transform_trace
+
+    if parsed.plot:
+        check_library()
+    config = _config(parsed)
+    config.validate()
+    trace, shape = _trace(parsed), _shape(parsed)
+    if parsed.size:
+        return _size(parsed, config, lambda: transform_trace(trace, shape))
+    outputs = [Path(path) for path in (parsed.json, parsed.plot) if path]
+    check_writable(outputs)
+    progress = ReplayProgress(_counted(transform_trace(trace, shape)))
+    result = replay(config, transform_trace(trace, shape), progress.ended)
+    progress.close()
+    print(report(result, config))
+    if parsed.json:
+        write(Path(parsed.json), _as_text(parsed, result))
+    if parsed.plot:
+        draw(result, Path(parsed.plot), _title(parsed, config))
+    return exit_codes.OK
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "pdserve simulate",
+        "Replay a trace through a virtual cluster: the router, workers and schedulers that serve,\n"
+        "a model of time for an engine, and one seed for all that is drawn.",
+        "With one seed, machine and set of versions the JSON is the same byte by byte.",
+    )
+    _add_trace(parser.add_argument_group("trace: who asks, and when"))
+    _add_cluster(parser.add_argument_group("cluster: who answers"))
+    _add_handoffs(parser.add_argument_group("prefill and decode on different workers"))
+    _add_engine(parser.add_argument_group("engine: how long it takes"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--slo", metavar="LIMITS", default="ttft=1000,cold=2", help=_SLO)
+    output.add_argument("--json", metavar="FILE", help="Write every number there.")
+    output.add_argument(
+        "--plot", metavar="FILE", help="Draw a PNG: time to first token, load, hit rate."
+    )
+    return parser
+
+
+_SLO: Final = (
+    "A request is good within these limits, such as ttft=500,itl=50: time to first token and mean "
+    "gap between tokens, in milliseconds unless a unit is given (ttft=1s). cold=X allows a first "
+    "token X times what its prompt takes on an idle worker besides. [ttft=1000,cold=2]"
+)
+
+
+def _add_trace(group: argparse._ArgumentGroup) -> None:
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--trace", metavar="FILE", help="JSON lines or CSV, such as Mooncake's and Azure's."
+    )
+    source.add_argument(
+        "--generate", metavar="KIND", help="shared-prefix, multi-turn, agentic or unique."
+    )
+    _many(group, "--generate-option", "Of what is generated, such as requests=500 or rate=3.")
+    _number(group, "--speed", 1.0, "Arrivals come so many times as fast.")
+    group.add_argument(
+        "--columns",
+        metavar="NAMES",
+        default="",
+        help="Columns of another trace: at=NAME,input=NAME,output=NAME (at_ms: milliseconds).",
+    )
+    group.add_argument(
+        "--jitter",
+        metavar="TIME",
+        type=_as_duration,
+        default="0s",
+        help="Put each arrival off by up to this, such as 3s for Mooncake's traces. [0s]",
+    )
+    group.add_argument(
+        "--part", metavar="A:B", default="0:1", help="Only this part of its time. [0:1]"
+    )
+    _count(group, "--limit", 0, "Requests at most; 0: all.")
+    _count(group, "--seed", 0, "Of everything that is drawn.")
+
+
+def _add_cluster(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--workers",
+        metavar="N",
+        type=_as_count,
+        help="Workers that do everything by themselves. [4; beside --prefill 0]",
+    )
+    _count(group, "--prefill", 0, "Workers that compute prompts for others,")
+    _count(group, "--decode", 0, "and those, which take requests.")
+    _count(group, "--routers", 1, "Routers.")
+    _count(group, "--frontends", 1, "Frontends; each asks a router of its own choice.")
+    group.add_argument(
+        "--size",
+        action="store_true",
+        help="Search the fewest workers with which --good of the requests keep --slo. With "
+        "--prefill and --decode both grow in this ratio.",
+    )
+    group.add_argument(
+        "--good", metavar="SHARE", type=_as_share, default="99%", help="For --size. [99%%]"
+    )
+    _count(group, "--most-workers", 256, "For --size: give up above this.")
+    group.add_argument("--policy", metavar="NAME", default="", help="As of a router.")
+    _many(group, "--policy-option", "Of the policy.")
+    _many(group, "--router-option", "Of the router, such as queue-order=fifo.")
+    group.add_argument(
+        "--slow",
+        metavar="SHARE:FACTOR",
+        default="0:1",
+        help="This share of the workers takes so many times as long. [0:1]",
+    )
+    _number(group, "--delay", 0.0002, "Seconds from one node to another.")
+
+
+def _add_handoffs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--disagg", metavar="HOW", default="rule", help="rule, predict, always or never. [rule]"
+    )
+    _count(group, "--disagg-min-tokens", 512, "`rule`: prompts with more uncached tokens.")
+    _count(group, "--disagg-max-queue", 10, "`rule`: while no more than this wait.")
+    group.add_argument(
+        "--bandwidth",
+        metavar="RATE",
+        type=_as_rate,
+        default="25GB/s",
+        help="At which a worker sends KV, and at which it receives some. [25GB/s]",
+    )
+    group.add_argument(
+        "--transfer-latency",
+        metavar="TIME",
+        type=_as_duration,
+        default="20us",
+        help="Of each part that is sent, besides. [20us]",
+    )
+
+
+_PRESET: Final = (
+    "GPU and model whose times the sim engine takes: h100-8b, h200-8b, h100-70b-tp4, h200-70b or "
+    "dynamo-mocker. [h100-8b]"
+)
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--engine", metavar="NAME", default="sim", help="An engine's name. [sim]")
+    group.add_argument("--preset", metavar="NAME", default="", help=_PRESET)
+    _many(group, "--engine-option", "Of the engine.")
+    _number(group, "--noise", 0.0, "Spread of a step's time, as a share of it.")
+    _count(group, "--block-size", 512, "Tokens of a block.")
+    _count(group, "--kv-tokens", 500_000, "Tokens that a worker's pool holds.")
+    _count(group, "--max-batch-tokens", 2048, "Tokens of a step.")
+    _count(group, "--max-sequences", 256, "Sequences of a step.")
+
+
+def _many(group: argparse._ArgumentGroup, flag: str, text: str) -> None:
+    group.add_argument(
+        flag, metavar="NAME=VALUE", action="append", default=[], help=f"{text} May be repeated."
+    )
+
+
+def _number(group: argparse._ArgumentGroup, flag: str, default: float, text: str) -> None:
+    group.add_argument(
+        flag, metavar="X", type=_as_float, default=default, help=f"{text} [{default:g}]"
+    )
+
+
+def _count(group: argparse._ArgumentGroup, flag: str, default: int, text: str) -> None:
+    group.add_argument(
+        flag, metavar="N", type=_as_count, default=default, help=f"{text} [{default}]"
+    )
+
+
+def _as_float(text: str) -> float:
+    from argparse import ArgumentTypeError
+
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number") from None
+
+
+def _as_count(text: str) -> int:
+    from argparse import ArgumentTypeError
+
+    try:
+        return units.parse_count(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def _as_share(text: str) -> float:
+    """`99%` or `0.99`."""
+    from argparse import ArgumentTypeError
+
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ArgumentTypeError(f"{text!r} is not a share such as 99% or 0.99")
+    return share
+
+
+def _as_rate(text: str) -> float:
+    """Bytes per second."""
+    from argparse import ArgumentTypeError
+
+    size, _, per = text.partition("/")
+    try:
+        if per.strip() not in ("", "s"):
+            raise ValueError(f"{text!r} is not a rate such as 25GB/s")
+        return float(units.parse_size(size))
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def _as_duration(text: str) -> Seconds:
+    from argparse import ArgumentTypeError
+
+    try:
+        if text.endswith("us"):
+            return float(text.removesuffix("us")) / 1e6
+        return units.parse_duration(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def _config(parsed: argparse.Namespace) -> ReplayConfig:
+    from pdserve.sim.replay.config import ReplayConfig
+
+    share, factor = _floats("--slow", parsed.slow, ":", 2)
+    engine_options = _pairs("--engine-option", parsed.engine_option)
+    if parsed.preset:
+        engine_options["preset"] = parsed.preset
+    return ReplayConfig(
+        workers=_workers(parsed),
+        prefill=parsed.prefill,
+        decode=parsed.decode,
+        disagg=parsed.disagg,
+        disagg_min_tokens=parsed.disagg_min_tokens,
+        disagg_max_queue=parsed.disagg_max_queue,
+        bandwidth=parsed.bandwidth,
+        transfer_latency=parsed.transfer_latency,
+        routers=parsed.routers,
+        frontends=parsed.frontends,
+        policy=parsed.policy,
+        policy_options=_pairs("--policy-option", parsed.policy_option),
+        router_options=_pairs("--router-option", parsed.router_option),
+        seed=parsed.seed,
+        engine=parsed.engine,
+        engine_options=engine_options,
+        slow_share=share,
+        slow_factor=factor,
+        noise=parsed.noise,
+        block_size=parsed.block_size,
+        kv_tokens=parsed.kv_tokens,
+        max_batch_tokens=parsed.max_batch_tokens,
+        max_sequences=parsed.max_sequences,
+        delay=parsed.delay,
+        slo=_slo(parsed.slo),
+    )
+
+
+def _workers(parsed: argparse.Namespace) -> int:
+    if parsed.workers is not None:
+        return int(parsed.workers)
+    return 0 if parsed.prefill or parsed.decode else 4
+
+
+def _slo(text: str) -> ReplaySlo:
+    from pdserve.sim.replay.config import ReplaySlo
+
+    try:
+        limits, (cold,) = units.parse_limits(text, ("ttft", "itl"), ("cold",))
+    except ValueError as error:
+        raise ConfigError(f"--slo: {error}") from None
+    # Without a limit of its own the first token may take any time.
+    ttft = limits.get("ttft", 0.0 if cold else math.inf)
+    return ReplaySlo(ttft=ttft, cold=cold, itl=limits.get("itl", 0.0))
+
+
+def _shape(parsed: argparse.Namespace) -> TraceTransform:
+    from pdserve.sim.workloads.transform import TraceTransform
+
+    begin, end = _floats("--part", parsed.part, ":", 2)
+    return TraceTransform(
+        begin=begin,
+        end=end,
+        jitter=parsed.jitter,
+        speed=parsed.speed,
+        limit=parsed.limit,
+        seed=parsed.seed,
+    )
+
+
+def _trace(parsed: argparse.Namespace) -> Iterable[TraceRequest]:
+    if parsed.trace:
+        from pdserve.sim.workloads.trace_file import open_trace
+
+        if parsed.generate_option:
+            raise ConfigError("--generate-option belongs to --generate, not to --trace")
+        return open_trace(Path(parsed.trace), parsed.columns)
+    from pdserve.sim.workloads.generate import generator
+
+    options = _pairs("--generate-option", parsed.generate_option)
+    return generator(parsed.generate, options, seed=parsed.seed)
+
+
+def _pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
+    try:
+        return units.parse_pairs(texts)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def _floats(flag: str, text: str, between: str, *counts: int) -> list[float]:
+    parts = text.split(between)
+    try:
+        values = [float(part) for part in parts]
+    except ValueError:
+        values = []
+    if len(values) not in counts:
+        wanted = " or ".join(map(str, counts))
+        raise ConfigError(f"{flag} {text!r} is not {wanted} numbers with {between!r} between them")
+    return values
+
+
+def _size(
+    parsed: argparse.Namespace,
+    config: ReplayConfig,
+    requests: Callable[[], Iterator[TraceRequest]],
+) -> int:
+    """Search the cluster's size, print what was tried."""
+    from pdserve.cli.simulate.cluster_size import search_size, table
+
+    if parsed.json or parsed.plot:
+        raise ConfigError("--size writes no file: replay the size it finds with --json or --plot")
+    total = _counted(requests())
+    found, tried = search_size(
+        config, requests, parsed.good, parsed.most_workers, lambda: ReplayProgress(total).ended
+    )
+    ReplayProgress.clear()
+    print(table(tried, found, parsed.good, config))
+    return exit_codes.OK if found else exit_codes.FAILED
+
+
+# ---------------------------------------------------------------- files
+
+
+def _counted(trace: Iterable[TraceRequest]) -> int:
+    """Also finds every bad line before hours of work."""
+    return sum(1 for _ in trace)
+
+
+def _title(parsed: argparse.Namespace, config: ReplayConfig) -> str:
+    source = Path(parsed.trace).name if parsed.trace else parsed.generate
+    return f"{source} at {parsed.speed:g}x, {cluster_text(config)}, seed {parsed.seed}"
+
+
+def _as_text(parsed: argparse.Namespace, result: ReplayResult) -> str:
+    """Settings and numbers; of files only their names, of this machine nothing."""
+    settings: dict[str, Any] = {
+        name: value for name, value in vars(parsed).items() if name not in ("json", "plot")
+    }
+    if parsed.trace:
+        settings["trace"] = Path(parsed.trace).name
+    made = {"settings": settings, **result.plain()}
+    return json.dumps(made, indent=1, sort_keys=True) + "\n"

@@ -1,0 +1,316 @@
+"""Formats the cluster's status as text and JSON for `pdserve status` and `pdserve top`. Pure.
+
+Names and reasons come from other machines, so control characters are removed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.cli.outputs import printable
+from pdserve.launch.config.units import approximate_size
+from pdserve.launch.drain import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pdserve.ids import Seconds
+    from pdserve.messages.engine import PathState
+    from pdserve.messages.status import ClusterStatus, MemberStatus
+
+__all__ = ["age", "as_json", "render"]
+
+_Rows = list[tuple[str, ...]]
+
+
+def render(status: ClusterStatus, before: ClusterStatus | None = None) -> str:
+    """Tables of everything. Args: `before` is an earlier status of the same node, for rates."""
+    sections = [
+        _title(status),
+        _table(_members(status)),
+        _table(_models(status)),
+        _table(_workers(status)),
+        _table(_handoffs(status)),
+        _table(_paths(status, before)),
+        _table(_routers(status, before)),
+        _table(_frontends(status)),
+        _notes("degraded", _degradations(status)),
+        _notes("gets no requests", _conflicts(status)),
+        _notes("did not answer", _silent(status)),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def as_json(value: Any) -> Any:
+    """Records as objects with their fields' names, for `json.dumps`."""
+    if isinstance(value, msgspec.Struct):
+        return {name: as_json(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {str(key): as_json(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [as_json(one) for one in value]
+    return value
+
+
+def age(seconds: Seconds) -> str:
+    """About how long: `9s`, `3m12s`, `2h05m`, `4d03h`."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
+
+
+# ---------------------------------------------------------------------- sections
+
+
+def _title(status: ClusterStatus) -> str:
+    members, models = len(status.members), len(status.models)
+    when = time.strftime("%H:%M:%S", time.localtime(status.now))
+    return (
+        f"cluster {_clean(status.cluster)} as {_clean(status.asked)} sees it at {when}: "
+        f"{_count(members, 'member')}, {_count(models, 'model')}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _members(status: ClusterStatus) -> _Rows:
+    rows: _Rows = [("NODE", "ROLE", "STATE", "AGE", "VERSION", "HOST", "PID", "ADDRESS", "NOTE")]
+    for m in status.members:
+        rows.append(
+            (
+                m.node,
+                m.role,
+                _state(m),
+                age(status.now - m.epoch / 1000),
+                m.version,
+                m.host,
+                str(m.pid or ""),
+                m.address,
+                _why(m),
+            )
+        )
+    return rows
+
+
+def _state(member: MemberStatus) -> str:
+    if not member.draining or member.state != "alive":
+        return member.state
+    drain = None if member.report is None else member.report.drain
+    return "drained" if drain is not None and drain.drained else "draining"
+
+
+def _why(member: MemberStatus) -> str:
+    if member.report is not None and member.report.drain is not None:
+        return describe(member.report.drain)
+    if member.report is not None and member.report.reason:
+        return member.report.reason
+    return member.reason
+
+
+def _models(status: ClusterStatus) -> _Rows:
+    rows: _Rows = [("MODEL", "WORKERS", "ENGINE", "CONTEXT", "TOKENS", "ALIASES")]
+    for model in status.models:
+        engine = " ".join(word for word in (model.engine, model.dtype) if word not in ("", "none"))
+        workers, context = str(len(model.workers)), str(model.max_model_len)
+        aliases = ", ".join(model.aliases)
+        rows.append((model.name, workers, engine, context, model.tokens or "-", aliases))
+    return rows
+
+
+def _workers(status: ClusterStatus) -> _Rows:
+    rows: _Rows = [
+        ("WORKER", "READY", "RUNNING", "WAITING", "KV USED", "CACHED", "BLOCKS", "SERVES", "TOKENS")
+    ]
+    for member in status.members:
+        load = None if member.report is None else member.report.worker
+        if load is None:
+            continue
+        used = f"{load.blocks_used / load.blocks_total:.0%}" if load.blocks_total else "-"
+        rows.append(
+            (
+                member.node,
+                "yes" if load.ready else "no",
+                str(load.running),
+                str(load.waiting),
+                used,
+                str(load.blocks_cached),
+                str(load.blocks_total),
+                ", ".join(member.models) or "-",
+                ", ".join(dict.fromkeys(member.tokens)) or "-",
+            )
+        )
+    return rows
+
+
+def _handoffs(status: ClusterStatus) -> _Rows:
+    """Workers that share the work on a prompt."""
+    rows: _Rows = [("WORKER", "MODE", "BY", "REMOTE", "LOCAL", "UNDER WAY", "ENDED", "WHY")]
+    for member in status.members:
+        numbers = None if member.report is None else member.report.handoffs
+        if numbers is None:
+            continue
+        decodes = numbers.mode != "prefill"
+        rows.append(
+            (
+                member.node,
+                numbers.mode,
+                numbers.disagg or "-",
+                str(sum(numbers.remote.values())) if decodes else "-",
+                str(sum(numbers.local.values())) if decodes else "-",
+                _counts(numbers.states) or "0",
+                _counts(numbers.ended) or "0",
+                _counts({**numbers.remote, **numbers.local}) or "-",
+            )
+        )
+    return rows
+
+
+def _counts(numbers: dict[str, int]) -> str:
+    """The largest first."""
+    ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} {word}" for word, count in ordered if count)
+
+
+def _paths(status: ClusterStatus, before: ClusterStatus | None) -> _Rows:
+    """By what KV moves, and how much has moved."""
+    rows: _Rows = [
+        (
+            *("KV BETWEEN", "AND", "BY", "SENT", "RECEIVED"),
+            *(("PER SECOND",) if before else ()),
+            *("FAILURES", "NOTE"),
+        )
+    ]
+    for member in status.members:
+        for path in () if member.report is None else member.report.paths:
+            moved = (approximate_size(path.sent_bytes), approximate_size(path.received_bytes))
+            rate = (_path_rate(status, before, member, path),) if before else ()
+            note = f"down: {path.down}" if path.down else path.degraded or path.why
+            rows.append(
+                (member.node, path.node, path.backend, *moved, *rate, str(path.failures), note)
+            )
+    return rows
+
+
+def _path_rate(
+    status: ClusterStatus, before: ClusterStatus, member: MemberStatus, path: PathState
+) -> str:
+    """Bytes per second both ways since `before`, on the same path."""
+    elapsed = status.now - before.now
+    for old in before.members:
+        if (old.node, old.epoch) != (member.node, member.epoch) or old.report is None:
+            continue
+        for then in old.report.paths:
+            same = (then.node, then.epoch, then.backend) == (path.node, path.epoch, path.backend)
+            if same and elapsed > 0:
+                moved = path.sent_bytes + path.received_bytes
+                moved -= then.sent_bytes + then.received_bytes
+                return approximate_size(max(0, int(moved / elapsed)))
+    return "-"
+
+
+def _routers(status: ClusterStatus, before: ClusterStatus | None) -> _Rows:
+    rows: _Rows = [
+        (
+            *("ROUTER", "ROUTED", "REFUSED", "BOOKINGS"),
+            *(("PER SECOND",) if before else ()),
+            *("HELD", "CACHED", "POLICY", "TTFT/PREDICTED", "INDEXED"),
+        )
+    ]
+    for member in status.members:
+        numbers = None if member.report is None else member.report.router
+        if numbers is None:
+            continue
+        tokens = numbers.prompt_tokens
+        rows.append(
+            (
+                member.node,
+                *map(str, (numbers.routed, numbers.refused, numbers.bookings)),
+                *((_rate(status, before, member),) if before else ()),
+                str(numbers.held),
+                f"{numbers.cached_tokens / tokens:.0%}" if tokens else "-",
+                numbers.policy or "-",
+                f"{numbers.prediction:.2f}" if numbers.prediction else "-",
+                str(numbers.index_blocks),
+            )
+        )
+    return rows
+
+
+def _rate(status: ClusterStatus, before: ClusterStatus, member: MemberStatus) -> str:
+    """Requests routed per second since `before`, by the same life of the router."""
+    elapsed = status.now - before.now
+    for old in before.members:
+        same = (old.node, old.epoch) == (member.node, member.epoch)
+        if same and old.report is not None and member.report is not None and elapsed > 0:
+            now, then = member.report.router, old.report.router
+            if now is not None and then is not None:
+                return f"{(now.routed - then.routed) / elapsed:.1f}"
+    return "-"
+
+
+def _frontends(status: ClusterStatus) -> _Rows:
+    rows: _Rows = [("FRONTEND", "ACTIVE", "CONNECTIONS", "REROUTED", "HTTP", "GROUP")]
+    for member in status.members:
+        numbers = None if member.report is None else member.report.frontend
+        if numbers is None:
+            continue
+        row = (str(numbers.active), str(numbers.connections), str(numbers.rerouted))
+        rows.append((member.node, *row, member.http, member.group or "-"))
+    return rows
+
+
+def _degradations(status: ClusterStatus) -> Iterator[tuple[str, str]]:
+    """Nodes of one process share their reasons, which are then listed once."""
+    seen: set[tuple[str, int, str]] = set()
+    for member in status.members:
+        told = member.report.degraded if member.report is not None else {}
+        for name in sorted({*told, *(member.degraded if member.report is None else ())}):
+            key = (member.host, member.pid, name)
+            if key not in seen:
+                seen.add(key)
+                yield member.node, f"{name}: {told[name]}" if name in told else name
+
+
+def _conflicts(status: ClusterStatus) -> Iterator[tuple[str, str]]:
+    yield from sorted(status.conflicts.items())
+
+
+def _silent(status: ClusterStatus) -> Iterator[tuple[str, str]]:
+    for member in status.members:
+        if member.silence:
+            yield member.node, member.silence
+
+
+# ---------------------------------------------------------------------- layout
+
+
+def _table(rows: _Rows) -> str:
+    """Columns as wide as they need be; empty if there is a heading only."""
+    if len(rows) == 1:
+        return ""
+    shown = [[_clean(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return "\n".join(_line(row, widths) for row in shown)
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _notes(title: str, notes: Iterable[tuple[str, str]]) -> str:
+    lines = [f"  {_clean(node)}: {_clean(text)}" for node, text in notes]
+    return "\n".join([title.upper(), *lines]) if lines else ""
+
+
+def _clean(text: str) -> str:
+    return " ".join(printable(text).split())

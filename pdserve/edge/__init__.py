@@ -1,0 +1,1 @@
+"""Bounds what untrusted clients can cost on every port that speaks HTTP."""

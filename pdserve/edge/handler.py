@@ -1,0 +1,111 @@
+"""A connection of aiohttp's whose parser is bounded (`bounded_parser.py`).
+
+Bytes that come while a request is being answered wait unparsed; beyond a bound the socket is not
+read until the answer is out. It does not know what requests mean, nor deadlines. Base of every
+connection that strangers can open.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from aiohttp import web
+
+from pdserve.edge.bounded_parser import BoundedParser, FramingBudget, HttpParser
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from aiohttp.abc import AbstractStreamWriter
+    from aiohttp.http import RawRequestMessage
+    from aiohttp.streams import StreamReader
+
+    from pdserve.ids import Bytes
+
+__all__ = ["BoundedHandler", "make_request"]
+
+_WAITING: Final[Bytes] = 64 * 1024
+"""Of later requests, while one is being answered; then the socket is not read."""
+_BODY: Final[Bytes] = 64 * 1024
+"""Of a body, that its reader has not taken; twice as much pauses the socket."""
+
+
+class BoundedHandler(web.RequestHandler):
+    """One accepted socket."""
+
+    __slots__ = ("body", "busy", "intake")
+
+    def __init__(
+        self, server: web.Server, room: FramingBudget, *, loop: asyncio.AbstractEventLoop, **kw: Any
+    ) -> None:
+        """`room` is shared by all connections of a server."""
+        super().__init__(server, loop=loop, auto_decompress=False, read_bufsize=_BODY, **kw)
+        self.busy = False
+        """A request is being answered."""
+        self.body: StreamReader | None = None
+        """Of the newest request; the rest of it may come after an early answer."""
+        parser: HttpParser = self._parser  # type: ignore[assignment]
+        self.intake = BoundedParser(parser, room, self._may_parse, self.max_line_size)
+        self._parser = self.intake  # type: ignore[assignment]  # has all that is used of it
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.intake.refused:
+            self.close()  # after the answer that is due
+        self._pause_or_go_on()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.intake.drop()
+        super().connection_lost(exc)
+
+    async def finish_response(self, *args: Any) -> Any:
+        """As aiohttp does; then what has come meanwhile is parsed."""
+        try:
+            return await super().finish_response(*args)
+        finally:
+            self.busy = False
+            self.parse_on()
+
+    def parse_on(self) -> None:
+        """Parse what waits, as far as it may be."""
+        if self.transport is not None and not self._messages:
+            self.data_received(b"")
+
+    @property
+    def body_is_here(self) -> bool:
+        """Nothing is missing of the newest request."""
+        return self.body is None or self.body.is_eof()
+
+    def begin(self, body: StreamReader) -> None:
+        """A request is taken up."""
+        self.busy = True
+        self.body = body
+
+    def _may_parse(self) -> bool:
+        if self._messages or self._reading_paused:
+            return False
+        return not self.busy or not self.body_is_here
+
+    def _pause_or_go_on(self) -> None:
+        if self.intake.waiting > _WAITING and not self._buffer_paused:
+            self._pause_reading_for_buffer()
+        elif self._buffer_paused and not self._messages:
+            self._resume_reading_for_buffer()
+
+    def _resume_reading_for_buffer(self) -> None:
+        """aiohttp looks at its own queue only."""
+        if self.intake.waiting <= _WAITING:
+            super()._resume_reading_for_buffer()
+
+
+def make_request(
+    message: RawRequestMessage,
+    payload: StreamReader,
+    protocol: web.RequestHandler,
+    writer: AbstractStreamWriter,
+    task: asyncio.Task[None],
+) -> web.BaseRequest:
+    """The request factory of a server of such connections."""
+    assert isinstance(protocol, BoundedHandler)
+    protocol.begin(payload)
+    return web.BaseRequest(message, payload, protocol, writer, task, protocol._loop)

@@ -1,0 +1,1 @@
+"""The engine core: the child process that schedules, computes and owns the KV cache."""

@@ -1,0 +1,649 @@
+"""The engine core: commands in, events out, one step at a time.
+
+`EngineCore` is the `kit.Core` that joins scheduler, pool and an executor. It is synchronous and
+does no I/O: the host (a process or a thread) brings commands and carries events away, and a
+simulation calls it inline with a clock of its own. It owns the scheduler, the pool and the
+executor; nobody else touches them.
+
+An executor that fails a step costs the requests of that step, since their blocks may be half
+written; committed blocks were complete before and stay. They end with `StepFailed`: whose fault it
+was is not known, so each may go on elsewhere. If it says which sequences the fault lies with, it
+costs those alone. An executor that raises `EngineDied`, or
+fails three steps in a row, is broken: the core says `Failed` and is to be closed.
+
+With a `KvConnector`, prompts may be prefilled elsewhere (`KvReceiver`) or for others (`KvSender`).
+What comes of the moving is taken in between steps, like commands.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from pdserve.blocks.hashing import hash_secret_id
+from pdserve.engine_core.kit import STATS_INTERVAL, kv_transfer_unsupported
+from pdserve.engine_core.kv_transfer.connector import NodeMessage, PartDelivered
+from pdserve.engine_core.kv_transfer.receiver import KvReceiver
+from pdserve.engine_core.kv_transfer.sender import KvSender
+from pdserve.engine_core.pool_sizing import size_pool
+from pdserve.engine_core.scheduler.block_hasher import BlockHasher
+from pdserve.engine_core.scheduler.prefill_budget import PrefillBudget
+from pdserve.engine_core.scheduler.scheduler import Scheduler
+from pdserve.engine_core.scheduler.scheduler_state import SchedulerLimits
+from pdserve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineDied,
+    EngineError,
+    InvalidRequest,
+    PdserveError,
+    StepFailed,
+    TransferRefused,
+)
+from pdserve.ids import NodeId, NodeLife
+from pdserve.kv.block_pool import BlockPool
+from pdserve.messages.engine import (
+    Abort,
+    AbortAttempt,
+    Activate,
+    ClearCache,
+    Command,
+    EngineCapabilities,
+    EngineSpec,
+    EngineStats,
+    Event,
+    InboundControl,
+    InboundControlReply,
+    KvEvents,
+    LoadProgress,
+    OpenAttemptBlocks,
+    OutboundControlReply,
+    PeerGone,
+    PrefillForPeer,
+    PrefillLocally,
+    QueryStats,
+    SetHashSecret,
+    SetNodeLife,
+    Stats,
+    StepOutput,
+    Submit,
+    SubmitRemote,
+)
+from pdserve.messages.engine_errors import failed_event, rejected_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pdserve.clock import Clock
+    from pdserve.engine_core.executor import (
+        Executor,
+        ModelInfo,
+        StepPlan,
+        StepResult,
+        SupportsGrammarPrefetch,
+    )
+    from pdserve.engine_core.kv_transfer.connector import ConnectorEvent, KvConnector
+    from pdserve.engine_core.pool_sizing import PoolSizing
+    from pdserve.ids import Seconds
+    from pdserve.messages.request import SamplingParams, TokenDelta
+    from pdserve.transfer.base import Region
+
+__all__ = ["EngineCore"]
+
+_log = logging.getLogger(__name__)
+
+_BREATH: Seconds = 0.005
+"""A command waits so long at most while nothing can be computed before some grammar is there."""
+
+_FAILURES_IN_A_ROW = 3
+_NEWEST = 0.1
+"""Weight of one step in the mean time between tokens: it follows the last dozen or two."""
+
+
+class EngineCore:
+    """A `Core` around pdserve's scheduler and any `Executor`.
+
+    A step takes as long as the executor's `execute` does. A core whose steps end at a time that
+    is known beforehand (the sim engine's) derives from it and calls its parts.
+    """
+
+    def __init__(self, executor: Executor, clock: Clock, mover: KvConnector | None = None) -> None:
+        """`kv_transfer.connector` None: it neither sends KV nor receives any."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called from any thread when `has_work` has become true without a command."""
+        self.tick: Callable[[int], None] | None = None
+        """Given to every plan."""
+        self.on_freed: Callable[[int, str], None] = lambda handle, phase: None
+        """Called when nothing is held any more of a submission that was aborted, with what it was
+        doing then; for every abort, once."""
+        self._aborted: dict[int, str] = {}
+        """Those of which something is held."""
+        self._executor = executor
+        self._clock = clock
+        self._mover = mover
+        self._incoming: KvReceiver | None = None
+        self._outgoing: KvSender | None = None
+        self._region: Region | None = None
+        """What is moved."""
+        self._moved = False
+        """`KvConnector.poll` has something."""
+        self._events: list[Event] = []
+        self._deltas: list[TokenDelta] = []
+        self._steps = 0
+        self._step_seconds: Seconds = 0.0
+        self._itl: Seconds = 0.0
+        self._failures = 0
+        self._broken = False
+        self._stats_at: Seconds = clock.now()
+        self._changed = False
+
+    # ------------------------------------------------------------------ loading
+
+    def load(
+        self, spec: EngineSpec, progress: Callable[[LoadProgress], None]
+    ) -> EngineCapabilities:
+        """Load the model, size the pool, allocate it."""
+        info = self._executor.load(
+            spec, lambda stage, fraction: progress(LoadProgress(stage=stage, fraction=fraction))
+        )
+        sizing = size_pool(spec, info)
+        limits = SchedulerLimits(
+            max_model_len=sizing.max_model_len,
+            vocab_size=info.vocab_size,
+            max_batch_tokens=spec.max_batch_tokens,
+            max_sequences=spec.max_sequences,
+            max_waiting=spec.max_waiting,
+            unfilled=spec.transfer.unfilled if spec.transfer is not None else 0.0,
+            embeds=info.embedding_size > 0,
+            generates=info.generates,
+        )
+        progress(LoadProgress(stage="allocating KV blocks"))
+        self._executor.allocate(sizing.num_blocks)
+        self.pool = BlockPool(sizing.num_blocks, info.layout.block_size)
+        self._names = _names(spec, info)
+        self.scheduler = Scheduler(self.pool, limits, self._names)
+        self._pace = PrefillBudget(limits.max_batch_tokens, slow=info.device.startswith("cpu"))
+        self.scheduler.prefill_tokens = self._pace.tokens
+        self.scheduler.steerable = getattr(self._executor, "ready", None)
+        if self._mover is not None:
+            progress(LoadProgress(stage="registering KV blocks"))
+        transfers = self._start_moving(spec)
+        return _capabilities(spec, info, limits, sizing, transfers)
+
+    def _start_moving(self, spec: EngineSpec) -> tuple[str, ...]:
+        """The back ends by which KV can be moved; none if nobody wants it, or if it is optional and
+        cannot be. Raises `ConfigError` if this engine cannot, and as `KvConnector.start` does."""
+        mover = self._mover
+        if mover is None or spec.transfer is None:
+            return ()
+        try:
+            region, transfers = self._open_pool(spec.engine, mover)
+        except ConfigError as error:
+            if not spec.transfer.optional:
+                raise
+            _log.info("KV does not leave this worker: %s", error.message)
+            return ()
+        scheduler, pool, verify = self.scheduler, self.pool, spec.transfer.verify
+        self._incoming = KvReceiver(scheduler, pool, mover, region, verify, self._say)
+        self._outgoing = KvSender(scheduler, pool, mover, region, verify, self._say)
+        return transfers
+
+    def _open_pool(self, engine: str, mover: KvConnector) -> tuple[Region, tuple[str, ...]]:
+        """To the mover, for as long as the core lives."""
+        region = self._executor.region() if hasattr(self._executor, "region") else None
+        if region is None:
+            raise kv_transfer_unsupported(engine)
+        self._region = region
+        return region, mover.start(region, self._on_moved)
+
+    def _on_moved(self) -> None:
+        self._moved = True
+        self.wake()
+
+    # ------------------------------------------------------------------ commands
+
+    def handle(self, command: Command) -> None:
+        """Submissions that cannot be taken end with a `Rejected` event."""
+        if isinstance(command, Submit | SubmitRemote | PrefillForPeer):
+            self._expect(command.request.sampling)
+        match command:
+            case Submit():
+                self._submit(command)
+            case Abort():
+                self._abort(command.handle)
+            case QueryStats():
+                self._events.append(Stats(stats=self.statistics()))
+            case ClearCache():
+                self.pool.clear()
+                self._changed = True
+            case SetHashSecret():
+                self._rekey(command.hash_secret)
+            case (
+                SubmitRemote()
+                | PrefillForPeer()
+                | OpenAttemptBlocks()
+                | Activate()
+                | AbortAttempt()
+                | PrefillLocally()
+            ):
+                self._hand_over(command)
+            case SetNodeLife() | PeerGone() | InboundControl() | OutboundControlReply():
+                self._tell_mover(command)
+            case _:
+                raise ValueError(f"{type(command).__name__} is for the host")
+
+    def _hand_over(
+        self,
+        command: SubmitRemote
+        | PrefillForPeer
+        | OpenAttemptBlocks
+        | Activate
+        | AbortAttempt
+        | PrefillLocally,
+    ) -> None:
+        """What has to do with prompts that one worker prefills and another goes on with."""
+        incoming, outgoing = self._incoming, self._outgoing
+        now = self._clock.now()
+        self._changed = True
+        if incoming is None or outgoing is None:
+            if isinstance(command, SubmitRemote | PrefillForPeer):
+                error = TransferRefused("this engine neither sends KV nor receives any")
+                self._reject(command.handle, error)
+            return
+        try:
+            match command:
+                case SubmitRemote():
+                    self.scheduler.submit_remote(command.handle, command.request, now)
+                case PrefillForPeer():
+                    outgoing.submit(command, now)
+                case OpenAttemptBlocks():
+                    incoming.open(command, now)
+                case Activate():
+                    self._add(incoming.activate(command, now))
+                case AbortAttempt():
+                    incoming.give_up(command.handle, command.attempt)
+                case PrefillLocally():
+                    incoming.prefill_here(command.handle)
+        except PdserveError as error:
+            self._reject(command.handle, error)
+
+    def _tell_mover(
+        self, command: SetNodeLife | PeerGone | InboundControl | OutboundControlReply
+    ) -> None:
+        if self._mover is not None and self._incoming is not None:
+            if isinstance(command, SetNodeLife):
+                self._mover.attach(NodeLife(NodeId(command.node), command.epoch))
+            else:
+                self._mover.take(command)
+        elif isinstance(command, InboundControl):
+            error = TransferRefused("this engine neither sends KV nor receives any")
+            kind = type(error).__name__
+            self._events.append(InboundControlReply(command.number, None, kind, error.message))
+
+    def _abort(self, handle: int) -> None:
+        phase = self.scheduler.phase(handle)
+        if not phase and self._outgoing is not None and self._outgoing.holds(handle):
+            phase = "sending"
+        self._end_transfers(handle)
+        self._changed |= self.scheduler.abort(handle)
+        self._unsay(handle)
+        if self._outgoing is not None:
+            self._outgoing.abort(handle)
+        self._aborted[handle] = phase
+        self._note_freed({handle})
+
+    def _note_freed(self, handles: Iterable[int]) -> None:
+        """Tell of those aborted submissions among these whose last blocks have come back."""
+        incoming, outgoing = self._incoming, self._outgoing
+        for handle in self._aborted.keys() & handles:
+            held = incoming is not None and incoming.holds(handle)
+            if not held and not (outgoing is not None and outgoing.holds(handle)):
+                self.on_freed(handle, self._aborted.pop(handle))
+
+    def _end_transfers(self, handle: int) -> None:
+        """Of a submission that ends: its attempt, or what it sends."""
+        if self._incoming is not None:
+            self._incoming.give_up(handle)
+
+    def _submit(self, command: Submit) -> None:
+        try:
+            now, counted = self._clock.now(), command.counted
+            ended = self.scheduler.submit(command.handle, command.request, now, counted=counted)
+        except PdserveError as error:
+            self._reject(command.handle, error)
+        else:
+            self._deltas += ended
+
+    def _expect(self, sampling: SamplingParams) -> None:
+        expect = getattr(self._executor, "expect", None)
+        if expect is not None and sampling.grammar:
+            expect(sampling)
+
+    def _rekey(self, secret: bytes) -> None:
+        names = self._names
+        if names is None or names.id == hash_secret_id(secret):
+            return
+        self._names = names.with_secret(secret)
+        self.scheduler.rename(self._names)
+        self._changed = True
+
+    def _reject(self, handle: int, error: PdserveError) -> None:
+        if self._incoming is not None:
+            self._incoming.give_up(handle)
+        if self._outgoing is not None:
+            self._outgoing.fail(handle)
+        self._say(rejected_event(handle, error))
+
+    def _say(self, event: Event) -> None:
+        """What has been produced before is said before."""
+        self._say_deltas()
+        self._events.append(event)
+
+    def _add(self, deltas: list[TokenDelta]) -> None:
+        """Of a call that may have said something: what was there before it has been said then."""
+        self._deltas += deltas
+
+    def _say_deltas(self) -> None:
+        if self._deltas:
+            self._events.append(StepOutput(deltas=self._deltas))
+            self._deltas = []
+
+    def _unsay(self, handle: int) -> None:
+        """Nothing about an aborted submission leaves after its abort."""
+        self._say_deltas()
+        kept: list[Event] = []
+        for event in self._events:
+            if isinstance(event, StepOutput):
+                deltas = [delta for delta in event.deltas if delta.handle != handle]
+                if deltas:
+                    kept.append(StepOutput(deltas=deltas))
+            elif getattr(event, "handle", None) != handle:
+                kept.append(event)
+        self._events = kept
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def has_work(self) -> bool:
+        """Something can be computed, or something waits to be said."""
+        if self._broken:
+            return bool(self._events)
+        if self._moved or (self._incoming is not None and self._incoming.has_work):
+            return True
+        return self.scheduler.has_work or bool(self._events or self._deltas) or self._changed
+
+    def wake_at(self) -> Seconds | None:
+        """The next deadline of a request, or of an attempt."""
+        deadline = self.scheduler.next_deadline()
+        patience = None if self._incoming is None else self._incoming.next_deadline()
+        if deadline is None or patience is None:
+            return patience if deadline is None else deadline
+        return min(deadline, patience)
+
+    def step(self) -> list[Event]:
+        """Expire, plan, compute, report."""
+        started = self._clock.now()
+        if self._incoming is not None:
+            self._take_moved(self._poll(), started)
+        self._expire(started)
+        if self._incoming is not None:
+            self._incoming.advance(started)
+        if self.scheduler.has_work and not self._broken:
+            plan = self._plan(started)
+            if plan.chunks:
+                self._compute(plan, started)
+            elif self.scheduler.unsteered:
+                cast("SupportsGrammarPrefetch", self._executor).wait_ready(_BREATH)
+        self._release()
+        self._report(self._clock.now())
+        events, self._events = self._events, []
+        return events
+
+    def _plan(self, now: Seconds) -> StepPlan:
+        plan = self.scheduler.schedule(now)
+        self._release()
+        if self._outgoing is not None and self._outgoing.active:
+            self._outgoing.planned(plan)
+        return plan
+
+    def _poll(self) -> list[ConnectorEvent]:
+        """What the mover has to tell since it was last asked."""
+        if not self._moved or self._mover is None:
+            return []
+        self._moved = False
+        return self._mover.poll()
+
+    def _take_moved(self, events: list[ConnectorEvent], now: Seconds) -> None:
+        assert self._incoming is not None
+        assert self._outgoing is not None
+        touched: set[int] = set()
+        for event in events:
+            if isinstance(event, NodeMessage):
+                self._say(event.event)
+                continue
+            self._changed = True
+            if isinstance(event, PartDelivered):
+                self._outgoing.delivered(event)
+                touched.add(event.handle)
+            else:
+                self._add(self._incoming.moved(event, now))
+                touched.add(event.key.handle)
+        if self._aborted:
+            self._note_freed(touched)
+
+    def _expire(self, now: Seconds) -> None:
+        deadline = self.scheduler.next_deadline()
+        if deadline is None or deadline > now:
+            return
+        self._changed = True
+        for late in self.scheduler.expire(now):
+            self._reject(late.handle, DeadlineExceeded(f"the deadline passed while {late.stage}"))
+
+    def _release(self) -> None:
+        released = self.scheduler.take_released()
+        if released:
+            self._executor.release(released)
+
+    def _compute(self, plan: StepPlan, started: Seconds) -> None:
+        result = self._execute(plan)
+        if result is not None:
+            now = self._clock.now()
+            self._take(plan, result, now - started, now)
+
+    def _execute(self, plan: StepPlan) -> StepResult | None:
+        """None if the step failed; its requests have been told so then."""
+        self._changed = True
+        plan.tick = self.tick
+        try:
+            result = self._executor.execute(plan)
+            _check_result(plan, result)
+        except Exception as error:  # whatever an engine raises costs this step, not the core
+            self._fail(plan, error)
+            return None
+        return result
+
+    def _take(self, plan: StepPlan, result: StepResult, took: Seconds, now: Seconds) -> None:
+        """Book a step that has been computed in `took` seconds."""
+        decodes = plan.chunks[0].sequence.first_token is not None  # decodes come first
+        self._pace.note(plan.num_tokens, took)
+        self.scheduler.prefill_tokens = self._pace.tokens
+        if result.faults:
+            plan, result = self._set_aside(plan, result)
+        self._count(took, decodes)
+        outgoing = self._outgoing
+        if outgoing is None or not outgoing.active:
+            self._deltas += self.scheduler.complete(plan, result, now, took)
+        else:
+            outgoing.computed(plan)
+            self._add(outgoing.take(self.scheduler.complete(plan, result, now, took)))
+
+    def _set_aside(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
+        """End the submissions of which something went wrong; returns what is left of the step."""
+        faults: set[int] = set()
+        for index, why in result.faults.items():
+            handle = plan.chunks[index].sequence.handle
+            if handle in faults:
+                continue
+            faults.add(handle)
+            self.scheduler.drop(handle, trusted=index in result.sound)
+            if index in result.lasting:
+                _log.warning("request %d cannot go on: %s", handle, why)
+                self._reject(handle, InvalidRequest(f"the answer cannot go on: {why}"))
+                continue
+            _log.error("request %d failed in a step of %d tokens: %s", handle, plan.num_tokens, why)
+            self._reject(handle, StepFailed(f"the engine failed at this request: {why}"))
+        return result.less(plan, faults)
+
+    def _count(self, took: Seconds, decodes: bool) -> None:
+        self._failures = 0
+        if decodes:
+            self._itl += (took - self._itl) * (_NEWEST if self._itl else 1.0)
+        self._steps += 1
+        self._step_seconds += took
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        _log.error("a step of %d tokens failed", plan.num_tokens, exc_info=error)
+        record = failed_event(error)
+        for handle in self.scheduler.fail(plan):
+            message = f"the engine failed while computing a step: {record.message}"
+            self._reject(handle, StepFailed(message))
+        self._failures += 1
+        if isinstance(error, EngineDied) or self._failures >= _FAILURES_IN_A_ROW:
+            self._broken = True
+
+    def _report(self, now: Seconds) -> None:
+        self._say_deltas()
+        stored = self.pool.drain_events()
+        if stored:
+            self._events.append(KvEvents(events=stored))
+        idle = not self.scheduler.has_work
+        if self._changed and (idle or now - self._stats_at >= STATS_INTERVAL):
+            self._stats_at, self._changed = now, False
+            self._events.append(Stats(stats=self.statistics()))
+        if self._broken:
+            self._events.append(failed_event(EngineDied("the executor is broken")))
+
+    # ------------------------------------------------------------------ reading and ending
+
+    def statistics(self) -> EngineStats:
+        """A snapshot of this moment."""
+        scheduler, counts = self.scheduler, self.pool.counts()
+        counters = scheduler.counters
+        stats = EngineStats(
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting,
+            blocks_total=self.pool.num_blocks,
+            blocks_free=counts.free,
+            blocks_cached=counts.cached,
+            blocks_used=counts.used,
+            blocks_quarantined=counts.quarantined,
+            steps=self._steps,
+            step_seconds=self._step_seconds,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            received_tokens=counters.received_tokens,
+            computed_tokens=counters.computed_tokens,
+            output_tokens=counters.output_tokens,
+            preemptions=counters.preemptions,
+            aborted=counters.aborted,
+            finished=counters.finished,
+            uncomputed_tokens=scheduler.uncomputed(),
+            kv_tokens=sum(sequence.num_computed for sequence in scheduler.running),
+            itl=self._itl,
+        )
+        return stats if self._incoming is None else self._with_transfers(stats, self._incoming)
+
+    def _with_transfers(self, stats: EngineStats, incoming: KvReceiver) -> EngineStats:
+        outgoing = self._outgoing
+        assert outgoing is not None
+        return msgspec.structs.replace(
+            stats,
+            remote=len(self.scheduler.promises),
+            sending=outgoing.sending,
+            received_blocks=incoming.received_blocks,
+            received_bytes=incoming.received_bytes,
+            sent_blocks=outgoing.sent_blocks,
+            sent_bytes=outgoing.sent_bytes,
+            attempts=incoming.opened,
+            attempts_failed=incoming.failed,
+        )
+
+    def close(self) -> int:
+        """Safe at any time, also when `load` failed or never ran. No byte is moved after it; where
+        that cannot be had, it raises what the mover does, and gives no memory back."""
+        if self._mover is not None:
+            self._mover.close()
+        try:
+            return self._end_all() if hasattr(self, "scheduler") else 0
+        finally:
+            if self._region is not None and self._region.view is not None:
+                self._region.view.release()
+            self._executor.close()
+
+    def _end_all(self) -> int:
+        for handle in self.scheduler.handles():
+            self._end_transfers(handle)
+            self.scheduler.abort(handle)
+        if self._incoming is not None:
+            self._incoming.fenced()
+        if self._outgoing is not None:
+            self._outgoing.fenced()
+        self._release()
+        self.pool.check()
+        return self.pool.counts().used
+
+
+def _names(spec: EngineSpec, info: ModelInfo) -> BlockHasher | None:
+    """Without a secret from outside, names need only be stable within this core."""
+    if not spec.prefix_cache:
+        return None
+    secret = spec.hash_secret or secrets.token_bytes(32)
+    return BlockHasher(secret, info.layout.block_size, info.compat_hash)
+
+
+def _check_result(plan: StepPlan, result: StepResult) -> None:
+    wanted = sum(chunk.samples for chunk in plan.chunks)
+    if len(result.tokens) != wanted or len(result.logprobs) != wanted:
+        raise EngineError(
+            f"the executor returned {len(result.tokens)} tokens and {len(result.logprobs)} "
+            f"logprobs for {wanted} sampling chunks"
+        )
+    if wanted == len(plan.chunks):
+        return
+    vectors = {index for index, chunk in enumerate(plan.chunks) if chunk.vector}
+    if vectors - result.faults.keys() != result.embeddings.keys() - result.faults.keys():
+        raise EngineError("the executor's vectors are not those of the sequences that are complete")
+
+
+def _capabilities(
+    spec: EngineSpec,
+    info: ModelInfo,
+    limits: SchedulerLimits,
+    sizing: PoolSizing,
+    transfers: tuple[str, ...],
+) -> EngineCapabilities:
+    return EngineCapabilities(
+        engine=spec.engine,
+        model_type=info.model_type,
+        dtype=info.dtype,
+        device=info.device,
+        max_model_len=limits.max_model_len,
+        vocab_size=info.vocab_size,
+        block_size=info.layout.block_size,
+        num_blocks=sizing.num_blocks,
+        block_bytes=info.layout.block_bytes,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_sequences=limits.max_sequences,
+        prompt_logprobs=info.prompt_logprobs,
+        kv_events=spec.prefix_cache,
+        eos_token_ids=info.eos_token_ids,
+        weight_bytes=info.weight_bytes,
+        compat_hash=info.compat_hash,
+        transfers=transfers,
+        features=(*info.features, *(("embeddings",) if info.embedding_size else ())),
+        embedding_size=info.embedding_size,
+        reduced=sizing.warning or "",
+    )

@@ -1,0 +1,158 @@
+"""The core's end of its socket: commands in, events out, without ever blocking by itself.
+
+Used by the host only, in one thread, but for `nudge`. What the other side has not read yet is kept
+here; the host stops stepping while that is too much, so nothing is dropped and the buffer stays
+bounded by the high-water mark plus the events of one step.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.errors import ProtocolError
+from pdserve.messages.engine import Command, StepOutput
+from pdserve.wire.length_prefixed import FrameDecoder, encode_frames
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.engine import Event
+
+__all__ = ["HIGH_WATER", "CoreSocket", "CoreSocketClosed"]
+
+HIGH_WATER: Bytes = 4 * 1024 * 1024
+"""Unread bytes at which no further step is computed until all of them have been read."""
+
+LARGE: Bytes = 1024 * 1024
+"""A step of more bytes is sent in parts: the reader's event loop decodes a frame in one go, and no
+step can become too large for a frame (logprobs of prompts add up)."""
+
+_READ = 256 * 1024
+_SELECT_LIMIT = 1024
+
+
+class CoreSocketClosed(Exception):
+    """The other end is gone: there is nobody to work for."""
+
+
+class CoreSocket:
+    """One end of a socket pair; takes ownership of the socket."""
+
+    def __init__(self, sock: socket.socket, *, high_water: Bytes = HIGH_WATER) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._frames = FrameDecoder()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+        self._unsent = bytearray()
+        self._high_water = high_water
+        self._draining = False
+        self._nudged, self._nudge = socket.socketpair()
+        self._nudged.setblocking(False)
+        self._nudge.setblocking(False)
+        self._nudging = False
+
+    def receive(self) -> list[Command]:
+        """Everything that has arrived. Raises `CoreSocketClosed`, `ProtocolError`."""
+        commands: list[Command] = []
+        while True:
+            try:
+                data = self._sock.recv(_READ)
+            except (BlockingIOError, InterruptedError):
+                return commands
+            except OSError as error:
+                raise CoreSocketClosed from error
+            if not data:
+                raise CoreSocketClosed
+            commands += map(self._decode, self._frames.feed(data))
+            if len(data) < _READ:
+                return commands
+
+    def _decode(self, body: bytes) -> Command:
+        try:
+            return self._decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"a command cannot be read: {error}") from error
+
+    def send(self, events: Sequence[Event]) -> None:
+        """Take events over and write what the socket accepts. Raises `CoreSocketClosed`."""
+        if not events:
+            return
+        data = encode_frames(self._bodies(events))
+        if not self._unsent:
+            data = data[self._write(data) :]
+        self._unsent += data
+        if len(self._unsent) > self._high_water:
+            self._draining = True
+
+    def _bodies(self, events: Sequence[Event]) -> Iterator[bytes]:
+        for event in events:
+            body = self._encoder.encode(event)
+            if len(body) <= LARGE or type(event) is not StepOutput or len(event.deltas) < 2:
+                yield body
+            else:
+                middle = len(event.deltas) // 2
+                yield from self._bodies(
+                    (StepOutput(event.deltas[:middle]), StepOutput(event.deltas[middle:]))
+                )
+
+    def flush(self) -> None:
+        """Write what the socket accepts now. Raises `CoreSocketClosed`."""
+        if self._unsent:
+            del self._unsent[: self._write(self._unsent)]
+        if not self._unsent:
+            self._draining = False
+
+    def _write(self, data: bytes | bytearray) -> int:
+        try:
+            return self._sock.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            raise CoreSocketClosed from error
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait for the other side."""
+        return len(self._unsent)
+
+    @property
+    def congested(self) -> bool:
+        """The high-water mark was passed and not everything has been read since."""
+        return self._draining
+
+    def wait(self, timeout: Seconds | None) -> None:
+        """Sleep until something can be read, unsent bytes can be written, somebody has called
+        `nudge` since the last time, or time is up."""
+        readers = [self._sock, self._nudged]
+        writers = [self._sock] if self._unsent else []
+        if max(reader.fileno() for reader in readers) < _SELECT_LIMIT:
+            # Not poll: it rounds up to milliseconds, which paced engines would feel.
+            select.select(readers, writers, [], timeout)
+        else:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN | (select.POLLOUT if writers else 0))
+            poll.register(self._nudged, select.POLLIN)
+            poll.poll(None if timeout is None else timeout * 1000)
+        if self._nudging:
+            with suppress(BlockingIOError):
+                self._nudged.recv(64)
+            self._nudging = False
+
+    def nudge(self) -> None:
+        """Make `wait` return, now or when it is called next. From any thread, at any time."""
+        if not self._nudging:
+            self._nudging = True
+            with suppress(OSError):  # it is full, which serves, or closed
+                self._nudge.send(b"!")
+
+    def close(self) -> None:
+        """Idempotent."""
+        for sock in (self._sock, self._nudged, self._nudge):
+            sock.close()

@@ -1,0 +1,494 @@
+"""`LoopKvConnector`: the transports of an engine core, on the event loop it is made on.
+
+    open      path ─▶ grant                           Granted │ Lost
+    revoke    Grant.revoke, or else KvPath.close        Closed, within seconds
+    deliver   Path.deliver                            Delivered
+    take      Transport.answer; answers to questions  Say(InboundControlReply); -
+
+Everything is called on the loop and returns at once; `poll` gives what has happened, in order. It
+owns its tasks, paths and grants, and all of them end with it.
+
+What bounds its queues: the core opens and delivers, and gets as many answers as it has asked for; a
+part is told once. Peers' calls under way are at most `MAX_CALLS`, ours
+`control_rpc.MAX_CONTROL_REQUESTS`: one more fails as `Overloaded`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from msgspec.structs import replace
+
+from pdserve.engine_core.kv_transfer.connector import (
+    AttemptBroken,
+    AttemptFenced,
+    AttemptGranted,
+    AttemptKey,
+    ConnectorEvent,
+    NodeMessage,
+    PartArrived,
+    PartDelivered,
+)
+from pdserve.engine_core.kv_transfer.control_rpc import ControlRpc
+from pdserve.engine_core.kv_transfer.peer_paths import PeerPaths
+from pdserve.errors import (
+    EngineDied,
+    NotReady,
+    Overloaded,
+    PathLost,
+    PdserveError,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+)
+from pdserve.ids import NodeId, NodeLife
+from pdserve.messages.engine import (
+    InboundControl,
+    InboundControlReply,
+    OutboundControlReply,
+    PathStates,
+    PeerGone,
+)
+from pdserve.messages.engine_errors import kind_and_message
+from pdserve.runtime.tasks import Tasks
+from pdserve.transfer.backends import backend_offers
+from pdserve.transfer.copy_plan import block_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.engine_core.kv_transfer.path_stats import PathMeter
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.engine import PathState
+    from pdserve.messages.transfer import BackendOffers, TransferControl, TransferTicket
+    from pdserve.transfer.backends import TransferBackend
+    from pdserve.transfer.base import Grant, GrantSpec, KvPart, KvPath, Region
+
+__all__ = ["LoopKvConnector"]
+
+_log = logging.getLogger(__name__)
+
+MAX_CALLS: Final = 256
+_REVOKE: Final[Seconds] = 3.0
+"""For the peer's word that it writes no more; afterwards the path is closed."""
+_ANSWER: Final[Seconds] = 15.0
+"""For an answer to a peer, who waits no longer than that."""
+_LOOK: Final[Seconds] = 1.0
+"""Between two looks at the paths: those that end in silence show, and so do the counters."""
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """See `kv_transfer.connector.AttemptKey`; the sink of its grant."""
+
+    mover: LoopKvConnector
+    key: AttemptKey
+    peer: NodeLife
+    order: GrantSpec
+    roads: PeerPaths
+    state: Literal["opening", "open", "lost", "closing"] = "opening"
+    opening: asyncio.Task[None] | None = None
+    grant: Grant | None = None
+    path: KvPath | None = None
+    meter: PathMeter | None = None
+    received: Bytes = 0
+    """As far as the back end knows."""
+
+    def on_part(self, part: int) -> None:
+        """See `transfer.base.Sink`."""
+        assert self.meter is not None
+        size = self.meter.arrived()
+        self.received += size
+        if self.state == "open":
+            self.mover.emit(PartArrived(self.key, part, size))
+
+    def on_failed(self, error: TransferError) -> None:
+        """See `transfer.base.Sink`."""
+        if self.meter is not None:
+            self.roads.lost(self.meter)
+        self.lose(error)
+
+    def lose(self, error: TransferError | NotReady) -> None:
+        """Tell it, once."""
+        if self.state in ("opening", "open"):
+            self.state = "lost"
+            self.mover.emit(AttemptBroken(self.key, error))
+
+
+@dataclass(slots=True)
+class _Pool:
+    regions: Sequence[Region]
+    offers: BackendOffers
+    block: Bytes
+    """Bytes of a block, over all regions."""
+
+
+class LoopKvConnector:
+    """See above, and `kv_transfer.connector.KvConnector`."""
+
+    def __init__(
+        self,
+        backends: Sequence[TransferBackend],
+        *,
+        nudge: Callable[[], None] = lambda: None,
+        on_broken: Callable[[EngineDied], None] | None = None,
+        draw: Callable[[], int] = lambda: secrets.randbits(60),
+    ) -> None:
+        """`nudge` is called, like `start`'s `wake`, whenever there is something to poll: the one
+        reaches the core, the other whoever drives it. `on_broken` hears of a mistake in here, after
+        which nothing is to be relied on; without it, `poll` raises it.
+        `draw` gives the random number by which peers tell this engine from the next."""
+        self._backends = backends
+        self._draw = draw
+        self._nudge = nudge
+        self._wake: Callable[[], None] = lambda: None
+        self._on_broken = on_broken or self._break
+        self._broken: EngineDied | None = None
+        self._moved: deque[ConnectorEvent] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._tasks = Tasks("the engine's transports", self._task_failed)
+        self._questions = ControlRpc(lambda question: self.emit(NodeMessage(question)))
+        self._pool: _Pool | None = None
+        self._roads: PeerPaths | None = None
+        self._turn: asyncio.Task[None] | None = None
+        """From the last life to this one."""
+        self._attempts: dict[AttemptKey, _Attempt] = {}
+        self._closing: dict[AttemptKey, _Attempt] = {}
+        self._calls = 0
+        self._paths: list[PathState] = []
+        self._look: asyncio.TimerHandle | None = None
+        self._looks_soon = False
+        self._ended: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ life
+
+    def start(self, region: Region, wake: Callable[[], None]) -> tuple[str, ...]:
+        """See `Mover`."""
+        self.use([region], backend_offers(self._backends, [region]), wake)
+        return tuple(self._pool.offers.places) if self._pool is not None else ()
+
+    def use(
+        self, regions: Sequence[Region], offers: BackendOffers, wake: Callable[[], None]
+    ) -> None:
+        """`start`, with what has been found out already."""
+        self._wake = wake
+        size = sum(block_bytes(region.layout) for region in regions)
+        self._pool = _Pool(regions, offers, size)
+
+    def attach(self, peer: NodeLife) -> None:
+        """See `Mover`."""
+        pool, old = self._pool, self._roads
+        assert pool is not None, "start comes first"
+        if (old is not None and old.key == peer) or self._ended is not None:
+            return
+        for attempt in list(self._attempts.values()):
+            if attempt.state == "opening":
+                self._stop_opening(attempt, "this node has begun another life")
+        self._roads = roads = PeerPaths(
+            peer,
+            pool.regions,
+            self._backends,
+            pool.offers,
+            self._questions,
+            self._tasks,
+            self._look_soon,
+            self._draw(),
+        )
+        self._turn = self._tasks.spawn(self._turn_to(roads, old, self._turn), f"life {peer}")
+
+    async def _turn_to(
+        self, roads: PeerPaths, old: PeerPaths | None, before: asyncio.Task[None] | None
+    ) -> None:
+        if before is not None:
+            await asyncio.wait({before})
+        if old is not None:
+            await old.close()
+        if not roads.closing:
+            await roads.open()
+
+    def close(self) -> None:
+        """See `Mover`. On a loop nothing can be waited for here: the end has begun on return, and
+        `closed` tells when it has come. The pool must stay until then."""
+        if self._ended is None:
+            self._ended = self._loop.create_task(self._end(), name="the engine's transports end")
+
+    async def closed(self) -> None:
+        """`close`, and return when no byte can come or go."""
+        self.close()
+        assert self._ended is not None
+        await asyncio.shield(self._ended)
+
+    async def _end(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+        self._questions.close()
+        turn, roads = self._turn, self._roads
+        if roads is not None:
+            roads.closing = True
+        if turn is not None:  # an earlier life's transports end first
+            await asyncio.wait({turn})
+        if roads is not None:
+            await roads.close()
+        await self._tasks.close()
+        self._attempts.clear()
+        self._closing.clear()
+        self._pool = self._roads = self._turn = None  # the pool's memory goes when nobody has it
+        for backend in self._backends:
+            try:
+                backend.close()
+            except PdserveError as error:
+                _log.warning("%s: %s", backend.name, error.message)
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        self._on_broken(EngineDied(f"the engine's transports broke down in {name}: {error!r}"))
+
+    def _break(self, error: EngineDied) -> None:
+        self._broken = error
+        self._tell()
+
+    # ------------------------------------------------------------------ the destination
+
+    def open(self, key: AttemptKey, peer: NodeLife, order: GrantSpec) -> None:
+        """See `Mover`."""
+        roads = self._roads
+        if self._ended is not None:
+            return
+        if roads is None or key in self._attempts:
+            reason = "this core belongs to no node yet" if roads is None else "it is open already"
+            self.emit(
+                AttemptBroken(key, TransferRefused.at(order.transfer, str(peer), "open", reason))
+            )
+            return
+        attempt = self._attempts[key] = _Attempt(self, key, peer, order, roads)
+        attempt.opening = self._tasks.spawn(self._open(attempt), f"open {order.transfer}")
+
+    async def _open(self, attempt: _Attempt) -> None:
+        order = attempt.order
+        try:
+            path = attempt.path = await attempt.roads.path(attempt.peer)
+            attempt.meter = attempt.roads.books.meter(path)
+            attempt.grant = path.grant(order, attempt)
+        except PdserveError as error:
+            attempt.lose(_lost(error, attempt))
+            return
+        attempt.state = "open"
+        ticket = replace(attempt.grant.ticket, backend=path.backend, life=attempt.roads.life)
+        self.emit(AttemptGranted(attempt.key, ticket))
+
+    def _stop_opening(self, attempt: _Attempt, reason: str) -> None:
+        if attempt.opening is not None:
+            attempt.opening.cancel()
+        attempt.lose(PathLost.at(attempt.order.transfer, str(attempt.peer), "open", reason))
+
+    def finish(self, key: AttemptKey) -> None:
+        """See `Mover`."""
+        attempt = self._attempts.pop(key, None)
+        if attempt is None or attempt.grant is None or attempt.meter is None:
+            return
+        attempt.state = "closing"
+        attempt.grant.finish()
+        if not attempt.received and self._pool is not None:
+            attempt.meter.book.received += len(attempt.order.blocks) * self._pool.block
+        attempt.roads.worked(attempt.meter.path)
+
+    def revoke(self, key: AttemptKey) -> None:
+        """See `Mover`."""
+        if key in self._closing or self._ended is not None:
+            return
+        attempt = self._attempts.pop(key, None)
+        if attempt is None:
+            self.emit(AttemptFenced(key))
+            return
+        attempt.state = "closing"
+        if attempt.opening is not None:
+            attempt.opening.cancel()
+        self._closing[key] = attempt
+        _ = self._tasks.spawn(self._fence(attempt), f"close {attempt.order.transfer}")
+
+    async def _fence(self, attempt: _Attempt) -> None:
+        """The peer's word, or the path's end."""
+        if attempt.opening is not None and not attempt.opening.done():
+            await asyncio.wait({attempt.opening})
+        grant, path = attempt.grant, attempt.path
+        if grant is not None and path is not None and not grant.closed:
+            try:
+                await grant.revoke(timeout=_REVOKE)
+            except PdserveError as error:
+                _log.warning("%s; the path is closed instead", error.message)
+                await path.close(f"an attempt could not be stopped: {error.message}")
+                self._look_soon()
+        del self._closing[attempt.key]
+        self.emit(AttemptFenced(attempt.key))
+
+    # ------------------------------------------------------------------ the source
+
+    def deliver(self, handle: int, peer: NodeLife, ticket: TransferTicket, part: KvPart) -> None:
+        """See `Mover`."""
+        if self._ended is not None:
+            return
+        try:
+            roads = self._attached()
+            path = roads.existing(peer, ticket)
+            meter = roads.books.meter(path)
+            done = _Done(self, handle, part.number, meter, roads)
+            meter.began(self._loop.time())
+            try:
+                path.deliver(ticket, part, done)
+            except PdserveError:
+                meter.ended(self._loop.time())
+                raise
+        except PdserveError as error:
+            reason = _as_transfer(error, ticket.transfer, peer, "deliver")
+            self.emit(PartDelivered(handle, part.number, 0, reason))
+
+    def withdraw(self, handle: int, peer: NodeLife, ticket: TransferTicket) -> None:
+        """See `Mover`."""
+        try:
+            path = self._attached().existing(peer, ticket)
+        except PdserveError:
+            return  # its deliveries have ended with it
+        path.withdraw(ticket)
+
+    def _attached(self) -> PeerPaths:
+        if self._roads is None:
+            raise TransferRefused("this core belongs to no node yet")
+        return self._roads
+
+    # ------------------------------------------------------------------ the node
+
+    def take(self, command: PeerGone | InboundControl | OutboundControlReply) -> None:
+        """See `Mover`."""
+        if self._ended is not None:
+            return
+        match command:
+            case OutboundControlReply():
+                self._questions.answered(command)
+            case InboundControl():
+                self._call(command)
+            case PeerGone():
+                self._peer_gone(NodeLife(NodeId(command.node), command.epoch))
+
+    def _peer_gone(self, peer: NodeLife) -> None:
+        for attempt in list(self._attempts.values()):
+            if attempt.peer == peer and attempt.state == "opening":
+                self._stop_opening(attempt, "it is gone")
+        if self._roads is not None:
+            _ = self._tasks.spawn(self._roads.peer_gone(peer), f"{peer} gone")
+
+    def _call(self, call: InboundControl) -> None:
+        if self._calls >= MAX_CALLS:
+            self._reply(call, Overloaded(f"{MAX_CALLS} calls of peers are under way"))
+            return
+        self._calls += 1
+        _ = self._tasks.spawn(self._answer(call), f"answer {call.node}")
+
+    async def _answer(self, call: InboundControl) -> None:
+        peer = NodeLife(NodeId(call.node), call.epoch)
+        answer: TransferControl | PdserveError
+        try:
+            async with asyncio.timeout(_ANSWER):
+                answer = await self._attached().answer(peer, call.backend, call.control)
+        except PdserveError as error:
+            answer = error
+        except TimeoutError:
+            answer = TransferTimeout.at("", str(peer), "answer", f"not done in {_ANSWER:g} s")
+        finally:
+            self._calls -= 1
+        self._reply(call, answer)
+
+    def _reply(self, call: InboundControl, answer: TransferControl | PdserveError) -> None:
+        if isinstance(answer, PdserveError):
+            kind, message = kind_and_message(answer)
+            reply = InboundControlReply(
+                number=call.number, control=None, kind=kind, message=message
+            )
+        else:
+            reply = InboundControlReply(number=call.number, control=answer)
+        self.emit(NodeMessage(reply))
+
+    # ------------------------------------------------------------------ what it tells
+
+    def emit(self, moved: ConnectorEvent) -> None:
+        """Something has happened."""
+        if self._ended is None:
+            self._moved.append(moved)
+            self._tell()
+
+    def _tell(self) -> None:
+        self._wake()
+        self._nudge()
+
+    def poll(self) -> list[ConnectorEvent]:
+        """See `Mover`; from any thread. Raises `EngineDied` when it has broken down."""
+        if self._broken is not None:
+            raise self._broken
+        moved: list[ConnectorEvent] = []
+        while self._moved:
+            moved.append(self._moved.popleft())
+        return moved
+
+    def says(self) -> list[NodeMessage]:
+        """See `Mover`; from the thread that polls."""
+        if not self._moved:
+            return []
+        moved = [self._moved.popleft() for _ in range(len(self._moved))]
+        self._moved.extendleft(one for one in reversed(moved) if not isinstance(one, NodeMessage))
+        return [one for one in moved if isinstance(one, NodeMessage)]
+
+    def paths(self) -> list[PathState]:
+        """See `Mover`; from any thread."""
+        return self._paths
+
+    def _look_soon(self) -> None:
+        """At the end of this turn of the loop."""
+        if not self._looks_soon and self._ended is None:
+            self._looks_soon = True
+            self._loop.call_soon(self._look_at_paths)
+
+    def _look_at_paths(self) -> None:
+        self._looks_soon = False
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+        if self._ended is not None or self._roads is None:
+            return
+        states = self._roads.states()
+        if states != self._paths:
+            self._paths = states
+            self.emit(NodeMessage(PathStates(states)))
+        if states:
+            self._look = self._loop.call_later(_LOOK, self._look_at_paths)
+
+
+@dataclass(slots=True, eq=False)
+class _Done:
+    """The end of one delivery."""
+
+    mover: LoopKvConnector
+    handle: int
+    part: int
+    meter: PathMeter
+    roads: PeerPaths
+
+    def __call__(self, error: TransferError | None) -> None:
+        size = self.meter.ended(asyncio.get_running_loop().time())
+        if error is not None:
+            self.roads.lost(self.meter)
+        self.mover.emit(PartDelivered(self.handle, self.part, size, error))
+
+
+def _lost(error: PdserveError, attempt: _Attempt) -> TransferError | NotReady:
+    if isinstance(error, NotReady):
+        return error
+    return _as_transfer(error, attempt.order.transfer, attempt.peer, "open")
+
+
+def _as_transfer(error: PdserveError, transfer: str, peer: NodeLife, step: str) -> TransferError:
+    if isinstance(error, TransferError):
+        return error
+    return TransferError.at(transfer, str(peer), step, error.message)

@@ -1,0 +1,389 @@
+"""The transports of one life of the node, and its paths: chosen, set up, set up again, counted.
+
+    path(peer)    Probe ─▶ Offers before each set-up; then the best back end that both have
+    answer(...)   what peers' transports ask of ours
+
+A node's life may see several of its engine, whose transports number slots alike. So an engine draws
+a number for itself, its tickets bear it, and peers learn it by the BackendProbe: nothing is
+delivered under a ticket of another one.
+
+Owned by a mover, which makes one for each life that it is attached to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from pdserve.engine_core.kv_transfer.path_stats import PathStatsTable
+from pdserve.errors import (
+    NotReady,
+    PathLost,
+    PdserveError,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+)
+from pdserve.messages.engine import PathState
+from pdserve.messages.transfer import BackendOffers, BackendProbe, PathReady
+from pdserve.transfer.select_backend import MAX_FAILURES, RETRY_INTERVAL, BackendSelector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from typing import Any
+
+    from pdserve.engine_core.kv_transfer.control_rpc import ControlRpc
+    from pdserve.engine_core.kv_transfer.path_stats import PathMeter
+    from pdserve.ids import NodeLife, Seconds
+    from pdserve.messages.transfer import TransferControl, TransferTicket
+    from pdserve.runtime.tasks import Tasks
+    from pdserve.transfer.backends import TransferBackend
+    from pdserve.transfer.base import KvPath, KvTransport, Region
+    from pdserve.transfer.select_backend import BackendChoice
+
+__all__ = ["CONNECT_TIMEOUT", "NO_BACKEND", "READY_TIMEOUT", "PeerPaths"]
+
+_log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT: Final[Seconds] = 10.0
+"""For a path: control is taken between steps at both ends, and goes to and fro three times."""
+READY_TIMEOUT: Final[Seconds] = 3.0
+"""For the transports here, which is less than a lease: else the peer would be blamed."""
+
+NO_BACKEND: Final = "none"
+"""The back end of a peer to which there is no way."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    offers: BackendOffers | None = None
+    setting_up: asyncio.Task[KvPath | TransferError] | None = None
+    told: BackendChoice | None = None
+    """The choice that the log has."""
+    failures: int = 0
+    """In a row, at having a path."""
+    obstacle: str = ""
+    """Why there is no way; empty: there is one, or it is not certain yet."""
+    until: Seconds = 0.0
+    """Not worth trying before."""
+
+
+class PeerPaths:
+    """See above."""
+
+    def __init__(
+        self,
+        key: NodeLife,
+        regions: Sequence[Region],
+        backends: Sequence[TransferBackend],
+        offers: BackendOffers,
+        questions: ControlRpc,
+        tasks: Tasks,
+        changed: Callable[[], None],
+        life: int,
+    ) -> None:
+        """`changed` is called when a path comes or goes; `life` is drawn at random."""
+        loop = asyncio.get_running_loop()
+        self.key = key
+        self.life = life
+        self.books = PathStatsTable()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        """The transports are there."""
+        self.closing = False
+        self._now = loop.time
+        self._regions = regions
+        self._backends = {b.name: b for b in backends if b.name in offers.places}
+        self._offers = offers
+        self._choices = BackendSelector([b.name for b in backends], offers)
+        self._questions = questions
+        self._tasks = tasks
+        self._changed = changed
+        self._transports: dict[str, KvTransport] = {}
+        self._peers: dict[NodeLife, _Peer] = {}
+        self._lives: dict[NodeLife, int] = {}
+        """Of peers' engines, as their probes said."""
+        self._answering: Counter[NodeLife] = Counter()
+        self._over: set[NodeLife] = set()
+        """Who went while something was answered to him."""
+        self._rates: dict[str, float] = {}
+        """What each back end usually brings."""
+
+    # ------------------------------------------------------------------ life
+
+    async def open(self) -> None:
+        """Make the transports. Those that need long to get ready are ready when this returns; one
+        that fails at it is not offered, which is said."""
+        for name, backend in self._backends.items():
+            try:
+                transport = backend.make(self.key, self._regions, self._questions.of(name))
+                self._transports[name] = transport
+                self._rates[name] = backend.expected()  # now: nobody waits for a path yet
+                opening: Callable[[], Coroutine[Any, Any, None]] | None
+                opening = getattr(transport, "open", None)
+                if opening is not None:
+                    await opening()
+            except (PdserveError, OSError, ValueError) as error:
+                await self._give_up(name, str(error))
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    async def _give_up(self, name: str, reason: str) -> None:
+        _log.error("KV cannot be moved over %s, which looked possible: %s", name, reason)
+        transport = self._transports.pop(name, None)
+        if transport is not None:
+            await transport.close()
+        places = {key: value for key, value in self._offers.places.items() if key != name}
+        lacking = {**self._offers.lacking, name: reason[:500]}
+        self._offers = self._choices.ours = BackendOffers(places, lacking)
+
+    async def close(self) -> None:
+        """End every path; on return no byte can come or go. Idempotent."""
+        self.closing = True
+        if not self.ready.done():
+            self.ready.set_exception(_error(TransferRefused, self.key, "close", "its life is over"))
+            self.ready.exception()  # maybe nobody waits
+        for transport in self._transports.values():
+            await transport.close()
+        self._changed()
+
+    # ------------------------------------------------------------------ paths of ours
+
+    async def path(self, peer: NodeLife) -> KvPath:
+        """The best path to a peer, set up if need be. Raises `TransferError`, and `NotReady` where
+        the transports here are not, which says nothing of the peer. Cancellation: only this waiting
+        ends."""
+        await self._be_ready()
+        known = self._peers.setdefault(peer, _Peer())
+        if known.setting_up is None:
+            known.setting_up = self._tasks.spawn(self._set_up(peer, known), f"path to {peer}")
+            known.setting_up.add_done_callback(partial(_forget_task, known))
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                found = await asyncio.shield(known.setting_up)
+        except TimeoutError:
+            raise _error(
+                TransferTimeout, peer, "connect", f"not done in {CONNECT_TIMEOUT:g} s"
+            ) from None
+        if isinstance(found, TransferError):
+            raise found
+        return found
+
+    async def _be_ready(self) -> None:
+        try:
+            async with asyncio.timeout(READY_TIMEOUT):
+                await asyncio.shield(self.ready)
+        except TimeoutError:
+            raise NotReady(
+                f"the transports here are not ready after {READY_TIMEOUT:g} s", retry_after=1.0
+            ) from None
+
+    async def _set_up(self, peer: NodeLife, known: _Peer) -> KvPath | TransferError:
+        """Errors are returned: several may wait for them, or nobody."""
+        found = await self._tried(peer, known)
+        if not isinstance(found, TransferError):
+            known.failures, known.obstacle = 0, ""
+        elif not self._is_nobody_there(found):
+            self._no_way(peer, known, found)
+        return found
+
+    async def _tried(self, peer: NodeLife, known: _Peer) -> KvPath | TransferError:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                return await self._best(peer, known)
+        except TransferError as error:
+            return error
+        except TimeoutError:
+            return _error(TransferTimeout, peer, "connect", f"not done in {CONNECT_TIMEOUT:g} s")
+        except PdserveError as error:
+            nobody = _error(TransferError, peer, "connect", error.message)
+            nobody.__cause__ = error
+            return nobody
+
+    def _no_way(self, peer: NodeLife, known: _Peer, error: TransferError) -> None:
+        """Where nothing is in common, it is certain; else once all of it has been tried enough."""
+        known.failures += 1
+        if known.failures < MAX_FAILURES * self._choices.in_common(known.offers):
+            return
+        if not known.obstacle:
+            _log.error("KV cannot be moved to or from %s: %s", peer, error.message)
+        known.obstacle = error.message
+        known.until = self._now() + RETRY_INTERVAL
+        self._changed()
+
+    def states(self) -> list[PathState]:
+        """Of this moment: every path, and every peer to which there is none."""
+        now = self._now()
+        return self.books.states(now) + [
+            PathState(
+                node=peer.node,
+                epoch=peer.epoch,
+                backend=NO_BACKEND,
+                failures=known.failures,
+                down=known.obstacle if now < known.until else "",
+                degraded=known.obstacle,
+            )
+            for peer, known in self._peers.items()
+            if known.obstacle
+        ]
+
+    async def _best(self, peer: NodeLife, known: _Peer) -> KvPath:
+        if known.offers is not None:
+            choice = self._choices.choose(peer, known.offers, self._now())
+            path = self._transports[choice.backend].path(peer)
+            if path is not None:
+                self._enter(path, known, choice)
+                return path
+        known.offers = await self._probe(peer)
+        choice = self._choices.choose(peer, known.offers, self._now())
+        return await self._connect(peer, known, choice)
+
+    async def _probe(self, peer: NodeLife) -> BackendOffers:
+        answer = await self._questions.of("")(peer, BackendProbe(self.life), CONNECT_TIMEOUT)
+        if not isinstance(answer, BackendOffers):
+            raise _error(TransferRefused, peer, "connect", "it does not say what it has")
+        return answer
+
+    async def _connect(self, peer: NodeLife, known: _Peer, choice: BackendChoice) -> KvPath:
+        try:
+            path = await self._transports[choice.backend].connect(peer, timeout=CONNECT_TIMEOUT)
+        except TransferError as error:
+            self._connect_failed(peer, choice, error)
+            raise
+        self._enter(path, known, choice)
+        return path
+
+    def _connect_failed(self, peer: NodeLife, choice: BackendChoice, error: TransferError) -> None:
+        if self._is_nobody_there(error):
+            return
+        _log.warning("%s", error.message)
+        self._choices.failed(peer, choice.backend, error.message, self._now())
+        self.books.failed(peer, choice.backend)
+
+    def _is_nobody_there(self, error: BaseException | None) -> bool:
+        """The peer did not answer at all: any other back end would have met the same."""
+        while error is not None:
+            if isinstance(error, PdserveError) and not isinstance(error, TransferError):
+                return True
+            error = error.__cause__
+        return False
+
+    def _enter(self, path: KvPath, known: _Peer, choice: BackendChoice) -> None:
+        book = self.books.meter(path).book
+        book.why, book.degraded = choice.why + self._unchecked(choice.backend), choice.degraded
+        book.expected = self._rates[choice.backend]
+        if known.told is None or known.told.backend != choice.backend:
+            rate = f"about {book.expected / 1e9:.1f} GB/s" if book.expected else "rate unknown"
+            _log.info("KV with %s goes over %s, %s (%s)", path.peer, path.backend, rate, book.why)
+        known.told = choice
+        self._changed()
+
+    def _unchecked(self, backend: str) -> str:
+        """What `--verify-kv` cannot do there, for the log and `pdserve status`."""
+        in_device = any(region.view is None for region in self._regions)
+        return "; device memory: content is not compared" if backend == "rdma" and in_device else ""
+
+    # ------------------------------------------------------------------ what becomes of them
+
+    def lost(self, meter: PathMeter) -> None:
+        """Something failed on a path: if the path did, it counts against its back end, once."""
+        path = meter.path
+        if meter.died or path.down is None or self.closing:
+            return
+        meter.died = True
+        self._choices.failed(path.peer, path.backend, path.down.message, self._now())
+        self.books.failed(path.peer, path.backend)
+        self._changed()
+
+    def worked(self, path: KvPath) -> None:
+        """All that was wanted has come by this path."""
+        self._choices.worked(path.peer, path.backend)
+
+    def existing(self, peer: NodeLife, ticket: TransferTicket) -> KvPath:
+        """The path that a peer's ticket is for. Raises `PathLost`."""
+        transport = self._transports.get(ticket.backend)
+        path = None if transport is None else transport.path(peer)
+        if path is None:
+            raise _error(PathLost, peer, "deliver", f"there is no path over {ticket.backend!r}")
+        if self._lives.get(peer) != ticket.life:
+            raise _error(PathLost, peer, "deliver", "the ticket is of an engine that has ended")
+        return path
+
+    async def peer_gone(self, peer: NodeLife) -> None:
+        """Close all paths to that life of a peer."""
+        known = self._peers.pop(peer, None)
+        if known is not None and known.setting_up is not None:
+            known.setting_up.cancel()
+        self._lives.pop(peer, None)
+        if self._answering[peer]:
+            self._over.add(peer)
+        await self._close_paths(peer, f"{peer} is gone")
+        self._choices.forget(peer)
+        self.books.forget(peer)
+        self._changed()
+
+    async def _close_paths(self, peer: NodeLife, reason: str) -> None:
+        paths = set(self.books.paths(peer))
+        paths |= {path for t in self._transports.values() if (path := t.path(peer)) is not None}
+        for path in paths:
+            self.books.meter(path).died = True
+        for path in paths:
+            await path.close(reason)
+
+    # ------------------------------------------------------------------ what peers ask
+
+    async def answer(
+        self, peer: NodeLife, backend: str, control: TransferControl
+    ) -> TransferControl:
+        """Raises `TransferError`."""
+        self._answering[peer] += 1
+        try:
+            answer = await self._answered(peer, backend, control)
+            if peer in self._over:
+                await self._close_paths(peer, f"{peer} is gone")
+                self.books.forget(peer)
+                raise _error(PathLost, peer, "connect", "it was held for dead meanwhile")
+            return answer
+        finally:
+            self._answering[peer] -= 1
+            if not self._answering[peer]:
+                del self._answering[peer]
+                self._over.discard(peer)
+
+    async def _answered(
+        self, peer: NodeLife, backend: str, control: TransferControl
+    ) -> TransferControl:
+        await asyncio.shield(self.ready)
+        if isinstance(control, BackendProbe):
+            await self._meet(peer, control.life)
+            return self._offers
+        transport = self._transports.get(backend)
+        if transport is None:
+            reason = self._offers.lacking.get(backend, "not offered")
+            raise _error(TransferRefused, peer, "connect", f"{backend} cannot be used: {reason}")
+        answer = await transport.answer(peer, control)
+        path = transport.path(peer)
+        if isinstance(control, PathReady) and path is not None:
+            book = self.books.meter(path).book
+            book.why, book.expected = "the peer chose it", self._rates[backend]
+            self._changed()
+        return answer
+
+    async def _meet(self, peer: NodeLife, life: int) -> None:
+        """Somebody is about to connect. If that is another engine than before, what we have of the
+        earlier one leads nowhere."""
+        if self._lives.get(peer, life) != life:
+            await self._close_paths(peer, "the peer's engine has been started again")
+            self._changed()
+        self._lives[peer] = life
+
+
+def _forget_task(known: _Peer, task: asyncio.Task[KvPath | TransferError]) -> None:
+    known.setting_up = None
+
+
+def _error(kind: type[TransferError], peer: NodeLife, step: str, reason: str) -> TransferError:
+    return kind.at("", str(peer), step, reason)

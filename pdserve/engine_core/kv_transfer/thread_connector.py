@@ -1,0 +1,196 @@
+"""`ThreadKvConnector`: a `LoopKvConnector` on a loop of its own, in a thread beside the core's.
+
+The core computes for long stretches; here a peer's question, a connection, a fence never wait for
+a step. Calls go in by `call_soon_threadsafe`, what has happened comes out by a deque that either
+thread may touch. If the thread breaks down, the core's next `poll` raises: nothing that it has
+granted can be vouched for any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.engine_core.kv_transfer.loop_connector import LoopKvConnector
+from pdserve.errors import EngineDied, EngineError
+from pdserve.transfer.backends import backend_offers, make_backends
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.engine_core.kv_transfer.connector import AttemptKey, ConnectorEvent, NodeMessage
+    from pdserve.ids import NodeLife, Seconds
+    from pdserve.messages.engine import (
+        InboundControl,
+        OutboundControlReply,
+        PathState,
+        PeerGone,
+        TransferSpec,
+    )
+    from pdserve.messages.transfer import BackendOffers, TransferTicket
+    from pdserve.transfer.backends import TransferBackend
+    from pdserve.transfer.base import GrantSpec, KvPart, Region
+
+__all__ = ["ThreadKvConnector", "make_thread_connector"]
+
+_log = logging.getLogger(__name__)
+
+_START: Final[Seconds] = 30.0
+_CLOSE: Final[Seconds] = 15.0
+"""Closing a path waits for a copy or a device that is being destroyed, never for a peer."""
+
+
+def make_thread_connector(spec: TransferSpec, nudge: Callable[[], None]) -> ThreadKvConnector:
+    """With the back ends that `spec` allows. Raises `ConfigError` for one that does not exist."""
+    return ThreadKvConnector(make_backends(spec), nudge)
+
+
+class ThreadKvConnector:
+    """See above, and `kv_transfer.connector.KvConnector`. Used by one thread, that of its core."""
+
+    def __init__(self, backends: Sequence[TransferBackend], nudge: Callable[[], None]) -> None:
+        """`nudge` wakes whoever drives the core; see `LoopKvConnector`."""
+        self._backends = backends
+        self._nudge = nudge
+        self._thread: threading.Thread | None = None
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._mover: LoopKvConnector | None = None
+        self._broken: EngineDied | None = None
+        self._wake: Callable[[], None] = lambda: None
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self, regions: Sequence[Region], offers: BackendOffers) -> None:
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(self._live(regions, offers))
+        except BaseException as error:  # of ours or the loop's: the core must hear of it
+            self._break(EngineDied(f"the engine's transport thread broke down: {error!r}"))
+        finally:
+            self._started.set()
+
+    async def _live(self, regions: Sequence[Region], offers: BackendOffers) -> None:
+        self._loop = loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_loop_error)
+        self._over = asyncio.Event()
+        mover = LoopKvConnector(self._backends, nudge=self._nudge, on_broken=self._break)
+        mover.use(regions, offers, self._wake)
+        self._mover = mover
+        self._started.set()
+        await self._over.wait()
+        await mover.closed()
+        self._mover = None
+        loop.set_exception_handler(None)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        _log.error("in the transport thread: %s", context.get("message"), exc_info=error)
+        if error is not None:
+            self._break(EngineDied(f"the engine's transport thread broke down: {error!r}"))
+
+    def _break(self, error: EngineDied) -> None:
+        if self._broken is None:
+            self._broken = error
+            self._wake()
+            self._nudge()
+
+    # ------------------------------------------------------------------ life
+
+    def start(self, region: Region, wake: Callable[[], None]) -> tuple[str, ...]:
+        """See `Mover`. Raises `EngineError` when the thread does not start."""
+        offers = backend_offers(self._backends, [region])
+        self._wake = wake
+        self._thread = threading.Thread(
+            target=self._run, args=([region], offers), name="pdserve-transports", daemon=True
+        )
+        self._thread.start()
+        if not self._started.wait(_START):
+            raise EngineError(f"the transport thread has not started within {_START:g} s")
+        if self._broken is not None:
+            raise self._broken
+        return tuple(offers.places)
+
+    def close(self) -> None:
+        """See `Mover`. Raises `EngineError` if the thread does not end in time: then the pool may
+        still be written to."""
+        thread, loop = self._thread, self._loop
+        if thread is None:
+            return
+        if loop is not None:
+            self._post(loop, self._over.set)
+        thread.join(_CLOSE)
+        if thread.is_alive():
+            raise EngineError(f"the transports have not ended within {_CLOSE:g} s")
+        self._thread = self._loop = None
+
+    def _post(self, loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:
+        try:
+            loop.call_soon_threadsafe(call, *args)
+        except RuntimeError as error:  # the loop is closed
+            if self._broken is None and self._thread is not None and self._thread.is_alive():
+                self._broken = EngineDied(f"the transport thread is gone: {error}")
+
+    def _call(self, method: str, *args: Any) -> None:
+        loop, mover = self._loop, self._mover
+        if loop is not None and mover is not None:  # else it is closed, and all has ended
+            self._post(loop, getattr(mover, method), *args)
+
+    # ------------------------------------------------------------------ calls
+
+    def attach(self, peer: NodeLife) -> None:
+        """See `Mover`."""
+        self._call("attach", peer)
+
+    def open(self, key: AttemptKey, peer: NodeLife, order: GrantSpec) -> None:
+        """See `Mover`."""
+        self._call("open", key, peer, order)
+
+    def finish(self, key: AttemptKey) -> None:
+        """See `Mover`."""
+        self._call("finish", key)
+
+    def revoke(self, key: AttemptKey) -> None:
+        """See `Mover`."""
+        self._call("revoke", key)
+
+    def deliver(self, handle: int, peer: NodeLife, ticket: TransferTicket, part: KvPart) -> None:
+        """See `Mover`."""
+        self._call("deliver", handle, peer, ticket, part)
+
+    def withdraw(self, handle: int, peer: NodeLife, ticket: TransferTicket) -> None:
+        """See `Mover`."""
+        self._call("withdraw", handle, peer, ticket)
+
+    def take(self, command: PeerGone | InboundControl | OutboundControlReply) -> None:
+        """See `Mover`."""
+        self._call("take", command)
+
+    # ------------------------------------------------------------------ what has happened
+
+    def poll(self) -> list[ConnectorEvent]:
+        """See `Mover`. Raises `EngineDied` when the thread has broken down."""
+        if self._broken is not None:
+            raise self._broken
+        return [] if self._mover is None else self._mover.poll()
+
+    def says(self) -> list[NodeMessage]:
+        """See `Mover`."""
+        return [] if self._mover is None else self._mover.says()
+
+    def paths(self) -> list[PathState]:
+        """See `Mover`."""
+        return [] if self._mover is None else self._mover.paths()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module(
+            "uvloop"
+        ).new_event_loop
+    except ImportError:
+        return None
+    return factory

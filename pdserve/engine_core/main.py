@@ -1,0 +1,323 @@
+"""Runs one core behind a socket: in a process of its own (`python -m pdserve.engine_core.main`), or
+in a thread of the parent, with the same code.
+
+A process that inherits several sockets runs a core behind each, every one in a thread of its own
+and of one `WeightSharingGroup`, which lets them share what they read. It ends with the last of
+them, and at once, whatever the others are doing, when one breaks down.
+
+Between steps it takes commands without waiting, and between the layers of a long step those that
+concern transports alone (`kv_transfer.midstep_control`). When the core is idle it sleeps until a
+command comes or a deadline passes. It ends by a `StopCore` command, with the core (`CoreFailed`),
+or when the other end of the socket closes: a core never outlives the node it belongs to. If the
+node reads too slowly, no further step is computed until it has caught up; events are never dropped.
+
+A core that moves KV gets a `ThreadKvConnector`; what it has to tell ends the sleep as a command
+does.
+
+It knows no engine and no model. `CoreClient` is its counterpart and only user.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING
+
+from pdserve.clock import SystemClock
+from pdserve.engine_core.core import EngineCore
+from pdserve.engine_core.core_socket import CoreSocket, CoreSocketClosed
+from pdserve.engine_core.engine_loader import load_core
+from pdserve.engine_core.kv_transfer.midstep_control import MidStepControl
+from pdserve.engine_core.kv_transfer.thread_connector import make_thread_connector
+from pdserve.engine_core.weight_sharing import WeightSharingGroup
+from pdserve.errors import ConfigError, PdserveError, ProtocolError
+from pdserve.messages.engine import (
+    BlocksFreed,
+    CoreFailed,
+    CoreReady,
+    CoreStopped,
+    StartCore,
+    StopCore,
+)
+from pdserve.messages.engine_errors import failed_event
+from pdserve.observe import logs
+from pdserve.observe.heartbeat import HeartbeatPage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from pdserve.clock import Clock
+    from pdserve.engine_core.kit import Core
+    from pdserve.engine_core.kv_transfer.connector import KvConnector
+    from pdserve.ids import Seconds
+    from pdserve.messages.engine import Command, EngineSpec, Event, LoadProgress
+
+__all__ = ["CoreLoop", "main"]
+
+_log = logging.getLogger(__name__)
+
+_LAST_WORDS: Seconds = 2.0
+"""How long a host that ends waits for the other side to read its last events."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _lone_core(spec: EngineSpec, clock: Clock, mover: KvConnector | None) -> Core:
+    return load_core(spec.engine, clock, mover, optional=spec.moves_optionally)
+
+
+def _no_turns(say: Callable[[LoadProgress], None]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class CoreLoop:
+    """Drives one core from `StartCore` to its end."""
+
+    def __init__(
+        self,
+        link: CoreSocket,
+        clock: Clock,
+        make_core: Callable[[EngineSpec, Clock, KvConnector | None], Core] = _lone_core,
+        *,
+        turn: Callable[[Callable[[LoadProgress], None]], AbstractContextManager[None]] = _no_turns,
+        on_ready: Callable[[], None] = lambda: None,
+        page: HeartbeatPage | None = None,
+    ) -> None:
+        """The core is made and loaded within `turn`, which may have to wait and then says so.
+        `page` is where the node looks whether it gets on."""
+        self._link = link
+        self._clock = clock
+        self._make_core = make_core
+        self._turn = turn
+        self._on_ready = on_ready
+        self._page = page or HeartbeatPage.in_memory()
+        self._freed: list[tuple[int, str]] = []
+        self._core: Core | None = None
+        self._control: MidStepControl | None = None
+
+    def run(self) -> int:
+        """Returns the exit status: 0 after an orderly end, 1 after a failure."""
+        try:
+            return self._run()
+        except CoreSocketClosed:
+            return 0
+        except Exception as error:  # the last chance to say what happened
+            if not isinstance(error, PdserveError):
+                _log.exception("the engine core broke down")
+            self._say_last(failed_event(error))
+            return 1
+        finally:
+            self._close()
+            self._link.close()
+
+    def _run(self) -> int:
+        first, *commands = self._first_commands()
+        core, page = self._load(first), self._page
+        self._on_ready()
+        page.heard(len(commands))
+        while True:
+            early, passed = ([], 0) if self._control is None else self._control.take()
+            fresh = early + self._link.receive()
+            page.heard(len(fresh) + passed)
+            commands += fresh
+            for command in commands:
+                if isinstance(command, StopCore):
+                    self._core = None
+                    self._say_last(CoreStopped(leaked_blocks=core.close()))
+                    return 0
+                core.handle(command)
+            commands.clear()
+            self._say_freed()
+            self._link.flush()
+            if self._link.congested:
+                page.rest(None)
+                self._link.wait(None)
+                continue
+            patience = self._patience(core)
+            if patience is not None and patience <= 0:
+                page.compute()
+                events = core.step()
+                self._link.send(events)
+                self._say_freed()
+                if events and isinstance(events[-1], CoreFailed):
+                    self._say_last()
+                    return 1
+            else:
+                page.rest(patience)
+                self._link.wait(patience)
+
+    def _patience(self, core: Core) -> Seconds | None:
+        """How long nothing has to be done unless a command comes; None: for ever."""
+        if core.has_work:
+            return 0.0
+        due = core.wake_at()
+        return None if due is None else due - self._clock.now()
+
+    def _load(self, command: Command) -> Core:
+        if not isinstance(command, StartCore):
+            raise ProtocolError(f"{type(command).__name__} came before Start")
+        with self._turn(self._say):
+            transfer = command.spec.transfer
+            mover = None if transfer is None else make_thread_connector(transfer, self._link.nudge)
+            self._core = core = self._make_core(command.spec, self._clock, mover)
+            try:
+                capabilities = core.load(command.spec, self._say)
+            except (PdserveError, CoreSocketClosed):
+                raise
+            except ImportError as error:
+                raise ConfigError(f"engine {command.spec.engine!r}: {error}") from error
+        if isinstance(core, EngineCore):
+            core.tick = self._ticked
+        if mover is not None and capabilities.transfers:
+            self._control = MidStepControl(self._link, mover)
+        if hasattr(core, "on_freed"):
+            core.on_freed = self._note_freed
+        if hasattr(core, "wake"):
+            core.wake = self._link.nudge
+        self._page.heard(1)
+        self._link.send([CoreReady(capabilities=capabilities)])
+        return core
+
+    def _ticked(self, layers: int) -> None:
+        """Within a step."""
+        self._page.tick(layers)
+        if self._control is not None:
+            self._control.pass_on()
+
+    def _note_freed(self, handle: int, phase: str) -> None:
+        self._freed.append((handle, phase))
+
+    def _say_freed(self) -> None:
+        """At once, not with what the next step brings."""
+        if self._freed:
+            self._link.send([BlocksFreed(handles=self._freed)])
+            self._freed = []
+
+    def _say(self, progress: LoadProgress) -> None:
+        self._link.send([progress])
+
+    def _first_commands(self) -> list[Command]:
+        """Whatever has arrived when something has."""
+        while not (commands := self._link.receive()):
+            self._link.wait(None)
+        return commands
+
+    def _say_last(self, *events: Event) -> None:
+        """Send and give the other side a moment to read."""
+        try:
+            self._link.send(events)
+            until = self._clock.now() + _LAST_WORDS
+            while self._link.unsent and (rest := until - self._clock.now()) > 0:
+                self._link.wait(rest)
+                self._link.receive()
+                self._link.flush()
+        except (CoreSocketClosed, ProtocolError):
+            pass
+
+    def _close(self) -> None:
+        """After a failure the core may be in any state: what its end brings up is only logged."""
+        core, self._core = self._core, None
+        try:
+            if core is not None:
+                core.close()
+        except Exception:
+            _log.exception("the engine core could not be closed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the child process that a carrier starts."""
+    parser = argparse.ArgumentParser(prog="python -m pdserve.engine_core.main")
+    parser.add_argument(
+        "--fd", type=int, action="append", required=True, help="an inherited socket, one per core"
+    )
+    parser.add_argument(
+        "--page", type=int, action="append", required=True, help="memory, one per core"
+    )
+    parser.add_argument(
+        "--ends", type=int, help="inherited pipe: gets the number of cores that end"
+    )
+    parser.add_argument("--parent", type=int, required=True, help="process to live and die with")
+    parser.add_argument("--log-format", default="text")
+    parser.add_argument("--log-level", default="info")
+    arguments = parser.parse_args(argv)
+    _become_child(arguments.parent)
+    said = {"role": "engine", "pid": os.getpid(), "parent": arguments.parent}
+    logs.configure(arguments.log_format, arguments.log_level, said=said)
+    links = [CoreSocket(socket.socket(fileno=fd)) for fd in arguments.fd]
+    pages = [HeartbeatPage.attach(fd) for fd in arguments.page]
+    if arguments.ends is None:
+        return CoreLoop(links[0], SystemClock(), on_ready=_settle_memory, page=pages[0]).run()
+    status = _run_together(links, pages, arguments.ends)
+    if status:
+        # The other cores compute in threads that nobody can stop: no clean end is possible.
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _run_together(links: Sequence[CoreSocket], pages: Sequence[HeartbeatPage], ends: int) -> int:
+    """A thread per core. Returns 0 when all have ended in order, or the first other status at
+    once. Who ends in order is told by a byte, its number, in the pipe `ends`."""
+    family = WeightSharingGroup()
+    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def run(number: int, link: CoreSocket) -> None:
+        status = 1
+        try:
+            host = CoreLoop(
+                link,
+                SystemClock(),
+                family.make_core,
+                turn=family.turn,
+                on_ready=_settle_memory,
+                page=pages[number],
+            )
+            status = host.run()
+        finally:
+            ended.put((number, status))
+
+    for number, link in enumerate(links):
+        name = f"engine-core-{number}"
+        threading.Thread(target=run, args=(number, link), name=name, daemon=True).start()
+    for _ in links:
+        number, status = ended.get()
+        if status:
+            return status
+        with suppress(OSError):
+            os.write(ends, bytes([number]))
+    return 0
+
+
+def _become_child(parent: int) -> None:
+    """Die with the parent, leave signals to it, keep stray prints out of its output."""
+    # Terminals send Ctrl-C and service managers SIGTERM to every process; the node drains first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    os.dup2(2, 1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the parent is gone already")
+
+
+def _settle_memory() -> None:
+    """What loading left behind lives as long as the process: the collector need not visit it."""
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

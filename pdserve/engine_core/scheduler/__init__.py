@@ -1,0 +1,1 @@
+"""Plans which tokens of which sequences the next step computes."""

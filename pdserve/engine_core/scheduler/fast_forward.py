@@ -1,0 +1,102 @@
+"""Many steps at once, for a core in simulated time.
+
+While `steady` says that the steps to come only decode the same batch, `advance` does in one call
+what so many turns of `schedule` and `complete` would do, to the pool as to the sequences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.engine_core.scheduler.scheduler_state import SchedulerState
+from pdserve.engine_core.scheduler.submission import end_reason
+from pdserve.messages.request import TokenDelta
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from pdserve.engine_core.scheduler.sequence import Sequence
+    from pdserve.ids import Seconds
+
+__all__ = ["FastForward"]
+
+
+class FastForward(SchedulerState):
+    """The part of a scheduler that skips steps."""
+
+    def steady(self, limit: int) -> int:
+        """How many steps from now on, `limit` at most, only decode what runs now, unless a stop id
+        or somebody outside ends it sooner. Within them no block is lacking and nobody can be
+        admitted; a sequence may reach its length in the last one. O(running)."""
+        running, pool = self.running, self._pool
+        if not running or self._forked or self.may_promise:
+            return 0
+        if self.ready and len(running) < self.limits.max_sequences:
+            return 0
+        open_door = len(self.waiting) > 0 and len(running) < self.limits.max_sequences
+        if open_door and not self._is_stuck():
+            return 0
+        hungry = open_door or len(self.promises.waiting) > 0 or bool(self.promises.lacking)
+        steps = limit
+        for sequence in running:
+            length = len(sequence.tokens)
+            if length - sequence.num_computed != 1 or sequence.first_token is None:
+                return 0
+            steps = min(steps, sequence.max_len - length)
+            if hungry:  # a commit may free a block, and so unstick the queue
+                steps = min(steps, sequence.commit_at - length + 1)
+        while steps > 0 and self._growth(steps) > pool.available:
+            steps //= 2
+        return steps
+
+    def _growth(self, steps: int) -> int:
+        """Blocks that the running sequences will have asked for when so many steps are planned."""
+        return sum(
+            max(0, self._blocks_for(len(sequence.tokens) + steps - 1) - len(sequence.blocks))
+            for sequence in self.running
+        )
+
+    def advance(self, tokens: Seq[list[int]], now: Seconds) -> list[TokenDelta]:
+        """What so many steps of decoding would do that end with `now`: one list of tokens for each
+        running sequence, in order, all of one length, which `steady` has allowed. One delta for
+        each sequence. O(running, and blocks begun and filled)."""
+        running, steps = list(self.running), len(tokens[0])
+        ends = self._change_blocks(running, tokens, steps)
+        deltas: list[TokenDelta] = []
+        for index, (sequence, fresh) in enumerate(zip(running, tokens, strict=True)):
+            sequence.num_computed = len(sequence.tokens) - 1
+            if index in ends:
+                self._commit(sequence)
+            finish = self._end(sequence, now) if end_reason(sequence) is not None else None
+            deltas.append(TokenDelta(sequence.handle, sequence.choice, fresh, finish))
+        self.counters.computed_tokens += steps * len(running)
+        self.counters.output_tokens += steps * len(running)
+        return deltas
+
+    def _change_blocks(
+        self, running: list[Sequence], tokens: Seq[list[int]], steps: int
+    ) -> set[int]:
+        """Append the tokens; reserve and commit in the order of single steps. Returns who has a
+        block to commit in the last step, when sequences also end, each in its turn."""
+        size = self._pool.block_size
+        changes: list[tuple[int, bool, int]] = []
+        for index, sequence in enumerate(running):
+            length = len(sequence.tokens)
+            full = len(sequence.blocks) * size + 2 - length
+            changes += [(step, False, index) for step in range(full, steps + 1, size)]
+            full = sequence.commit_at - length + 1
+            changes += [(step, True, index) for step in range(full, steps + 1, size)]
+            sequence.tokens += tokens[index]
+        changes.sort()
+        last: set[int] = set()
+        for step, filled, index in changes:
+            sequence = running[index]
+            if not filled:
+                grown = self._grow(sequence)
+                assert grown, "a steady batch lacks no block"
+            elif step == steps:
+                last.add(index)
+            else:
+                sequence.num_computed = sequence.commit_at
+                self._commit(sequence)
+        return last

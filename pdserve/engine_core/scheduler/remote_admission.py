@@ -1,0 +1,186 @@
+"""Prompts that are prefilled elsewhere: they wait for a promise of room, and come in filled.
+
+They wait in the same order as all others, but for a promise instead of blocks (`reservations`); who
+fills them is not known here (`incoming`). `activate` takes in one that has been filled: it keeps
+its blocks while it waits for a place among the running, and is the first to get one.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import TYPE_CHECKING
+
+from pdserve.engine_core.kv_transfer.remote_prefill import RemotePrefillState
+from pdserve.engine_core.scheduler.scheduler_state import SchedulerState, precedence
+from pdserve.engine_core.scheduler.sequence import Sequence, SequenceStatus
+from pdserve.engine_core.scheduler.submission import Submission, end_reason
+from pdserve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from pdserve.ids import Seconds
+    from pdserve.messages.handoff import FirstToken, Handoff
+    from pdserve.messages.request import FirstTokenStats, GenerateRequest, TokenDelta
+
+__all__ = ["RemoteAdmission"]
+
+
+class RemoteAdmission(SchedulerState):
+    """The part of a scheduler that `KvReceiver` drives."""
+
+    def submit_remote(self, handle: int, request: GenerateRequest, now: Seconds) -> None:
+        """Like `submit`, but nothing is computed: it waits for `promise`, then for `activate`.
+
+        Raises besides `InvalidRequest` for what can only be computed here.
+        """
+        choices = self._build(handle, request, now)
+        if request.diverged:
+            raise InvalidRequest("several choices with given outputs are prefilled here only")
+        if request.pooling:
+            raise InvalidRequest("vectors are computed here only")
+        if end_reason(choices[0]) is not None:
+            raise InvalidRequest("the given output is complete: nothing is left to be prefilled")
+        submission = Submission(handle, request, None, choices, remote=RemotePrefillState())
+        self.promises.waiting.push(self._enter(submission, now))
+
+    def remote(self, handle: int) -> RemotePrefillState | None:
+        """Of a submission whose prompt is still to come from elsewhere."""
+        submission = self._submissions.get(handle)
+        return None if submission is None else submission.remote
+
+    def stem_of(self, handle: int) -> Sequence:
+        """The first live choice of a submission."""
+        return self._submissions[handle].live[0]
+
+    # ------------------------------------------------------------------ promises
+
+    def promise(self) -> list[tuple[int, int]]:
+        """Set room aside, in order, for those who fit: handle, and tokens that are cached now."""
+        made: list[tuple[int, int]] = []
+        while self.may_promise:
+            stem = self.promises.waiting.first()
+            shared = self._reusable(stem)
+            if not self._set_aside(stem, shared):
+                self._held = (stem, self._room)
+                break
+            remote = self._submissions[stem.handle].remote
+            assert remote is not None
+            remote.admitted = True
+            made.append((stem.handle, len(shared) * self._pool.block_size))
+        return made
+
+    def _set_aside(self, stem: Sequence, shared: list[int]) -> bool:
+        """Of the promise's blocks, those that are cached count as available until it is bound."""
+        self._lacks_room = False
+        pool = self._pool
+        need = self._blocks_for(len(stem.tokens)) - len(shared)
+        if self._is_overtaking(stem) or not self.promises.allows(need):
+            return False
+        waking = sum(not pool.references(block) for block in shared)
+        need += min(len(stem.forks), pool.num_blocks - need - waking)
+        if need + waking + self._spare > pool.available:
+            self._lacks_room = True
+            return False
+        self.promises.give(stem, need)
+        return True
+
+    def _is_overtaking(self, stem: Sequence) -> bool:
+        """Somebody who waits for blocks is before it."""
+        if self._stuck is None or not len(self.waiting):
+            return False
+        first = self.waiting.first()
+        return first is self._stuck[0] and first.order < stem.order
+
+    def _is_behind(self, sequence: Sequence) -> bool:
+        stem = self.promises.first()
+        return stem is not None and stem.order < sequence.order
+
+    def bind(self, handle: int) -> tuple[list[int], list[int]] | None:
+        """Blocks for all tokens of a promised sequence: (from the prefix cache, fresh), the
+        caller's. None if there are too few now."""
+        stem = self.stem_of(handle)
+        shared = self._reusable(stem)
+        fresh = self._pool.reserve(self._blocks_for(len(stem.tokens)) - len(shared), shared=shared)
+        if fresh is None:
+            self.promises.lacking.add(handle)
+            return None
+        self.promises.bind(handle)
+        return shared, fresh
+
+    def unbind(self, handle: int) -> None:
+        """The caller has given back what `bind` gave: room is set aside again."""
+        self.promises.unbind(handle)
+
+    def postpone(self, handle: int) -> None:
+        """Take a promise back that found no blocks: it is made again when the pool has them."""
+        submission = self._submissions[handle]
+        assert submission.remote is not None
+        stem = submission.live[0]
+        self.promises.end(stem)
+        self._loosened += 1
+        submission.remote.admitted = False
+        self.promises.waiting.push(stem)
+
+    # ------------------------------------------------------------------ the end of a promise
+
+    def prefill_here(self, handle: int) -> None:
+        """It waits to be computed, at its arrival's place."""
+        stem = self._fulfil(self._submissions[handle])
+        self.waiting.push(stem)
+
+    def _fulfil(self, submission: Submission) -> Sequence:
+        stem = submission.live[0]
+        self.promises.end(stem)
+        self._loosened += 1
+        submission.remote = None
+        return stem
+
+    def activate(
+        self, handle: int, shared: list[int], fresh: list[int], handoff: Handoff, now: Seconds
+    ) -> list[TokenDelta]:
+        """A peer has filled the blocks of `bind`, which are now the sequence's: go on from there.
+        Returns the deltas of the first tokens."""
+        submission = self._submissions[handle]
+        stem = self._fulfil(submission)
+        self._begin(submission)
+        submission.prompt_logprobs = handoff.prompt_logprobs or []
+        stem.blocks = shared + fresh
+        held = len(shared) * self._pool.block_size
+        stem.cached_tokens = min(held, stem.prompt_len)
+        stem.received_tokens = len(stem.tokens) - held
+        self._set_filled(stem)
+        children, stem.forks = stem.forks, []
+        for child in children:
+            child.cached_tokens, child.received_tokens = stem.cached_tokens, stem.received_tokens
+            if self._share(stem, child, stem.prompt_len):
+                self._set_ready(child)
+        self.counters.prompt_tokens += stem.prompt_len
+        self.counters.cached_tokens += stem.cached_tokens
+        self.counters.received_tokens += stem.prompt_len - stem.cached_tokens
+        self.counters.output_tokens += len(handoff.first)
+        return [
+            self._append_first(sequence, first, handoff.started, now)
+            for sequence, first in zip([stem, *children], handoff.first, strict=True)
+        ]
+
+    def _set_filled(self, stem: Sequence) -> None:
+        """All its tokens are in its blocks, none of which may have a name yet."""
+        stem.num_computed = len(stem.tokens)
+        stem.num_committed = 0
+        if self._names is not None:
+            self._commit(stem)
+        self._set_ready(stem)
+
+    def _set_ready(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.READY
+        insort(self.ready, sequence, key=precedence)
+
+    def _append_first(
+        self, sequence: Sequence, first: FirstToken, started: FirstTokenStats, now: Seconds
+    ) -> TokenDelta:
+        """A choice without blocks of its own waits for some, and computes its prompt anew."""
+        sequence.first_step = max(sequence.arrival, now - started.prefill_seconds)
+        sequence.work = started.work_seconds
+        delta = self._append(sequence, iter([(first.token, first.logprob)]), now)
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.push(sequence)
+        return delta

@@ -1,0 +1,385 @@
+"""What a scheduler knows of its sequences, and what happens to a single one: its submission, its
+blocks, its tokens, its end.
+
+It does not decide whose turn it is. Three parts act on it: `scheduler` plans steps,
+`remote_admission` takes in prompts that are prefilled elsewhere, and `fast_forward` skips steps
+that only decode.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.engine_core.kit import RequestDeadlines, check_request
+from pdserve.engine_core.scheduler.queues import WaitingQueue
+from pdserve.engine_core.scheduler.reservations import BlockReservations
+from pdserve.engine_core.scheduler.sequence import Sequence, SequenceStatus
+from pdserve.engine_core.scheduler.submission import (
+    Submission,
+    build_sequences,
+    end_reason,
+    finish_record,
+    first_token_stats,
+)
+from pdserve.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Overloaded
+from pdserve.messages.request import (
+    Finish,
+    FirstTokenStats,
+    GenerateRequest,
+    TokenDelta,
+    TokenLogprob,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.engine_core.scheduler.block_hasher import BlockHasher
+    from pdserve.ids import Seconds
+    from pdserve.kv.block_pool import BlockPool
+
+__all__ = ["Counters", "SchedulerLimits", "SchedulerState", "precedence"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of one scheduler; `EngineSpec` and the loaded model supply them."""
+
+    max_model_len: int
+    """Tokens of a sequence, prompt and output together."""
+    vocab_size: int
+    max_batch_tokens: int = 2048
+    """Tokens of a step; at least `max_sequences`, so that no running sequence is left out."""
+    max_sequences: int = 256
+    """Running at once."""
+    max_waiting: int = 4096
+    """Submissions of which nothing has been computed yet; one more is `Overloaded`."""
+    unfilled: float = 0.3
+    """Of the pool, at most so much is set aside for prompts that others prefill."""
+    embeds: bool = False
+    """The executor makes vectors."""
+    generates: bool = True
+    """The executor makes text."""
+
+    def __post_init__(self) -> None:
+        if self.max_sequences < 1 or self.max_waiting < 1 or self.max_model_len < 2:
+            raise ConfigError(
+                "max_sequences and max_waiting must be positive, max_model_len over 1"
+            )
+        if self.max_batch_tokens < self.max_sequences:
+            raise ConfigError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences "
+                f"({self.max_sequences}): every running sequence takes one token per step"
+            )
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the start; the meanings are those of `EngineStats`."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    received_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    aborted: int = 0
+    finished: int = 0
+
+
+class SchedulerState:
+    """The books of one scheduler over one pool; `Scheduler` is what an engine core owns."""
+
+    def __init__(
+        self, pool: BlockPool, limits: SchedulerLimits, names: BlockHasher | None = None
+    ) -> None:
+        """`names` None: no prefix cache, blocks get no hashes."""
+        self.limits = limits
+        self.counters = Counters()
+        self.running: list[Sequence] = []
+        """In order of precedence: the last one is preempted first."""
+        self.ready: list[Sequence] = []
+        """In order of precedence: who has blocks that were filled elsewhere, and no place yet."""
+        self.waiting = WaitingQueue()
+        self.promises = BlockReservations(int(limits.unfilled * pool.num_blocks))
+        self._pool = pool
+        self._names = names
+        self._submissions: dict[int, Submission] = {}
+        self._deadlines = RequestDeadlines()
+        self._arrivals = 0
+        self._unstarted = 0
+        self._uncounted = 0
+        """Submissions that no counter is to show."""
+        self._forked: list[Sequence] = []
+        self._released: list[Sequence] = []
+        self.keeps: Callable[[Sequence], bool] = lambda sequence: False
+        self.sends: Callable[[Sequence], bool] = lambda sequence: False
+        """Asked about each sequence that leaves; who says yes holds its blocks from then on."""
+        self._loosened = 0
+        """Grows when somebody may fit although no block was released."""
+        self._stuck: tuple[Sequence, int] | None = None
+        """The waiting sequence that did not fit, and `_room` at that moment."""
+        self._held: tuple[Sequence, int] | None = None
+        """The same of who waits for a promise."""
+        self._lacks_room = False
+        """It is blocks that the promise waits for: nobody overtakes it."""
+
+    # ------------------------------------------------------------------ a submission's life
+
+    def _build(self, handle: int, request: GenerateRequest, now: Seconds) -> list[Sequence]:
+        limits = self.limits
+        if not (limits.generates or request.pooling):
+            raise InvalidRequest(
+                "this model has no output layer: it makes vectors (/v1/embeddings), not text",
+                param="model",
+            )
+        check_request(
+            request,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            embeds=limits.embeds,
+        )
+        if self._unstarted >= limits.max_waiting:
+            raise Overloaded(
+                f"{self._unstarted} requests are waiting for the engine", retry_after=1.0
+            )
+        choices = build_sequences(handle, request, now, self._arrivals, limits.max_model_len)
+        self._check_fits(choices[0])
+        self._arrivals += 1
+        return choices
+
+    def _check_fits(self, sequence: Sequence) -> None:
+        """The last token of a sequence is never computed, so it needs no room."""
+        need = self._blocks_for(max(sequence.prompt_len, sequence.max_len - 1))
+        if need > self._pool.num_blocks:
+            raise ContextLengthExceeded(
+                f"prompt and output need {need} KV blocks of {self._pool.block_size} tokens, the "
+                f"engine has {self._pool.num_blocks}",
+                param="max_tokens",
+            )
+
+    def _enter(self, submission: Submission, now: Seconds) -> Sequence:
+        """Take it into the books; returns its stem."""
+        stem, *stem.forks = submission.live
+        request = submission.request
+        if request.deadline is not None:
+            submission.deadline = now + request.deadline
+            self._deadlines.add(submission.deadline, submission.handle)
+        if self._names is not None:
+            self._name(submission, self._names)
+        self._submissions[submission.handle] = submission
+        self._unstarted += 1
+        return stem
+
+    def _name(self, submission: Submission, names: BlockHasher) -> None:
+        """Begin the chains of a submission's choices."""
+        root = names.root(submission.request.cache_salt)
+        given = names.given(submission.request, root)
+        for sequence in submission.live:
+            sequence.root = root
+            sequence.hashes = given.copy()
+            sequence.num_committed = 0
+            sequence.commit_at = self._pool.block_size
+
+    def _begin(self, submission: Submission) -> None:
+        if not submission.started:
+            submission.started = True
+            self._unstarted -= 1
+
+    def _take_out(self, sequence: Sequence) -> None:
+        """From wherever it is, for good."""
+        match sequence.status:
+            case SequenceStatus.RUNNING:
+                self.running.remove(sequence)
+                self._leave(sequence)
+            case SequenceStatus.READY:
+                self.ready.remove(sequence)
+                self._leave(sequence)
+            case _:
+                self.waiting.discard(sequence)
+                self._loosened += 1
+        sequence.status = SequenceStatus.FINISHED
+
+    def _forget(self, submission: Submission) -> None:
+        del self._submissions[submission.handle]
+        if submission.deadline is not None:
+            self._deadlines.discard(submission.deadline, submission.handle)
+        if not submission.started:
+            self._unstarted -= 1
+        self._uncounted -= not submission.counted
+
+    # ------------------------------------------------------------------ room
+
+    @property
+    def _room(self) -> int:
+        """Grows whenever somebody may fit who did not before."""
+        return self._pool.releases + self._loosened
+
+    def _is_stuck(self) -> bool:
+        """The first in the queue did not fit, and nothing has been released since."""
+        if self._stuck is None:
+            return False
+        sequence, room = self._stuck
+        return room == self._room and sequence is self.waiting.first()
+
+    @property
+    def may_promise(self) -> bool:
+        """Whether `promise` may get further than it did."""
+        stem = self.promises.first()
+        return stem is not None and self._held != (stem, self._room)
+
+    @property
+    def _spare(self) -> int:
+        """Blocks that an admission leaves over: one for each that decodes, and what is promised."""
+        return len(self.running) + len(self.ready) + self.promises.unbound
+
+    # ------------------------------------------------------------------ blocks
+
+    def _reusable(self, sequence: Sequence) -> list[int]:
+        """What the prefix cache has of it; at least one token stays to be computed."""
+        if self._names is None or not self._submissions[sequence.handle].reads_cache:
+            return []
+        reusable = (len(sequence.tokens) - 1) // self._pool.block_size
+        return self._pool.match(self._names.of(sequence, reusable)[:reusable])
+
+    def _set_computed(self, sequence: Sequence, blocks: int) -> None:
+        """The first `blocks` blocks are complete and known to the pool."""
+        size = self._pool.block_size
+        sequence.num_computed = blocks * size
+        sequence.num_committed = blocks
+        if self._names is not None:
+            sequence.commit_at = (blocks + 1) * size
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """One more block, at the price of preemptions; False if the price was `sequence`."""
+        while (fresh := self._pool.reserve(1)) is None:
+            victim = self._victim(sequence)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks += fresh
+        return True
+
+    def _victim(self, hungry: Sequence) -> Sequence:
+        """The last that would give its blocks back, behind who needs some; else the last."""
+        running = self.running
+        last = len(running) - 1
+        behind = range(last, running.index(hungry), -1)
+        return running.pop(next((i for i in behind if not self.sends(running[i])), last))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue with its tokens; what it computed may survive in the prefix cache."""
+        self._leave(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self._set_computed(sequence, 0)
+        sequence.preemptions += 1
+        self.counters.preemptions += 1
+        self.waiting.push(sequence)
+
+    def _share(self, stem: Sequence, child: Sequence, computed: int | None = None) -> bool:
+        """Reference the stem's blocks before the one in which the child goes on, which is copied if
+        anything is in it.
+
+        Of the prompt, `computed` tokens are taken over; as a rule the last one is computed again,
+        for logits of the child's own.
+        """
+        pool = self._pool
+        if computed is None:
+            computed = stem.prompt_len - 1
+        index, offset = divmod(computed, pool.block_size)
+        shared = stem.blocks[:index]
+        fresh = pool.reserve(self._blocks_for(len(child.tokens)) - index, shared=shared)
+        if fresh is None:
+            return False
+        child.blocks = shared + fresh
+        child.hashes = stem.hashes[:index]
+        self._set_computed(child, index)
+        child.num_computed = computed
+        if offset:
+            child.copy_from = stem.blocks[index]
+            pool.acquire((child.copy_from,))
+            self._forked.append(child)
+        return True
+
+    def _commit(self, sequence: Sequence) -> None:
+        """Tell the pool the names of the blocks that have become full."""
+        assert self._names is not None
+        full = sequence.num_computed // self._pool.block_size
+        hashes = self._names.of(sequence, full)
+        first = sequence.num_committed
+        parent = hashes[first - 1] if first else sequence.root
+        # One may have its name already: it is shared, and another holder was renamed first.
+        sequence.blocks[first:full] = self._pool.commit_run(
+            sequence.blocks[first:full], hashes[first:full], parent
+        )
+        sequence.num_committed = full
+        sequence.commit_at = (full + 1) * self._pool.block_size
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give back everything a running sequence holds.
+
+        A copy's source goes first: it follows the blocks that the sequence shares with it.
+        """
+        if sequence.copy_from is not None:
+            self._pool.release((sequence.copy_from,))
+            sequence.copy_from = None
+        if not self.keeps(sequence):
+            self._pool.release(sequence.blocks)
+        sequence.blocks = []
+        self._released.append(sequence)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._pool.block_size)
+
+    # ------------------------------------------------------------------ going on
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.RUNNING
+        insort(self.running, sequence, key=precedence)
+
+    def _append(
+        self,
+        sequence: Sequence,
+        sampled: Iterator[tuple[int, TokenLogprob | None]],
+        now: Seconds,
+    ) -> TokenDelta:
+        token, logprob = next(sampled)
+        tokens = sequence.tokens
+        tokens.append(token)
+        prompt_logprobs: list[TokenLogprob] | None = None
+        started: FirstTokenStats | None = None
+        if sequence.first_token is None:
+            sequence.first_token = now
+            started = first_token_stats(sequence)
+            if sequence.request.sampling.prompt_logprobs is not None:
+                prompt_logprobs = list(self._submissions[sequence.handle].prompt_logprobs)
+        finish: Finish | None = None
+        length = len(tokens)
+        if length >= sequence.max_len or (token in sequence.stop_ids and length > sequence.min_len):
+            finish = self._end(sequence, now)
+        return TokenDelta(
+            sequence.handle,
+            sequence.choice,
+            [token],
+            finish,
+            None if logprob is None else [logprob],
+            prompt_logprobs,
+            started,
+        )
+
+    def _end(self, sequence: Sequence, now: Seconds, vector: bytes = b"") -> Finish:
+        end = ("stop", None) if vector else end_reason(sequence)
+        assert end is not None
+        self._take_out(sequence)
+        submission = self._submissions[sequence.handle]
+        submission.live.remove(sequence)
+        if not submission.live:
+            self._forget(submission)
+            self.counters.finished += submission.counted
+        return finish_record(sequence, *end, now, vector)
+
+
+def precedence(sequence: Sequence) -> tuple[int, int, int]:
+    """The key by which lists of sequences are kept in order."""
+    return sequence.order

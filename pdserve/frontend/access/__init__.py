@@ -1,0 +1,1 @@
+"""Who may send requests, and how many: API keys, limits, trusted hosts."""

@@ -1,0 +1,161 @@
+"""Runs one request that has a body, from admission to its end.
+
+Every endpoint that reads a body runs here. The request is refused while the server drains, takes
+an admission place, counts for its API key, has a deadline, and ends with exactly one outcome.
+This file does not know what endpoints do. Owned by the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from pdserve.errors import Cancelled, DeadlineExceeded, Draining, EngineError, PdserveError
+from pdserve.frontend.access.admission import Admission, AdmissionTicket
+from pdserve.frontend.access.api_keys import cache_salt_of
+from pdserve.frontend.http.http_request import HttpRequest
+from pdserve.frontend.output.response_builder import ResponseBuilder
+from pdserve.frontend.routing_hints import NO_HINTS, RoutingHints
+from pdserve.ids import Seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from pdserve.frontend.config import FrontendConfig
+    from pdserve.frontend.http.body_reader import BodyReader, RequestBody
+    from pdserve.text.text_pool import TextPool, TextWork
+
+__all__ = ["ActiveRequest", "ActiveRequests"]
+
+T = TypeVar("T")
+
+
+class ActiveRequest(msgspec.Struct, kw_only=True, eq=False):
+    """One request in progress, as far as shutdown and deadlines need to know it."""
+
+    call: HttpRequest
+    arrival: Seconds
+    hints: RoutingHints = NO_HINTS
+    expires: Seconds = 0.0
+    """When its time is over; 0: the body is not here."""
+    ticket: AdmissionTicket | None = None
+    """Its place; None: the body is not here."""
+    task: asyncio.Task[Any]
+    stage: str = "reading the request"
+    answer: ResponseBuilder | None = None
+    composing: bool = False
+    """All tokens are here, and are being put together as a whole answer."""
+    error: PdserveError | None = None
+    """Why it ends early, if somebody else decided so."""
+
+    def fail(self, error: PdserveError) -> None:
+        """End it with `error`, wherever it is."""
+        if self.answer is not None and not self.composing:
+            self.answer.fail(error)
+        elif self.error is None:
+            self.error = error
+            self.task.cancel()
+
+    @property
+    def where(self) -> str:
+        """The stage, in words."""
+        if self.composing:
+            return "putting the answer together"
+        return self.stage if self.answer is None else self.answer.stage
+
+    def work(self, pool: TextPool) -> TextWork:
+        """The pool on behalf of its tenant; without keys, of all."""
+        key = self.call.key
+        return pool.of("" if key is None else key.tenant, cache_salt_of(key, None))
+
+
+class ActiveRequests:
+    """Admits requests and knows those in progress. Used on the event loop's thread."""
+
+    def __init__(
+        self, config: FrontendConfig, bodies: BodyReader, time: Callable[[], Seconds]
+    ) -> None:
+        self._config = config
+        self._bodies = bodies
+        self._time = time
+        self._loop = asyncio.get_running_loop()
+        self.admission = Admission(config.max_in_flight, config.retry_after)
+        self.active: set[ActiveRequest] = set()
+        self.draining = False
+        """Nothing new is taken."""
+
+    async def run(
+        self,
+        call: HttpRequest,
+        work: Callable[[RequestBody, ActiveRequest], Awaitable[T]],
+        over: Callable[[ActiveRequest], None] = lambda exchange: None,
+    ) -> T:
+        """What `preprocess.text_cost` makes of the request's body. `over` hears of the end of what
+        was admitted.
+
+        A body that comes slowly holds a connection, and no place.
+
+        Errors: `Draining`, `Overloaded`, `RateLimited` before the body is read or after it,
+        `DeadlineExceeded`, and what `preprocess.text_cost` raises. Cancellation: the client hung
+        up.
+        """
+        if self.draining:
+            raise Draining("the server is shutting down")
+        arrival = self._time()
+        self.admission.check(call.key, arrival)  # before a body is read for nothing
+        task = asyncio.current_task()
+        assert task is not None  # aiohttp runs every handler in a task
+        exchange = ActiveRequest(call=call, arrival=arrival, task=task)
+        self.active.add(exchange)
+        try:
+            return await self._run(exchange, work)
+        except PdserveError as error:
+            exchange.error = error
+            raise
+        except asyncio.CancelledError:
+            if exchange.error is None:
+                exchange.error = Cancelled("the client went away")
+                raise
+            task.uncancel()  # it was cancelled to deliver this error, and goes on
+            raise exchange.error from None
+        except ConnectionError:
+            exchange.error = Cancelled("the client went away")
+            raise
+        except Exception as error:
+            exchange.error = EngineError(f"{type(error).__name__} in the server")
+            raise
+        finally:
+            self._release(exchange)
+            over(exchange)
+            # Its traceback leads to this frame, and so back to the exchange: a cycle would keep the
+            # request and its text until the garbage collector runs.
+            exchange.error = None
+
+    async def _run(
+        self, exchange: ActiveRequest, work: Callable[[RequestBody, ActiveRequest], Awaitable[T]]
+    ) -> T:
+        body = await self._bodies.read(exchange.call)
+        now = self._time()
+        exchange.ticket = self.admission.admit(exchange.call.key, now)
+        limit = self._config.request_timeout
+        exchange.expires = now + limit
+        deadline = self._loop.call_later(limit, _expire, exchange, limit)
+        try:
+            return await work(body, exchange)
+        finally:
+            deadline.cancel()
+
+    def _release(self, exchange: ActiveRequest) -> None:
+        self.active.discard(exchange)
+        answer = exchange.answer
+        output = 0 if answer is None else answer.completion_tokens
+        if exchange.ticket is not None:
+            exchange.ticket.release(output, self._time())
+
+
+def _expire(exchange: ActiveRequest, limit: Seconds) -> None:
+    exchange.fail(
+        DeadlineExceeded(f"the request took longer than {limit:g} s; it was {exchange.where}")
+    )

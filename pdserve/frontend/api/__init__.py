@@ -1,0 +1,1 @@
+"""Endpoints: what each path and method does."""

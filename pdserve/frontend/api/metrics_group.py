@@ -1,0 +1,120 @@
+"""Sums the metrics of frontends that share one listening port.
+
+The kernel gives a scrape to any one of them. That frontend asks the others, which it finds by the
+group in their cards, and answers with the sum. A frontend that does not answer in time is missing
+from the sum, and the degradation `frontend_silent` reports it. Owned by the frontend's start-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import PdserveError
+from pdserve.messages.status import MetricFamily, MetricPage, MetricSample, Scrape
+from pdserve.observe.merge import merge
+from pdserve.runtime.rpc_methods import SCRAPE
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+    from pdserve.ids import NodeId, Seconds
+    from pdserve.net.base import IncomingCall
+    from pdserve.observe.degraded import Degradations
+    from pdserve.observe.metrics import Metrics
+    from pdserve.runtime.node import Node
+
+__all__ = ["GroupMetrics"]
+
+_PATIENCE: Final[Seconds] = 1.0
+"""For all siblings together; scrapers wait ten seconds by default."""
+_SILENT: Final = "frontend_silent"
+
+
+class GroupMetrics:
+    """`page` is what `Metrics.page` is for one process."""
+
+    def __init__(
+        self, node: Node, group: str, metrics: Metrics, degradations: Degradations
+    ) -> None:
+        self._node = node
+        self._group = group
+        self._metrics = metrics
+        self._degradations = degradations
+        self._silent: dict[NodeId, str] = {}
+        self._asking: asyncio.Task[list[MetricPage]] | None = None
+        node.serve(SCRAPE, self._scrape)
+
+    async def page(self, accept: str = "") -> tuple[bytes, str]:
+        """The page of the whole group. However many scrape at once, siblings are asked once."""
+        if self._asking is None or self._asking.done():
+            self._asking = self._node.tasks.spawn(self._ask_all(), "numbers of siblings")
+        asking = self._asking
+        await asyncio.wait({asking})
+        others = [] if asking.cancelled() else asking.result()
+        pages = [self._metrics.families(), *map(decode_families, others)]
+        return self._metrics.render(accept, merge(pages))
+
+    def _scrape(self, question: Scrape, call: IncomingCall) -> MetricPage:
+        if question.group != self._group:
+            return MetricPage(())
+        return encode_families(self._metrics.families())
+
+    async def _ask_all(self) -> list[MetricPage]:
+        # Who has just joined may serve before its card is here: it knows whether it is one.
+        siblings = [
+            member.node
+            for member in self._node.registry.by_role("frontend")
+            if member.card is None or member.card.group == self._group
+        ]
+        answers = await asyncio.gather(*map(self._ask, siblings))
+        answered = dict(zip(siblings, answers, strict=True))
+        self._note({node: why for node, why in answered.items() if isinstance(why, str)})
+        return [page for page in answers if isinstance(page, MetricPage)]
+
+    async def _ask(self, sibling: NodeId) -> MetricPage | str:
+        until = self._node.now() + _PATIENCE
+        try:
+            link = await self._node.link(sibling, timeout=_PATIENCE)
+            left = max(0.0, until - self._node.now())
+            return await link.request(SCRAPE, Scrape(self._group), timeout=left)
+        except PdserveError as error:
+            return error.message
+
+    def _note(self, silent: dict[NodeId, str]) -> None:
+        if silent.keys() == self._silent.keys():
+            return
+        self._silent = silent
+        self._degradations.clear(_SILENT)
+        if silent:
+            words = "; ".join(f"{node}: {why}" for node, why in sorted(silent.items()))
+            text = f"/metrics lacks the numbers of frontends that share its port: {words}"
+            self._degradations.add(_SILENT, text)
+
+
+def encode_families(families: list[Metric]) -> MetricPage:
+    """Families as they travel."""
+    return MetricPage(
+        tuple(
+            MetricFamily(
+                one.name,
+                one.type,
+                one.documentation,
+                tuple(MetricSample(s.name, dict(s.labels), float(s.value)) for s in one.samples),
+            )
+            for one in families
+        )
+    )
+
+
+def decode_families(page: MetricPage) -> list[Metric]:
+    """The families that travelled."""
+    from prometheus_client import Metric
+
+    families = []
+    for one in page.families:
+        family = Metric(one.name, one.help, one.kind)
+        for sample in one.samples:
+            family.add_sample(sample.name, sample.labels, sample.value)
+        families.append(family)
+    return families

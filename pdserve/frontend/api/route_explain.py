@@ -1,0 +1,113 @@
+"""Serves `POST /route`: explains where a request would be routed now, and why.
+
+The request takes the normal path up to the router, but nothing is sent to a worker or booked.
+It counts as a request of its API key, but its tokens do not count. Owned by the service.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.errors import InvalidRequest
+from pdserve.frontend.generation import RequestKind
+from pdserve.frontend.http.http_response import HttpResponse
+from pdserve.frontend.preprocess.input_processor import plan_chat, plan_completion
+from pdserve.protocols.completion_responses import RouteCandidate, RouteExplanation
+from pdserve.protocols.request_decoder import CHAT, COMPLETION
+
+if TYPE_CHECKING:
+    from pdserve.frontend.active_requests import ActiveRequest, ActiveRequests
+    from pdserve.frontend.dispatch.backend import Backend
+    from pdserve.frontend.generation import GenerationHandler
+    from pdserve.frontend.http.body_reader import RequestBody
+    from pdserve.frontend.http.http_request import HttpRequest
+    from pdserve.frontend.plan import RequestPlan
+    from pdserve.ids import NodeId
+    from pdserve.messages.routing import Candidate, RoutingPreview
+
+__all__ = ["RouteExplainer"]
+
+_encode = msgspec.json.Encoder().encode
+_CHAT = RequestKind(CHAT, plan_chat)
+_COMPLETION = RequestKind(COMPLETION, plan_completion)
+
+
+class _Kind(msgspec.Struct):
+    """What tells one kind of body from the other."""
+
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_decode_kind = msgspec.json.Decoder(_Kind).decode
+
+
+class RouteExplainer:
+    """Asks routers why. Used on the event loop's thread."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        exchanges: ActiveRequests,
+        generations: GenerationHandler,
+    ) -> None:
+        self._backend = backend
+        self._exchanges = exchanges
+        self._generations = generations
+
+    async def route(self, call: HttpRequest) -> HttpResponse:
+        """`POST /route`"""
+        return await self._exchanges.run(call, self._explain)
+
+    async def _explain(self, body: RequestBody, exchange: ActiveRequest) -> HttpResponse:
+        plan = await self._generations.plan(await body.look(_kind), body, exchange)
+        if len(plan.requests) != 1:
+            raise InvalidRequest("'/route' explains one prompt at a time", param="prompt")
+        exchange.stage = "waiting for a router's explanation"
+        router, explained = await self._backend.explain(plan.requests[0], exchange.hints)
+        answer = explanation(plan, router, explained)
+        return HttpResponse(200, _encode(answer), headers=exchange.call.headers)
+
+
+def _kind(body: bytes) -> RequestKind[Any]:
+    """Chat or completion. Whatever else is wrong with the body is found by its decoder.
+
+    Errors: `InvalidRequest`.
+    """
+    try:
+        kind = _decode_kind(body)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return _CHAT
+    chat, completion = (bytes(part).strip() != b"null" for part in (kind.messages, kind.prompt))
+    if chat == completion:
+        raise InvalidRequest("give exactly one of 'prompt' and 'messages'", param="prompt")
+    return _CHAT if chat else _COMPLETION
+
+
+def explanation(plan: RequestPlan, router: NodeId, explained: RoutingPreview) -> RouteExplanation:
+    """As clients read it: tokens instead of blocks, milliseconds instead of seconds."""
+    predicted = explained.predicted_ttft
+    block_size = plan.model.card.block_size
+    return RouteExplanation(
+        model=plan.model_name,
+        router=router,
+        policy=explained.policy,
+        worker=explained.worker,
+        refusal=explained.refusal or None,
+        held=explained.held,
+        predicted_ttft_ms=None if predicted is None else round(1000 * predicted, 1),
+        prompt_tokens=plan.prompt_tokens,
+        candidates=[_candidate(one, block_size) for one in explained.candidates],
+    )
+
+
+def _candidate(one: Candidate, block_size: int) -> RouteCandidate:
+    return RouteCandidate(
+        worker=one.worker,
+        standing=one.standing,
+        chosen=one.chosen,
+        overlap_tokens=one.overlap_blocks * block_size,
+        terms=one.terms,
+    )

@@ -1,0 +1,1 @@
+"""Dispatches requests to workers: routing, worker streams, migration."""

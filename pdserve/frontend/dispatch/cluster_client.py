@@ -1,0 +1,642 @@
+"""Connects the frontend to the cluster: finds models, asks routers, opens streams to workers.
+
+If a worker cannot be reached, refuses a request or loses it, `dispatched_request` excludes it and
+asks a router again. Without a router, requests wait up to `router_wait`. Without a worker, new
+requests are refused at once; requests that already had a worker wait up to `worker_wait`.
+
+A router may hold a query until the request's deadline. The query moves to another router when the
+link ends, the router is dead or fails inside, or it is suspected while a healthy one exists. Only
+a router's decision about the request ends the search. Placements that arrive too late are returned.
+
+Owns the worker streams: one per worker for new requests, and older ones until their last request
+ends. `model_discovery` finds the models; routers choose the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import (
+    DeadlineExceeded,
+    DialFailed,
+    DialTimeout,
+    Draining,
+    LinkError,
+    LinkLost,
+    ModelNotFound,
+    NoRouter,
+    NotReady,
+    NoWorker,
+    Overloaded,
+    PdserveError,
+    RequestError,
+    WorkerLost,
+)
+from pdserve.frontend.dispatch.dispatched_request import DispatchedRequest, no_worker_error
+from pdserve.frontend.dispatch.kv_prewarm import PrewarmSink
+from pdserve.frontend.dispatch.model_discovery import ModelDiscovery
+from pdserve.frontend.dispatch.poison_isolation import PoisonIsolation
+from pdserve.frontend.dispatch.routers import Routers, RouterSearch
+from pdserve.frontend.dispatch.worker_stream import WorkerStream
+from pdserve.frontend.routing_hints import NO_HINTS
+from pdserve.ids import NodeLife
+from pdserve.messages.engine import EngineStats
+from pdserve.messages.routing import ReleaseBooking, RouterMigrationHint
+from pdserve.observe.metrics import Metrics
+from pdserve.runtime.registry import MemberChanged, MemberGone
+from pdserve.runtime.rpc_methods import EXPLAIN, MOVE, RELEASE, ROUTE
+from pdserve.wire.codec import decoder, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+
+    from pdserve.engine.port import TokenSink
+    from pdserve.frontend.config import FrontendConfig
+    from pdserve.frontend.dispatch.dispatched_request import Assignment
+    from pdserve.frontend.dispatch.migration_state import LifeStatus
+    from pdserve.frontend.dispatch.worker_stream import RemoteSequence
+    from pdserve.frontend.placement import Placement
+    from pdserve.frontend.routing_hints import RoutingHints
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.card import ModelCard
+    from pdserve.messages.request import GenerateRequest, TokenDelta
+    from pdserve.messages.routing import RequestOutcome, RouteDecision, RoutingPreview
+    from pdserve.net.base import Link
+    from pdserve.observe.degraded import Degradations
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import Member, MemberEvent
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["ClusterClient"]
+
+_log = logging.getLogger(__name__)
+
+_EXPLAIN_TIMEOUT: Final[Seconds] = 2.0
+"""A router explains within a turn of its loop; one that takes longer is stuck."""
+_CATCH_UP: Final[Seconds] = 2.0
+"""A router that has joined after a worker, or anew, learns what it serves within this."""
+_PAUSE: Final[Seconds] = 0.05
+"""Before a router that is behind is asked again."""
+_LINK_TIMEOUT: Final[Seconds] = 3.0
+_ACCEPT_TIMEOUT: Final[Seconds] = 5.0
+"""A worker's node takes a request within a turn of its loop."""
+_LAST_WORDS: Final[Seconds] = 2.0
+"""Who leaves in order ends its channels itself, when all is said."""
+_SWEEP: Final[Seconds] = 5.0
+_REMEMBERED: Final = 1024
+"""Lives of members that are over and of which it is known how they ended."""
+
+_DECISIONS: Final = (RequestError, Overloaded, NoWorker, NotReady)
+"""What a router says about a request. All else is trouble of the router, and another is asked."""
+_ABSENT: Final = (LinkError, DeadlineExceeded, Draining)
+"""It is not there to answer, or is about to go."""
+
+_decode_move = decoder(RouterMigrationHint)
+
+
+class ClusterClient:
+    """See `backend.Backend`. Needs a node that has started."""
+
+    def __init__(
+        self,
+        node: Node,
+        config: FrontendConfig,
+        degradations: Degradations,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._node = node
+        self.config = config
+        self.metrics = Metrics() if metrics is None else metrics
+        self._degradations = degradations
+        self._news: asyncio.Future[None] | None = None
+        self._offers = ModelDiscovery(
+            node, config.remember_models, self._note_conflicts, self._tell_news
+        )
+        self._channels: dict[NodeId, WorkerStream] = {}
+        """Where new requests go."""
+        self._retired: dict[WorkerStream, None] = {}
+        """Those that another has replaced and that have requests."""
+        self.routers = Routers()
+        self._asking: dict[NodeId, dict[asyncio.Timeout, None]] = {}
+        """Questions that have no answer yet, each by what cuts it short."""
+        self._again: dict[asyncio.Task[None], DispatchedRequest] = {}
+        """Those that are on their way to another worker after one had accepted them."""
+        self._booked: dict[int, Assignment] = {}
+        """Those at workers, by their booking."""
+        self.trials = PoisonIsolation()
+        self._over: dict[NodeLife, str] = {}
+        """Lives of members that have ended lately, and how."""
+        self._closed: PdserveError | None = None
+        self._refreshing = False
+        self._conflicts = ""
+        self.rerouted = 0
+        """Requests that a worker did not take and another was asked for."""
+        node.on_member(self._on_member)
+        node.serve_tell(MOVE, self._on_move)
+        self._sweep()
+
+    # ------------------------------------------------------------------ the port
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        """See `backend.Backend`."""
+        return self._offers.cards()
+
+    def unready_reason(self) -> str | None:
+        """See `backend.Backend`."""
+        if not self._offers.any_worker:
+            return self._why_no_worker()
+        return None if self.routers.order else "there is no router in the cluster"
+
+    def refusal(self, card: ModelCard) -> PdserveError | None:
+        """See `backend.Backend`. Without a router there is still hope: see `open`."""
+        if self._offers.workers(card.name):
+            return None
+        why = self._why_no_worker()
+        if not self._node.joined:
+            return NotReady(
+                why, retry_after=1.0
+            )  # of a cluster that it does not know it cannot say
+        return NoWorker(f"no worker serves {card.name!r} at the moment: {why}", retry_after=1.0)
+
+    @property
+    def requests(self) -> int:
+        """At workers, or on their way from one to another."""
+        channels = (*self._channels.values(), *self._retired)
+        return sum(c.requests for c in channels) + len(self._again)
+
+    async def open(
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        hints: RoutingHints = NO_HINTS,
+        on_placed: Callable[[Placement], None] = lambda placement: None,
+    ) -> DispatchedRequest:
+        """See `backend.Backend`. Besides: `NoRouter`, `WorkerLost`."""
+        errand = DispatchedRequest(self, request, sink, hints, on_placed)
+        await errand.dispatch()
+        return errand
+
+    async def explain(
+        self, request: GenerateRequest, hints: RoutingHints = NO_HINTS
+    ) -> tuple[NodeId, RoutingPreview]:
+        """See `backend.Backend`."""
+        errand = DispatchedRequest(self, request, _NOBODY, hints, lambda placement: None)
+        search = self._search(errand)
+        while True:
+            router = await self._next_router(search)
+            try:
+                link = await self._node.link(router, timeout=_LINK_TIMEOUT)
+                question = errand.question()
+                return router, await link.request(EXPLAIN, question, timeout=_EXPLAIN_TIMEOUT)
+            except _DECISIONS:
+                raise
+            except PdserveError as error:
+                if errand.remaining is not None and errand.remaining <= 0:
+                    raise
+                self._leave_router(router, error, search)
+
+    def statistics(self) -> EngineStats:
+        """Nothing: engines are the workers', who answer for them on their own ports."""
+        return _NOTHING
+
+    async def wait_news(self, *, timeout: Seconds = 1.0, at_least: Seconds = 0.0) -> None:
+        """Until a member or a model has come, changed or gone, or `timeout` has passed. `at_least`:
+        lest those who wait for a worker ask at every change of a large cluster."""
+        if at_least:
+            await asyncio.sleep(at_least)
+            timeout -= at_least
+        if self._news is None or self._news.done():
+            self._news = asyncio.get_running_loop().create_future()
+        await asyncio.wait({self._news}, timeout=max(0.0, timeout))
+
+    def close(self, error: PdserveError) -> None:
+        """End every channel; requests on them end with `error`."""
+        self._closed = error
+        errands = [attempt.errand for attempt in self._booked.values()]
+        for errand in (*self._again.values(), *errands):
+            errand.fail(error)
+        for channel in (*self._channels.values(), *self._retired):
+            channel.close(error)
+
+    # ------------------------------------------------------------------ which worker
+
+    def now(self) -> Seconds:
+        """See `dispatched_request.ClusterPort`."""
+        return self._node.now()
+
+    def block_size(self, model: str) -> int:
+        """See `dispatched_request.ClusterPort`."""
+        card = self._offers.cards().get(model)
+        return 0 if card is None else card.block_size
+
+    def epoch_of(self, worker: NodeId) -> Epoch | None:
+        """See `dispatched_request.ClusterPort`."""
+        member = self._node.registry.get(worker)
+        return None if member is None else member.epoch
+
+    def lacking(self, model: str, features: tuple[str, ...]) -> tuple[NodeId, ...]:
+        """See `dispatched_request.ClusterPort`."""
+        return tuple(
+            member.node
+            for member in self._node.registry.by_role("worker")
+            for offer in (member.card.models if member.card is not None else ())
+            if offer.name == model and not set(features) <= set(offer.features)
+        )
+
+    def standing(self, life: NodeLife) -> LifeStatus:
+        """See `dispatched_request.ClusterPort`."""
+        node, epoch = life
+        member = self._node.registry.get(node)
+        if member is not None and member.epoch == epoch:
+            return "doubtful" if _in_doubt(member) else "here"
+        return "died" if self._over.get(life) == "died" else "gone"
+
+    def shares_kv(self, one: NodeId, other: NodeId) -> bool:
+        """See `dispatched_request.ClusterPort`."""
+        members = map(self._node.registry.get, (one, other))
+        ways = [() if m is None or m.card is None else m.card.transfers for m in members]
+        return not set(ways[0]).isdisjoint(ways[1])
+
+    def run(
+        self, errand: DispatchedRequest, work: Coroutine[None, None, None]
+    ) -> asyncio.Task[None]:
+        """See `dispatched_request.ClusterPort`."""
+        if self._closed is not None:
+            work.close()
+            raise self._closed
+        task = self._node.tasks.spawn(work, f"another worker for {errand.request.request_id}")
+        self._again[task] = errand
+        task.add_done_callback(lambda done: self._again.pop(done, None))
+        return task
+
+    async def route(self, errand: DispatchedRequest) -> tuple[NodeId, RouteDecision]:
+        """A router's answer. Raises `NoRouter`, `DeadlineExceeded`, and what routers decide:
+        `NoWorker`, `Overloaded`, `RequestError`."""
+        now = self._node.now
+        search = self._search(errand)
+        while True:
+            router = await self._next_router(search)
+            asked = now()
+            try:
+                routed = await self._ask(router, errand)
+            except (ModelNotFound, NoWorker) as error:
+                self._note_answer(router)
+                self._check_behind(error, errand, search)
+                search.behind.add(router)
+            except _DECISIONS:
+                self._note_answer(router)
+                raise
+            except DeadlineExceeded:
+                raise
+            except PdserveError as error:
+                self._leave_router(router, error, search)
+                if not isinstance(error, DialFailed):  # being held is not waiting for a router
+                    search.start += now() - asked
+            else:
+                self._note_answer(router)
+                return router, routed
+
+    def _check_behind(
+        self, error: PdserveError, errand: DispatchedRequest, search: RouterSearch
+    ) -> None:
+        """The router knows no worker: return if it may just have joined, and raise otherwise."""
+        model = errand.request.model
+        takes = self._takes(model, errand.hints)
+        if isinstance(error, NoWorker) and (errand.excluded() or not takes):
+            raise error
+        # This node sees a worker, or would not ask: the router has just joined.
+        if self._node.now() - search.start > _CATCH_UP or not takes:
+            raise no_worker_error(model, None) from None
+
+    async def _ask(self, router: NodeId, errand: DispatchedRequest) -> RouteDecision:
+        """Wait for the answer as long as the request may, and the router is not in doubt."""
+        try:
+            link = await self._node.link(router, timeout=_LINK_TIMEOUT)
+        except DeadlineExceeded as error:  # the request has time left
+            raise DialTimeout(error.message) from None
+        question = errand.question()
+        timeout = question.deadline or self.config.request_timeout
+        if errand.patience is not None:
+            timeout = min(timeout, errand.patience)
+        asking = self._asking.setdefault(router, {})
+        try:
+            async with asyncio.timeout(None) as patience:
+                asking[patience] = None
+                try:
+                    return await link.request(
+                        ROUTE, question, timeout=timeout, late=partial(self.give_back, router)
+                    )
+                finally:
+                    del asking[patience]
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"the request's time ran out while router {router} held it: no worker had room"
+            ) from None
+        except TimeoutError:
+            raise LinkLost(f"router {router} is in doubt, and another is not") from None
+
+    def give_back(self, router: NodeId, routed: RouteDecision) -> None:
+        """An answer that nobody waits for any more."""
+        _Releaser(self, router, routed.booking)("unreached")
+
+    def _leave_router(self, router: NodeId, error: PdserveError, search: RouterSearch) -> None:
+        """It said nothing, or nothing about the request."""
+        now = self._node.now()
+        if isinstance(error, _ABSENT):
+            _log.info("router %s did not answer: %s", router, error)
+            self.metrics.router_failures.labels("unreachable").inc()
+            self.routers.unreachable(now, router)
+            return
+        _log.warning("router %s failed inside: %s", router, error)
+        self.metrics.router_failures.labels("failed").inc()
+        self.routers.failed(now, router)
+        search.failed.add(router)
+        self._tell_failing()
+
+    def _note_answer(self, router: NodeId) -> None:
+        if self.routers.answered(router):
+            self._tell_failing()
+
+    def _tell_failing(self) -> None:
+        failing = self.routers.failing
+        self._degradations.clear("router_failing")
+        if failing:
+            self._degradations.add(
+                "router_failing",
+                f"{', '.join(failing)} failed on a question that was in order: other routers are "
+                "asked first; the log of the router says why, a restart may help",
+            )
+
+    def _search(self, errand: DispatchedRequest) -> RouterSearch:
+        """One that begins now."""
+        now, left = self._node.now(), errand.remaining
+        return RouterSearch(now) if left is None else RouterSearch(now, now + left)
+
+    async def _next_router(self, search: RouterSearch) -> NodeId:
+        """The router to ask; waits for one, while the request has time. Those in `search.behind`
+        come last, after a pause, and are taken out. Raises `NoRouter`, `DeadlineExceeded`."""
+        until = search.start + self.config.router_wait
+        while True:
+            now, routers = self._node.now(), self.routers
+            router = routers.choose(now, search)
+            if router is not None:
+                return router
+            if routers.all_failed(search):
+                raise NoRouter(
+                    "every router failed inside on this request; their logs say why",
+                    retry_after=1.0,
+                )
+            if now >= search.over:
+                raise DeadlineExceeded("the request's time ran out while it waited for a router")
+            if now >= until:
+                raise NoRouter(
+                    f"no router answered within {self.config.router_wait:g} s", retry_after=1.0
+                )
+            change, end = routers.next_change(now), min(until, search.over)
+            again = (end if change is None else min(end, change)) - now
+            await self.wait_news(timeout=min(again, _PAUSE) if search.behind else again)
+            search.behind.clear()
+
+    def _takes(self, model: str, hints: RoutingHints = NO_HINTS) -> bool:
+        """Some worker serves the model, is not about to leave, and is one that the client will
+        have."""
+        members = map(self._node.registry.get, filter(hints.takes, self._offers.workers(model)))
+        return any(m is not None and m.card is not None and not m.card.draining for m in members)
+
+    def _order_routers(self) -> None:
+        """Each frontend has its own favourite, so that routers share the work and one router sees
+        all of a frontend's requests; those in doubt come last, those without a card have not
+        settled yet."""
+        members = [m for m in self._node.registry.by_role("router") if m.card is not None]
+        usable = [m for m in members if m.card is not None and not m.card.draining]
+        usable.sort(key=lambda m: _affinity(self._node.id, m.node))
+        usable.sort(key=_in_doubt)
+        self.routers.order = tuple(m.node for m in usable)
+        if usable and not _in_doubt(usable[0]):
+            self._leave_doubtful(members)
+
+    def _leave_doubtful(self, routers: list[Member]) -> None:
+        """There is another to ask: wait no longer for those that may stand still."""
+        now = self._node.now()
+        for member in routers:
+            if _in_doubt(member):
+                for patience in self._asking.get(member.node, ()):
+                    if not patience.expired():  # else its task has not run since
+                        patience.reschedule(now)
+
+    # ------------------------------------------------------------------ to the worker
+
+    async def place(
+        self,
+        begin: Callable[[], GenerateRequest],
+        attempt: Assignment,
+        router: NodeId,
+        routed: RouteDecision,
+    ) -> RemoteSequence | None:
+        """Hand a request to the worker; however it ends, the router hears of it once. None: the
+        router meant a life of the worker that is over."""
+        release = _Releaser(self, router, routed.booking)
+        try:
+            channel = await self._channel(routed.worker, routed.epoch)
+        except BaseException:
+            release("unreached")
+            raise
+        if channel is None:
+            release("unreached")
+            return None
+        self._booked[routed.booking] = attempt
+        try:
+            return await channel.open(
+                begin(),
+                routed.booking,
+                attempt,
+                release,
+                timeout=_ACCEPT_TIMEOUT,
+                on_moving=attempt.on_moving,
+            )
+        except BaseException:
+            release("failed")
+            raise
+
+    async def warm(self, request: GenerateRequest, routed: RouteDecision, timeout: Seconds) -> None:
+        """See `dispatched_request.ClusterPort`. Raises what the worker raises,
+        `DeadlineExceeded`."""
+        channel = await self._channel(routed.worker, routed.epoch)
+        if channel is None:
+            raise LinkLost(f"worker {routed.worker} has begun another life", sent=False)
+        warming = PrewarmSink(asyncio.get_running_loop())
+        sequence = await channel.open(
+            request, 0, warming, lambda outcome: None, timeout=min(timeout, _ACCEPT_TIMEOUT)
+        )
+        try:
+            await warming.wait(timeout)
+        finally:
+            sequence.cancel()
+
+    def release(self, router: NodeId, booking: int, outcome: RequestOutcome) -> None:
+        """Tell the router how a booking ended."""
+        self._booked.pop(booking, None)
+        link = self._node.link_nowait(router)
+        if link is None:
+            return  # the router is gone with its bookings, or learns from the worker
+        try:
+            link.tell(RELEASE, encode(ReleaseBooking(booking, outcome)))
+        except PdserveError as error:
+            _log.debug("a release was not sent to %s: %s", router, error)
+
+    def _on_move(self, link: Link, body: Buffer) -> None:
+        """A router: another worker would begin this one sooner."""
+        attempt = self._booked.get(_decode_move(body).booking)
+        if attempt is not None:
+            attempt.on_moving("queue")
+
+    async def _channel(self, worker: NodeId, epoch: Epoch) -> WorkerStream | None:
+        """The channel to that life of a worker, opened if need be; None: a later one has begun."""
+        link = self._node.link_nowait(worker)
+        if link is not None and link.peer.epoch < epoch:
+            link.abort("the peer has begun another life")  # which this end has not noticed
+            link = None
+        if link is None or link.retiring:
+            try:
+                link = await self._node.link(worker, timeout=_LINK_TIMEOUT)
+            except DeadlineExceeded as error:  # the request has time left
+                raise DialTimeout(error.message) from None
+        if link.peer.epoch != epoch:
+            return None
+        channel = self._channels.get(worker)
+        if channel is not None and channel.link is link and channel.over is None:
+            return channel
+        return self._make_channel(link)
+
+    def _make_channel(self, link: Link) -> WorkerStream:
+        """The channel on a link that has none; what runs on another goes on there."""
+        worker = link.peer.node
+        channel = WorkerStream(link, self._node.timers)
+        old = self._channels.get(worker)
+        self._channels[worker] = channel
+        channel.on_over = lambda: self._forget(channel)
+        if old is not None:
+            self._retired[old] = None
+            old.retire()
+        return channel
+
+    def _forget(self, channel: WorkerStream) -> None:
+        self._retired.pop(channel, None)
+        if self._channels.get(channel.worker) is channel:
+            del self._channels[channel.worker]
+
+    # ------------------------------------------------------------------ what changes
+
+    def _on_member(self, event: MemberEvent) -> None:
+        member = event.member
+        if isinstance(event, MemberGone):
+            self._note_over(NodeLife(member.node, member.epoch), event.reason)
+            self._forget_router(member.node)
+            self._asking.pop(member.node, None)  # whoever still waits has its own hold of it
+            error = WorkerLost(f"worker {member.node} is gone: {event.reason}", retry_after=1.0)
+            for channel in (*self._channels.values(), *self._retired):
+                peer = channel.link.peer
+                if (peer.node, peer.epoch) != (member.node, member.epoch):
+                    continue
+                if event.reason == "left":  # word of it may overtake its last tokens
+                    self._node.timers.call_later(_LAST_WORDS, partial(channel.close, error))
+                else:
+                    channel.close(error)
+        if member.role == "router":
+            self._order_routers()
+        elif member.role == "worker" and not (
+            self._refreshing
+            or (isinstance(event, MemberChanged) and event.before.card is member.card)
+        ):
+            self._refreshing = True
+            self._node.timers.call_later(0.0, self._refresh)
+        self._tell_news()
+
+    def _forget_router(self, router: NodeId) -> None:
+        failing = router in self.routers.failing
+        self.routers.forget(router)
+        if failing:
+            self._tell_failing()
+
+    def _note_over(self, life: NodeLife, how: str) -> None:
+        self._over[life] = how
+        if len(self._over) > _REMEMBERED:
+            del self._over[next(iter(self._over))]
+
+    def _tell_news(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def _refresh(self) -> None:
+        self._refreshing = False
+        self._offers.refresh()
+
+    def _sweep(self) -> None:
+        self._node.timers.call_later(_SWEEP, self._sweep)
+        self.routers.sweep(self._node.now())
+        self._offers.refresh()
+
+    def _note_conflicts(self, conflicts: Mapping[NodeId, str]) -> None:
+        words = "; ".join(f"worker {node}: {why}" for node, why in sorted(conflicts.items()))
+        if words == self._conflicts:
+            return
+        self._conflicts = words
+        self._degradations.clear("model_conflict")
+        if words:
+            self._degradations.add("model_conflict", words)
+
+    def _why_no_worker(self) -> str:
+        workers = self._node.registry.by_role("worker")
+        if not self._node.joined:
+            return "starting: joining the cluster"
+        if not workers:
+            return "there is no worker in the cluster"
+        words = [m.card.reason for m in workers if m.card is not None and m.card.reason]
+        if not words and all(m.card is not None and m.card.mode == "prefill" for m in workers):
+            return (
+                "there are only prefill workers, which take no requests by themselves: start one "
+                "with --mode=decode"
+            )
+        return words[0] if words else "starting: workers are loading"
+
+
+class _Releaser:
+    """Tells the router how a booking ended, once."""
+
+    __slots__ = ("_backend", "_booking", "_router", "_told")
+
+    def __init__(self, backend: ClusterClient, router: NodeId, booking: int) -> None:
+        self._backend = backend
+        self._router = router
+        self._booking = booking
+        self._told = False
+
+    def __call__(self, outcome: RequestOutcome) -> None:
+        if not self._told:
+            self._told = True
+            self._backend.release(self._router, self._booking, outcome)
+
+
+def _in_doubt(router: Member) -> bool:
+    return router.suspect or not router.reachable
+
+
+def _affinity(frontend: NodeId, router: NodeId) -> bytes:
+    """Rendezvous hashing."""
+    return blake2b(f"{frontend}\0{router}".encode(), digest_size=8).digest()
+
+
+class _Nobody:
+    """Gets no tokens."""
+
+    def on_delta(self, delta: TokenDelta) -> None: ...
+
+    def on_error(self, error: PdserveError) -> None: ...
+
+
+_NOBODY: Final = _Nobody()
+_NOTHING: Final = EngineStats()

@@ -1,0 +1,1 @@
+"""HTTP as the API needs it: connections, bodies, answers, server-sent events."""

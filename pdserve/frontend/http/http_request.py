@@ -1,0 +1,73 @@
+"""One HTTP request as its endpoint sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.frontend.http.http_response import request_id_line
+from pdserve.observe import logs
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from pdserve.frontend.access.api_keys import ApiKey
+    from pdserve.frontend.http.body_reader import RequestBody
+
+
+_MESSAGES = "/v1/messages"
+_MODELS = "/v1/models"
+
+
+class HttpRequest:
+    """Lives as long as the request's task; changed by nobody else."""
+
+    __slots__ = (
+        "_cors_lines",
+        "body",
+        "http",
+        "id_headers",
+        "key",
+        "request_id",
+        "rest",
+        "served_lines",
+    )
+
+    def __init__(self, http: web.BaseRequest, cors_lines: bytes) -> None:
+        """Args: `cors_lines` are header lines of every answer."""
+        self._cors_lines = cors_lines
+        self.http = http
+        self.body: RequestBody | None = None
+        """What was read of its body; released at the call's end, if not before."""
+        self.request_id = ""
+        self.id_headers: tuple[bytes, ...] = (b"x-request-id",)
+        """By which names its answer tells it."""
+        self.key: ApiKey | None = None
+        """None: no authentication is configured, or the endpoint needs none."""
+        self.rest = ""
+        """What follows the route's path, for routes that end in a name."""
+        self.served_lines = b""
+        """Header lines of an error: the worker that had the request, and what is known besides."""
+
+    def name(self, request_id: str) -> None:
+        """Give the request its id, for its answer and for every log line of its task."""
+        self.request_id = request_id
+        logs.request_id.set(request_id)  # the task's own context: nothing to reset
+
+    def close(self) -> None:
+        """It is answered. Idempotent."""
+        if self.body is not None:
+            self.body.release()
+
+    @property
+    def is_anthropic(self) -> bool:
+        """Its client expects Anthropic's words."""
+        path = self.http.rel_url.path
+        if path == _MODELS or path.startswith(f"{_MODELS}/"):
+            return "anthropic-version" in self.http.headers
+        return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+
+    @property
+    def headers(self) -> bytes:
+        """Header lines of the answer, each with its CRLF."""
+        ids = [request_id_line(self.request_id, name) for name in self.id_headers]
+        return b"".join((*ids, self._cors_lines, self.served_lines))

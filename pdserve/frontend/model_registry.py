@@ -1,0 +1,262 @@
+"""Keeps the served models: their cards, and the tokenizer and templates made from each.
+
+Making a tokenizer takes up to seconds, so it happens once per card, in a thread, before the first
+request where possible. The backend knows which workers serve a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from pdserve import __version__
+from pdserve.errors import (
+    ConfigError,
+    Forbidden,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    PdserveError,
+)
+from pdserve.protocols.completion_responses import Model
+from pdserve.protocols.unsupported_fields import shorten
+from pdserve.text.chat.chat_template import ChatTemplates
+from pdserve.text.reasoning_parser import REASONING_FORMATS
+from pdserve.text.text_pool import LARGE_CHARS
+from pdserve.text.tokenization.tokenizer import Tokenizer
+from pdserve.text.tool_parsers import TOOL_FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pdserve.frontend.access.api_keys import ApiKey
+    from pdserve.frontend.dispatch.backend import Backend
+    from pdserve.messages.card import ModelCard
+    from pdserve.text.reasoning_parser import ReasoningFormat
+    from pdserve.text.text_pool import TextPool
+    from pdserve.text.tool_parsers.base import ToolFormat
+
+logger = logging.getLogger("pdserve.frontend.models")
+
+F = TypeVar("F")
+
+_ALWAYS_A_THREAD = LARGE_CHARS
+"""The pool never runs such a job in place, nor has it wait for long texts."""
+
+_NO_TENANT = "\0models"
+"""Takes its turn among tenants in the text pool; no key has such a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """One model, ready to turn text into tokens and back."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    templates: ChatTemplates
+    fingerprint: str
+    """OpenAI's `system_fingerprint`: changes when answers may, for equal requests and seeds."""
+    tools: ToolFormat | None = None
+    """How it writes calls of tools; None: that is not known."""
+    reasoning: ReasoningFormat | None = None
+    """How it marks its reasoning, likewise."""
+    tool_marks: frozenset[int] = frozenset()
+    """Special tokens that are markup of calls."""
+    reasoning_marks: frozenset[int] = frozenset()
+
+    @classmethod
+    def from_card(cls, card: ModelCard) -> PreparedModel:
+        """Blocks for as long as the tokenizer takes. Errors: `ConfigError`."""
+        templates = ChatTemplates.from_card(card)
+        if "default" in templates.names:
+            # Found out here, lest the first request pay for it.
+            _ = templates.select().content_format
+        tokenizer = Tokenizer.from_card(card)
+        tools = _format(TOOL_FORMATS, card.tool_parser, card, "calls of tools")
+        reasoning = _format(REASONING_FORMATS, card.reasoning_parser, card, "reasoning")
+        return cls(
+            card,
+            tokenizer,
+            templates,
+            fingerprint(card),
+            tools,
+            reasoning,
+            _marks(tools, tokenizer, card),
+            _marks(reasoning, tokenizer, card),
+        )
+
+    def marks(self, tools: bool) -> frozenset[int]:
+        """Special tokens that a parser has to see, of `tools` only where calls are looked for."""
+        return self.reasoning_marks | self.tool_marks if tools else self.reasoning_marks
+
+
+def _format(formats: Mapping[str, F], name: str, card: ModelCard, what: str) -> F | None:
+    """A worker of another release may know a format that this one does not."""
+    found = formats.get(name)
+    if name and found is None:
+        logger.warning(
+            "model %s: %s are not read: this release knows no format %r (%s)",
+            *(card.name, what, name, ", ".join(formats)),
+        )
+    return found
+
+
+def _marks(
+    format: ToolFormat | ReasoningFormat | None, tokenizer: Tokenizer, card: ModelCard
+) -> frozenset[int]:
+    """Those of a format's markers that would not be shown; the end of a text never is."""
+    if format is None:
+        return frozenset()
+    ids = {tokenizer.token_to_id(marker) for marker in format.markers}
+    return frozenset(id for id in ids if id in tokenizer.special_ids) - set(card.eos_token_ids)
+
+
+def fingerprint(card: ModelCard) -> str:
+    """A short name for what decides answers: this version, the engine, its precision, the model."""
+    parts = (__version__, card.engine, card.dtype, card.compat_hash, card.name)
+    return "fp_" + hashlib.blake2b("\0".join(parts).encode(), digest_size=6).hexdigest()
+
+
+class ModelRegistry:
+    """Looks models up by name. Owned by the service, used on the event loop's thread."""
+
+    def __init__(self, backend: Backend, pool: TextPool) -> None:
+        self._backend = backend
+        self._work = pool.of(_NO_TENANT)
+        # By the identity of a card, which every entry keeps alive.
+        self._ready: dict[int, PreparedModel] = {}
+        self._failed: dict[int, tuple[ModelCard, str]] = {}
+        self._told: set[int] = set()
+        """Failures that are in the log."""
+        self._making: dict[int, asyncio.Task[PreparedModel]] = {}
+
+    def card(self, name: str | None, key: ApiKey | None = None) -> ModelCard:
+        """The card of `name`, a model or an alias; without a name, that of the only model.
+
+        Args: for `key` there is nothing but its models.
+        Errors: `NotReady`, `ModelNotFound`, `Forbidden`, `InvalidRequest`.
+        """
+        cards = self._backend.cards()
+        if not cards:
+            reason = self._backend.unready_reason() or "no model is loaded"
+            raise NotReady(f"the server is not ready: {reason}", retry_after=1.0)
+        usable = _usable(cards, key)
+        if name is None:
+            # Those whose last worker is gone are remembered, and in nobody's way here.
+            served = [card for card in usable.values() if self._backend.refusal(card) is None]
+            return _only(served or usable.values())
+        card = usable.get(name)
+        if card is None and name in cards:
+            raise Forbidden(f"this API key may not use the model '{shorten(name)}'", param="model")
+        if card is None:
+            known = ", ".join(sorted(usable)[:8])
+            raise ModelNotFound(
+                f"the model '{shorten(name)}' is not served here; served: {known}", param="model"
+            )
+        return card
+
+    def get_nowait(self, card: ModelCard) -> PreparedModel | None:
+        """The model of a card, if it has been made."""
+        model = self._ready.get(id(card))
+        return model if model is not None and model.card is card else None
+
+    async def get(self, card: ModelCard) -> PreparedModel:
+        """The model of a card, made now if need be.
+
+        Errors: `ConfigError` when it cannot be made. Cancellation: it is made all the same.
+        """
+        model = self.get_nowait(card)
+        if model is not None:
+            return model
+        if id(card) in self._failed:
+            raise ConfigError(self._failed[id(card)][1])
+        making = self._making.get(id(card))
+        if making is None:
+            making = asyncio.get_running_loop().create_task(
+                self._make(card), name=f"make-model-{card.name}"
+            )
+            self._making[id(card)] = making
+        return await asyncio.shield(making)
+
+    async def prepare(self) -> None:
+        """Make what is missing and forget what is served no longer."""
+        cards = {id(card): card for card in self._backend.cards().values()}
+        for known in (self._ready, self._failed):
+            for key in [key for key in known if key not in cards]:
+                del known[key]
+        self._told &= cards.keys()
+        for card in cards.values():
+            try:
+                await self.get(card)
+            except PdserveError as error:
+                if id(card) not in self._told:
+                    self._told.add(id(card))
+                    logger.error("model %s cannot be served: %s", card.name, error.message)
+
+    def listing(self, key: ApiKey | None = None) -> list[Model]:
+        """Every name that can be asked for, in `/v1/models`' form: by model, its own name first,
+        since clients without a name take the first."""
+        usable = _usable(self._backend.cards(), key)
+        return [model_object(name, card) for name, card in sorted(usable.items(), key=_place)]
+
+    async def close(self) -> None:
+        """Stop making models; whoever waits for one is cancelled."""
+        for task in (making := tuple(self._making.values())):
+            task.cancel()
+        await asyncio.gather(*making, return_exceptions=True)
+
+    async def _make(self, card: ModelCard) -> PreparedModel:
+        try:
+            model = await self._work.run(_ALWAYS_A_THREAD, PreparedModel.from_card, card)
+            self._ready[id(card)] = model
+            return model
+        except ConfigError as error:
+            self._failed[id(card)] = (card, error.message)
+            raise
+        except PdserveError:  # there was no place to make it: another time
+            raise
+        except Exception as error:
+            logger.exception("making model %s failed", card.name)
+            reason = f"it could not be prepared: {type(error).__name__}: {error}"
+            self._failed[id(card)] = (card, reason)
+            raise ConfigError(reason) from None
+        finally:
+            del self._making[id(card)]
+
+
+def _place(entry: tuple[str, ModelCard]) -> tuple[str, int, str]:
+    """Aliases in the operator's order."""
+    name, card = entry
+    names = (card.name, *card.aliases)
+    return card.name, names.index(name) if name in names else len(names), name
+
+
+def model_object(name: str, card: ModelCard) -> Model:
+    """One entry of `/v1/models`."""
+    return Model(
+        id=name,
+        created=card.created,
+        root=card.name,
+        max_model_len=card.max_model_len,
+        tool_parser=card.tool_parser or None,
+        reasoning_parser=card.reasoning_parser or None,
+    )
+
+
+def _usable(cards: Mapping[str, ModelCard], key: ApiKey | None) -> Mapping[str, ModelCard]:
+    if key is None or key.models is None:
+        return cards
+    return {name: card for name, card in cards.items() if key.may_use(card)}
+
+
+def _only(cards: Iterable[ModelCard]) -> ModelCard:
+    distinct = {id(card): card for card in cards}
+    if not distinct:
+        raise Forbidden("this API key may use none of the models served here", param="model")
+    if len(distinct) > 1:
+        names = ", ".join(sorted(card.name for card in distinct.values()))
+        raise InvalidRequest(f"'model' is required; served: {names}", param="model")
+    return next(iter(distinct.values()))

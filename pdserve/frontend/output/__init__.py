@@ -1,0 +1,1 @@
+"""Turns tokens into answers: text, parts, logprobs, streamed or whole."""

@@ -1,0 +1,110 @@
+"""Builds the `/v1/embeddings` answer from the vectors of a plan's inputs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.frontend.output.response_builder import ChoiceSink, ResponseBuilder
+from pdserve.protocols.embeddings import Embedding, EmbeddingList
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.frontend.output.embedding_format import EmbeddingFormat
+    from pdserve.frontend.output.response_memory import ResponseMemory
+    from pdserve.frontend.plan import Prompt, RequestPlan
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.messages.request import TokenDelta
+    from pdserve.observe.metrics import Metrics
+
+__all__ = ["EmbeddingChoice", "EmbeddingResponseBuilder"]
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+class EmbeddingChoice:
+    """Waits for one input's vector."""
+
+    def __init__(self, index: int, shape: EmbeddingFormat, grow: Callable[[Bytes], None]) -> None:
+        self._shape = shape
+        self._grow = grow
+        self.index = index
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self.vector = b""
+        self.done = False
+        """The vector is here."""
+        self.over = asyncio.Event()
+        """The same, to be waited for."""
+
+    def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
+        """See `response_builder.ChoiceSink`. Errors: `EngineError` for anything but a vector."""
+        finish = delta.finish
+        self.vector = self._shape.checked(b"" if finish is None else finish.embedding)
+        self._grow(len(self.vector))
+        self.done = True
+        self.over.set()
+
+
+class EmbeddingResponseBuilder(ResponseBuilder):
+    """Gathers the vectors of all inputs; `body` is the answer once `finished` is set."""
+
+    choices: list[EmbeddingChoice]  # type: ignore[assignment]  # made below, of this kind only
+
+    def __init__(
+        self,
+        plan: RequestPlan,
+        metrics: Metrics,
+        arrival: Seconds,
+        time: Callable[[], Seconds],
+        gathered: ResponseMemory,
+    ) -> None:
+        """`response_memory` bounds it, and is to forget it when it is over."""
+        assert plan.vectors is not None
+        self._shape = plan.vectors
+        self._gathered = gathered
+        super().__init__(plan, metrics, arrival, time)
+
+    def begin(self, now: Seconds) -> None:
+        """Not a token: the times to first tokens are not those of vectors."""
+        self.first_token = now
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._gathered.forget(self)
+
+    @property
+    def stage(self) -> str:
+        placed = any(sink.course.placement is not None for sink in self.sinks)
+        if self.first_token is None and not placed:
+            return "waiting for a worker"
+        done = sum(choice.done for choice in self.choices)
+        return f"computing vectors, {done} of {len(self.choices)} done"
+
+    def _choice(self, index: int, prompt: Prompt) -> ChoiceSink:
+        return EmbeddingChoice(index, self._shape, self._grow)
+
+    def _grow(self, more: Bytes) -> None:
+        self._gathered.grow(self, more)
+
+    @property
+    def work(self) -> int:
+        """What `body` takes, in characters of text to tokenise: writing a number takes as long."""
+        return self._shape.kept * len(self.choices)
+
+    def body(self) -> bytes:
+        """The answer as JSON. May run in a thread: nothing else touches a finished answer."""
+        written = self._shape.written
+        return _encode_json(
+            EmbeddingList(
+                data=[
+                    Embedding(index=choice.index, embedding=written(choice.vector))
+                    for choice in self.choices
+                ],
+                model=self.plan.model_name,
+                usage=self.usage(last=True),
+            )
+        )

@@ -1,0 +1,1 @@
+"""Turns requests into prompts: templates, tokens, sampling parameters, grammars."""

@@ -1,0 +1,68 @@
+"""Computes how many output tokens fit into a model's context, and the error if too few do.
+
+Clients do not read an error's `code`: LiteLLM and the agents recognize these errors by OpenAI's
+sentence, so it comes first and the advice follows. Anthropic's sentences are in
+`api/adapters/anthropic_request.py`. Plain functions.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ContextLengthExceeded, Overrun
+
+if TYPE_CHECKING:
+    from pdserve.messages.card import ModelCard
+
+
+class ContextFit(enum.Enum):
+    """What becomes of an output that is longer than the prompt leaves room for."""
+
+    ANY = enum.auto()
+    """It is as long as there is room: `/v1/messages` and `/v1/responses` have a word for it."""
+    WITHIN = enum.auto()
+    """The same, unless it would not fit without a prompt either; as vLLM does."""
+    STRICT = enum.auto()
+    """It is refused; as OpenAI does."""
+
+
+def max_output_tokens(
+    asked: int, field: str, prompt_tokens: int, card: ModelCard, fit: ContextFit = ContextFit.WITHIN
+) -> int:
+    """Output tokens at most, where `field` asks for so many and some fit.
+
+    Errors: `ContextLengthExceeded`.
+    """
+    context = card.max_model_len
+    room = context - prompt_tokens
+    if asked <= room:
+        return asked
+    if fit is ContextFit.STRICT or (fit is ContextFit.WITHIN and asked > context):
+        raise ContextLengthExceeded(
+            f"{_sentence(card)} However, you requested {prompt_tokens + asked} tokens "
+            f"({prompt_tokens} in the prompt, {asked} in the completion). Shorten the prompt or "
+            f"lower '{field}' to {room}.",
+            param=field,
+            overrun=Overrun(prompt_tokens, asked, context),
+        )
+    return room
+
+
+def check_prompt_length(prompt_tokens: int, card: ModelCard, field: str, why: str = "") -> None:
+    """Whether a prompt leaves room for one token. `why`: how the number is known, if not counted.
+
+    Errors: `ContextLengthExceeded`.
+    """
+    if prompt_tokens >= card.max_model_len:
+        raise ContextLengthExceeded(
+            f"{_sentence(card)} However, your {field.partition('[')[0]} resulted in "
+            f"{prompt_tokens} tokens{why}, and the output needs room, too. Shorten '{field}', or "
+            "have it cut by 'truncate_prompt_tokens'.",
+            param=field,
+            overrun=Overrun(prompt_tokens, 0, card.max_model_len),
+        )
+
+
+def _sentence(card: ModelCard) -> str:
+    return f"This model's maximum context length is {card.max_model_len} tokens."

@@ -1,0 +1,86 @@
+"""Computes the block hashes of a prompt, once for both the router and the worker.
+
+A router uses them to find workers that cache the prompt's prefix; a worker uses them for its block
+pool. They are optional: a frontend without the cluster's secret sends none and does not wait. Does
+not know what is cached where. Owned by the frontend's service.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from pdserve.blocks.hashing import hash_secret_id, joined_hashes, prompt_root
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.messages.card import ModelCard
+    from pdserve.text.text_pool import TextWork
+
+__all__ = ["NO_HASHING", "PromptHasher", "PromptHashes"]
+
+_TOKENS_PER_CHAR: Final = 8
+"""Hashing a token takes a tenth of what tokenising a character does (0.02 against 0.18 us): this
+is what the pool is told, so that it runs in place what takes no longer than 0.2 ms."""
+_ROOTS: Final = 4096
+"""Of models and tenants; one takes 3 us to make."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHashes:
+    """The names of one prompt's full blocks, and the secret that they were made with."""
+
+    id: bytes = b""
+    hashes: bytes = b""
+    """Joined, 16 bytes each."""
+
+
+_NONE: Final = PromptHashes()
+
+
+class PromptHasher:
+    """See above."""
+
+    def __init__(self, secret: Callable[[], bytes]) -> None:
+        """`secret` returns what the nodes have agreed on, empty while this one does not know it."""
+        self._secret = secret
+
+    async def of(
+        self, card: ModelCard, salt: str, prompts: Sequence[Sequence[int]], pool: TextWork
+    ) -> list[PromptHashes]:
+        """The names of each prompt; long ones are hashed in the pool.
+
+        Errors: `Overloaded`, `Draining` from the pool.
+        """
+        secret = self._secret()
+        if not secret:
+            return [_NONE] * len(prompts)
+        work = sum(map(len, prompts)) // _TOKENS_PER_CHAR
+        return await pool.run(work, _names, secret, card, salt, prompts)
+
+    def of_one(self, card: ModelCard, salt: str, prompt: Sequence[int]) -> PromptHashes:
+        """The same for one prompt, in place."""
+        secret = self._secret()
+        return _names(secret, card, salt, [prompt])[0] if secret else _NONE
+
+
+def _names(
+    secret: bytes, card: ModelCard, salt: str, prompts: Sequence[Sequence[int]]
+) -> list[PromptHashes]:
+    id, root = _identity(secret, card.compat_hash, salt)
+    size = card.block_size
+    return [
+        PromptHashes(id, joined_hashes(prompt, size, parent=root, secret=secret))
+        for prompt in prompts
+    ]
+
+
+NO_HASHING: Final = PromptHasher(lambda: b"")
+"""Knows no secret and names nothing."""
+
+
+@lru_cache(maxsize=_ROOTS)
+def _identity(secret: bytes, model: str, salt: str) -> tuple[bytes, bytes]:
+    return hash_secret_id(secret), prompt_root(secret, model, salt)

@@ -1,0 +1,1 @@
+"""Connects a process to its cluster: addresses, node, membership log, admin requests."""

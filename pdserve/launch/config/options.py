@@ -1,0 +1,868 @@
+"""Lists every option in one table: flag, environment variable and TOML key.
+
+An option names the config field that it fills; the field alone has the default. The table says how
+text becomes the field's value, and has the help text. `resolve.py` reads files and the environment;
+the command line draws `--help`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pdserve.errors import ConfigError
+from pdserve.ids import MAX_CHOICES
+from pdserve.launch.config import units
+from pdserve.net import address
+from pdserve.observe.logs import LEVELS
+from pdserve.worker.config import (
+    DISAGG,
+    MODES,
+    POOLINGS,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    TRANSFERS,
+    VERIFY,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+GROUPS = {
+    "model": "what to serve",
+    "server": "where to listen",
+    "engine": "how to compute",
+    "limits": "what one client or all together may use",
+    "security": "who may do what",
+    "logging": "what to tell the operator",
+    "cluster": "who else there is, and how to reach them",
+    "process": "role, configuration, shutdown",
+}
+
+ROLES = ("all-in-one", "frontend", "router", "worker")
+UNBUILT_ROLES = ("planner",)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One thing a person can set."""
+
+    name: str
+    """With dashes: `--kv-memory`, PDSERVE_KV_MEMORY, `kv-memory = …`."""
+    target: str
+    """`component.field` of the composed config."""
+    group: str
+    help: str
+    metavar: str
+    parse: Callable[[str], Any]
+    """Errors: `ValueError` says what is wrong and what would be right."""
+    show: Callable[[Any], str] = str
+    unset: str = ""
+    """What a zero, empty or absent value means, in a word."""
+    switch: bool = False
+    """A flag without a value: `--name` and `--no-name`."""
+    many: bool = False
+    """The flag may be repeated; its texts are lines."""
+    imports: bool = False
+    """A value `module:attribute` has that module imported."""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def variable(self) -> str:
+        return "PDSERVE_" + self.name.upper().replace("-", "_")
+
+    def text(self, value: Any) -> str:
+        """A value as a person would write it."""
+        if not value and self.unset:
+            return self.unset
+        return self.show(value)
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"{text!r} is unknown: use one of {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+def _role(text: str) -> str:
+    if text in UNBUILT_ROLES:
+        raise ValueError(f"role {text!r} is not built yet: use one of {', '.join(ROLES)}")
+    return _choice(*ROLES)(text)
+
+
+def _auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`auto` stands for the field's zero."""
+    return lambda text: 0 if text.strip().lower() == "auto" else parse(text)
+
+
+def _optional(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Empty text or `none` stands for None."""
+    return lambda text: None if text.strip().lower() in ("", "none") else parse(text)
+
+
+def _switch(name: str, target: str, group: str, help: str) -> Option:
+    return Option(
+        name, target, group, help, "", units.parse_switch, lambda v: str(v).lower(), switch=True
+    )
+
+
+def _size(name: str, target: str, group: str, help: str, *, auto: bool = False) -> Option:
+    positive = _positive(units.parse_size)
+    parse = _auto(positive) if auto else positive
+    return Option(
+        name, target, group, help, "SIZE", parse, units.format_size, "auto" if auto else ""
+    )
+
+
+def _duration(name: str, target: str, group: str, help: str) -> Option:
+    return Option(
+        name,
+        target,
+        group,
+        help,
+        "TIME",
+        _positive(units.parse_duration),
+        units.format_duration,
+    )
+
+
+def _count(
+    name: str,
+    target: str,
+    group: str,
+    help: str,
+    *,
+    auto: bool = False,
+    most: int | None = None,
+) -> Option:
+    count = functools.partial(units.parse_count, least=1, most=most)
+    parse = _auto(count) if auto else count
+    return Option(name, target, group, help, "N", parse, unset="auto" if auto else "")
+
+
+def _text(
+    name: str,
+    target: str,
+    group: str,
+    help: str,
+    metavar: str,
+    unset: str = "",
+    *,
+    imports: bool = False,
+) -> Option:
+    """A word for what is `unset` may be written, too; nothing at all is an unset shell variable."""
+
+    def parse(text: str) -> str:
+        word = _filled(str.strip)(text)
+        return "" if word == unset else word
+
+    return Option(name, target, group, help, metavar, parse, unset=unset, imports=imports)
+
+
+def _filled(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Refuses what comes out empty."""
+
+    def checked(text: str) -> T:
+        value = parse(text)
+        if not value:
+            raise ValueError("must not be empty")
+        return value
+
+    return checked
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    origins = units.parse_list(text)
+    for origin in origins:
+        if origin != "*" and "://" not in origin:
+            raise ValueError(f"{origin!r} is not an origin; write https://host or *")
+    return origins
+
+
+def _host_names(text: str) -> tuple[str, ...]:
+    names = units.parse_list(text)
+    for name in names:
+        if "/" in name or ":" in name:
+            raise ValueError(f"{name!r} is not a name; write it without scheme and port")
+    return names
+
+
+def _positive(parse: Callable[[str], float]) -> Callable[[str], Any]:
+    def checked(text: str) -> float:
+        value = parse(text)
+        if value <= 0:
+            raise ValueError(f"{text!r} must be greater than 0")
+        return value
+
+    return checked
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """One `name=value` per line, or, in one line, separated by commas."""
+    parts = text.split("\n") if "\n" in text else text.split(",")
+    return units.parse_pairs(part for part in parts if part.strip())
+
+
+def _address(text: str) -> str:
+    """`host:port`, as it was written."""
+    try:
+        address.split(text.strip())
+    except ConfigError as error:
+        raise ValueError(error.message) from None
+    return text.strip()
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    return tuple(map(_address, units.parse_list(text)))
+
+
+def _path(text: str) -> Path:
+    return Path(text.strip()).expanduser()
+
+
+_port = functools.partial(units.parse_count, least=0, most=65535)
+
+
+_priority = functools.partial(units.parse_count, least=-(2**31), most=2**31 - 1)
+
+
+def _show_pairs(pairs: dict[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in pairs.items())
+
+
+OPTIONS: tuple[Option, ...] = (
+    _text(
+        "model",
+        "worker.model",
+        "model",
+        "Directory in Hugging Face layout, or hub model organisation/name[@revision].",
+        "MODEL",
+        "bundled",
+    ),
+    Option(
+        "served-model-name",
+        "worker.served_model_name",
+        "model",
+        "Name that clients ask for; further names, separated by commas, are aliases.",
+        "NAME[,…]",
+        _filled(units.parse_list),
+        ",".join,
+        "the model's own",
+    ),
+    _text(
+        "download-dir",
+        "worker.download_dir",
+        "model",
+        "Where hub models are kept.",
+        "DIR",
+        "Hugging Face cache",
+    ),
+    _count(
+        "max-model-len",
+        "worker.max_model_len",
+        "model",
+        "Prompt and output tokens together; auto: what the model was made for.",
+        auto=True,
+    ),
+    Option(
+        "tool-parser",
+        "worker.tool_parser",
+        "model",
+        f"How the model writes calls of tools: {', '.join(TOOL_PARSERS[2:])}; none: it does not; "
+        "auto: its chat template tells.",
+        "NAME",
+        _choice(*TOOL_PARSERS),
+    ),
+    Option(
+        "reasoning-parser",
+        "worker.reasoning_parser",
+        "model",
+        f"How it marks its reasoning: {', '.join(REASONING_PARSERS[2:])}; none, auto: likewise.",
+        "NAME",
+        _choice(*REASONING_PARSERS),
+    ),
+    Option(
+        "pooling",
+        "worker.pooling",
+        "model",
+        "How /v1/embeddings makes vectors: mean of all tokens, last token, none; auto: as the "
+        "model says.",
+        "NAME",
+        _choice(*POOLINGS),
+    ),
+    _text("host", "frontend.host", "server", "Address to listen on.", "HOST"),
+    Option(
+        "port",
+        "frontend.port",
+        "server",
+        "TCP port; 0 lets the system choose one.",
+        "PORT",
+        _port,
+    ),
+    Option(
+        "metrics-port",
+        "process.metrics_port",
+        "server",
+        "Serve /live, /health and /metrics on this port too, without API keys.",
+        "PORT",
+        _optional(_port),
+        unset="none",
+    ),
+    _text(
+        "metrics-host",
+        "process.metrics_host",
+        "server",
+        "Address that --metrics-port listens on, for probes and scrapes from other machines.",
+        "HOST",
+        "as --host",
+    ),
+    _count(
+        "frontends",
+        "process.frontends",
+        "server",
+        "Frontend processes that share the port; bounds and key limits hold for each of them.",
+        most=256,
+    ),
+    _count("backlog", "frontend.backlog", "server", "Connections waiting to be accepted."),
+    _text(
+        "engine",
+        "worker.engine",
+        "engine",
+        "torch, sim (a timing model, to try out clusters), instant (no compute, to measure the "
+        "rest), or module:attribute of your own.",
+        "NAME",
+        imports=True,
+    ),
+    Option(
+        "engine-option",
+        "worker.engine_options",
+        "engine",
+        "Setting of this engine; may be repeated. A wrong name is answered with the right ones.",
+        "NAME=VALUE",
+        _pairs,
+        _show_pairs,
+        "none",
+        many=True,
+    ),
+    _text("device", "worker.device", "engine", "auto, cpu, cuda or cuda:N.", "DEVICE"),
+    Option(
+        "dtype",
+        "worker.dtype",
+        "engine",
+        "auto, float32 or bfloat16; auto is float32 on a CPU, else the checkpoint's.",
+        "TYPE",
+        _choice("auto", "float32", "bfloat16"),
+    ),
+    _count(
+        "threads",
+        "worker.threads",
+        "engine",
+        "Compute threads; auto: what CPU affinity, control groups and Slurm allow.",
+        auto=True,
+        most=1024,
+    ),
+    Option(
+        "mode",
+        "worker.mode",
+        "engine",
+        "What a worker does: decode workers take requests, prefill workers compute prompts for "
+        "them, aggregated ones do both for themselves.",
+        "MODE",
+        _choice(*MODES),
+    ),
+    _switch(
+        "aggregated",
+        "process.aggregated",
+        "engine",
+        "All in one: one worker that does everything, not one for prompts and one for the rest.",
+    ),
+    Option(
+        "disagg",
+        "worker.disagg",
+        "engine",
+        "When a decode worker has a prompt computed elsewhere: rule (long, and the queue is "
+        "short), predict (when that is sooner), always, never.",
+        "HOW",
+        _choice(*DISAGG),
+    ),
+    Option(
+        "disagg-min-tokens",
+        "worker.disagg_min_tokens",
+        "engine",
+        "By rule: only prompts with more tokens to compute than this; 0: all.",
+        "N",
+        functools.partial(units.parse_count, least=0),
+    ),
+    Option(
+        "disagg-max-queue",
+        "worker.disagg_max_queue",
+        "engine",
+        "By rule: only while no more prompts than this wait for a prefill worker.",
+        "N",
+        functools.partial(units.parse_count, least=0),
+    ),
+    Option(
+        "itl-target",
+        "worker.itl_target",
+        "engine",
+        "A worker whose streams are slower than this between two tokens has some moved to others.",
+        "TIME",
+        lambda text: 0.0 if text.strip().lower() == "off" else units.parse_duration(text),
+        units.format_duration,
+        "off",
+    ),
+    Option(
+        "transfer",
+        "worker.transfer_backend",
+        "engine",
+        "How KV moves between workers: rdma, shm, cuda_ipc, tcp; auto: the best both have.",
+        "HOW",
+        _choice(*TRANSFERS),
+    ),
+    Option(
+        "verify-kv",
+        "worker.verify_kv",
+        "engine",
+        "How much of the KV that arrives is compared with what was sent: all, sample, off. "
+        "In device memory cuda_ipc compares, rdma cannot: all excludes it.",
+        "HOW",
+        _choice(*VERIFY),
+    ),
+    Option(
+        "rdma-device",
+        "worker.rdma_devices",
+        "engine",
+        "RDMA adapters to use, with port and GID index if need be; the first pairs with the first "
+        "of other workers.",
+        "NAME[:PORT[:GID]][,…]",
+        _filled(units.parse_list),
+        ",".join,
+        "all",
+    ),
+    Option(
+        "rdma-traffic-class",
+        "worker.rdma_traffic_class",
+        "engine",
+        "Traffic class of RoCE, four times the DSCP: it says which traffic is lossless.",
+        "N",
+        functools.partial(units.parse_count, least=0, most=255),
+    ),
+    _count("block-size", "worker.block_size", "engine", "Tokens per KV block; a power of two."),
+    _size(
+        "kv-memory",
+        "worker.kv_memory",
+        "engine",
+        "Memory for KV blocks; auto: a quarter of what a host has free, or what a GPU has left.",
+        auto=True,
+    ),
+    Option(
+        "gpu-memory-utilization",
+        "worker.gpu_memory_utilization",
+        "engine",
+        "Share of a GPU's memory that this process may take; workers that share one divide it.",
+        "SHARE",
+        units.parse_share,
+        "{:g}".format,
+    ),
+    _switch(
+        "prefix-cache", "worker.prefix_cache", "engine", "Reuse the KV of equal prompt beginnings."
+    ),
+    _count(
+        "max-batch-tokens",
+        "worker.max_batch_tokens",
+        "engine",
+        "Tokens that one step computes at most; fewer shorten the gaps in running streams.",
+    ),
+    _count(
+        "max-sequences", "worker.max_sequences", "engine", "Sequences that run at once at most."
+    ),
+    _duration(
+        "start-timeout",
+        "worker.start_timeout",
+        "engine",
+        "Give up when the engine is not ready after this long (downloads apart).",
+    ),
+    Option(
+        "stall-timeout",
+        "worker.stall_timeout",
+        "engine",
+        "Restart an engine that has work and makes no progress for this long; 0: never.",
+        "TIME",
+        units.parse_duration,
+        units.format_duration,
+    ),
+    Option(
+        "canary-interval",
+        "worker.canary_interval",
+        "engine",
+        "Let an engine that has been idle for this long compute a token, to see that it can; "
+        "0: never.",
+        "TIME",
+        units.parse_duration,
+        units.format_duration,
+    ),
+    _count(
+        "max-waiting",
+        "worker.max_waiting",
+        "limits",
+        "Requests waiting for the engine at most; one more is answered 429.",
+    ),
+    _count(
+        "max-in-flight",
+        "frontend.max_in_flight",
+        "limits",
+        "Generation requests at once at most; one more is answered 429.",
+    ),
+    _duration(
+        "request-timeout",
+        "frontend.request_timeout",
+        "limits",
+        "From a request's last byte to its last token; then 504.",
+    ),
+    _duration(
+        "header-wait",
+        "frontend.header_wait",
+        "limits",
+        "A stream's headers wait this long for its first token; then they go out without it.",
+    ),
+    _count(
+        "max-connections",
+        "frontend.max_connections",
+        "limits",
+        "Open connections at most; for one more, an idle one is closed.",
+    ),
+    _size("max-body", "frontend.max_body", "limits", "Largest request body; beyond it 413."),
+    _size(
+        "max-buffered",
+        "frontend.max_buffered",
+        "limits",
+        "What all larger bodies may hold until their prompts are ready; beyond it 429.",
+    ),
+    _count(
+        "max-prompts",
+        "frontend.max_prompts",
+        "limits",
+        "Prompts in one completion at most.",
+    ),
+    _count(
+        "max-choices",
+        "frontend.max_choices",
+        "limits",
+        "Prompts times n of one request at most.",
+        most=MAX_CHOICES,
+    ),
+    _size(
+        "max-header-line", "frontend.max_header_line", "limits", "Longest header line of a request."
+    ),
+    _count("max-headers", "frontend.max_headers", "limits", "Headers of one request at most."),
+    _duration(
+        "header-timeout",
+        "frontend.header_timeout",
+        "limits",
+        "For a first byte, and for a request's headers; then the connection is closed.",
+    ),
+    _duration(
+        "body-timeout",
+        "frontend.body_timeout",
+        "limits",
+        "For a request's body; then 408.",
+    ),
+    _duration(
+        "keepalive-timeout",
+        "frontend.keepalive_timeout",
+        "limits",
+        "An idle connection is closed after this.",
+    ),
+    _size(
+        "max-answer",
+        "frontend.max_answer",
+        "limits",
+        "What one whole answer with logprobs may gather; beyond it 400 or 413.",
+    ),
+    _size(
+        "max-answers",
+        "frontend.max_answers",
+        "limits",
+        "What all of them may gather together; beyond it the largest ends with 413.",
+    ),
+    Option(
+        "max-priority",
+        "frontend.max_priority",
+        "limits",
+        "Highest priority without an API key, or with one that sets none; beyond it 403.",
+        "N",
+        _optional(_priority),
+        lambda value: "any, with a key 0" if value is None else str(value),
+    ),
+    _size(
+        "write-buffer",
+        "frontend.write_buffer",
+        "limits",
+        "Held for a client that reads too slowly; then its connection is cut.",
+    ),
+    _duration(
+        "write-stall-timeout",
+        "frontend.write_stall_timeout",
+        "limits",
+        "A client that is behind and takes next to nothing for this long is cut.",
+    ),
+    Option(
+        "api-keys-file",
+        "frontend.api_keys_file",
+        "security",
+        "TOML file of API keys and their limits; without one the API is open.",
+        "FILE",
+        _optional(_path),
+        unset="none",
+    ),
+    _switch(
+        "strict-api",
+        "frontend.strict_api",
+        "security",
+        "Refuse unknown request fields, hosted tools and outputs that do not fit the context.",
+    ),
+    _switch(
+        "trust-request-chat-template",
+        "frontend.trust_request_chat_template",
+        "security",
+        "Accept chat_template in requests: a template is a program.",
+    ),
+    Option(
+        "cors-origins",
+        "frontend.cors_origins",
+        "security",
+        "Origins, separated by commas, whose pages may call the API; * is all.",
+        "ORIGIN[,…]",
+        _origins,
+        ",".join,
+        "none",
+    ),
+    Option(
+        "allowed-hosts",
+        "frontend.allowed_hosts",
+        "security",
+        "Names, separated by commas, that the API answers to beside addresses; * is all.",
+        "NAME[,…]",
+        _host_names,
+        ",".join,
+        "localhost, --host and this machine's name; all with API keys",
+    ),
+    Option(
+        "listen",
+        "cluster.listen",
+        "cluster",
+        "Where other nodes reach this one; on all addresses, see --advertise.",
+        "HOST:PORT",
+        _address,
+        unset="127.0.0.1, a router on port 7700",
+    ),
+    _text(
+        "advertise",
+        "cluster.advertise",
+        "cluster",
+        "What other nodes dial, if it is not where this one listens.",
+        "HOST[:PORT]",
+        "the address that leads to the first seed",
+    ),
+    Option(
+        "join",
+        "cluster.join",
+        "cluster",
+        "Nodes to join through, separated by commas; any one that answers will do.",
+        "HOST:PORT[,…]",
+        _filled(_addresses),
+        ",".join,
+        "none",
+    ),
+    _text(
+        "cluster",
+        "cluster.cluster",
+        "cluster",
+        "Name of the cluster; nodes of others are refused.",
+        "NAME",
+    ),
+    _text(
+        "node-name",
+        "cluster.node_name",
+        "cluster",
+        "Name of this node, unique in the cluster.",
+        "NAME",
+        "role, host and a random word",
+    ),
+    _text(
+        "policy",
+        "router.policy",
+        "cluster",
+        "How a router chooses: ttft, least_loaded, kv_load, round_robin, …, or module:attribute.",
+        "NAME",
+        imports=True,
+    ),
+    Option(
+        "policy-option",
+        "router.policy_options",
+        "cluster",
+        "Setting of this policy; may be repeated. A wrong name is answered with the right ones.",
+        "NAME=VALUE",
+        _pairs,
+        _show_pairs,
+        "none",
+        many=True,
+    ),
+    Option(
+        "hold-work",
+        "router.hold_work",
+        "cluster",
+        "Requests wait in the router while every worker has this much predicted work; 0: never.",
+        "TIME",
+        units.parse_duration,
+        units.format_duration,
+    ),
+    _switch(
+        "rebalance",
+        "router.rebalance",
+        "cluster",
+        "Have requests that wait at a worker begun by another one that would be sooner.",
+    ),
+    Option(
+        "queue-order",
+        "router.queue_order",
+        "cluster",
+        "Which of a tenant's waiting requests is next: sjf (least work, ageing) or fifo.",
+        "ORDER",
+        _choice("sjf", "fifo"),
+    ),
+    _count(
+        "hold-limit",
+        "router.hold_limit",
+        "cluster",
+        "Requests of a model that may wait in a router; one more is refused with 429.",
+    ),
+    _duration(
+        "remember-models",
+        "frontend.remember_models",
+        "cluster",
+        "A model whose last worker is gone answers 503 for this long, then 404.",
+    ),
+    _duration(
+        "router-wait",
+        "frontend.router_wait",
+        "cluster",
+        "A request waits this long for a router when none answers; then 503.",
+    ),
+    _switch(
+        "migration",
+        "frontend.migration",
+        "cluster",
+        "A request whose worker dies, drains or stands still goes on at another one.",
+    ),
+    _duration(
+        "worker-wait",
+        "frontend.worker_wait",
+        "cluster",
+        "A request whose worker is lost waits this long for another one; then 503.",
+    ),
+    Option(
+        "poison-after",
+        "frontend.poison_after",
+        "cluster",
+        "A request at which so many workers die in a row is given to no other; 0: it always is.",
+        "N",
+        units.parse_count,
+    ),
+    Option(
+        "cluster-key-file",
+        "cluster.cluster_key_file",
+        "security",
+        "Key that the nodes of a cluster share; needed beyond this machine.",
+        "FILE",
+        _optional(_path),
+        unset="your own, made at first use",
+    ),
+    Option(
+        "hash-secret-file",
+        "cluster.hash_secret_file",
+        "security",
+        "Key that KV blocks are named with, in place of the one that the nodes agree on.",
+        "FILE",
+        _optional(_path),
+        unset="agreed on",
+    ),
+    Option(
+        "tls-cert",
+        "cluster.tls_cert",
+        "security",
+        "Certificate (PEM) of this node: encrypts what nodes say to each other, not the API.",
+        "FILE",
+        _optional(_path),
+        unset="none",
+    ),
+    Option(
+        "tls-key",
+        "cluster.tls_key",
+        "security",
+        "Its private key.",
+        "FILE",
+        _optional(_path),
+        unset="none",
+    ),
+    Option(
+        "tls-ca",
+        "cluster.tls_ca",
+        "security",
+        "Demand a certificate of this authority from every node.",
+        "FILE",
+        _optional(_path),
+        unset="none",
+    ),
+    Option(
+        "log-format",
+        "process.log_format",
+        "logging",
+        "text for people, json for collectors.",
+        "FORMAT",
+        _choice("text", "json"),
+    ),
+    Option(
+        "log-level",
+        "process.log_level",
+        "logging",
+        f"{', '.join(LEVELS)}; debug also shows tracebacks of failed starts.",
+        "LEVEL",
+        _choice(*LEVELS),
+    ),
+    Option(
+        "role",
+        "process.role",
+        "process",
+        "What this process does: all-in-one, frontend, router or worker.",
+        "ROLE",
+        _role,
+    ),
+    Option(
+        "config",
+        "process.config",
+        "process",
+        "TOML file with any of these options as keys.",
+        "FILE",
+        _optional(_path),
+        unset="./pdserve.toml, ~/.config/pdserve/pdserve.toml",
+    ),
+    _duration(
+        "drain-timeout",
+        "frontend.drain_timeout",
+        "process",
+        "A process that drains has this long to finish its requests or hand them over.",
+    ),
+)
+
+BY_NAME = {option.name: option for option in OPTIONS}

@@ -1,0 +1,64 @@
+"""Logs the settings' sources at start-up, and warns of allowed settings that are likely mistakes.
+
+It decides nothing; the process calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pdserve.launch.config.resolve import unused_flags
+from pdserve.net.address import is_loopback
+
+if TYPE_CHECKING:
+    from pdserve.launch.config.resolve import Config
+
+__all__ = ["log_config_sources", "log_listening", "warn_about_config"]
+
+_log = logging.getLogger(__name__)
+
+
+def log_config_sources(config: Config) -> None:
+    """Where settings come from that are not on the command line."""
+    path = config.process.config
+    if path is not None and "config" in config.sources:
+        _log.info("settings are read from %s", path)
+    elif path is not None:
+        _log.info("settings are read from %s, which was found: --config none skips it", path)
+    if config.ignored:
+        _log.warning(
+            "ignored, since Kubernetes sets them for services whose names begin with pdserve: %s; "
+            "enableServiceLinks: false leaves them out",
+            ", ".join(sorted(config.ignored)),
+        )
+
+
+def log_listening(config: Config, port: int) -> None:
+    """Where the API is, and what protects it."""
+    host, role = config.frontend.host, config.process.role
+    doing = "loading" if role == "all-in-one" else "looking for workers"
+    _log.info("listening on %s, port %d; %s", host, port, doing)
+    if is_loopback(host):
+        return
+    if config.frontend.api_keys_file is None:
+        _log.warning("everyone who reaches this address may use it: there is no --api-keys-file")
+    if config.cluster.tls_cert is not None:
+        _log.warning(
+            "HTTP is not encrypted: --tls-cert is for the links between nodes; put a proxy that "
+            "ends TLS before this address"
+        )
+
+
+def warn_about_config(config: Config, address: str) -> None:
+    """What is allowed and most likely not meant. `address`: of this process's first node."""
+    role, mode = config.process.role, config.worker.mode
+    idle = unused_flags(config)
+    if idle:
+        _log.warning("a %s has no use for %s", role, ", ".join(idle))
+    if role == "all-in-one" and mode != "aggregated":
+        _log.warning(
+            "--mode=%s has no effect without --role=worker: all in one runs its own workers", mode
+        )
+    if role in ("frontend", "worker") and not config.cluster.join:
+        _log.warning("there is no --join: this %s waits for others, at %s", role, address)

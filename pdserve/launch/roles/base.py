@@ -1,0 +1,85 @@
+"""Defines the life cycle that all roles share, and what a role gets from its process.
+
+    begin   do everything that can fail at once: addresses, settings; announce nothing yet
+    join    join the cluster
+    drain   take no new work; finish running work or hand it over
+    close   leave, and release everything
+
+Each role has its own node, so that one process with three roles and three processes with one role
+look the same to each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec.structs import replace
+
+from pdserve.messages.status import NodeReport
+
+if TYPE_CHECKING:
+    from pdserve.ids import Seconds
+    from pdserve.launch.cluster.node_factory import NodeFactory
+    from pdserve.launch.config.resolve import Config
+    from pdserve.launch.console import Console
+    from pdserve.launch.drain import Drain
+    from pdserve.messages.node import NodeCard
+    from pdserve.observe.degraded import Degradations
+    from pdserve.observe.metrics import Metrics
+    from pdserve.runtime.node import Node
+
+__all__ = ["Role", "RoleContext", "node_card", "node_report"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleContext:
+    """Objects that all roles of one process share."""
+
+    config: Config
+    membership: NodeFactory
+    screen: Console
+    metrics: Metrics
+    degradations: Degradations
+    drain: Drain | None = None
+    """None where no process is played."""
+
+
+class Role(Protocol):
+    """A role in a process, with the life cycle `begin`, `join`, `drain`, `close`."""
+
+    node: Node
+
+    async def begin(self) -> None: ...
+
+    async def join(self, seeds: tuple[str, ...] = ()) -> None:
+        """Join the cluster. `seeds`: addresses of this process's nodes that have joined."""
+        ...
+
+    async def drain(self, timeout: Seconds) -> None:
+        """Drain; return when no request is left or after `timeout`. May be called again."""
+        ...
+
+    @property
+    def left(self) -> int:
+        """Number of requests that a drain waits for."""
+        ...
+
+    async def close(self) -> None: ...
+
+    def unready_reason(self) -> str | None:
+        """Return why the role cannot serve; None if it can."""
+        ...
+
+
+def node_report(context: RoleContext, part: Role) -> NodeReport:
+    """Create the status report of a node; roles add their statistics."""
+    degraded = dict(context.degradations.reasons())
+    drain = None if context.drain is None else context.drain.state()
+    return NodeReport(reason=part.unready_reason() or "", degraded=degraded, drain=drain)
+
+
+def node_card(context: RoleContext, role: str) -> NodeCard:
+    """Create the card of a node; roles add their fields."""
+    degraded = tuple(sorted(context.degradations.reasons()))
+    return replace(context.membership.card(role), degraded=degraded)

@@ -1,0 +1,153 @@
+"""Runs the frontend role in a process, with the other processes that share its port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from pdserve.errors import ConfigError, Draining
+from pdserve.frontend.api.metrics_group import GroupMetrics
+from pdserve.frontend.dispatch.cluster_client import ClusterClient
+from pdserve.frontend.preprocess.prompt_hashes import PromptHasher
+from pdserve.frontend.service import FrontendService
+from pdserve.launch.frontend_processes import FrontendProcesses, is_child_frontend
+from pdserve.launch.metrics_samples import sample_node
+from pdserve.launch.ready_message import ready_line, served_line
+from pdserve.launch.roles.base import node_card, node_report
+from pdserve.messages.status import FrontendStats
+from pdserve.net.address import join as join_address
+from pdserve.runtime.status import StatusService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.ids import Seconds
+    from pdserve.launch.roles.base import RoleContext
+    from pdserve.messages.status import NodeReport
+    from pdserve.observe.metrics import ScrapeHandler
+    from pdserve.runtime.node import Node
+    from pdserve.worker.service import WorkerService
+
+__all__ = ["FrontendRole"]
+
+_log = logging.getLogger(__name__)
+
+_MODEL_WAIT: Final[Seconds] = 10.0
+"""In one process a loaded model is in the frontend's hands after some messages."""
+
+
+class FrontendRole:
+    """The frontend role: HTTP on one side, the cluster on the other."""
+
+    def __init__(
+        self, context: RoleContext, node: Node, on_failed: Callable[[BaseException], None]
+    ) -> None:
+        """`on_failed` hears that the processes which share the port die too often."""
+        config = context.config.frontend
+        self.node = node
+        self.backend = ClusterClient(node, config, context.degradations, context.metrics)
+        self.pages: ScrapeHandler = context.metrics
+        """What a scrape of this process is answered with."""
+        if config.group:
+            self.pages = GroupMetrics(node, config.group, context.metrics, context.degradations)
+        self.siblings = FrontendProcesses(context.config, node, on_failed)
+        self._on_failed = on_failed
+        self.secrets = context.membership.secrets(node, context.degradations)
+        self.service = FrontendService(
+            config,
+            self.backend,
+            context.metrics,
+            context.degradations.reasons(),
+            self.pages,
+            PromptHasher(lambda: self.secrets.secret),
+            context.degradations,
+        )
+        self._context = context
+        context.metrics.attach_node(lambda: sample_node(node, rerouted=self.backend.rerouted))
+        StatusService(node, self._report, time.time)
+
+    def _report(self) -> NodeReport:
+        service = self.service
+        numbers = FrontendStats(service.active_requests, service.connections, self.backend.rerouted)
+        return replace(node_report(self._context, self), frontend=numbers)
+
+    async def begin(self) -> None:
+        """Listen, so that a taken port is known before anything else happens. A sibling has its
+        port already, and takes connections once it can serve them: see `ready_message`."""
+        if is_child_frontend(self._context.config):
+            return
+        if self._context.config.process.frontends > 1:
+            self.service.check_port()
+        await self.service.start()
+
+    async def join(self, seeds: tuple[str, ...] = ()) -> None:
+        await self.node.start(beside=seeds)
+        mine = node_card(self._context, "frontend")
+        http = join_address(self._context.config.frontend.host, self.service.port)
+        group = self._context.config.frontend.group
+        self.node.publish_card(replace(mine, http=http, group=group), {})
+        if self._context.config.process.frontends > 1:
+            await self.siblings.start(self.service.port, self.node.address)
+
+    async def wait_model(self) -> bool:
+        """Wait until the models are here and their text can be dealt with; False if they are not
+        within seconds, because the engine restarts, say. Errors: `ConfigError` names a model whose
+        tokenizer or template will not do."""
+        until = self.node.now() + _MODEL_WAIT
+        while self.backend.unready_reason() is not None:
+            if self.node.now() >= until:
+                return False
+            await self.backend.wait_news()
+        await self.service.make_models()
+        return True
+
+    async def announce(self) -> None:
+        """Say once that requests are served, whenever that comes."""
+        while self.backend.unready_reason() is not None:
+            await self.backend.wait_news()
+        config = self._context.config.frontend
+        if is_child_frontend(self._context.config):
+            await self._take_part()
+            return
+        while (model := await self.service.usable_model()) is None:
+            await self.backend.wait_news()
+        _log.info("%s", served_line(config, self.service.port, model))
+
+    async def _take_part(self) -> None:
+        try:
+            await self.service.start()
+        except ConfigError as error:
+            self._on_failed(error)
+            raise
+        _log.info("process %d serves on port %d, too", os.getpid(), self.service.port)
+
+    def announce_engine(self, worker: WorkerService) -> None:
+        """The same where the engine is in this process, with what it is."""
+        cards, capabilities = self.backend.cards(), worker.capabilities
+        if capabilities is not None and cards:  # else it died this moment, and restarts
+            model = next(iter(cards.values()))
+            config = self._context.config.frontend
+            _log.info("%s", ready_line(config, self.service.port, model, capabilities))
+
+    async def drain(self, timeout: Seconds) -> None:
+        if self.node.card is not None:
+            self.node.publish_card(replace(self.node.card, draining=True), {})
+        await asyncio.gather(self.siblings.stop(timeout), self.service.stop(timeout))
+
+    @property
+    def left(self) -> int:
+        return self.service.active_requests
+
+    async def close(self) -> None:
+        await self.service.stop(0.0)
+        self.backend.close(Draining("the server is shutting down", retry_after=1.0))
+        await self.node.leave()
+        await self.node.close()
+
+    def unready_reason(self) -> str | None:
+        return self.backend.unready_reason()

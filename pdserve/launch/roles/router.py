@@ -1,0 +1,124 @@
+"""Runs the router role in a process."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from pdserve.launch.metrics_samples import sample_node
+from pdserve.launch.roles.base import node_card, node_report
+from pdserve.observe.node_metrics import RouterSample
+from pdserve.router.policies.loader import load_policy
+from pdserve.router.service import RouterService
+from pdserve.runtime.status import StatusService
+from pdserve.runtime.topics.service import Topics
+
+if TYPE_CHECKING:
+    from pdserve.ids import Seconds
+    from pdserve.launch.roles.base import RoleContext
+    from pdserve.messages.status import NodeReport
+    from pdserve.observe.node_metrics import NodeSample
+    from pdserve.runtime.node import Node
+
+__all__ = ["RouterRole"]
+
+
+class RouterRole:
+    """The router role."""
+
+    def __init__(self, context: RoleContext, node: Node) -> None:
+        self.node = node
+        self.topics = Topics(node, node.timers)
+        config = context.config.router
+        self.service = RouterService(
+            config,
+            load_policy(config.policy, config.policy_options),
+            node,
+            self.topics,
+            node_card(context, "router"),
+            context.degradations,
+            on_move=context.metrics.moves_asked.labels("queue").inc,
+        )
+        self.secrets = context.membership.secrets(node, context.degradations)
+        self._context = context
+        context.metrics.attach_node(self._sample)
+        StatusService(node, self._report, time.time)
+
+    def _sample(self) -> NodeSample:
+        service = self.service
+        ledger = service.desk.bookings
+        return sample_node(
+            self.node,
+            self.topics,
+            routed=service.routed,
+            refused=service.refused,
+            bookings=len(ledger),
+            bookings_ended={why.value: count for why, count in ledger.ended.items()},
+            router=_sampled(service),
+        )
+
+    def _report(self) -> NodeReport:
+        return replace(node_report(self._context, self), router=self.service.numbers())
+
+    async def begin(self) -> None:
+        """Nothing can fail before joining."""
+
+    async def join(self, seeds: tuple[str, ...] = ()) -> None:
+        await self.node.start(beside=seeds)
+        self.service.open()
+
+    async def drain(self, timeout: Seconds) -> None:
+        """Frontends turn to other routers; what was decided is decided."""
+        self.service.drain()
+
+    @property
+    def left(self) -> int:
+        """Questions that wait here."""
+        return self.service.desk.held
+
+    async def close(self) -> None:
+        self.service.close()
+        await self.node.leave()
+        self.topics.close()
+        await self.node.close()
+
+    def unready_reason(self) -> str | None:
+        return self.service.unready_reason()
+
+
+def _sampled(service: RouterService) -> RouterSample:
+    desk, queues = service.desk, service.prefill.states()
+    numbers, index, ratios = desk.numbers, desk.index.counters, desk.prediction()
+    return RouterSample(
+        decisions=dict(desk.decisions),
+        held=desk.held,
+        ever_held=numbers.held,
+        held_seconds=numbers.held_seconds,
+        held_ended={"expired": numbers.expired, "withdrawn": numbers.withdrawn},
+        prompt_tokens={
+            "all": numbers.prompt_tokens,
+            "expected": numbers.expected_tokens,
+            "cached": numbers.cached_tokens,
+        },
+        first_token_seconds={
+            "predicted": numbers.predicted_seconds,
+            "observed": numbers.waited_seconds,
+        },
+        prediction={} if ratios is None else {"0.5": ratios.p50, "0.9": ratios.p90},
+        index_blocks={
+            "distinct": index["blocks"],
+            "workers": index["worker_blocks"],
+            "refused": index["refused_blocks"],
+        },
+        index_bytes=index["bytes"],
+        approximate_workers=index["approximate_workers"],
+        silent_routers=len(desk.bookings.silent_peers),
+        prefill_items={model: queue.waiting for model, queue in queues.items()},
+        prefill_tokens={model: queue.waiting_tokens for model, queue in queues.items()},
+        prefill_claims={model: queue.claimed for model, queue in queues.items()},
+        prefill_workers={model: queue.workers for model, queue in queues.items()},
+        prefill_credits={model: queue.credits for model, queue in queues.items()},
+        prefill_events=dict(service.prefill.counters),
+    )

@@ -1,0 +1,171 @@
+"""Runs the worker role in a process; its engine is a child process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from pdserve.engine.client import CoreClient, CoreClientOptions
+from pdserve.engine.launcher import ProcessLauncher
+from pdserve.engine.port import EngineState
+from pdserve.engine_core.engine_loader import check_installed
+from pdserve.launch.cpus import read_cpu_limits
+from pdserve.launch.metrics_samples import sample_node
+from pdserve.launch.ready_message import loaded_line
+from pdserve.launch.roles.base import node_card, node_report
+from pdserve.runtime.status import StatusService
+from pdserve.runtime.topics.service import Topics
+from pdserve.worker.agent import WorkerAgent
+from pdserve.worker.service import WorkerService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.engine.launcher import CoreLauncher
+    from pdserve.ids import Seconds
+    from pdserve.launch.roles.base import RoleContext
+    from pdserve.messages.engine import EngineSpec
+    from pdserve.messages.status import NodeReport
+    from pdserve.runtime.node import Node
+    from pdserve.worker.config import WorkerConfig
+
+__all__ = ["WorkerRole"]
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerRole:
+    """The worker role: a node, and an engine in a process of its own."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        node: Node,
+        on_given_up: Callable[[], None],
+        *,
+        config: WorkerConfig | None = None,
+        carrier: Callable[[], CoreLauncher] | None = None,
+    ) -> None:
+        """`on_given_up`: an engine that had loaded is not started again; what goes wrong before,
+        `load` raises. `config.resolve` and `carrier`: of one of several workers in this process.
+
+        Errors: `ConfigError` if the engine's libraries are not there.
+        """
+        config = config or context.config.worker
+        check_installed(config.engine)
+        threads = config.threads or read_cpu_limits().threads
+        transfer = context.membership.transfer(node, config)
+        self._config = config = dataclasses.replace(config, threads=threads, transfer=transfer)
+        self._carrier = carrier or functools.partial(_process, context)
+        self.node = node
+        self.topics = Topics(node, node.timers)
+        self.service = WorkerService(config, self._make_engine, context.metrics)
+        self.secrets = context.membership.secrets(node, context.degradations)
+        self.secrets.listen(self.service.rekey)
+        self.member = WorkerAgent(
+            self.service, node, self.topics, node_card(context, "worker"), context.degradations
+        )
+        self._context = context
+        self._on_given_up = on_given_up
+        context.metrics.attach_node(lambda: sample_node(node, self.topics))
+        StatusService(node, self._report, time.time)
+
+    def _report(self) -> NodeReport:
+        return replace(
+            node_report(self._context, self),
+            worker=self.member.load(),
+            handoffs=self.member.handoffs(),
+            paths=tuple(self.service.paths()),
+        )
+
+    def _make_engine(self, spec: EngineSpec) -> CoreClient:
+        config = self._config
+        options = CoreClientOptions(
+            load_timeout=config.start_timeout,
+            stall_timeout=config.stall_timeout,
+            canary_interval=config.canary_interval,
+        )
+        cancelled = self._context.metrics.cancel_seconds
+        return CoreClient(
+            spec,
+            options,
+            on_state=self._note_state,
+            on_cancelled=lambda phase, seconds: cancelled.labels(phase).observe(seconds),
+            make_carrier=self._carrier,
+        )
+
+    def _note_state(self, state: EngineState, reason: str) -> None:
+        self.node.call_soon(self.member.tell)  # the engine has the state when this turn ends
+        mode = self._config.mode
+        name = "engine_down" if mode == "aggregated" else f"{mode}_engine_down"
+        if state in (EngineState.RESTARTING, EngineState.FAILED):
+            self._context.degradations.add(name, f"{state.phrase}: {reason}")
+        else:
+            self._context.degradations.clear(name)
+        if state is EngineState.READY:
+            self._note_reduced()
+        if state is EngineState.FAILED and self.service.cards():
+            self._on_given_up()
+
+    def _note_reduced(self) -> None:
+        """A context or a pool that is smaller than was asked for."""
+        capabilities, degradations = self.service.capabilities, self._context.degradations
+        mode = self._config.mode
+        name = "kv_reduced" if mode == "aggregated" else f"{mode}_kv_reduced"
+        degradations.clear(name)
+        if capabilities is not None and capabilities.reduced:
+            degradations.add(name, capabilities.reduced)
+
+    async def begin(self) -> None:
+        """The engine comes after joining, so that others see it load."""
+
+    async def join(self, seeds: tuple[str, ...] = ()) -> None:
+        await self.node.start(beside=seeds)
+
+    async def load(self) -> None:
+        """Find the model and start the engine. Errors: see `WorkerService.start`."""
+        self.service.rekey(self.secrets.need())
+        await self.service.start(self._context.screen.progress)
+        self._context.screen.finish()
+        capabilities = self.service.capabilities
+        if capabilities is not None and self._context.config.process.role == "worker":
+            for model in self.service.cards().values():
+                mode = self._config.mode
+                does = "" if mode == "aggregated" else f"; a {mode} worker"
+                _log.info("%s%s", loaded_line(model, capabilities), does)
+
+    async def drain(self, timeout: Seconds) -> None:
+        left = self.member.requests
+        if not await self.member.drain(timeout):
+            _log.warning(
+                "not all of %d requests were gone within %.1f s: their frontends move the others",
+                *(left, timeout),
+            )
+
+    @property
+    def left(self) -> int:
+        return self.member.left
+
+    async def close(self) -> None:
+        self.member.close()
+        await self.node.leave()
+        self.topics.close()
+        await self.service.stop()
+        await self.node.close()
+
+    def unready_reason(self) -> str | None:
+        return self.service.unready_reason()
+
+
+def _process(context: RoleContext) -> ProcessLauncher:
+    process = context.config.process
+    return ProcessLauncher(
+        log_format=process.log_format,
+        log_level=process.log_level,
+        on_line=context.screen.write_line,
+    )

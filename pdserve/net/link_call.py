@@ -1,0 +1,93 @@
+"""The peer's requests, one record each until it is answered.
+
+A record ends exactly once: by its answer, its deadline, its cancellation or the end of its link.
+What is answered before the handler returns is never put in a table. Owned by one `link`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from pdserve.errors import DeadlineExceeded, PdserveError
+from pdserve.ids import Seconds
+from pdserve.net.base import Link
+from pdserve.wire.codec import encode
+from pdserve.wire.parser import Buffer
+
+if TYPE_CHECKING:
+    from pdserve.net.connection_driver import ConnectionDriver
+    from pdserve.wire.protocol import Connection
+
+__all__ = ["CallLink", "LinkCall"]
+
+_log = logging.getLogger(__name__)
+
+
+class CallLink(Link, Protocol):
+    """What a record needs of its link."""
+
+    shell: ConnectionDriver
+    connection: Connection
+
+    def now(self) -> Seconds: ...
+
+    def wake(self) -> None: ...
+
+    def served(self, serving: LinkCall) -> None:
+        """A record that was kept has been answered."""
+        ...
+
+
+class LinkCall(msgspec.Struct, eq=False):
+    """See `base.IncomingCall`. A Struct, because one is made per request and a plain class costs
+    double."""
+
+    link: CallLink
+    id: int
+    method: int
+    milliseconds: int
+    body: Buffer
+    done: bool = False
+    kept: Seconds = 0.0
+    """Its deadline once it is in the link's table; 0 before."""
+    on_cancel: Callable[[], None] | None = None
+
+    @property
+    def deadline(self) -> Seconds:
+        return self.kept or self.link.now() + self.milliseconds / 1000
+
+    def reply(self, message: object) -> None:
+        if not self.done:
+            link = self.link
+            link.connection.respond(self.id, encode(message))
+            self.done = True
+            if self.kept:
+                link.served(self)
+            if not link.shell.due:
+                link.shell.wake()
+
+    def fail(self, error: BaseException) -> None:
+        if self.done:
+            return
+        if not isinstance(error, PdserveError):
+            _log.error("method %d failed", self.method, exc_info=error)
+        self.done = True
+        self.link.connection.fail(self.id, error)
+        if self.kept:
+            self.link.served(self)
+        self.link.wake()
+
+    def expire(self) -> None:
+        """The deadline: the asker has stopped waiting, so the work should stop too."""
+        self.fail(DeadlineExceeded("the request was not answered in time"))
+        self.cancelled()
+
+    def cancelled(self) -> None:
+        """The answer is no longer wanted."""
+        self.done = True
+        callback, self.on_cancel = self.on_cancel, None
+        if callback is not None:
+            callback()

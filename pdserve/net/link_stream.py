@@ -1,0 +1,190 @@
+"""One stream's two ends meet here: the wire's record, the sink that reads, the tasks that write.
+
+Owned by one connection of one `link`. Credit is the wire's; this file only waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pdserve.errors import DeadlineExceeded, LinkLost, Overloaded
+from pdserve.wire.flow import cost_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.ids import Bytes, Seconds
+    from pdserve.net.base import StreamSink
+    from pdserve.net.connection_driver import ConnectionDriver
+    from pdserve.net.link import PeerLink
+    from pdserve.wire.flow import StreamState
+    from pdserve.wire.parser import Buffer
+
+__all__ = ["LinkStream"]
+
+
+class LinkStream:
+    """A stream of a link; see `base.Stream` and `base.IncomingStream`."""
+
+    __slots__ = ("_ended", "_hold", "_shell", "_sink", "_waiters", "_wire", "link")
+
+    def __init__(
+        self,
+        link: PeerLink,
+        shell: ConnectionDriver,
+        wire: StreamState,
+        sink: StreamSink | None,
+        *,
+        hold: bool,
+    ) -> None:
+        self.link = link
+        self._shell = shell
+        self._wire = wire
+        self._sink = sink
+        self._hold = hold
+        self._ended: BaseException | bool = False  # True, or the error: no more for the sink
+        self._waiters: list[asyncio.Future[None]] = []
+
+    # ------------------------------------------------------------------ reading
+
+    def accept(self, sink: StreamSink, *, window: int = 0, hold: bool = False) -> None:
+        if self._sink is not None:
+            raise RuntimeError("the stream was accepted before")
+        self._sink, self._hold = sink, hold
+        if self._ended:
+            sink.on_end(None if self._ended is True else self._ended)
+        elif window and not self._shell.connection.grant(self._wire, window):
+            self._sink = None
+            raise Overloaded("no credit is left for another stream of the peer")
+        self._wake()
+
+    def consumed(self, size: Bytes) -> None:
+        self._shell.connection.consumed(self._wire, cost_of(size))
+        self._wake()
+
+    def on_data(self, items: list[Buffer], cost: int, *, last: bool) -> None:
+        if self._sink is not None:
+            on_data = self._sink.on_data
+            for body in items:
+                on_data(body)
+                if self._ended:
+                    return  # the sink aborted the stream
+        if not self._hold:
+            self._shell.connection.consumed(self._wire, cost)
+        if last:
+            self.on_end(None)
+
+    def on_payload(self, meta: bytes, size: Bytes) -> memoryview | None:
+        if self._sink is None:
+            return None
+        destination = self._sink.on_payload(meta, size)
+        return None if destination is None else destination.cast("B")
+
+    def on_raw(self, meta: bytes, payload: Buffer, size: Bytes, *, last: bool) -> None:
+        if self._sink is not None:
+            self._sink.on_raw(meta, payload)
+        if not self._hold:
+            self._shell.connection.consumed(self._wire, cost_of(size))
+        if last:
+            self.on_end(None)
+
+    def on_end(self, error: BaseException | None) -> None:
+        """The peer's half is complete, or the stream failed; the sink hears of it once."""
+        if self._ended:
+            return
+        self._ended = True if error is None else error
+        if self._sink is not None:
+            self._sink.on_end(error)
+        if error is not None:
+            self._unblock()
+
+    # ------------------------------------------------------------------ writing
+
+    @property
+    def sendable(self) -> bool:
+        return self._wire.sending and self._wire.credit > 0
+
+    def try_send(self, body: Buffer, *, last: bool = False) -> bool:
+        shell = self._shell
+        if not shell.connection.send_data(self._wire, body, last=last):
+            return False
+        if not shell.due:
+            shell.wake()
+        return True
+
+    async def send(self, body: Buffer, *, timeout: Seconds, last: bool = False) -> None:
+        deadline = self.link.now() + timeout
+        while not self.try_send(body, last=last):
+            await self._wait_credit(deadline)
+
+    def try_send_raw(
+        self,
+        meta: bytes,
+        payload: Buffer,
+        on_sent: Callable[[], None] | None = None,
+        *,
+        last: bool = False,
+    ) -> bool:
+        view = memoryview(payload).cast("B")
+        if not self._shell.connection.send_raw(self._wire, meta, view, last=last):
+            return False
+        if on_sent is not None:
+            self._shell.pin(on_sent)
+        self._wake()
+        return True
+
+    async def send_raw(
+        self, meta: bytes, payload: Buffer, *, timeout: Seconds, last: bool = False
+    ) -> None:
+        deadline = self.link.now() + timeout
+        sent = asyncio.get_running_loop().create_future()
+        while not self.try_send_raw(meta, payload, lambda: _settle(sent), last=last):
+            await self._wait_credit(deadline)
+        done, _ = await asyncio.wait({sent}, timeout=max(0.0, deadline - self.link.now()))
+        if not done:
+            raise DeadlineExceeded("the peer did not take the payload in time")
+        if self.link.down is not None:
+            raise LinkLost(f"the link ended: {self.link.down.message}")
+
+    def end(self) -> None:
+        self._shell.connection.end(self._wire)
+        self._wake()
+
+    def abort(self, error: BaseException) -> None:
+        if not self._ended:
+            self._ended = True
+        self._shell.connection.abort(self._wire, error)
+        self._unblock()
+        self._wake()
+
+    def on_unblocked(self) -> None:
+        """Credit came."""
+        self._unblock()
+        if self._sink is not None:
+            self._sink.on_unblocked()
+
+    async def _wait_credit(self, deadline: Seconds) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await asyncio.wait({waiter}, timeout=max(0.0, deadline - self.link.now()))
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+        if not waiter.done():
+            raise DeadlineExceeded("the peer granted no credit in time")
+
+    def _unblock(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            _settle(waiter)
+
+    def _wake(self) -> None:
+        if not self._shell.due:
+            self._shell.wake()
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,67 @@
+"""Certificates that are renewed while the node runs.
+
+The files are looked at before each new connection and read again when they have changed, so every
+process of a node follows without a signal. Connections that stand keep what they were made with.
+Files that do not fit together, as in the middle of a renewal, change nothing: the old ones stay in
+force and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+from pdserve.net.transport.tls import Tls
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["Certificates"]
+
+_log = logging.getLogger(__name__)
+
+_State = tuple[tuple[int, int, int], ...]
+"""Of each file: which one it is, its size, and when it was written."""
+
+
+class Certificates:
+    """See `tls.TlsSource`."""
+
+    def __init__(self, cert: Path, key: Path, ca: Path | None = None) -> None:
+        """Raises `ConfigError`, naming the file."""
+        self._paths = (cert, key, ca)
+        self._state = self._look()
+        self._tls = Tls.load(cert, key, ca)
+
+    def current(self) -> Tls:
+        """What new connections use."""
+        state = self._look()
+        if state != self._state:
+            try:
+                self.reload()
+            except ConfigError as error:
+                _log.error("the old certificates stay in force: %s", error.message)
+            else:
+                _log.info("certificates were read again")
+        return self._tls
+
+    def reload(self) -> bool:
+        """Read the files again; True if our certificate or key is another. Raises `ConfigError`
+        and keeps the old ones."""
+        self._state = self._look()  # first: what is written meanwhile is read next time
+        fresh = Tls.load(*self._paths)
+        changed, self._tls = fresh.fingerprint != self._tls.fingerprint, fresh
+        return changed
+
+    def _look(self) -> _State:
+        return tuple(map(_state_of, filter(None, self._paths)))
+
+
+def _state_of(path: Path) -> tuple[int, int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_ino, found.st_size, found.st_mtime_ns)

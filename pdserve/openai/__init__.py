@@ -1,1 +1,0 @@
-"""The OpenAI API's schema and its server-sent events, in both directions."""

@@ -1,0 +1,1 @@
+"""Defines the records of the HTTP APIs and their server-sent events, for server and client."""

@@ -1,0 +1,508 @@
+"""Defines the request bodies of the OpenAI API as typed records, with the range of each field.
+
+Decoding a record validates each field alone. It does not know fields that are only refused
+(`unsupported_fields.py`), what fields mean together or for a model (the frontend), or responses
+(`completion_responses.py`). An absent field and `null` mean the same everywhere, as in OpenAI's
+API.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+INT64_MAX = 2**63 - 1
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+
+
+def field_doc(text: str) -> Meta:
+    """Attach a description to a field; `/openapi.json` and docs/fields.md show it."""
+    return Meta(description=text)
+
+
+MessageRole = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")]
+TopP = Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling; 1 is off.")]
+MinP = Annotated[float, Meta(ge=0, le=1, description="Relative to the likeliest; 0 is off.")]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="0 and -1 are off.")]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100, description="1 is off.")]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Choices = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=INT64_MAX)]
+Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+StopTokens = Annotated[list[Token], Meta(max_length=128)]
+LogitBias = Annotated[dict[Token, Bias], Meta(max_length=1024)]
+Tools = Annotated[list["Tool"], Meta(max_length=128)]
+ToolChoice = Literal["none", "auto", "required"]
+ThinkingBudget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Verbosity = Literal["low", "medium", "high"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Words = Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=1024)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="Higher is sooner.")]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    """One more chunk, with `usage` and no choices, before `[DONE]`."""
+    continuous_usage_stats: bool | None = None
+    """`usage` so far on every chunk."""
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """A named JSON schema that the answer must match."""
+
+    name: str
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TaggedStructure(msgspec.Struct, kw_only=True):
+    """Between `begin` and `end` the output matches `schema`."""
+
+    begin: str
+    schema: dict[str, Any] | bool
+    end: str
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """Format of the answer."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | bool | None = None
+    """A schema without a name, with either type of JSON; llama.cpp's form."""
+    structures: Annotated[list[TaggedStructure], Meta(max_length=128)] | None = None
+    triggers: Annotated[list[str], Meta(max_length=128)] | None = None
+    """For `structural_tag`: text is free until a trigger, then one of `structures` follows."""
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """Structured output with vLLM's field names; exactly one of the first six."""
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: Annotated[str, Meta(min_length=1, max_length=65536)] | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
+    grammar: Annotated[str, Meta(min_length=1, max_length=262144)] | None = None
+    """Grammar in Lark or GBNF."""
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class FunctionSpec(msgspec.Struct, kw_only=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments; absent: no known arguments."""
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool; only type `function` is supported."""
+
+    type: Literal["function"] = "function"
+    function: FunctionSpec
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class AllowedTool(msgspec.Struct, kw_only=True):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """Tools that may be called; the others are ignored."""
+
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """Tool choice by name: the tool to call, or the tools that may be called."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    named: NamedFunction | msgspec.UnsetType | None = msgspec.field(
+        default=msgspec.UNSET, name="function"
+    )
+    allowed_tools: AllowedTools | msgspec.UnsetType | None = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        """Check required fields. Raises `ValueError` with msgspec's message for a missing field."""
+        if self.type == "function" and not self.named:
+            raise ValueError("Object missing required field `function`")
+        if self.type == "allowed_tools" and not self.allowed_tools:
+            raise ValueError("Object missing required field `allowed_tools`")
+
+    @property
+    def function(self) -> NamedFunction:
+        """Function that must be called."""
+        assert isinstance(
+            self.named, NamedFunction
+        )  # a chat with `allowed_tools` is made usual first
+        return self.named
+
+
+class RepetitionDetection(msgspec.Struct, kw_only=True):
+    """Ends an output that repeats the same tokens."""
+
+    max_pattern_size: Annotated[int, Meta(ge=1, le=1024)]
+    min_count: Annotated[int, Meta(ge=2, le=65536)]
+    min_pattern_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+
+
+class ThinkingSwitch(msgspec.Struct, kw_only=True):
+    """Switches thinking on or off, in the form of DeepSeek, GLM and Kimi."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    """`adaptive` and `auto` leave it to the template."""
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message's content: only `text` is accepted, and the assistant's `refusal`."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """A function that an earlier answer called; `arguments` is JSON in a string."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A tool call of an earlier answer, handed to the chat template."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One turn of the conversation."""
+
+    role: MessageRole
+    content: str | list[ContentPart] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """Reasoning of an earlier answer, handed to the template under both names."""
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    """An older form of one call; role `function` is one of the role `tool`."""
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """The fields that chat and plain completions share."""
+
+    model: Annotated[
+        str | None, field_doc("A name or an alias; may be left out where one model is served.")
+    ] = None
+    stream: Annotated[bool | None, field_doc("Server-sent events, as tokens come.")] = None
+    stream_options: Annotated[
+        StreamOptions | None, field_doc("What a stream carries beyond its text; needs `stream`.")
+    ] = None
+    n: Annotated[
+        Choices | None, field_doc("Choices; prompts times `n` are bounded by --max-choices.")
+    ] = None
+    temperature: Annotated[
+        Temperature | None,
+        field_doc("0 is greedy; without a word the model's recommendation, else 1."),
+    ] = None
+    top_p: Annotated[
+        TopP | None, field_doc("Nucleus sampling; 1 is off. The model's recommendation, else off.")
+    ] = None
+    top_k: Annotated[
+        TopK | None, field_doc("0 and -1 are off. The model's recommendation, else off.")
+    ] = None
+    min_p: Annotated[MinP | None, field_doc("Relative to the likeliest token; 0 is off.")] = None
+    frequency_penalty: Annotated[Penalty | None, field_doc("Per occurrence in the output.")] = None
+    presence_penalty: Annotated[Penalty | None, field_doc("Once for what is in the output.")] = None
+    repetition_penalty: Annotated[
+        RepetitionPenalty | None, field_doc("Over prompt and output; 1 is off.")
+    ] = None
+    logit_bias: Annotated[LogitBias | None, field_doc("By token id.")] = None
+    seed: Annotated[
+        Seed | None, field_doc("Drawn if absent; the header `x-pdserve-seed` says which.")
+    ] = None
+    stop: Annotated[
+        Stop | None, field_doc("Strings that end a choice, wherever they lie between tokens.")
+    ] = None
+    stop_token_ids: Annotated[StopTokens | None, field_doc("Tokens that end a choice.")] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, field_doc("The stop string is part of the text.")
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, field_doc("The model's own end tokens are ordinary ones.")
+    ] = None
+    min_tokens: Annotated[
+        TokenCount | None, field_doc("Until then nothing ends a choice but `max_tokens`.")
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, field_doc("They are left out of the text; true unless said otherwise.")
+    ] = None
+    spaces_between_special_tokens: Annotated[
+        bool | None, field_doc("True unless said otherwise.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        field_doc(
+            "The tokenizer's first and last tokens; completions: true, chat: false, for templates "
+            "write them."
+        ),
+    ] = None
+    return_token_ids: Annotated[
+        bool | None, field_doc("`token_ids` of each choice or chunk, and `prompt_token_ids`.")
+    ] = None
+    priority: Annotated[Priority | None, field_doc("Higher is sooner.")] = None
+    request_id: Annotated[
+        str | None,
+        field_doc("1 to 128 printable ASCII characters, instead of the header `x-request-id`."),
+    ] = None
+    cache_salt: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=256)] | None,
+        field_doc("KV of equal prompts is shared only under equal salts."),
+    ] = None
+    session_id: Annotated[
+        Annotated[str, Meta(max_length=256)] | None,
+        field_doc(
+            "Requests of one conversation or agent; policies that keep one together go by it."
+        ),
+    ] = None
+    user: Annotated[str | None, field_doc("Who asks; nothing depends on it.")] = None
+    response_format: Annotated[
+        ResponseFormat | None,
+        field_doc("What the answer has to look like: JSON, or JSON of a schema."),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        field_doc(
+            "The same in vLLM's words: `json`, `regex`, `choice`, `grammar`, `json_object` or "
+            "`structural_tag`."
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        TopLogprobs | None,
+        field_doc(
+            "Of the prompt's tokens, by token id, with so many alternatives; not streamed. Prompt "
+            "tokens x choices x (1 + it) may be 524,288."
+        ),
+    ] = None
+    logprob_token_ids: Annotated[
+        Annotated[list[Token], Meta(max_length=128)] | None,
+        field_doc(
+            "Tokens whose logprobs are told at every place, with the sampled one's and instead of "
+            "the likeliest; needs `logprobs`."
+        ),
+    ] = None
+    allowed_token_ids: Annotated[
+        Annotated[list[Token], Meta(max_length=65536)] | None,
+        field_doc("No others are sampled; not together with structured output."),
+    ] = None
+    bad_words: Annotated[
+        Words | None,
+        field_doc(
+            "Are not said, neither at a text's begin nor after a space; not together with "
+            "structured output."
+        ),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None,
+        field_doc(
+            "Only so many of the prompt's tokens are used; -1: as many as leave room for "
+            "`max_tokens`, or for 16."
+        ),
+    ] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None,
+        field_doc("Which end is cut off: `left`, unless said otherwise, keeps the last tokens."),
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, field_doc("Logprobs name tokens `token_id:N`.")
+    ] = None
+    stream_interval: Annotated[
+        Annotated[int, Meta(ge=1, le=65536)] | None,
+        field_doc("A chunk per so many tokens, after the first one."),
+    ] = None
+    repetition_detection: Annotated[
+        RepetitionDetection | None,
+        field_doc(
+            "Ends a choice that says the same over and over: `finish_reason` is `repetition`."
+        ),
+    ] = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[
+        Annotated[list[Message], Meta(min_length=1)],
+        field_doc("The conversation; contents are strings or parts of type `text`."),
+    ]
+    max_tokens: Annotated[
+        MaxTokens | None,
+        field_doc("Output tokens at most; the older name of `max_completion_tokens`."),
+    ] = None
+    max_completion_tokens: Annotated[
+        MaxTokens | None,
+        field_doc("Output tokens at most; the model's recommendation, else what fits the context."),
+    ] = None
+    logprobs: Annotated[bool | None, field_doc("Of the output's tokens.")] = None
+    top_logprobs: Annotated[
+        TopLogprobs | None, field_doc("Alternatives at each place; needs `logprobs`.")
+    ] = None
+    echo: Annotated[
+        bool | None,
+        field_doc(
+            "The answer begins with the last message, if the model is the one who said it; see "
+            "`continue_final_message`."
+        ),
+    ] = None
+    tools: Annotated[Tools | None, field_doc("Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        ToolChoice | NamedTool | None,
+        field_doc(
+            "Whether and what is called: `none`, `auto`, `required`, one by its name, or "
+            "`allowed_tools`."
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, field_doc("False: one call at most.")] = None
+    reasoning_effort: Annotated[
+        ReasoningEffort | None,
+        field_doc("Handed to the template; `none` asks it for no reasoning."),
+    ] = None
+    enable_thinking: Annotated[
+        bool | None, field_doc("Whether the model is to think, for templates that know it.")
+    ] = None
+    thinking: Annotated[
+        ThinkingSwitch | None, field_doc("The same as an object: `enabled` or `disabled`.")
+    ] = None
+    include_reasoning: Annotated[bool | None, field_doc("False: reasoning is not told.")] = None
+    thinking_token_budget: Annotated[
+        ThinkingBudget | None, field_doc("Reasoning is ended after so many tokens; -1: it is not.")
+    ] = None
+    verbosity: Annotated[
+        Verbosity | None,
+        field_doc("A hint: handed to the template, most of which know no such thing."),
+    ] = None
+    documents: Annotated[
+        Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None,
+        field_doc("Handed to the template."),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        field_doc(
+            "The name of one of the model's templates; source only with "
+            "--trust-request-chat-template."
+        ),
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, field_doc("Variables for the template.")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None,
+        field_doc(
+            "The template opens the model's turn; true unless the last message is continued."
+        ),
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, field_doc("The model goes on with the last message.")
+    ] = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """The body of `POST /v1/completions`.
+
+    `prompt` is a string, a list of strings, one list of token ids, or a list of such lists.
+    """
+
+    prompt: Annotated[
+        str | list[str | Token | list[Token]],
+        field_doc("A string, a list of strings, one list of token ids, or a list of such lists."),
+    ]
+    max_tokens: Annotated[
+        TokenCount | None,
+        field_doc(
+            "16 unless said otherwise; 0 with `echo`: the prompt is scored, nothing is generated."
+        ),
+    ] = None
+    echo: Annotated[bool | None, field_doc("The text begins with the prompt.")] = None
+    logprobs: Annotated[
+        TopLogprobs | None,
+        field_doc(
+            "Of the output's tokens, with so many alternatives; with `echo` of the prompt's, too."
+        ),
+    ] = None
+    best_of: Annotated[Choices | None, field_doc("Has to equal `n`.")] = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /tokenize`: exactly one of `prompt` and `messages`."""
+
+    model: Annotated[
+        str | None, field_doc("A name or an alias; may be left out where one model is served.")
+    ] = None
+    prompt: Annotated[str | None, field_doc("A text; or `messages`.")] = None
+    messages: Annotated[
+        Annotated[list[Message], Meta(min_length=1)] | None,
+        field_doc("A conversation; or `prompt`."),
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, field_doc("The tokenizer's first and last tokens; text: true, chat: false.")
+    ] = None
+    return_token_strs: Annotated[
+        bool | None, field_doc("Each token as the tokenizer's vocabulary writes it, too.")
+    ] = None
+    tools: Annotated[Tools | None, field_doc("Handed to the template.")] = None
+    documents: Annotated[
+        Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None,
+        field_doc("Handed to the template."),
+    ] = None
+    chat_template: Annotated[str | None, field_doc("As in chat completions.")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, field_doc("Variables for the template.")
+    ] = None
+    enable_thinking: Annotated[
+        bool | None, field_doc("Whether the model is to think, for templates that know it.")
+    ] = None
+    thinking: Annotated[
+        ThinkingSwitch | None, field_doc("The same as an object: `enabled` or `disabled`.")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, field_doc("The template opens the model's turn.")
+    ] = None
+    continue_final_message: Annotated[bool | None, field_doc("The last message is left open.")] = (
+        None
+    )
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /detokenize`."""
+
+    model: Annotated[
+        str | None, field_doc("A name or an alias; may be left out where one model is served.")
+    ] = None
+    tokens: Annotated[list[Token], field_doc("Token ids.")]

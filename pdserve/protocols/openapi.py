@@ -1,0 +1,270 @@
+"""Builds the OpenAPI 3.1 document from the records that serve the API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdserve.protocols import (
+    anthropic_messages,
+    completion_requests,
+    completion_responses,
+    embeddings,
+    responses_api,
+)
+from pdserve.protocols.openai_errors import ErrorBody
+
+_REF = "#/components/schemas/{name}"
+
+_RECORDS = (
+    completion_requests.ChatRequest,
+    completion_requests.CompletionRequest,
+    embeddings.EmbeddingRequest,
+    responses_api.ResponsesRequest,
+    responses_api.ResponseObject,
+    responses_api.InputTokens,
+    anthropic_messages.MessagesRequest,
+    anthropic_messages.CountTokensRequest,
+    anthropic_messages.MessageObject,
+    anthropic_messages.TokenTotal,
+    anthropic_messages.MessagesModel,
+    anthropic_messages.MessagesModelList,
+    anthropic_messages.MessagesErrorBody,
+    completion_requests.TokenizeRequest,
+    completion_requests.DetokenizeRequest,
+    completion_responses.ChatCompletion,
+    completion_responses.ChatChunk,
+    completion_responses.Completion,
+    embeddings.EmbeddingList,
+    completion_responses.RouteExplanation,
+    completion_responses.ModelList,
+    completion_responses.Model,
+    completion_responses.Tokenized,
+    completion_responses.Detokenized,
+    completion_responses.Health,
+    completion_responses.Version,
+    ErrorBody,
+)
+
+_ERRORS = {
+    "400": "A field is malformed, out of range or not supported; `param` names it.",
+    "401": "API keys are configured, and the request carries none that is known.",
+    "403": "The key may not use this model.",
+    "404": "No such model.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "429": "A bound was reached; Retry-After says when to come back.",
+    "500": "The server or its engine failed.",
+    "503": "Nobody can serve this now; Retry-After says when to come back.",
+    "504": "The request's time ran out; the message names the stage.",
+}
+_COMMON = ("400", "401", "403", "404", "408", "413", "429", "500", "503")
+
+_EVENTS = (
+    "Server-sent events: each `data:` line is one {chunk} object, the last is `[DONE]`. "
+    "An error after the first event is an `ErrorBody` in an event of its own; the stream then "
+    "ends without `[DONE]`."
+)
+_NAMED_EVENTS = (
+    "Server-sent events as {api} names them: each has its name as `event:` and one JSON object "
+    "with the same `type` as `data:`. {error}"
+)
+_RESPONSES_EVENTS = _NAMED_EVENTS.format(
+    api="OpenAI",
+    error="After a failure the last two are `error` and `response.failed`.",
+)
+_MESSAGES_EVENTS = _NAMED_EVENTS.format(
+    api="Anthropic", error="After a failure the last is `error`, a `MessagesErrorBody`."
+)
+_OPENAI, _ANTHROPIC = "Error", "MessagesError"
+"""Component names of the error schemas."""
+
+
+def document(version: str) -> dict[str, Any]:
+    """Return the whole document, ready for JSON encoding."""
+    _, components = msgspec.json.schema_components(_RECORDS, ref_template=_REF)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pdserve", "version": version, "license": {"name": "Apache-2.0"}},
+        "paths": _paths(),
+        "components": {
+            "schemas": components,
+            "responses": {
+                f"{whose}{code}": _error(code, f"{whose}Body")
+                for whose in (_OPENAI, _ANTHROPIC)
+                for code in _ERRORS
+            },
+            "securitySchemes": {
+                "ApiKey": {"type": "http", "scheme": "bearer"},
+                "ApiKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{}, {"ApiKey": []}, {"ApiKeyHeader": []}],
+    }
+
+
+def _paths() -> dict[str, Any]:
+    return {
+        "/v1/chat/completions": {
+            "post": _generation("Answer a conversation", "Chat", "ChatCompletion", "ChatChunk")
+        },
+        "/v1/completions": {
+            "post": _generation("Continue a text", "Completion", "Completion", "Completion")
+        },
+        "/v1/responses": {
+            "post": _with_events(
+                _post("Answer items of a conversation", "ResponsesRequest", "ResponseObject"),
+                _RESPONSES_EVENTS,
+            )
+        },
+        "/v1/responses/input_tokens": {
+            "post": _timed(_post("Count a prompt's tokens", "ResponsesRequest", "InputTokens"))
+        },
+        "/v1/responses/{id}": _stored_response(),
+        "/v1/messages": {
+            "post": _with_events(
+                _post("Answer messages", "MessagesRequest", "MessageObject", _ANTHROPIC),
+                _MESSAGES_EVENTS,
+                _ANTHROPIC,
+            )
+        },
+        "/v1/messages/count_tokens": {
+            "post": _timed(
+                _post("Count a prompt's tokens", "CountTokensRequest", "TokenTotal", _ANTHROPIC),
+                _ANTHROPIC,
+            )
+        },
+        "/v1/embeddings": {"post": _embeddings()},
+        "/route": {"post": _explanation()},
+        "/v1/models": {
+            "get": _or_anthropics(
+                _get("List the models served here", "ModelList", "401"), "MessagesModelList"
+            )
+        },
+        "/v1/models/{id}": {
+            "parameters": [
+                {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+            ],
+            "get": _or_anthropics(
+                _get("Describe one model", "Model", "401", "403", "404", "503"), "MessagesModel"
+            ),
+        },
+        "/tokenize": {"post": _post("Text to token ids", "TokenizeRequest", "Tokenized")},
+        "/detokenize": {"post": _post("Token ids to text", "DetokenizeRequest", "Detokenized")},
+        "/health": {"get": _health()},
+        "/live": {"get": _text("200 while the process lives", "application/json")},
+        "/metrics": {"get": _text("Metrics in Prometheus's text format", "text/plain")},
+        "/version": {"get": _get("The server's version", "Version")},
+        "/openapi.json": {"get": _text("This document", "application/json")},
+    }
+
+
+def _generation(summary: str, kind: str, answer: str, chunk: str) -> dict[str, Any]:
+    operation = _post(summary, f"{kind}Request", answer)
+    operation["responses"]["200"]["content"]["text/event-stream"] = {
+        "schema": {"type": "string", "description": _EVENTS.format(chunk=f"`{chunk}`")},
+        "x-event-schema": _ref(chunk),
+    }
+    operation["responses"]["504"] = {"$ref": "#/components/responses/Error504"}
+    return operation
+
+
+def _with_events(
+    operation: dict[str, Any], description: str, whose: str = _OPENAI
+) -> dict[str, Any]:
+    schema = {"type": "string", "description": description}
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": schema}
+    return _timed(operation, whose)
+
+
+def _timed(operation: dict[str, Any], whose: str = _OPENAI) -> dict[str, Any]:
+    operation["responses"]["504"] = {"$ref": f"#/components/responses/{whose}504"}
+    return operation
+
+
+def _stored_response() -> dict[str, Any]:
+    """Whatever is asked of one: there is none."""
+    errors = {code: {"$ref": f"#/components/responses/Error{code}"} for code in ("401", "404")}
+    operation = {"summary": "Nothing is stored: always 404", "responses": errors}
+    return {
+        "parameters": [
+            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+        ],
+        "get": operation,
+        "delete": operation,
+    }
+
+
+def _embeddings() -> dict[str, Any]:
+    operation = _post("Turn texts into vectors", "EmbeddingRequest", "EmbeddingList")
+    operation["responses"]["504"] = {"$ref": "#/components/responses/Error504"}
+    return operation
+
+
+def _explanation() -> dict[str, Any]:
+    operation = _post("What would be done with a request now", "ChatRequest", "RouteExplanation")
+    either = {"anyOf": [_ref("ChatRequest"), _ref("CompletionRequest")]}
+    operation["requestBody"]["content"]["application/json"]["schema"] = either
+    operation["responses"]["504"] = {"$ref": "#/components/responses/Error504"}
+    return operation
+
+
+def _post(summary: str, request: str, answer: str, whose: str = _OPENAI) -> dict[str, Any]:
+    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    return {
+        "summary": summary,
+        "requestBody": body,
+        "responses": _responses(answer, *_COMMON, whose=whose),
+    }
+
+
+def _get(summary: str, answer: str, *errors: str) -> dict[str, Any]:
+    return {"summary": summary, "responses": _responses(answer, *errors)}
+
+
+def _or_anthropics(operation: dict[str, Any], answer: str) -> dict[str, Any]:
+    """With the header `anthropic-version` it is this."""
+    content = operation["responses"]["200"]["content"]["application/json"]
+    content["schema"] = {"anyOf": [content["schema"], _ref(answer)]}
+    return operation
+
+
+def _health() -> dict[str, Any]:
+    operation = _get("Whether requests can be served", "Health")
+    operation["responses"]["503"] = {
+        "description": "They cannot; `reason` says why.",
+        "content": {"application/json": {"schema": _ref("Health")}},
+    }
+    return operation
+
+
+def _text(summary: str, kind: str) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "responses": {"200": {"description": "OK", "content": {kind: {}}}},
+    }
+
+
+def _responses(answer: str, *errors: str, whose: str = _OPENAI) -> dict[str, Any]:
+    ok = {
+        "description": "OK",
+        "headers": {"x-request-id": {"schema": {"type": "string"}}},
+        "content": {"application/json": {"schema": _ref(answer)}},
+    }
+    references = {code: {"$ref": f"#/components/responses/{whose}{code}"} for code in errors}
+    return {"200": ok} | references
+
+
+def _error(code: str, body: str) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "description": _ERRORS[code],
+        "content": {"application/json": {"schema": _ref(body)}},
+    }
+    if code in ("429", "503"):
+        answer["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}
+    return answer
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}

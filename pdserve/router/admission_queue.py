@@ -1,0 +1,332 @@
+"""The questions of one model that wait until a worker has little enough left to do.
+
+Work that waits here can still go anywhere; work that waits in an engine cannot. So the order in
+which requests are begun is decided here:
+
+    bands        higher priority first, strictly
+    tenants      of a band: start-time fair queueing on predicted seconds over weight (Goyal et al.,
+                 SIGCOMM'96): whoever was served least, for its weight, is next. Who was away gets
+                 no credit for it
+    questions    of a tenant: least `predicted - AGEING * waited` first, so that short ones overtake
+                 long ones and nobody waits for ever; or by arrival alone
+
+It knows neither workers nor why somebody waits: `take` is told which questions could be placed now.
+Nothing is bounded here but the memory of tenants; `admission_control` bounds what comes in. Pure;
+the desk owns one per model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from sortedcontainers import SortedDict
+
+from pdserve.router.worker_filter import WorkerFilters, filter_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.errors import PdserveError
+    from pdserve.ids import Bytes, NodeLife, Seconds
+    from pdserve.messages.routing import RouteDecision, RouteRequest
+    from pdserve.router.bookings import Booking
+    from pdserve.router.worker_filter import WorkerFilter
+
+__all__ = ["AGEING", "ORDERS", "AdmissionQueue", "PlacedRequest", "QueuedRequest"]
+
+AGEING: Final = 0.3
+"""A second of waiting outweighs so many seconds of predicted work."""
+ORDERS: Final = ("sjf", "fifo")
+_MICRO: Final = 1_000_000
+_NEWEST: Final = 1 << 62
+"""A number after those of all that have arrived."""
+_ENTRY_BYTES: Final[Bytes] = 1024
+"""Of a held question beyond its texts."""
+_IDLE_TENANTS: Final = 4096
+"""Tenants without questions whose share is remembered, for each band."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRequest:
+    """A question's good end."""
+
+    booking: Booking
+    routed: RouteDecision
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """A question that waits, or has waited."""
+
+    question: RouteRequest
+    asker: NodeLife
+    answer: Callable[[PlacedRequest | PdserveError], None]
+    """Called once, unless it is withdrawn."""
+    arrived: Seconds
+    cost: Seconds
+    """Predicted time to compute it where most of it is cached."""
+    deadline: Seconds | None = None
+    """Nobody waits for it any longer."""
+    number: int = 0
+    """In the order of arrival at this router."""
+    waiting: bool = False
+    """It is in a queue."""
+    wish: WorkerFilter | None = None
+    """While it waits: which workers may take it; None: all of the model."""
+    bytes: Bytes = field(init=False)
+    """What it occupies, about."""
+
+    def __post_init__(self) -> None:
+        question = self.question
+        texts = (question.session_id, question.tenant, question.request_id, question.model)
+        size = len(question.names) + sum(map(len, texts)) + filter_bytes(question)
+        self.bytes = _ENTRY_BYTES + size
+
+    @property
+    def late(self) -> Seconds | None:
+        """When it has to be begun for its first token to come as soon as its client said."""
+        question = self.question
+        if question.slo_ttft is None:
+            return None
+        return self.arrived + question.slo_ttft - question.waited - self.cost
+
+    @property
+    def leaves(self) -> Seconds | None:
+        """When it waits no longer, whatever happens."""
+        return min((at for at in (self.deadline, self.late) if at is not None), default=None)
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """One tenant's questions in one band."""
+
+    name: str
+    virtual: float
+    """Seconds per weight that it was served, on the band's scale: its next start tag."""
+    weight: float = 1.0
+    """Of its newest question."""
+    micros: int = 0
+    """Predicted work of its questions."""
+    items: SortedDict[tuple[float, int], QueuedRequest] = field(default_factory=SortedDict)
+
+    def add(self, key: float, item: QueuedRequest) -> None:
+        self.items[key, item.number] = item
+        self.micros += _micros(item)
+        self.weight = item.question.weight
+
+    def discard(self, key: float, item: QueuedRequest) -> None:
+        del self.items[key, item.number]
+        self.micros -= _micros(item)
+
+    @property
+    def rank(self) -> tuple[float, str]:
+        return (self.virtual, self.name)
+
+
+class _Band:
+    """The questions of one priority."""
+
+    def __init__(self) -> None:
+        self.active: SortedDict[tuple[float, str], _Tenant] = SortedDict()
+        """Tenants that have questions, the next one first."""
+        self.tenants: dict[str, _Tenant] = {}
+        self.virtual = 0.0
+        """Start tag of what was served last."""
+        self._idle: dict[str, float] = {}
+        """Tenants that were served ahead of the band's time and have nothing now."""
+
+    def push(self, key: float, item: QueuedRequest) -> None:
+        name = item.question.tenant
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            start = max(self.virtual, self._idle.pop(name, 0.0))
+            tenant = self.tenants[name] = _Tenant(name, start)
+            self.active[tenant.rank] = tenant
+        tenant.add(key, item)
+
+    def remove(self, key: float, item: QueuedRequest) -> None:
+        tenant = self.tenants[item.question.tenant]
+        tenant.discard(key, item)
+        if not tenant.items:
+            self._retire(tenant)
+
+    def serve(self, key: float, item: QueuedRequest) -> None:
+        """Remove it and charge its tenant."""
+        tenant = self.tenants[item.question.tenant]
+        tenant.discard(key, item)
+        self.virtual = max(self.virtual, tenant.virtual)
+        del self.active[tenant.rank]
+        tenant.virtual += item.cost / item.question.weight
+        self.active[tenant.rank] = tenant
+        if not tenant.items:
+            self._retire(tenant)
+
+    def _retire(self, tenant: _Tenant) -> None:
+        del self.active[tenant.rank]
+        del self.tenants[tenant.name]
+        if tenant.virtual > self.virtual:
+            self._idle[tenant.name] = tenant.virtual
+            if len(self._idle) > _IDLE_TENANTS:
+                del self._idle[next(iter(self._idle))]
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        """In order."""
+        for tenant in self.active.values():
+            yield from tenant.items.values()
+
+    @property
+    def micros(self) -> int:
+        """Predicted work of all."""
+        return sum(tenant.micros for tenant in self.tenants.values())
+
+    def ahead(self, key: float, question: RouteRequest) -> float:
+        """Of its work, what would be begun before that question, about: of its own tenant what is
+        sooner in order, and of each other one as much, by weight, as that takes."""
+        own = self.tenants.get(question.tenant)
+        before = 0.0
+        if own is not None:
+            before = own.micros * own.items.bisect_left((key, _NEWEST)) / len(own.items)
+        others = (tenant for tenant in self.tenants.values() if tenant is not own)
+        share = before / question.weight
+        return before + sum(min(tenant.micros, share * tenant.weight) for tenant in others)
+
+
+def _micros(item: QueuedRequest) -> int:
+    return round(item.cost * _MICRO)
+
+
+class AdmissionQueue:
+    """One model's."""
+
+    def __init__(self, order: str = "sjf") -> None:
+        self._by_arrival = order == "fifo"
+        self._bands: SortedDict[int, _Band] = SortedDict()
+        """By falling priority: the key is its negative."""
+        self._deadlines: SortedDict[tuple[Seconds, int], QueuedRequest] = SortedDict()
+        self._length = 0
+        self._micros = 0
+        self.bytes: Bytes = 0
+        self.wishes = WorkerFilters()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        """In the order in which they would be taken now."""
+        for band in self._bands.values():
+            yield from band
+
+    @property
+    def work(self) -> Seconds:
+        """Predicted, of all."""
+        return self._micros / _MICRO
+
+    def ahead(self, question: RouteRequest, cost: Seconds, now: Seconds) -> Seconds:
+        """Predicted work that would be begun before a question that comes now, about."""
+        micros = 0.0
+        for priority, band in self._bands.items():
+            if -priority > question.priority:
+                micros += band.micros
+            elif -priority == question.priority:
+                micros += band.ahead(self._order(question, cost, now), question)
+        return micros / _MICRO
+
+    def push(self, item: QueuedRequest) -> None:
+        band = self._bands.get(-item.question.priority)
+        if band is None:
+            band = self._bands[-item.question.priority] = _Band()
+        band.push(self._key(item), item)
+        if item.leaves is not None:
+            self._deadlines[item.leaves, item.number] = item
+        item.waiting = True
+        item.wish = self.wishes.add(item.question)
+        self._count(item, 1)
+
+    def remove(self, item: QueuedRequest) -> bool:
+        """Without serving it; False if it does not wait."""
+        if not item.waiting:
+            return False
+        self._bands[-item.question.priority].remove(self._key(item), item)
+        self._removed(item)
+        return True
+
+    def take(self, fits: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
+        """Remove and serve the first that fits."""
+        for item in self:
+            if fits(item):
+                self._bands[-item.question.priority].serve(self._key(item), item)
+                self._removed(item)
+                return item
+        return None
+
+    def last_below(self, priority: int) -> QueuedRequest | None:
+        """The one that would be served last of those whose priority is lower, and that no router
+        has placed before: those were let in."""
+        for negative in reversed(self._bands):
+            if -negative >= priority:
+                return None
+            for tenant in reversed(self._bands[negative].active.values()):
+                for item in reversed(tenant.items.values()):
+                    if not item.question.attempt:
+                        return item
+        return None
+
+    def expired(self, now: Seconds) -> list[QueuedRequest]:
+        """Those whose time has passed; they are still in the queue."""
+        passed = []
+        for (leaves, _), item in self._deadlines.items():
+            if leaves > now:
+                break
+            passed.append(item)
+        return passed
+
+    @property
+    def next_deadline(self) -> Seconds | None:
+        """When the next one's time has passed."""
+        return self._deadlines.peekitem(0)[0][0] if self._deadlines else None
+
+    # ------------------------------------------------------------------ inside
+
+    def _key(self, item: QueuedRequest) -> float:
+        """`cost - AGEING * waited`, but for what is the same for all at any moment; it never
+        changes, so nothing has to be sorted anew as time passes."""
+        return self._order(item.question, item.cost, item.arrived)
+
+    def _order(self, question: RouteRequest, cost: Seconds, arrived: Seconds) -> float:
+        reached = arrived - question.waited
+        return reached if self._by_arrival else cost + AGEING * reached
+
+    def _count(self, item: QueuedRequest, sign: int) -> None:
+        self._length += sign
+        self._micros += sign * _micros(item)
+        self.bytes += sign * item.bytes
+
+    def _removed(self, item: QueuedRequest) -> None:
+        """A band without questions is forgotten, and with it who was served: its time is over."""
+        item.waiting = False
+        if item.wish is not None:
+            self.wishes.remove(item.wish)
+            item.wish = None
+        if item.leaves is not None:
+            del self._deadlines[item.leaves, item.number]
+        if not self._bands[-item.question.priority].tenants:
+            del self._bands[-item.question.priority]
+        self._count(item, -1)
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless all sums are those of the parts. For tests."""
+        items = list(self)
+        assert len(items) == self._length == len(set(map(id, items)))
+        assert all(item.waiting for item in items)
+        assert self._micros == sum(map(_micros, items))
+        assert self._micros == sum(band.micros for band in self._bands.values())
+        wishes = [item.wish for item in items if item.wish is not None]
+        assert set(map(id, wishes)) == set(map(id, self.wishes))
+        assert len(wishes) == sum(wish.questions for wish in self.wishes)
+        assert self.bytes == sum(item.bytes for item in items)
+        timed = {id(item) for item in items if item.leaves is not None}
+        assert timed == {id(item) for item in self._deadlines.values()}
+        for band in self._bands.values():
+            assert set(band.active) == {tenant.rank for tenant in band.tenants.values()}
+            assert all(tenant.items for tenant in band.tenants.values())

@@ -1,0 +1,899 @@
+"""All that a router knows and does, without its sockets: pool, ledger, index, predictor, policy,
+and the questions that wait.
+
+    offer ─┬─ refused                                   raised
+           ├─ placed at once                            returned
+           └─ held ─┬─ placed, refused, expired         `QueuedRequest.answer`
+                    └─ withdrawn: nobody wants it now   silence
+
+exactly one of these for each question. While some worker is *open* (little predicted work before
+it, and room for a sequence) the first in the hold queue is placed, by the policy, which chooses
+among all that may take it. A question that is not to be held (its request has a place already) is
+placed with an open worker or refused. The service calls `look` when something has happened
+(`stirred`) and at the moment `next_look` names, so that nobody is forgotten when nothing happens.
+
+The service turns what arrives into calls here, and what comes back into answers and publications.
+News of members and load goes through the desk, because all parts must hear it; what other routers
+say of single bookings goes to `bookings` itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import inf, log
+from operator import attrgetter
+from random import Random
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from pdserve.blocks.hashing import SHORT_HASH_BYTES
+from pdserve.errors import ConfigError, DeadlineExceeded, Draining, Overloaded, PdserveError
+from pdserve.ids import NodeLife
+from pdserve.messages.routing import Candidate, RouteDecision, RoutingPreview
+from pdserve.perf_model.predictor import Observation, Predictor
+from pdserve.router.admission_control import (
+    MAX_WAIT_SHARE,
+    best_chance,
+    drain_time,
+    over_bound,
+    too_late,
+    waits_too_long,
+    worth_waiting,
+)
+from pdserve.router.admission_queue import AdmissionQueue, PlacedRequest, QueuedRequest
+from pdserve.router.bookings import Bookings, DecisionBasis
+from pdserve.router.drain_rate import DrainRate
+from pdserve.router.eligibility import RouteRejection, candidates, explain_eligibility
+from pdserve.router.policies.base import Explains, RoutingState
+from pdserve.router.prefix_index.index import PrefixIndex
+from pdserve.router.rebalance import (
+    MAX_ATTEMPTS,
+    RebalanceGroup,
+    Rebalancer,
+    RebalanceTarget,
+    waiting_bookings,
+)
+from pdserve.router.worker_filter import WorkerFilter, WorkerFilters, WorkerSet
+from pdserve.router.worker_table import WorkerTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from pdserve.ids import NodeId, Seconds
+    from pdserve.messages.handoff import QueueState
+    from pdserve.messages.request import FirstTokenStats
+    from pdserve.messages.routing import RouteRequest, WorkerLoad
+    from pdserve.perf_model.prediction_error import ErrorSummary
+    from pdserve.perf_model.remote_prefill import RemotePrefillEstimate
+    from pdserve.router.bookings import Booking, BookingEnd
+    from pdserve.router.config import RouterConfig
+    from pdserve.router.policies.base import Policy, WorkerView
+    from pdserve.router.rebalance import WaitingBooking
+    from pdserve.router.worker_table import ModelView, WorkerFacts
+
+__all__ = ["RouterCore", "RouterCounters"]
+
+_log = logging.getLogger(__name__)
+
+_LOOK_AGAIN: Final[Seconds] = 0.25
+"""While questions wait they are looked at this often, whatever was predicted."""
+_LATE: Final[Seconds] = 0.001
+"""A predicted moment is met when it has surely passed."""
+
+
+def _reusable(question: RouteRequest) -> bytes:
+    """Names of the blocks that an engine can take from its cache: the prompt's last token is always
+    computed, so not the block that ends with it."""
+    blocks = (question.prompt_tokens - 1) // question.block_size if question.block_size else 0
+    return question.names[: SHORT_HASH_BYTES * max(0, blocks)]
+
+
+@dataclass(slots=True)
+class RouterCounters:
+    """What was counted in this life; `offered` is the sum of the ends and of what is held."""
+
+    offered: int = 0
+    placed: int = 0
+    refused: int = 0
+    expired: int = 0
+    """Held beyond their deadlines."""
+    withdrawn: int = 0
+    """Held, and no longer wanted."""
+    held: int = 0
+    """Ever; each of them is in one of the others too, or waits."""
+    held_seconds: float = 0.0
+    """Of those that were placed."""
+    prompt_tokens: int = 0
+    """Of own bookings whose first token has come."""
+    expected_tokens: int = 0
+    """Of those, believed to be cached when they were placed."""
+    cached_tokens: int = 0
+    """Of those, found to be."""
+    waited_seconds: float = 0.0
+    """From the decision to the first token, of those for which it was predicted,"""
+    predicted_seconds: float = 0.0
+    """and what was predicted."""
+    moves_asked: int = 0
+    """Bookings whose frontends were to have them begun elsewhere."""
+
+
+class RouterCore:
+    """One router's. Every call takes the time, and none waits."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        policy: Policy,
+        random: Random,
+        on_end: Callable[[Booking, BookingEnd], None] = lambda booking, why: None,
+        clock: Callable[[], Seconds] = lambda: 0.0,
+        predictor: Predictor | None = None,
+        queue_of: Callable[[str], QueueState | None] = lambda model: None,
+    ) -> None:
+        """`on_end` hears of each booking that was made here, once, when it ends. `clock` says the
+        time where a call does not, `queue_of` how a model's prefill queue is."""
+        self._config = config
+        self._policy = policy
+        self._random = random
+        self._queue_of = queue_of
+        self._wants_routed = bool(getattr(policy, "needs_routed", False))
+        self.predictor = predictor or Predictor()
+        self.index = PrefixIndex(config, remember=self._wants_routed)
+        self.bookings = Bookings(config, random, self._ended(on_end), self._predict, clock)
+        self.pool = WorkerTable(
+            config,
+            self.bookings,
+            speed=self.predictor.speed,
+            predict=lambda worker, tokens: self._predict(worker, tokens, 0),
+            known_blocks=lambda worker: self.index.known_blocks(worker.node),
+        )
+        self.numbers = RouterCounters()
+        self.decisions: Counter[str] = Counter()
+        """By who made them: the policy, or what it fell back to."""
+        self.stirred = False
+        """Something has happened that may let a held question go."""
+        self.draining = False
+        """Nothing is held any more."""
+        self._rebalancer = Rebalancer()
+        self._queues: dict[str, AdmissionQueue] = {}
+        """By model as asked for; only those in which somebody waits."""
+        self._paces: dict[str, DrainRate] = {}
+        """Of those queues."""
+        self._asked = 0
+        self._looking = False
+
+    # ------------------------------------------------------------------ news
+
+    def worker(self, now: Seconds, facts: WorkerFacts) -> None:
+        """A worker appeared, or something about it changed."""
+        self.bookings.worker_up(facts.worker)
+        self.index.worker_up(facts.worker)
+        self.pool.put(now, facts)
+        self.stirred = True
+
+    def gone(self, now: Seconds, life: NodeLife) -> None:
+        """A member's life is over, whatever its role."""
+        self.bookings.worker_gone(life)
+        self.bookings.asker_gone(life)
+        self.bookings.peer_gone(life)
+        self.index.worker_gone(life)
+        self.predictor.worker_gone(life)
+        self.pool.gone(now, life)
+        for item in [item for item in self._held() if item.asker == life]:
+            self.withdraw(item)
+        self.stirred = True
+
+    def load(self, worker: NodeLife, load: WorkerLoad | None, now: Seconds = 0.0) -> None:
+        """A worker's newest report; None: its reports no longer arrive."""
+        self.pool.report(worker, load, now)
+        if load is None:
+            self.bookings.report_lost(worker)
+        else:
+            self.bookings.reported(worker)
+            if model := self.pool.model_of(worker.node):
+                self.predictor.report(now, model, worker, load)
+        self.stirred = True
+
+    def holds(
+        self, now: Seconds, worker: NodeLife, id: int, started: FirstTokenStats | None
+    ) -> None:
+        """A worker has a booking's request; `started`: and its first token has come."""
+        booking = self.bookings.held(worker, id, started)
+        if started is None:
+            return
+        self.stirred = True
+        if booking is not None:
+            self._learn(now, booking, started)
+
+    def let_go(self, worker: NodeLife, id: int) -> None:
+        """A worker no longer has a booking's request."""
+        self.bookings.let_go(worker, id)
+
+    def sweep(self, now: Seconds) -> None:
+        """Drop what ran out; every `RouterConfig.sweep_interval`."""
+        self.bookings.expire(now)
+        self.bookings.pass_to(now)
+        self.pool.forget(now)
+        self.index.sweep(now)
+
+    def _ended(
+        self, on_end: Callable[[Booking, BookingEnd], None]
+    ) -> Callable[[Booking, BookingEnd], None]:
+        def ended(booking: Booking, why: BookingEnd) -> None:
+            self.stirred = True
+            on_end(booking, why)
+
+        return ended
+
+    def _learn(self, now: Seconds, booking: Booking, started: FirstTokenStats) -> None:
+        numbers, dispatch = self.numbers, booking.dispatch
+        cached = min(started.cached_tokens, booking.prompt_tokens)
+        numbers.prompt_tokens += booking.prompt_tokens
+        numbers.expected_tokens += booking.cached_tokens
+        numbers.cached_tokens += cached
+        if dispatch is None:
+            return
+        if dispatch.predicted_ttft is not None:
+            numbers.waited_seconds += now - booking.placed
+            numbers.predicted_seconds += dispatch.predicted_ttft
+        seen = Observation(
+            model=dispatch.model,
+            worker=booking.worker,
+            prompt_tokens=booking.prompt_tokens,
+            cached_tokens=cached,
+            work_seconds=started.work_seconds,
+            queue_seconds=started.queue_seconds,
+            prefill_seconds=started.prefill_seconds,
+            predicted_ttft=dispatch.predicted_ttft,
+            predicted_work=booking.work / 1e6,
+            sequences=dispatch.sequences,
+            kv_tokens=dispatch.kv_tokens,
+            load_age=dispatch.load_age,
+            received_tokens=started.received_tokens,
+            elsewhere_wait=dispatch.elsewhere_wait,
+        )
+        self.predictor.observe(now, seen)
+
+    def _predict(self, worker: NodeLife, prompt_tokens: int, cached_tokens: int) -> Seconds:
+        """How long a prompt takes that worker; no time of its own if a prefill worker is sooner."""
+        name = self.pool.model_of(worker.node)
+        cached = min(cached_tokens, max(0, prompt_tokens - 1))
+        here = self.predictor.model(name).prefill(prompt_tokens, cached)
+        here *= self.predictor.speed(worker)
+        facts = self.pool.facts(worker.node)
+        if facts is not None and facts.decode:
+            elsewhere = self._elsewhere(name)
+            if elsewhere is not None and elsewhere.ttft(prompt_tokens, cached) < here:
+                return 0.0
+        return here
+
+    def _elsewhere(self, model: str) -> RemotePrefillEstimate | None:
+        return self.predictor.elsewhere(model, self._queue_of)
+
+    # ------------------------------------------------------------------ questions
+
+    def offer(
+        self,
+        now: Seconds,
+        asker: NodeLife,
+        question: RouteRequest,
+        answer: Callable[[PlacedRequest | PdserveError], None],
+    ) -> PlacedRequest | QueuedRequest:
+        """Decide, and charge the worker at once; or hold the question: then `answer` gets what
+        became of it, once, unless it is withdrawn.
+
+        Errors: `ModelNotFound`, `NotReady`, `NoWorker`, `Overloaded`, `Draining`,
+        `DeadlineExceeded`; `ConfigError` if the policy fails.
+        """
+        self.numbers.offered += 1
+        try:
+            _check_time(question)
+            return self._offer(now, asker, question, answer)
+        except Exception:
+            self.numbers.refused += 1
+            raise
+
+    def withdraw(self, item: QueuedRequest) -> bool:
+        """Nobody wants the answer any more; False if there was one, or it was withdrawn."""
+        queue = self._queues.get(item.question.model)
+        if queue is None or not queue.remove(item):
+            return False
+        self._forget_empty(item.question.model)
+        self.numbers.withdrawn += 1
+        return True
+
+    def close(self) -> None:
+        """The router is going away: whoever waits is to ask another, from now on at once."""
+        self.draining = True
+        for item in list(self._held()):
+            self._drop(item, _leaving())
+
+    def send_away(self) -> None:
+        """Something is wrong here: those who wait are to ask another router."""
+        for item in list(self._held()):
+            self._drop(item, _broken())
+
+    def _offer(
+        self,
+        now: Seconds,
+        asker: NodeLife,
+        question: RouteRequest,
+        answer: Callable[[PlacedRequest | PdserveError], None],
+    ) -> PlacedRequest | QueuedRequest:
+        model = question.model
+        queue = self._queues.get(model)
+        state: RoutingState | None = None
+        if queue is None or question.slo_ttft is not None:
+            state = self._state(now, question)
+            if question.slo_ttft is not None:
+                self._refuse_hopeless(now, question, state)
+            if queue is None and self._may_go(now, model, state) and question.hold:
+                return self._place(now, asker, question, state)
+        if not question.hold:
+            return self._place(now, asker, question, self._only_open(now, question))
+        workers = self._candidates(now, question) if state is None else state.workers
+        if self.draining:
+            raise _leaving()
+        return self._hold(now, asker, question, workers, answer)
+
+    def _only_open(self, now: Seconds, question: RouteRequest) -> RoutingState:
+        """What the policy sees of workers that would begin it soon, for a request that has a place
+        where it is. Raises `Overloaded` if there are none, or others wait for them."""
+        state = self._state(now, question)
+        work = self._config.hold_work if self._holding(state) else inf
+        workers = tuple(worker for worker in state.workers if _open(worker, now, work))
+        if not workers or question.model in self._queues:
+            raise Overloaded(
+                "every other worker has enough to do",
+                retry_after=self._drain_time(now, question.model, state.workers),
+            )
+        return replace(state, workers=workers)
+
+    def _refuse_hopeless(self, now: Seconds, question: RouteRequest, state: RoutingState) -> None:
+        """Raises `Overloaded` if the client's own limit cannot be kept by anybody."""
+        queue = self._queues.get(question.model)
+        ahead = 0.0
+        if queue is not None:
+            cost = self._least_cost(now, question, state.workers)
+            ahead = queue.ahead(question, cost, now) / self._pace(
+                now, question.model, state.workers
+            )
+        self._refuse_late(now, question, state, ahead)
+
+    def _refuse_late(
+        self, now: Seconds, question: RouteRequest, state: RoutingState, ahead: Seconds
+    ) -> None:
+        """Raises `Overloaded` if that wait, to come or passed, leaves it no fair chance."""
+        age = max(self.pool.load_age(now, worker.node) for worker in state.workers)
+        name = self.pool.model_of(state.workers[0].node)
+        alone = chance = best_chance(self.predictor, name, question, state, 0.0, age)
+        if ahead:
+            chance = best_chance(self.predictor, name, question, state, ahead, age)
+        if not worth_waiting(chance, alone):
+            raise too_late(question, self._drain_time(now, question.model, state.workers))
+
+    def _refuse_endless(
+        self, now: Seconds, question: RouteRequest, workers: tuple[WorkerView, ...], cost: Seconds
+    ) -> None:
+        """Raises `Overloaded` if it would wait for most of its time."""
+        queue = self._queues.get(question.model)
+        if queue is None or question.deadline is None or question.attempt:
+            return  # who was let in before is not sent away
+        wait = queue.ahead(question, cost, now) / self._pace(now, question.model, workers)
+        if wait > MAX_WAIT_SHARE * question.deadline:
+            drain = self._drain_time(now, question.model, workers)
+            raise waits_too_long(wait, question.deadline, drain)
+
+    def _hold(
+        self,
+        now: Seconds,
+        asker: NodeLife,
+        question: RouteRequest,
+        workers: tuple[WorkerView, ...],
+        answer: Callable[[PlacedRequest | PdserveError], None],
+    ) -> QueuedRequest:
+        self._make_room(now, question, workers)
+        deadline = None if question.deadline is None else now + question.deadline
+        cost = self._least_cost(now, question, workers)
+        self._refuse_endless(now, question, workers, cost)
+        self._asked += 1
+        item = QueuedRequest(question, asker, answer, now, cost, deadline, self._asked)
+        queue = self._queues.get(question.model)
+        if queue is None:
+            queue = self._queues[question.model] = AdmissionQueue(self._config.queue_order)
+            self._paces[question.model] = DrainRate(now)
+        elif queue.wishes:  # who waits there need not be why this one would
+            self.stirred = True
+        queue.push(item)
+        self.numbers.held += 1
+        return item
+
+    def _make_room(
+        self, now: Seconds, question: RouteRequest, workers: tuple[WorkerView, ...]
+    ) -> None:
+        """Raises `Overloaded` at a bound, unless somebody less important can go instead. Who was
+        let in before comes on top: of those there are no more than were placed."""
+        queue = self._queues.get(question.model)
+        if queue is None or question.attempt:
+            return
+        size = sum(one.bytes for one in self._queues.values())
+        drain = self._drain_time(now, question.model, workers)
+        refusal = over_bound(self._config, len(queue), size, drain)
+        if refusal is None:
+            return
+        victim = queue.last_below(question.priority)
+        if victim is None:
+            raise refusal
+        self._drop(victim, refusal)
+
+    def _least_cost(
+        self, now: Seconds, question: RouteRequest, workers: tuple[WorkerView, ...]
+    ) -> Seconds:
+        """Predicted time where most of the prompt is cached: what orders the queue."""
+        found = self.index.find(now, _reusable(question), question.names_id).overlaps
+        most = max((found.get(w.node, 0) for w in workers), default=0) if found else 0
+        cached = min(most * question.block_size, max(0, question.prompt_tokens - 1))
+        model = self.predictor.model(self.pool.model_of(workers[0].node))
+        return model.prefill(question.prompt_tokens, cached)
+
+    def _drain_time(self, now: Seconds, model: str, workers: tuple[WorkerView, ...]) -> Seconds:
+        queue = self._queues.get(model)
+        held = queue.work / self._pace(now, model, workers) if queue else 0.0
+        return drain_time(now, workers, held, self._config.retry_after)
+
+    def _pace(self, now: Seconds, model: str, workers: tuple[WorkerView, ...]) -> float:
+        """Held work that is begun per second."""
+        pace = self._paces.get(model)
+        return len(workers) if pace is None else pace.rate(now, len(workers))
+
+    # ------------------------------------------------------------------ one decision
+
+    def _candidates(self, now: Seconds, question: RouteRequest) -> tuple[WorkerView, ...]:
+        """Who may take it. Raises what it is refused with."""
+        return self._among(question, self.pool.view(now, question.model))
+
+    def _among(self, question: RouteRequest, model: ModelView) -> tuple[WorkerView, ...]:
+        adapted = self.pool.with_lora(question.lora) if question.lora else None
+        found = candidates(question, model, adapted)
+        if isinstance(found, RouteRejection):
+            raise found.error(self._config.retry_after)
+        return found
+
+    def _state(self, now: Seconds, question: RouteRequest) -> RoutingState:
+        """What the policy sees. Raises what the question is refused with."""
+        model = self.pool.view(now, question.model)
+        workers = self._among(question, model)
+        if self.bookings.full:
+            raise Overloaded(
+                f"this router has {len(self.bookings)} requests under way, as many as it may",
+                retry_after=self._drain_time(now, question.model, workers),
+            )
+        last = model.last
+        if last is None:  # routers that start together should not begin at the same worker
+            last = self._random.choice(workers).node
+        index, queue = self.index, self._queues.get(question.model)
+        found = index.find(now, _reusable(question), question.names_id)
+        routed = self._wants_routed
+        return RoutingState(
+            workers=workers,
+            last=last,
+            count=self.numbers.placed,
+            now=now,
+            overlaps=found.overlaps,
+            lower=found.lower,
+            routed=index.routed(now, question.names) if routed else _NOTHING,
+            routed_blocks=index.routed_blocks() if routed else _NOTHING,
+            model=self.predictor.model(self.pool.model_of(workers[0].node)),
+            elsewhere=self._elsewhere(self.pool.model_of(workers[0].node)),
+            held=len(queue) if queue else 0,
+        )
+
+    def _place(
+        self,
+        now: Seconds,
+        asker: NodeLife,
+        question: RouteRequest,
+        state: RoutingState,
+        held: Seconds = 0.0,
+    ) -> PlacedRequest:
+        """The policy's choice, charged. Raises `ConfigError` if the policy fails."""
+        chosen = self._choose(question, state)
+        worker = NodeLife(chosen.node, chosen.epoch)
+        cached = state.cached_tokens(question, chosen)
+        goes = state.elsewhere if state.goes_elsewhere(question, chosen) else None
+        work = state.model.prefill(question.prompt_tokens, cached) * chosen.speed
+        if goes is not None:  # it is in nobody's way there
+            work = 0.0
+        ttft = state.ttft(question, chosen)
+        name = self.pool.model_of(chosen.node)
+        policy = self._policy_name(name)
+        dispatch = DecisionBasis(
+            name,
+            policy,
+            ttft,
+            chosen.sequences,
+            chosen.kv_tokens,
+            self.pool.load_age(now, chosen.node),
+            None if goes is None else goes.wait,
+            question.attempt,
+            bool(question.allowed or question.lora),
+        )
+        self.index.placed(now, worker, question.names, question.names_id)  # may raise: charge last
+        booking = self.bookings.place(
+            now, worker, asker, question.n, question.prompt_tokens, cached, work, dispatch
+        )
+        self.pool.chosen(question.model, chosen.node)
+        self.numbers.placed += 1
+        self.decisions[policy] += 1
+        overlap = state.overlaps.get(chosen.node, 0)
+        routed = RouteDecision(worker.node, worker.epoch, booking.id, policy, overlap, ttft, held)
+        return PlacedRequest(booking, routed)
+
+    def _choose(self, question: RouteRequest, state: RoutingState) -> WorkerView:
+        """Not `NoWorker` for a failure: frontends would take this router for one that has just
+        joined."""
+        try:
+            chosen = self._policy(question, state, self._random)
+            _check_offered(chosen, state)
+        except Exception as error:
+            _log.exception("the policy %s failed", self._config.policy)
+            words = "this router's log says how"
+            raise ConfigError(f"the policy {self._config.policy} failed; {words}") from error
+        return chosen
+
+    def _policy_name(self, model: str) -> str:
+        poor = self.predictor.model(model)
+        if poor.blind:
+            return f"{self._config.policy} (requests)"
+        if self.predictor.poor(model):
+            return f"{self._config.policy} (tokens)"
+        return self._config.policy
+
+    # ------------------------------------------------------------------ who waits
+
+    def _may_go(self, now: Seconds, model: str, state: RoutingState) -> bool:
+        """Somebody is open, or nobody is ever held."""
+        if not self._holding(state):
+            return True
+        work = self._config.hold_work
+        return any(_open(worker, now, work) for worker in state.workers)
+
+    def _holding(self, state: RoutingState) -> bool:
+        """Predictions that are known to be off would only keep workers idle."""
+        if self._config.hold_work <= 0:
+            return False
+        return not self.predictor.poor(self.pool.model_of(state.workers[0].node))
+
+    def look(self, now: Seconds) -> None:
+        """Let go whoever can. Answers are called from here; they may ask, not look."""
+        if self._looking:
+            return
+        self.stirred, self._looking = False, True
+        try:
+            for model in list(self._queues):
+                self._expire(now, model)
+                self._let_go(now, model)
+        finally:
+            self._looking = False
+
+    def _expire(self, now: Seconds, model: str) -> None:
+        queue = self._queues.get(model)
+        for item in queue.expired(now) if queue is not None else ():
+            self._drop(item, self._overdue(now, item))
+
+    def _overdue(self, now: Seconds, item: QueuedRequest) -> PdserveError:
+        held, question = now - item.arrived, item.question
+        if item.deadline is None or now < item.deadline:
+            workers = self.pool.view(now, question.model).sound
+            return too_late(question, self._drain_time(now, question.model, workers))
+        return DeadlineExceeded(
+            f"the deadline passed while it waited {held:.1f} s in the router for a worker"
+        )
+
+    def _drop(self, item: QueuedRequest, error: PdserveError) -> None:
+        """Answer it with an error, unless an answer to another has made it go away."""
+        queue = self._queues.get(item.question.model)
+        if queue is None or not queue.remove(item):
+            return
+        self._forget_empty(item.question.model)
+        if isinstance(error, DeadlineExceeded):
+            self.numbers.expired += 1
+        else:
+            self.numbers.refused += 1
+        item.answer(error)
+
+    def _forget_empty(self, model: str) -> None:
+        if not self._queues[model]:
+            del self._queues[model], self._paces[model]
+
+    def _let_go(self, now: Seconds, model: str) -> None:
+        """Place the first in order, as long as somebody is open."""
+        self._refuse_impossible(now, model)
+        while (queue := self._queues.get(model)) is not None:
+            fits = self._fits(now, queue, self.pool.view(now, model))
+            item = queue.take(fits) if fits else None
+            if item is None:
+                return
+            self._paces[model].began(now, item.cost)
+            self._forget_empty(model)
+            self._answer(now, item)
+
+    def _everybody(self, wishes: WorkerFilters, view: ModelView) -> WorkerSet:
+        """All that may be chosen; the same object until workers come, go or change."""
+        if wishes.everybody is None or wishes.version != view.version:
+            wishes.everybody = self._crowd(view.sound, view.doubtful)
+            wishes.version = view.version
+        return wishes.everybody
+
+    def _crowd(self, sound: Iterable[WorkerView], doubtful: Iterable[WorkerView]) -> WorkerSet:
+        names, others = (frozenset(worker.node for worker in some) for some in (sound, doubtful))
+        return WorkerSet(names, others, self.pool.with_lora)
+
+    def _answer(self, now: Seconds, item: QueuedRequest) -> None:
+        """Place one that was taken out of its queue."""
+        held = now - item.arrived
+        try:
+            state = self._state(now, item.question)
+            if item.question.slo_ttft is not None:
+                self._refuse_late(now, item.question, state, held)
+            outcome: PlacedRequest | PdserveError = self._place(
+                now, item.asker, item.question, state, held
+            )
+        except PdserveError as error:
+            self.numbers.refused += 1
+            outcome = error
+        except Exception:  # a bug: the asker leaves a router that fails inside
+            _log.exception("a question that had waited could not be placed")
+            self.numbers.refused += 1
+            outcome = _broken()
+        else:
+            self.numbers.held_seconds += held
+        item.answer(outcome)
+
+    def _refuse_impossible(self, now: Seconds, model: str) -> None:
+        """Questions that no worker can take any more need not wait. What can be taken changes only
+        when workers do, and was looked at when the question came."""
+        view = self.pool.view(now, model)
+        nobody = not (view.sound or view.doubtful)
+        queue = self._queues.get(model)
+        if queue is None or not (nobody or queue.wishes):
+            return
+        wishes = queue.wishes
+        everybody = self._everybody(wishes, view)
+        hopeless = {wish for wish in wishes if not wishes.possible(wish, everybody)}
+        if not (nobody or hopeless):
+            return
+        for item in [item for item in queue if nobody or item.wish in hopeless]:
+            try:
+                self._among(item.question, view)
+            except PdserveError as error:
+                self._drop(item, error)
+
+    def _fits(
+        self, now: Seconds, queue: AdmissionQueue, view: ModelView
+    ) -> Callable[[QueuedRequest], bool] | None:
+        """Whether a question can be placed at once; None: none can."""
+        work = self._config.hold_work
+        usual = view.sound or view.doubtful
+        if self.bookings.full or not usual:
+            return None
+        if not self._holding(RoutingState(usual, usual[0].node)):
+            return lambda item: item.deadline is None or now < item.deadline
+        sound, doubtful = (
+            [worker for worker in those if _open(worker, now, work)]
+            for those in (view.sound, view.doubtful)
+        )
+        if not (sound or doubtful):
+            return None
+        free = bool(sound if view.sound else doubtful)
+        wishes, open_ = queue.wishes, self._crowd(sound, doubtful)
+        everybody = self._everybody(wishes, view)
+
+        def fits(item: QueuedRequest) -> bool:
+            if item.deadline is not None and now + item.cost >= item.deadline:
+                return False  # not even its first token would come in time
+            wish = item.wish
+            return free if wish is None else wishes.is_open(wish, everybody, open_)
+
+        return fits
+
+    def next_look(self, now: Seconds) -> Seconds | None:
+        """When `look` may have something to do although nothing happens; None: nobody waits."""
+        if not self._queues:
+            return None
+        moments = [now + _LOOK_AGAIN]
+        for model, queue in self._queues.items():
+            if queue.next_deadline is not None:
+                moments.append(queue.next_deadline)
+            view = self.pool.view(now, model)
+            moments += [
+                moment
+                for worker in view.sound or view.doubtful
+                if (moment := _opening(worker, self._config.hold_work)) is not None
+                and moment > now - _LATE  # who has been open for longer is not what they wait for
+            ]
+        return max(now, min(moments)) + _LATE
+
+    def _held(self) -> Iterator[QueuedRequest]:
+        for queue in self._queues.values():
+            yield from queue
+
+    @property
+    def held(self) -> int:
+        """Questions that wait now."""
+        return sum(map(len, self._queues.values()))
+
+    def prediction(self) -> ErrorSummary | None:
+        """How times to first token compare with what was predicted, of the model that is off most;
+        None: too little is known."""
+        known = [each.all for each in self.predictor.calibration() if each.all.count]
+        return max(known, key=lambda summary: abs(log(max(summary.p50, _TINY))), default=None)
+
+    # ------------------------------------------------------------------ who had better move
+
+    def rebalance(self, now: Seconds) -> list[Booking]:
+        """Own bookings whose requests another worker would begin sooner; to be called a few times
+        a second, and their frontends to be told."""
+        groups = [group for model in self.pool.served() if (group := self._group(now, model))]
+        moves = self._rebalancer.look(now, groups)
+        found = [self.bookings.own_there(id) for id in moves]
+        self.numbers.moves_asked += len(moves)
+        return [booking for booking in found if booking is not None]
+
+    def _group(self, now: Seconds, model: str) -> RebalanceGroup | None:
+        """Who waits and who has room, of one model; None: nobody could move."""
+        workers = self.pool.view(now, model).sound
+        if len(workers) < 2 or not any(worker.prefills for worker in workers):
+            return None
+        movable = [one for worker in workers for one in self._waiting(now, worker)]
+        if not movable:
+            return None
+        learnt, speeds = self.predictor.model(model), {w.node: w.speed for w in workers}
+        places = [
+            RebalanceTarget(w.node, w.wait(now), w.max_sequences - w.sequences, w.prefills == 0)
+            for w in workers
+            if w.sequences < w.max_sequences and w.blocks_used <= _FULL * w.blocks_total
+        ]
+        return RebalanceGroup(
+            movable,
+            places,
+            lambda node, tokens: learnt.prefill(tokens, 0) * speeds[node],
+            trusted=not self.predictor.poor(model),
+        )
+
+    def _waiting(self, now: Seconds, worker: WorkerView) -> Iterator[WaitingBooking]:
+        """Own bookings there that may move: the worker has them, and has not begun them."""
+        report = self.pool.report_of(worker.node)
+        if report is None or not report.waiting:
+            return
+        since, unstarted = self.bookings.unstarted(worker.node)
+        those = waiting_bookings(now, unstarted, since, report.waiting)
+        if worker.decode and sum(one.prompt_tokens for one in those) > report.uncomputed_tokens:
+            return  # their KV is on its way, of some of them: moving would send it again
+        for one in those:
+            booking = self.bookings.own_there(one.booking)
+            dispatch = None if booking is None else booking.dispatch
+            if dispatch is None or dispatch.fixed or dispatch.attempt > MAX_ATTEMPTS:
+                continue
+            if dispatch.elsewhere_wait is None:  # else it waits for a prefill worker
+                yield one
+
+    # ------------------------------------------------------------------ explaining
+
+    def explain(self, now: Seconds, question: RouteRequest) -> RoutingPreview:
+        """What would be decided now, and why. Changes nothing."""
+        queue = self._queues.get(question.model)
+        held, policy = len(queue) if queue else 0, self._config.policy
+        adapted = self.pool.with_lora(question.lora) if question.lora else None
+        known = self.pool.workers(question.model)
+        found = self.index.find(now, _reusable(question), question.names_id).overlaps
+        wish = WorkerFilter.of(question)
+        standings = {
+            view.node: explain_eligibility(wish, view, how, adapted) for how, view in known
+        }
+        terms: Mapping[NodeId, Mapping[str, float]] = {}
+        chosen, ttft, refusal = None, None, ""
+        try:
+            state = self._state(now, question)
+        except PdserveError as error:
+            refusal = error.message
+        else:
+            policy = self._policy_name(self.pool.model_of(state.workers[0].node))
+            if isinstance(self._policy, Explains):
+                terms = self._policy.terms(question, state)
+            refusal = self._not_now(now, question, state)
+            if not refusal:
+                best = self._policy(question, state, Random(0))
+                chosen = best.node
+                work = state.model.prefill(
+                    question.prompt_tokens, state.cached_tokens(question, best)
+                )
+                ttft = best.wait(now) + work * best.speed
+        listed = tuple(
+            Candidate(
+                worker=node,
+                standing=how,
+                chosen=node == chosen,
+                overlap_blocks=found.get(node, 0),
+                terms={name: float(value) for name, value in terms.get(node, {}).items()},
+            )
+            for node, how in standings.items()
+        )
+        return RoutingPreview(
+            policy=policy,
+            candidates=listed,
+            worker=chosen,
+            refusal=refusal,
+            held=held,
+            predicted_ttft=ttft,
+        )
+
+    def _not_now(self, now: Seconds, question: RouteRequest, state: RoutingState) -> str:
+        """Why it would be refused or held; empty: it would go at once."""
+        if question.slo_ttft is not None:
+            try:
+                self._refuse_hopeless(now, question, state)
+            except Overloaded as error:
+                return error.message
+        if question.model in self._queues or not self._may_go(now, question.model, state):
+            return "held: every worker has enough to do"
+        return ""
+
+    # ------------------------------------------------------------------ for tests
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless every question is accounted for. O(all)."""
+        numbers = self.numbers
+        ends = numbers.placed + numbers.refused + numbers.expired + numbers.withdrawn
+        assert numbers.offered == ends + self.held
+        assert numbers.placed == self.bookings.placed
+        assert all(self._queues.values())
+        for queue in self._queues.values():
+            queue.check()
+        self.bookings.check()
+        self.index.check()
+
+
+def _open(worker: WorkerView, now: Seconds, work: Seconds) -> bool:
+    """It has little enough to do."""
+    return worker.sequences < worker.max_sequences and worker.wait(now) < work
+
+
+def _opening(worker: WorkerView, work: Seconds) -> Seconds | None:
+    """When it will be open, if time alone can do that."""
+    if worker.sequences >= worker.max_sequences or worker.work - 0.9 * worker.head >= work:
+        return None
+    return worker.as_of + worker.work - work
+
+
+_node = attrgetter("node")
+
+_TINY: Final = 1e-9
+_FULL: Final = 0.9
+"""A pool that is used beyond this is no place to move to."""
+_NOTHING: Final[Mapping[NodeId, int]] = MappingProxyType({})
+
+
+def _check_time(question: RouteRequest) -> None:
+    """Raises `DeadlineExceeded` for what has no time left."""
+    if question.deadline is not None and question.deadline <= 0:
+        raise DeadlineExceeded("the request's time had run out when it reached the router")
+
+
+def _leaving() -> PdserveError:
+    return Draining("this router is going away", retry_after=1.0)
+
+
+def _broken() -> PdserveError:
+    return PdserveError("the router failed inside; its log says how")
+
+
+def _check_offered(chosen: WorkerView, state: RoutingState) -> None:
+    """Raise `ValueError` if a policy has named somebody who may not have the question."""
+    workers, node = state.workers, chosen.node
+    index = bisect_left(workers, node, key=_node)  # they are sorted
+    if index == len(workers) or workers[index].node != node:
+        raise ValueError(f"the policy chose {node!r}, which it was not offered")

@@ -1,1 +1,0 @@
-"""What each worker already holds of a prompt, as its events tell it."""

@@ -1,1 +1,0 @@
-"""The prefill queues that a router owns."""

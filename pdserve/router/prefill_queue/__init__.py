@@ -1,0 +1,1 @@
+"""The prefill queues of a router: they assign prompts of decode workers to prefill workers."""

@@ -1,0 +1,1 @@
+"""The prefix index: which blocks each worker holds, by its KV events."""

@@ -1,0 +1,160 @@
+"""Which workers a question may go to: those its client wants, less those it failed at.
+
+Thousands of questions may wait, each with names of its own, and the router looks at all of them
+with every first token. So a wish becomes two sets once, when its question comes; equal wishes are
+one. What it allows is judged when workers come or go; whether it is open is one operation on sets
+per look, bounded by the names in the wish. Pure; a hold queue owns one `WorkerFilters`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from collections.abc import Set as AbstractSet
+
+    from pdserve.ids import Bytes, NodeId
+    from pdserve.messages.routing import RouteRequest
+
+__all__ = ["WorkerFilter", "WorkerFilters", "WorkerSet", "filter_bytes"]
+
+_NAME_BYTES: Final[Bytes] = 160
+"""Of a name in a question beyond its letters: the text's head, a place in a tuple and in a set."""
+
+_Key = tuple[frozenset["NodeId"], frozenset["NodeId"], str]
+
+
+@dataclass(slots=True, eq=False)
+class WorkerSet:
+    """Some workers of a model, as names: all that may be chosen, or those that are open."""
+
+    sound: frozenset[NodeId]
+    doubtful: frozenset[NodeId]
+    adapted: Callable[[str], AbstractSet[NodeId]]
+    """Workers that have an adapter."""
+    _with: dict[str, WorkerSet] = field(default_factory=dict)
+
+    def having(self, lora: str) -> WorkerSet:
+        """Those of them that have the adapter; looked up once each."""
+        if not lora:
+            return self
+        found = self._with.get(lora)
+        if found is None:
+            names = frozenset(self.adapted(lora))
+            found = WorkerSet(self.sound & names, self.doubtful & names, self.adapted)
+            self._with[lora] = found
+        return found
+
+
+class WorkerFilter:
+    """What some questions want; judged once per crowd."""
+
+    __slots__ = (
+        "_wanted",
+        "allowed",
+        "doubtful",
+        "everybody",
+        "excluded",
+        "is_open",
+        "lora",
+        "open",
+        "possible",
+        "questions",
+    )
+
+    def __init__(self, allowed: frozenset[NodeId], excluded: frozenset[NodeId], lora: str) -> None:
+        self.allowed = allowed
+        """Empty: all."""
+        self.excluded = excluded
+        self.lora = lora
+        self.questions = 0
+        """That wait with it."""
+        self._wanted = allowed - excluded
+        # What `WorkerFilters` found out, and of which crowds.
+        self.everybody: WorkerSet | None = None
+        self.possible = False
+        self.doubtful = False
+        """Only doubtful workers may take it."""
+        self.open: WorkerSet | None = None
+        self.is_open = False
+
+    @classmethod
+    def of(cls, question: RouteRequest) -> WorkerFilter:
+        """A question's own."""
+        return cls(frozenset(question.allowed), frozenset(question.excluded), question.lora)
+
+    @property
+    def key(self) -> _Key:
+        return (self.allowed, self.excluded, self.lora)
+
+    def takes(self, worker: NodeId) -> bool:
+        """Whatever adapters it has."""
+        return worker not in self.excluded and (not self.allowed or worker in self.allowed)
+
+    def meets(self, workers: frozenset[NodeId]) -> bool:
+        """Some of them may take it. Costs as many look-ups as it has names, at most."""
+        if self.allowed:
+            return not self._wanted.isdisjoint(workers)
+        return not self.excluded.issuperset(workers)
+
+
+class WorkerFilters:
+    """Those of the questions of one queue that not every worker may take."""
+
+    def __init__(self) -> None:
+        self.judged = 0
+        """How often a wish was compared with a crowd."""
+        self.everybody: WorkerSet | None = None
+        """All workers that may be chosen, as of `version` of the model's view."""
+        self.version = 0
+        self._known: dict[_Key, WorkerFilter] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __iter__(self) -> Iterator[WorkerFilter]:
+        return iter(self._known.values())
+
+    def add(self, question: RouteRequest) -> WorkerFilter | None:
+        """The wish of a question that waits from now on; None: any worker may take it."""
+        if not (question.excluded or question.allowed or question.lora):
+            return None
+        wish = WorkerFilter.of(question)
+        wish = self._known.setdefault(wish.key, wish)
+        wish.questions += 1
+        return wish
+
+    def remove(self, wish: WorkerFilter) -> None:
+        """A question waits no more."""
+        wish.questions -= 1
+        if not wish.questions:
+            del self._known[wish.key]
+
+    def possible(self, wish: WorkerFilter, everybody: WorkerSet) -> bool:
+        """Some worker may take it, open or not."""
+        if wish.everybody is not everybody:
+            self.judged += 1
+            crowd = everybody.having(wish.lora)
+            sound = wish.meets(crowd.sound)
+            wish.doubtful = not sound
+            wish.possible = sound or wish.meets(crowd.doubtful)
+            wish.everybody = everybody
+        return wish.possible
+
+    def is_open(self, wish: WorkerFilter, everybody: WorkerSet, open_: WorkerSet) -> bool:
+        """An open worker may take it. Doubtful ones only if no sound one may, open or not."""
+        if wish.open is not open_:
+            possible = self.possible(wish, everybody)
+            self.judged += 1
+            crowd = open_.having(wish.lora)
+            wish.is_open = possible and wish.meets(crowd.doubtful if wish.doubtful else crowd.sound)
+            wish.open = open_
+        return wish.is_open
+
+
+def filter_bytes(question: RouteRequest) -> Bytes:
+    """What the names of a question's wish occupy, about."""
+    names = (*question.allowed, *question.excluded)
+    return len(question.lora) + sum(map(len, names)) + _NAME_BYTES * len(names)

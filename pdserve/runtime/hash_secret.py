@@ -1,0 +1,290 @@
+"""How all nodes come to name blocks with one secret, without anybody having to hand one out.
+
+Everybody's card says which secret the node holds, by id, and how it came by it: its *birth*.
+Of two, the smaller (birth, id) is the better one, and everybody turns to the best that it hears of:
+
+    0       the node's own --hash-secret-file: it never turns to another
+    1       learned from such a node
+    else    drawn by some node at its first need, at this time (Unix milliseconds)
+
+So a file wins over what was drawn, the earliest drawn one over later ones, and a file that was
+replaced over what others remember of the old one. The order is total: whatever the order of
+starts, splits and mergers, who hear of each other end with the same secret. A secret that was
+just drawn is told to nobody before this node has heard what the others have, and gives way to any
+of theirs: a restart, or a clock that is wrong, costs the cluster nothing.
+
+The secret itself travels only by request, over authenticated links. What it is used for is its
+listeners' business. One per node, for as long as that lives.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pdserve.blocks.hashing import SHORT_HASH_BYTES, hash_secret_id
+from pdserve.errors import PdserveError
+from pdserve.messages.hash_secret import HashSecret, HashSecretQuery
+from pdserve.runtime.registry import MemberChanged
+from pdserve.runtime.rpc_methods import SECRET
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from pdserve.ids import NodeId, Seconds
+    from pdserve.net.base import IncomingCall
+    from pdserve.observe.degraded import Degradations
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import Member, MemberEvent
+
+__all__ = ["GIVEN", "LEARNED", "HashSecrets", "SecretClaim", "SecretOffers", "held_by", "offers_of"]
+
+_log = logging.getLogger(__name__)
+
+GIVEN: Final = 0
+LEARNED: Final = 1
+_FIRST_DRAWN: Final = 2
+
+SECRET_BYTES: Final = 32
+"""Of a secret that is drawn."""
+
+_PATIENCE: Final[Seconds] = 2.0
+"""For one node to give its secret."""
+_RETRY: Final[Seconds] = 1.0
+"""Before the next is asked."""
+_HUSH: Final[Seconds] = 3.0
+"""A drawn secret is told after this at the latest, though some cards are still missing."""
+_COMPLAIN: Final = 3
+"""Failures in a row after which the wait is a degradation."""
+
+_DIFFER: Final = "hash_secrets_differ"
+_MISSING: Final = "hash_secret_missing"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SecretClaim:
+    """Which secret, and how good it is: the smaller the better."""
+
+    birth: int
+    id: bytes
+
+    @property
+    def adopted(self) -> SecretClaim:
+        """The same in the hands of one who learned it."""
+        return SecretClaim(max(self.birth, LEARNED), self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class SecretOffers:
+    """What the other nodes hold, by node, and whether more may be heard of soon."""
+
+    claims: Mapping[NodeId, SecretClaim]
+    complete: bool
+    """Every member's card is known."""
+
+    def better(self, own: SecretClaim | None, *, told: bool) -> SecretClaim | None:
+        """What to turn to from `own`; None: nothing. `told`: the others may rely on `own`."""
+        if own is not None and own.birth == GIVEN:
+            return None
+        best = min(self.claims.values(), default=None)
+        if best is None or own is None:
+            return best
+        if best.id == own.id:
+            # No other secret, but maybe a better birth: that of whoever had it first.
+            return best if best.adopted < own else None
+        return best if best < own or not told else None
+
+    def holders(self, id: bytes) -> list[NodeId]:
+        """Who can give that secret."""
+        return sorted(node for node, claim in self.claims.items() if claim.id == id)
+
+    def rivals(self, own: SecretClaim | None) -> list[NodeId]:
+        """Nodes whose file holds another secret than the best file's: this node's own, if any."""
+        given = {node: claim for node, claim in self.claims.items() if claim.birth == GIVEN}
+        right = own if own is not None and own.birth == GIVEN else min(given.values(), default=own)
+        return sorted(node for node, c in given.items() if right is None or c.id != right.id)
+
+
+def held_by(member: Member) -> SecretClaim | None:
+    """What a member's card says."""
+    card = member.card
+    if card is None or len(card.names_id) != SHORT_HASH_BYTES or card.names_birth < GIVEN:
+        return None
+    return SecretClaim(card.names_birth, card.names_id)
+
+
+def offers_of(members: Iterable[Member]) -> SecretOffers:
+    """What all members' cards say."""
+    everybody = list(members)
+    claims = {member.node: held_by(member) for member in everybody}
+    return SecretOffers(
+        {node: claim for node, claim in claims.items() if claim is not None},
+        all(member.card is not None for member in everybody),
+    )
+
+
+class HashSecrets:
+    """See above."""
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        entropy: Callable[[int], bytes],
+        wall: Callable[[], Seconds],
+        degradations: Degradations,
+        given: bytes | None = None,
+    ) -> None:
+        """`given`: the content of this node's own file, if it has one."""
+        self._node = node
+        self._entropy = entropy
+        self._wall = wall
+        self._degradations = degradations
+        self._secret = b""
+        self._claim: SecretClaim | None = None
+        self._told = False
+        self._drawn_at: Seconds = 0.0
+        self._fetching = False
+        self._failures = 0
+        self._complaint: tuple[NodeId, ...] = ()
+        self._listeners: list[Callable[[bytes], None]] = []
+        node.serve(SECRET, self._give)
+        if given is not None:
+            self._take(given, SecretClaim(GIVEN, hash_secret_id(given)))
+        node.on_member(self._on_member)
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def secret(self) -> bytes:
+        """What this node names blocks with; empty: it knows none yet."""
+        return self._secret
+
+    @property
+    def claim(self) -> SecretClaim | None:
+        """Which that is."""
+        return self._claim
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        """Call `listener` with every secret that this node turns to from now on."""
+        self._listeners.append(listener)
+
+    def need(self) -> bytes:
+        """The secret; drawn now if this node knows none."""
+        if not self._secret:
+            drawn = self._entropy(SECRET_BYTES)
+            birth = max(_FIRST_DRAWN, int(self._wall() * 1000))
+            self._secret, self._claim = drawn, SecretClaim(birth, hash_secret_id(drawn))
+            self._drawn_at = self._node.now()
+            self._node.timers.call_later(_HUSH, self._look)
+            self._look()
+        return self._secret
+
+    # ------------------------------------------------------------------ the others
+
+    def _on_member(self, event: MemberEvent) -> None:
+        """Whatever concerns cards: who appears has none yet, whose card is gone offers nothing."""
+        if not isinstance(event, MemberChanged) or event.member.card is not event.before.card:
+            self._look()
+
+    def _look(self) -> None:
+        offers = offers_of(self._node.registry)
+        self._judge(offers)
+        best = offers.better(self._claim, told=self._told)
+        if best is not None:
+            self._turn_to(best, offers)
+            return
+        if self._failures:  # whoever held a better one is gone
+            self._succeeded()
+        if self._claim is not None and not self._told:
+            heard = offers.complete or self._node.now() - self._drawn_at >= _HUSH
+            if heard and self._node.joined:
+                self._tell()
+
+    def _turn_to(self, best: SecretClaim, offers: SecretOffers) -> None:
+        if self._claim is not None and best.id == self._claim.id:
+            self._take(self._secret, best.adopted)
+        elif not self._fetching and not self._node.tasks.closed:
+            self._fetching = True
+            holders = offers.holders(best.id)
+            holder = holders[self._failures % len(holders)]
+            _ = self._node.tasks.spawn(self._fetch(holder, best), "hash secret")
+
+    async def _fetch(self, holder: NodeId, claim: SecretClaim) -> None:
+        """Ask one; whatever comes of it, look again."""
+        try:
+            link = await self._node.link(holder, timeout=_PATIENCE)
+            answer = await link.request(SECRET, HashSecretQuery(claim.id), timeout=_PATIENCE)
+        except PdserveError as error:
+            self._failed(f"{holder} does not give it: {error.message}")
+            return
+        finally:
+            self._fetching = False
+        if answer.secret and hash_secret_id(answer.secret) == claim.id:
+            self._succeeded()
+            self._turn(answer.secret, claim)
+        else:
+            self._failed(f"{holder} holds another one by now")
+
+    def _succeeded(self) -> None:
+        self._failures = 0
+        self._degradations.clear(_MISSING)
+
+    def _failed(self, why: str) -> None:
+        self._failures += 1
+        if self._failures >= _COMPLAIN:
+            self._degradations.add(
+                _MISSING,
+                f"this node does not have the cluster's hash secret: {why}; until it has, its "
+                "blocks are found by nobody else. Check that the nodes reach each other",
+            )
+        self._node.timers.call_later(_RETRY, self._look)
+
+    def _turn(self, secret: bytes, claim: SecretClaim) -> None:
+        """It came; maybe too late to be the best."""
+        offers = offers_of(self._node.registry)
+        own = self._claim
+        given = own is not None and own.birth == GIVEN
+        if not given and (own is None or claim < own or not self._told):
+            self._take(secret, claim.adopted)
+        self._judge(offers)
+        self._look()
+
+    def _take(self, secret: bytes, claim: SecretClaim) -> None:
+        renamed, changed = self._told, secret != self._secret
+        self._secret, self._claim = secret, claim
+        self._tell()
+        if changed:
+            # Nobody knew one that was drawn and not told: giving way is how every node starts.
+            level = logging.INFO if renamed else logging.DEBUG
+            _log.log(level, "blocks are named with secret %s from now on", claim.id.hex())
+            for listener in self._listeners:
+                listener(secret)
+
+    def _tell(self) -> None:
+        assert self._claim is not None
+        self._told = True
+        self._node.publish_names(self._claim.id, self._claim.birth)
+
+    def _judge(self, offers: SecretOffers) -> None:
+        """Files that differ divide the cluster, and nobody but a person can mend that."""
+        rivals = tuple(offers.rivals(self._claim))
+        if rivals == self._complaint:
+            return
+        self._complaint = rivals
+        self._degradations.clear(_DIFFER)
+        if rivals:
+            self._degradations.add(
+                _DIFFER,
+                f"{', '.join(rivals)} {'have' if len(rivals) > 1 else 'has'} another hash secret "
+                "than the rest, so prefixes in their caches are not found: give all nodes the "
+                "same --hash-secret-file",
+            )
+
+    # ------------------------------------------------------------------ for the others
+
+    def _give(self, question: HashSecretQuery, call: IncomingCall) -> HashSecret:
+        own = self._claim
+        held = own is not None and own.id == question.names_id
+        return HashSecret(self._secret if held else b"")

@@ -1,0 +1,87 @@
+"""Numbers of all requests, one-way messages and streams between nodes.
+
+Numbers are 16 bits, chosen once and never reused. Those of topics stand with them.
+
+    0x0100-0x010f  membership      gossip/messages.py, gossip/service.py
+    0x0200-0x020f  reserved        `RESERVED`
+    0x0210-0x021f  topics          runtime/topics
+    0x0300-0x030f  routers         here, messages/handoff.py
+    0x0310-0x031f  workers         here, messages/worker_stream.py
+    0x0320-0x032f  any node        here
+    0x0330         the hash secret here
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.messages.handoff import (
+    AttemptAck,
+    AttemptFailed,
+    AttemptOpened,
+    DisaggSet,
+    KvFetch,
+    KvFetchReply,
+    LeasesRenewed,
+    NotifyHandoff,
+    OpenAttempt,
+    RenewLeases,
+    SetDisagg,
+    TransportCall,
+    TransportReply,
+    WithdrawAttempt,
+)
+from pdserve.messages.hash_secret import HashSecret, HashSecretQuery
+from pdserve.messages.routing import RouteDecision, RouteRequest, RoutingPreview
+from pdserve.messages.status import (
+    ClusterStatus,
+    DrainOrder,
+    DrainState,
+    MetricPage,
+    NodeReport,
+    Scrape,
+    StatusQuery,
+)
+from pdserve.wire.codec import Method
+
+RESERVED: Final = range(0x0200, 0x0210)
+"""Numbers not to be reused: releases 0.1 and 0.2 had four of these for messages that no role sent.
+"""
+
+ROUTE: Final = Method(0x0300, "route", RouteRequest, RouteDecision)
+"""A frontend asks a router for a worker."""
+RELEASE: Final = 0x0301
+"""A frontend ends a booking at a router: `Release`."""
+MOVE: Final = 0x0303
+"""A router suggests to a frontend to move a request: `Move`."""
+EXPLAIN: Final = Method(0x0302, "explain", RouteRequest, RoutingPreview)
+"""Asks a router how it would decide, and why; nothing is booked."""
+
+OPEN_ATTEMPT: Final = Method(0x0311, "open attempt", OpenAttempt, AttemptOpened)
+"""A prefill worker asks a decode worker for blocks to fill."""
+RENEW: Final = Method(0x0312, "renew", RenewLeases, LeasesRenewed)
+"""A prefill worker renews its leases at a decode worker."""
+NOTIFY: Final = Method(0x0313, "notify", NotifyHandoff, AttemptAck)
+"""A prefill worker tells a decode worker that a request is prefilled."""
+ATTEMPT_FAILED: Final = Method(0x0314, "attempt failed", AttemptFailed, AttemptAck)
+"""A prefill worker reports a failed attempt."""
+WITHDRAW: Final = Method(0x0315, "withdraw", WithdrawAttempt, AttemptAck)
+"""A decode worker cancels an attempt."""
+TRANSFER: Final = Method(0x0316, "transfer", TransportCall, TransportReply)
+"""Transport control messages between two workers."""
+DISAGG: Final = Method(0x0317, "disagg", SetDisagg, DisaggSet)
+"""An operator sets a decode worker's disaggregation policy."""
+HAND_OVER: Final = Method(0x0318, "hand over", KvFetch, KvFetchReply)
+"""A worker asks another for the KV of a sequence that it holds."""
+
+STATUS: Final = Method(0x0320, "status", StatusQuery, ClusterStatus)
+"""Asks a node for its view of the whole cluster."""
+REPORT: Final = Method(0x0321, "report", StatusQuery, NodeReport)
+"""Asks a node for its own report."""
+SCRAPE: Final = Method(0x0322, "scrape", Scrape, MetricPage)
+"""A frontend asks another process on its port for its metrics."""
+DRAIN: Final = Method(0x0323, "drain", DrainOrder, DrainState)
+"""An operator asks a node to drain."""
+
+SECRET: Final = Method(0x0330, "hash secret", HashSecretQuery, HashSecret)
+"""A node asks another for its hash secret (`runtime.hash_secret`)."""

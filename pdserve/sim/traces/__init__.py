@@ -1,1 +1,0 @@
-"""Who asks what, and when: traces of real services and generated ones, as one kind of record."""

@@ -1,0 +1,1 @@
+"""Reads traces of real services and generates synthetic ones, as one record type."""

@@ -1,0 +1,172 @@
+"""Reads traces in tables (CSV with a header, or JSON lines): arrival times and lengths.
+
+The traces have no prompts, so two requests never share a prefix. Azure's CSV is one of them;
+`--columns` names the columns of others. A time is in seconds, or an ISO 8601 date and time.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from pdserve.errors import ConfigError
+from pdserve.sim.workloads.lines import bad_line, read_lines
+from pdserve.sim.workloads.trace_request import TraceRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from pdserve.ids import Seconds
+
+__all__ = ["Columns", "TableTrace", "columns_of", "known_columns"]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Names of the three columns that a replay needs."""
+
+    at: str
+    """Arrival times."""
+    input: str
+    """Prompt lengths in tokens."""
+    output: str
+    """Answer lengths in tokens."""
+    scale: float = 1.0
+    """Seconds per unit of a time that is a number."""
+
+
+_KNOWN: Final = (
+    Columns("TIMESTAMP", "ContextTokens", "GeneratedTokens"),  # Azure
+    Columns("Timestamp", "Request tokens", "Response tokens"),  # BurstGPT
+    Columns("arrived_at", "num_prefill_tokens", "num_decode_tokens"),  # Vidur
+    Columns("at", "input", "output"),
+    Columns("timestamp", "input_length", "output_length", 0.001),  # Mooncake without its blocks
+)
+_EXAMPLE: Final = "--columns at=NAME,input=NAME,output=NAME"
+
+
+def columns_of(text: str) -> Columns:
+    """Of `at=NAME,input=NAME,output=NAME`; `at_ms` for times in milliseconds.
+
+    Errors: `ConfigError`.
+    """
+    named: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals or not value.strip():
+            raise ConfigError(f"--columns: {part!r} is not of the form name=column ({_EXAMPLE})")
+        named[name.strip()] = value.strip()
+    scale = 0.001 if "at_ms" in named else 1.0
+    at = named.pop("at_ms", None) or named.pop("at", None)
+    if at is None or set(named) != {"input", "output"}:
+        raise ConfigError(f"--columns {text!r}: name at (or at_ms), input and output: {_EXAMPLE}")
+    return Columns(at, named["input"], named["output"], scale)
+
+
+def known_columns(header: Sequence[str]) -> Columns | None:
+    """The columns of a header whose names are known."""
+    return next((one for one in _KNOWN if set(_names(one)) <= set(header)), None)
+
+
+def _names(columns: Columns) -> tuple[str, str, str]:
+    return columns.at, columns.input, columns.output
+
+
+class TableTrace:
+    """The requests of a file, read anew by each iteration."""
+
+    def __init__(self, path: Path, columns: Columns | None = None) -> None:
+        """`columns`: None for a header whose names are known."""
+        self._path = path
+        self._columns = columns
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """Raises `ConfigError` at the first bad line."""
+        columns = self._columns
+        begin: Seconds | None = None
+        for count, (number, row) in enumerate(_rows(self._path)):
+            columns = columns or self._known(number, row)
+            try:
+                at, prompt, output = _parse(row, columns)
+            except (ValueError, TypeError) as error:
+                what = f"{error}; expected a time and two lengths, {_EXAMPLE} names their columns"
+                raise bad_line(self._path, number, what) from None
+            begin = at if begin is None else begin
+            if at < begin:
+                raise bad_line(self._path, number, "is earlier than the first: sort the file")
+            # An engine answers with one token at least.
+            yield TraceRequest(count, at - begin, ((count, prompt),), max(1, output))
+
+    def _known(self, number: int, row: Mapping[str, Any]) -> Columns:
+        columns = known_columns(list(row))
+        if columns is None:
+            what = f"the columns are {', '.join(map(str, row))}: name three of them by {_EXAMPLE}"
+            raise bad_line(self._path, number, what)
+        return columns
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(line number, fields by column)."""
+    lines = read_lines(path)
+    first, head = next(lines, (1, b""))
+    if head.startswith(b"{"):
+        for number, text in ((first, head), *lines):
+            yield number, _object(path, number, text)
+        return
+    names = [name.strip() for name in _split(path, first, head.decode("utf-8-sig", "replace"))]
+    for number, text in lines:
+        values = _split(path, number, text.decode("utf-8", "replace"))
+        if len(values) != len(names):
+            raise bad_line(path, number, f"{len(values)} fields, the header has {len(names)}")
+        yield number, dict(zip(names, values, strict=True))
+
+
+def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise bad_line(path, number, f"{error}; expected one JSON object per line") from None
+
+
+def _split(path: Path, number: int, line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error as error:
+        raise bad_line(path, number, f"{error}; expected fields with commas between them") from None
+
+
+def _parse(row: Mapping[str, Any], columns: Columns) -> tuple[Seconds, int, int]:
+    missing = [name for name in _names(columns) if name not in row]
+    if missing:
+        raise ValueError(f"there is no column {', '.join(missing)}")
+    prompt, output = _length(row[columns.input]), _length(row[columns.output])
+    if prompt < 1 or output < 0:
+        raise ValueError(f"lengths {prompt} and {output}")
+    return _time(row[columns.at], columns.scale), prompt, output
+
+
+def _length(value: Any) -> int:
+    number = float(value)
+    if number != int(number):
+        raise ValueError(f"{value!r} is not a whole number of tokens")
+    return int(number)
+
+
+def _time(value: Any, scale: float) -> Seconds:
+    """Seconds, from a number or from a date and time (of UTC, where it names no zone)."""
+    try:
+        return float(value) * scale
+    except ValueError:
+        pass
+    # Seven digits of a second, one more than a datetime holds.
+    whole, dot, fraction = str(value).strip().partition(".")
+    digits = "".join(one for one in fraction if one.isdigit()) if dot else ""
+    zone = fraction.lstrip("0123456789")
+    text = f"{whole}.{digits[:6]:0<6}{zone}" if dot else whole
+    when = datetime.fromisoformat(text)
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()

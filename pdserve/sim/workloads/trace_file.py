@@ -1,0 +1,43 @@
+"""Chooses the reader of a trace file by its first line; the file name does not matter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+from pdserve.sim.workloads.lines import read_lines
+from pdserve.sim.workloads.mooncake import MooncakeTrace
+from pdserve.sim.workloads.table import TableTrace, columns_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from pdserve.sim.workloads.trace_request import TraceRequest
+
+__all__ = ["open_trace"]
+
+_FORMS = (
+    "give JSON lines (timestamp in ms, input_length, output_length, perhaps hash_ids, as in "
+    "Mooncake's traces), or a CSV file with a header (Azure's, or any with --columns "
+    "at=NAME,input=NAME,output=NAME)"
+)
+
+
+def open_trace(path: Path, columns: str = "") -> Iterable[TraceRequest]:
+    """The requests of `path`; a bad line raises when it is read.
+
+    Args: `columns` names the columns of a table, see `columns_of`.
+    Errors: `ConfigError` for a file that is no trace.
+    """
+    named = columns_of(columns) if columns else None
+    _, first = next(read_lines(path), (0, b""))
+    if first.startswith(b"["):
+        raise ConfigError(
+            f"{path} is a JSON array: write one object per line (jq -c '.[]' FILE); {_FORMS}"
+        )
+    if named is None and first.startswith(b"{"):
+        return MooncakeTrace(path)
+    if b"," not in first:
+        raise ConfigError(f"{path} is no trace that pdserve reads: {_FORMS}")
+    return TableTrace(path, named)

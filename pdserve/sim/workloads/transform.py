@@ -1,0 +1,98 @@
+"""Transforms a trace before its replay: a part of it, jitter, another speed, a limit.
+
+The steps run in this order: the part refers to the original times, and the limit counts the final
+requests. Requests that follow a dropped one are dropped too. Memory is bounded by the arrivals
+within one jitter, plus one number per kept request.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pdserve.ids import Seconds
+    from pdserve.sim.workloads.trace_request import TraceRequest
+
+__all__ = ["TraceTransform", "transform_trace"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceTransform:
+    """How a trace is replayed."""
+
+    begin: float = 0.0
+    end: float = 1.0
+    """The part that is asked, in fractions of the trace's time."""
+    jitter: Seconds = 0.0
+    """Each arrival is put off by up to this: for timestamps that are multiples of it."""
+    speed: float = 1.0
+    """Time between arrivals is divided by it; nothing else is."""
+    limit: int = 0
+    """Requests at most; 0: all."""
+    seed: int = 0
+    """Of the jitter."""
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`."""
+        if not 0 <= self.begin < self.end <= 1:
+            raise ConfigError(
+                f"the part {self.begin:g}:{self.end:g} is empty: give two fractions from 0 to 1"
+            )
+        if self.jitter < 0:
+            raise ConfigError(f"jitter {self.jitter:g} must not be negative")
+        if not self.speed > 0:
+            raise ConfigError(f"speed {self.speed:g} must be positive")
+        if self.limit < 0:
+            raise ConfigError(f"limit {self.limit} must not be negative (0: no limit)")
+
+
+def transform_trace(trace: Iterable[TraceRequest], shape: TraceTransform) -> Iterator[TraceRequest]:
+    """In order of arrival, from 0; `trace` is read twice if a part of it is wanted."""
+    begin, end = 0.0, float("inf")
+    if (shape.begin, shape.end) != (0.0, 1.0):
+        last = max((request.at for request in trace), default=0.0)
+        begin, end = shape.begin * last, shape.end * last
+        if shape.end == 1.0:
+            end = float("inf")
+    kept = _limited(_jittered(_part(trace, begin, end), shape), shape.limit)
+    for request in kept:
+        yield replace(request, at=(request.at - begin) / shape.speed)
+
+
+def _part(trace: Iterable[TraceRequest], begin: Seconds, end: Seconds) -> Iterator[TraceRequest]:
+    return (request for request in trace if begin <= request.at < end)
+
+
+def _jittered(trace: Iterable[TraceRequest], shape: TraceTransform) -> Iterator[TraceRequest]:
+    """Sorted by their new arrival; traces are sorted by their old one, or nearly so."""
+    random = Random(f"jitter {shape.seed}")
+    waiting: list[tuple[Seconds, int, TraceRequest]] = []
+    for request in trace:
+        while waiting and waiting[0][0] <= request.at:
+            yield heapq.heappop(waiting)[2]
+        at = request.at
+        if shape.jitter:
+            # One draw for a conversation, whose requests keep their order.
+            own = Random(f"jitter {shape.seed} {request.session}") if request.session else random
+            at += own.uniform(0.0, shape.jitter)
+        heapq.heappush(waiting, (at, request.number, replace(request, at=at)))
+    while waiting:
+        yield heapq.heappop(waiting)[2]
+
+
+def _limited(trace: Iterable[TraceRequest], limit: int) -> Iterator[TraceRequest]:
+    kept: set[int] = set()
+    for request in trace:
+        if request.after is not None and request.after not in kept:
+            continue
+        kept.add(request.number)
+        yield request
+        if len(kept) == limit:
+            return

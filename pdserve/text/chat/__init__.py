@@ -1,0 +1,1 @@
+"""Renders chat messages into a prompt with the model's chat template, in a sandbox."""

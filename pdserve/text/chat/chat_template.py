@@ -1,0 +1,315 @@
+"""Renders Hugging Face chat templates as `transformers` does: messages to prompt text.
+
+A template sees only plain JSON values: messages, tools, documents, the model's special tokens and
+the request's `chat_template_kwargs`. An error in a template is an `InvalidRequest` with the
+template's message; a served model's template that does not compile is a `ConfigError`. This file
+does not know tokens or requests. `template_sandbox.py` says what a template may do and use.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from jinja2 import nodes
+
+from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.text.chat.chat_messages import (
+    ChatMessage,
+    ContentFormat,
+    ToolCallForm,
+    copy_plain_json,
+    cut_at_mark,
+    mark_final,
+    prepare_messages,
+)
+from pdserve.text.chat.template_sandbox import TemplateLimits, TemplateSandbox, metered
+from pdserve.text.tokenization.tokenizer_config import parse_tokenizer_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pdserve.messages.card import ModelCard
+
+DEFAULT_LIMITS = TemplateLimits()
+
+_RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "return_dict",
+    }
+)
+_TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
+_PROBE = "what does the user say"
+
+
+class ChatTemplate:
+    """One compiled template. Immutable; any number of threads may render it."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        limits: TemplateLimits = DEFAULT_LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Compile `source`. Raises `InvalidRequest` if it is too long or does not compile.
+
+        `special_tokens`: variables such as `bos_token`. `clock` is monotonic seconds, for the time
+        limit; `now` the local time, for `strftime_now`.
+        """
+        if len(source) > limits.source_chars:
+            raise InvalidRequest(
+                f"the chat template is longer than {limits.source_chars} characters",
+                param="chat_template",
+            )
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._limits = limits
+        self._clock = clock
+        self._environment = TemplateSandbox(now)
+        try:
+            self._compiled = self._environment.from_string(source)
+            # A plain dictionary: copying jinja's chain of them costs half of a short rendering.
+            self._compiled.globals = dict(self._compiled.globals)
+        except Exception as error:
+            raise InvalidRequest(
+                f"the chat template does not compile: {_words(error)}", param="chat_template"
+            ) from None
+
+    @cached_property
+    def content_format(self) -> ContentFormat:
+        """Form of content that the template accepts: a string, a list of parts, or either."""
+        found = _content_format(self._environment.parse(self.source))
+        return "either" if found == "parts" and self._shows_a_string() else found
+
+    @cached_property
+    def _tool_call_form(self) -> ToolCallForm:
+        """The first form in which a call's arguments come through, its result behind it.
+
+        A template that takes no results is asked without one. One that leaves calls out gets the
+        form that all such templates take: an empty content.
+        """
+        for chat in (_PROBE_RESULT, _PROBE_CALL):
+            for form in _TOOL_CALL_FORMS:
+                if self._shows_a_call(form, chat):
+                    return form
+        return ToolCallForm("empty")
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text for `messages`; tokenise it without adding special tokens.
+
+        `continue_final_message` leaves the last message open for the model to go on with; it
+        excludes `add_generation_prompt`. Raises `InvalidRequest`.
+        """
+        if not messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message exclude each other",
+                param="continue_final_message",
+            )
+        variables = self._variables(template_kwargs or {})
+        chat = prepare_messages(messages, self.content_format)
+        if any("tool_calls" in message for message in chat):
+            chat = self._tool_call_form.apply(chat)
+        final = mark_final(chat) if continue_final_message else None
+        text = self._run(
+            variables
+            | {
+                "messages": chat,
+                "tools": copy_plain_json(tools, "tools"),
+                "documents": copy_plain_json(documents, "documents"),
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+        return text if final is None else cut_at_mark(text, final)
+
+    def _shows_a_string(self) -> bool:
+        """Return True if plain text is rendered although the template loops over the content."""
+        return _PROBE in self._probe([{"role": "user", "content": _PROBE}])
+
+    def _shows_a_call(self, form: ToolCallForm, messages: Sequence[ChatMessage]) -> bool:
+        text = self._probe(form.apply(prepare_messages(messages, self.content_format)))
+        return _PROBE in text and "{'" not in text  # an object printed as Python prints it
+
+    def _probe(self, chat: list[dict[str, Any]]) -> str:
+        """Render a test chat; return an empty string if the template refuses it."""
+        try:
+            return self._run({**self._special_tokens, "messages": chat, "tools": None})
+        except InvalidRequest:
+            return ""
+
+    def _variables(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        for name in template_kwargs:
+            if name in _RESERVED:
+                raise InvalidRequest(
+                    f"chat_template_kwargs cannot set {name!r}",
+                    param=f"chat_template_kwargs.{name}",
+                )
+        return {**self._special_tokens, **copy_plain_json(template_kwargs, "chat_template_kwargs")}
+
+    def _run(self, variables: dict[str, Any]) -> str:
+        try:
+            with metered(self._limits, self._clock):
+                text = self._compiled.render(variables)
+        except Exception as error:  # whatever a template can raise, its input brought it there
+            raise InvalidRequest(
+                f"the chat template refused: {_words(error)}", param="messages"
+            ) from None
+        if len(text) > self._limits.output_chars:
+            raise InvalidRequest(
+                f"the rendered chat is longer than {self._limits.output_chars} characters",
+                param="messages",
+            )
+        return text
+
+
+class ChatTemplates:
+    """The templates of one served model, by name."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        limits: TemplateLimits = DEFAULT_LIMITS,
+    ) -> None:
+        """Compile all templates. Raises `ConfigError` when one does not compile."""
+        self.special_tokens = dict(special_tokens or {})
+        self.limits = limits
+        try:
+            self._templates = {
+                name: ChatTemplate(source, self.special_tokens, limits=limits)
+                for name, source in sources.items()
+            }
+        except InvalidRequest as error:
+            words = error.message.removeprefix("the ")
+            raise ConfigError(f"the model's {words}") from None
+
+    @classmethod
+    def from_card(
+        cls, card: ModelCard, *, limits: TemplateLimits = DEFAULT_LIMITS
+    ) -> ChatTemplates:
+        """The card's own template is the default; tokenizer_config.json may name others."""
+        config = parse_tokenizer_config(card.tokenizer_config_json)
+        sources = dict(config.chat_templates)
+        if card.chat_template is not None:
+            sources["default"] = card.chat_template
+        return cls(sources, config.special_tokens, limits=limits)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the templates in the model's order; empty if the model has no chat template."""
+        return tuple(self._templates)
+
+    def select(self, name: str | None = None, *, tools: bool = False) -> ChatTemplate:
+        """Return the template called `name`, or the one for requests with or without `tools`.
+
+        Raises `InvalidRequest` when there is none.
+        """
+        wanted = [name] if name is not None else ["tool_use", "default"] if tools else ["default"]
+        for candidate in wanted:
+            if candidate in self._templates:
+                return self._templates[candidate]
+        if not self._templates:
+            raise InvalidRequest("the model has no chat template", param="messages")
+        raise InvalidRequest(
+            f"choose a chat template of this model: {', '.join(self._templates)}",
+            param="chat_template",
+        )
+
+    def compile(self, source: str) -> ChatTemplate:
+        """Compile a template that came with a request. Raises `InvalidRequest`."""
+        return ChatTemplate(source, self.special_tokens, limits=self.limits)
+
+
+def _words(error: Exception) -> str:
+    """Return a readable message for an exception raised in a template."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"{error.message} (line {error.lineno})"
+    if isinstance(error, jinja2.TemplateError):
+        return error.message or type(error).__name__
+    if isinstance(error, RecursionError):
+        return "it recurses too deeply"
+    return f"{type(error).__name__}: {error}"
+
+
+# -------------------------------------------------------------------- what a template takes
+
+_TOOL_CALL_FORMS = [
+    ToolCallForm(missing_content, arguments)
+    for arguments in ("object", "string")
+    for missing_content in ("absent", "none", "empty")
+]
+_PROBE_CALL: list[ChatMessage] = [
+    {"role": "user", "content": "x"},
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "callcall1",  # nine characters, as one family insists
+                "type": "function",
+                "function": {"name": "f", "arguments": {"x": _PROBE}},
+            }
+        ],
+    },
+]
+_PROBE_RESULT: list[ChatMessage] = [
+    *_PROBE_CALL,
+    {"role": "tool", "tool_call_id": "callcall1", "name": "f", "content": "y"},
+]
+"""Some templates read the content of a message that calls only if another one follows it."""
+
+
+def _content_format(template: nodes.Template) -> ContentFormat:
+    """A template that loops over a content takes parts; one that tests for a string takes both."""
+    contents = {"content"}
+    for assign in template.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node, set()):
+            contents.add(assign.target.name)
+    loops = any(_is_content(loop.iter, contents) for loop in template.find_all(nodes.For))
+    if not loops:
+        return "string"
+    tests = template.find_all(nodes.Test)
+    told_apart = any(
+        test.name in ("string", "iterable", "sequence", "mapping")
+        and _is_content(test.node, contents)
+        for test in tests
+    )
+    return "either" if told_apart else "parts"
+
+
+def _is_content(node: nodes.Node, names: set[str]) -> bool:
+    """`message.content`, `message['content']`, or a variable of such a name."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    if isinstance(node, nodes.Name):
+        return node.name in names
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return (
+        isinstance(node, nodes.Getitem)
+        and isinstance(node.arg, nodes.Const)
+        and node.arg.value == "content"
+    )

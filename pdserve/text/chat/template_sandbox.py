@@ -1,0 +1,374 @@
+"""The sandbox chat templates run in: the dialect of Hugging Face templates, with a meter on it.
+
+jinja2's immutable sandbox keeps a template from touching anything outside; the meter keeps it from
+running or growing without end. It counts every loop iteration, call and operator, the characters
+that they make, and looks at the clock, so a template's own loops, recursion and repetition end.
+What the meter cannot see is the inside of a single built-in operation. A template nobody vouches
+for therefore also needs a process that can be killed: `template_process.py`.
+
+It knows the language only; messages and what they mean are `chat_template.py`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import time
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace, pass_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jinja2.parser import Parser
+    from jinja2.runtime import Context
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """What one template may use. Generous for real ones: they stay under a hundredth of it."""
+
+    source_chars: int = 512 * 1024
+    """Length of the template itself; compiling is linear in it."""
+    output_chars: int = 64 * 2**20
+    """Characters of the rendered prompt."""
+    work_chars: int = 256 * 2**20
+    """Characters made on the way, intermediate strings included: the bound on memory."""
+    steps: int = 5_000_000
+    """Loop iterations, calls and operators."""
+    seconds: float = 5.0
+    """Wall-clock time, looked at on every step."""
+
+
+class TemplateTooCostly(jinja2.TemplateError):
+    """The template ran into one of `TemplateLimits`; the message names it."""
+
+
+class TemplateMeter:
+    """Counts what one rendering uses."""
+
+    __slots__ = ("_clock", "_deadline", "_limits", "_steps", "_work")
+
+    def __init__(self, limits: TemplateLimits, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._deadline = clock() + limits.seconds
+        self._steps = 0
+        self._work = 0
+
+    def step(self) -> None:
+        """One more iteration, call or operator. Raises `TemplateTooCostly`."""
+        self._steps += 1
+        if self._steps > self._limits.steps:
+            raise TemplateTooCostly(f"the chat template takes more than {self._limits.steps} steps")
+        if self._clock() > self._deadline:
+            raise TemplateTooCostly(f"the chat template takes over {self._limits.seconds:g} s")
+
+    def make(self, chars: int) -> None:
+        """So many characters or items are about to be made. Raises `TemplateTooCostly`."""
+        self._work += chars
+        if self._work > self._limits.work_chars:
+            raise TemplateTooCostly(
+                f"the chat template makes more than {self._limits.work_chars} characters"
+            )
+
+
+_meter: ContextVar[TemplateMeter] = ContextVar("pdserve_template_meter")
+
+
+@contextmanager
+def metered(limits: TemplateLimits, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Count all work of sandboxed templates inside this context against `limits`."""
+    token = _meter.set(TemplateMeter(limits, clock))
+    try:
+        yield
+    finally:
+        _meter.reset(token)
+
+
+# -------------------------------------------------------------------- the dialect
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what an assistant wrote, for training; here it marks nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)
+
+
+class _PlainNamespace(Namespace):
+    """A `namespace()` whose attributes cannot shadow Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _refuse_private(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}")
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter would write `<`, `>`, `&` and `'` as escapes, which models never saw."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _format(value: Any, *args: Any, **kwargs: Any) -> str:
+    """jinja2's filter, with bounded widths."""
+    if args and kwargs:
+        raise jinja2.TemplateError("format takes positional or named values, not both")
+    form = str(value)
+    _check_widths(form, _WIDE_CONVERSION)
+    return form % (kwargs or args)
+
+
+# -------------------------------------------------------------------- the meter's places
+
+_MAX_NUMBER_BITS = 4096
+_MAX_ARGUMENT = 2**24
+"""Largest number accepted as a width, count or precision."""
+_WIDE_CONVERSION = re.compile(r"%(?:\([^)]*\))?[-+ #]*\d*\.?(?:\*|\d{5})")
+"""A width or precision of five digits, or one taken from the values, after `%` ..."""
+_WIDE_FIELD = re.compile(r"\{(?:[^{}]*+\{|[^{}:]*+:[^{}]*?\d{5})")
+"""... and in a field of `str.format`. Looks at each character once."""
+_SIZED_FILTERS = {"batch", "center", "indent", "round", "slice", "tojson", "wordwrap"}
+"""Filters whose arguments after the first say how much to make."""
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """Compiles templates whose every loop, call and operator passes the meter."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
+        """`now` is what `strftime_now` formats."""
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, loopcontrols],
+            finalize=_finalize,
+            cache_size=0,
+        )
+        self.filters.update(tojson=_tojson, format=_format)
+        self.filters = {
+            name: _metered(function, sized=name in _SIZED_FILTERS)
+            for name, function in self.filters.items()
+        }
+        self.filters.update(pdserve_step=_step, pdserve_concat=_concat)
+        del self.globals["lipsum"]
+        self.globals.update(
+            raise_exception=_raise_exception,
+            strftime_now=lambda form: now().strftime(form),
+            namespace=_PlainNamespace,
+        )
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        _instrument(template)
+        return template
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a call by the template of a macro, a method or a global, and count its cost."""
+        meter = _meter.get()
+        meter.step()
+        _check_arguments(__obj, args, kwargs, meter)
+        result = super().call(__context, __obj, *args, **kwargs)
+        meter.make(_size(result))
+        return result
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """jinja2 runs a string's `format` itself; `value` is that method, or something else."""
+        format_safely = super().wrap_str_format(value)
+        if format_safely is None:
+            return None
+        form = value.__self__
+
+        def format_metered(*args: Any, **kwargs: Any) -> str:
+            _check_widths(form, _WIDE_FIELD)
+            _check_numbers((*args, *kwargs.values()))
+            return format_safely(*args, **kwargs)
+
+        return format_metered
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        meter = _meter.get()
+        meter.step()
+        meter.make(_BINOP_COST[operator](left, right))
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+
+
+def _sum_cost(left: Any, right: Any) -> int:
+    return _size(left) + _size(right)
+
+
+def _product_cost(left: Any, right: Any) -> int:
+    if isinstance(left, int) and isinstance(right, int):
+        return _number_cost(left.bit_length() + right.bit_length())
+    if isinstance(right, int):
+        return _size(left) * max(right, 0)
+    return _size(right) * max(left, 0) if isinstance(left, int) else 0
+
+
+def _power_cost(left: Any, right: Any) -> int:
+    if isinstance(left, int) and isinstance(right, int):
+        return _number_cost(left.bit_length() * max(right, 0))
+    return 0
+
+
+def _number_cost(bits: int) -> int:
+    if bits > _MAX_NUMBER_BITS:
+        raise TemplateTooCostly(f"the chat template makes a number of {bits} bits")
+    return 0
+
+
+def _format_cost(left: Any, right: Any) -> int:
+    """`'%9999999d' % 1` is a large string made by a small expression."""
+    if not isinstance(left, str):
+        return 0
+    _check_widths(left, _WIDE_CONVERSION)
+    return len(left) + len(str(right))
+
+
+def _check_widths(form: str, wide: re.Pattern[str]) -> None:
+    if wide.search(form):
+        raise TemplateTooCostly("the chat template formats with too large a width")
+
+
+_BINOP_COST: dict[str, Callable[[Any, Any], int]] = {
+    "+": _sum_cost,
+    "*": _product_cost,
+    "**": _power_cost,
+    "%": _format_cost,
+}
+
+
+def _metered(function: Callable[..., Any], *, sized: bool) -> Callable[..., Any]:
+    """A filter whose result is counted, and whose arguments are sensible if they are sizes."""
+
+    @functools.wraps(function)  # keeps the marks by which jinja2 passes it a context
+    def metered_filter(*args: Any, **kwargs: Any) -> Any:
+        if sized:
+            _check_numbers((*args[1:], *kwargs.values()))
+        result = function(*args, **kwargs)
+        meter = _meter.get(None)  # None: constant operands, worked out while compiling
+        if meter is not None:
+            meter.make(_size(result))
+        return result
+
+    return metered_filter
+
+
+def _check_numbers(values: tuple[Any, ...]) -> None:
+    if any(isinstance(value, int) and value > _MAX_ARGUMENT for value in values):
+        raise TemplateTooCostly(f"the chat template asks for over {_MAX_ARGUMENT} of something")
+
+
+def _check_arguments(
+    called: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meter: TemplateMeter
+) -> None:
+    """Methods of strings that make much of little."""
+    owner = getattr(called, "__self__", None)
+    if not isinstance(owner, str):
+        return
+    _check_numbers((*args, *kwargs.values()))
+    name = called.__name__
+    if name == "replace" and len(args) > 1:
+        meter.make((owner.count(args[0]) if isinstance(args[0], str) else 0) * _size(args[1]))
+    elif name == "join" and args and isinstance(args[0], list | tuple):
+        meter.make(len(owner) * len(args[0]))
+
+
+def _finalize(value: Any) -> Any:
+    """Everything a template writes passes here, but for its own literal text."""
+    if not isinstance(value, str):
+        value = str(value)
+    meter = _meter.get(None)
+    if meter is not None:  # None: a constant, written while the template is compiled
+        meter.make(len(value))
+    return value
+
+
+@pass_context
+def _step(context: Context, literal_chars: int) -> str:
+    """Stands at the head of every loop body; takes the length of the text written there."""
+    meter = _meter.get()
+    meter.step()
+    meter.make(literal_chars)
+    return ""
+
+
+@pass_context
+def _concat(context: Context, *values: Any) -> str:
+    """The operator `~`."""
+    meter = _meter.get()
+    meter.step()
+    text = "".join(map(str, values))
+    meter.make(len(text))
+    return text
+
+
+def _instrument(template: nodes.Template) -> None:
+    """Put the meter into loops and concatenations, which have no hook of their own."""
+    for loop in list(template.find_all(nodes.For)):
+        literal = sum(
+            len(data.data) for part in loop.body for data in part.find_all(nodes.TemplateData)
+        )
+        tick = nodes.Filter(nodes.Const(literal), "pdserve_step", [], [], None, None)
+        loop.body.insert(0, nodes.ExprStmt(tick, lineno=loop.lineno))
+    _replace_concats(template)
+
+
+def _replace_concats(node: nodes.Node) -> None:
+    for name, value in node.iter_fields():
+        if isinstance(value, list):
+            value[:] = [_metered_concat(item) for item in value]
+        else:
+            setattr(node, name, _metered_concat(value))
+    for child in node.iter_child_nodes():
+        _replace_concats(child)
+
+
+def _metered_concat(value: Any) -> Any:
+    if not isinstance(value, nodes.Concat):
+        return value
+    first, *rest = value.nodes
+    return nodes.Filter(first, "pdserve_concat", rest, [], None, None, lineno=value.lineno)

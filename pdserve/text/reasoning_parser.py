@@ -1,0 +1,191 @@
+"""Separates a model's reasoning from its answer while the text streams.
+
+A model reasons once, at the start, between two markers; some templates write the first marker into
+the prompt. A later marker is content, except an end marker without a start, which is dropped. If
+the request has tools, the marker of a tool call ends the block too, because models forget the end
+marker. Whitespace around the reasoning is layout and not shown. A block without an end is reasoning
+up to the last character.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pdserve.text.incremental_reader import (
+    IncrementalReader,
+    WhitespaceBuffer,
+    partial_marker_length,
+)
+from pdserve.text.output_parts import ContentDelta, ReasoningDelta
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.text.output_parts import OutputParser, OutputPart
+
+__all__ = [
+    "REASONING_FORMATS",
+    "ReasoningFormat",
+    "ReasoningParser",
+    "detect_reasoning_format",
+    "opens_reasoning",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Markers that a model family puts around its reasoning."""
+
+    name: str
+    start: str
+    end: str
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Markers; where they are special tokens, the detokenizer must show them."""
+        return self.start, self.end
+
+    def parser(self, begun: bool, then: OutputParser | None = None, call: str = "") -> OutputParser:
+        """Create the parser of one choice.
+
+        `begun`: the prompt has opened the block. `then` parses the text after the block; without
+        it that text is content. `call`: marker of a tool call for `then`; it ends the block.
+        """
+        return ReasoningParser(self, begun, then, call)
+
+
+REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
+    "think": ReasoningFormat("think", "<think>", "</think>"),
+    "mistral": ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+}
+
+
+def detect_reasoning_format(template: str | None) -> str:
+    """Return the name of the format whose markers a chat template has; empty if none."""
+    if template is None:
+        return ""
+    return next((each.name for each in REASONING_FORMATS.values() if each.end in template), "")
+
+
+def opens_reasoning(prompt: str, format: ReasoningFormat, continued: str = "") -> bool:
+    """Return True if the rendered prompt ends inside of a block: only whitespace follows its
+    start, or `continued`, the message to continue, has the start and not the end.
+
+    A start with more after it is part of an earlier turn.
+    """
+    if continued.rfind(format.start) > continued.rfind(format.end):
+        return True
+    return prompt.rstrip().endswith(format.start)
+
+
+class ReasoningParser(IncrementalReader):
+    """Returns the block as `ReasoningDelta` and passes all later text to the next parser."""
+
+    __slots__ = ("_blank", "_ends", "_format", "_layout", "_then")
+
+    def __init__(
+        self, format: ReasoningFormat, begun: bool, then: OutputParser | None, call: str = ""
+    ) -> None:
+        super().__init__(self._again if begun else self._opening)
+        self._format = format
+        self._ends = (format.end, call) if call else (format.end,)
+        self._then = then
+        self._layout = WhitespaceBuffer(bare=True)
+        self._blank: list[str] = []
+        """Blank space that the text begins with."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self.state in (self._block, self._again)
+
+    @property
+    def settled(self) -> bool:
+        return self._then is None and self.state == self._answer
+
+    def finish(self) -> list[OutputPart]:
+        parts = super().finish()
+        return parts if self._then is None else parts + self._then.finish()
+
+    def _opening(self) -> bool:
+        """Before the block, if there is one."""
+        begin = self.at
+        found = self.skip_blank()
+        self._blank.append(self.text[begin : self.at])
+        marker = self.meets((self._format.start,)) if found else None
+        if marker:
+            self.at += len(marker)
+            return self.turn(self._block)
+        if marker is None and not self.last:
+            return False
+        self._pass_on("".join(self._blank))
+        return self.turn(self._stray)
+
+    def _again(self) -> bool:
+        """The prompt has opened the block; some models do so once more."""
+        if not self.skip_blank():
+            return False
+        marker = self.meets((self._format.start,))
+        if marker is None:
+            return False
+        self.at += len(marker)
+        return self.turn(self._block)
+
+    def _block(self) -> bool:
+        found, end = self._first_end()
+        if end:
+            self._reason(self._layout.add(self.text[self.at : found]))
+            self.at = found
+            if end != self._format.end:  # a call; an end that comes later is a stray one
+                return self.turn(self._stray)
+            self.at += len(end)
+            return self.turn(self._gap)
+        stop = len(self.text) - (
+            0 if self.last else partial_marker_length(self.text, self._ends, self.at)
+        )
+        self._reason(self._layout.add(self.text[self.at : stop]))
+        self.at = stop
+        if self.last:
+            self._reason(self._layout.flush())
+        return False
+
+    def _first_end(self) -> tuple[int, str]:
+        """Where the block ends, and at which marker; without one, -1 and nothing."""
+        places = ((self.text.find(end, self.at), end) for end in self._ends)
+        return min((each for each in places if each[0] >= 0), default=(-1, ""))
+
+    def _gap(self) -> bool:
+        """Between the block and the answer."""
+        return self.skip_blank() and self.turn(self._answer)
+
+    def _stray(self) -> bool:
+        """An answer without a block: the first end in it is markup that nothing began."""
+        end = self._format.end
+        found = self.text.find(end, self.at)
+        if found >= 0:
+            self._pass_on(self.text[self.at : found])
+            self.at = found + len(end)
+            return self.turn(self._answer)
+        stop = len(self.text) - (
+            0 if self.last else partial_marker_length(self.text, (end,), self.at)
+        )
+        self._pass_on(self.text[self.at : stop])
+        self.at = stop
+        return False
+
+    def _answer(self) -> bool:
+        self._pass_on(self.text[self.at :])
+        self.at = len(self.text)
+        return False
+
+    def _reason(self, text: str) -> None:
+        if text:
+            self.parts.append(ReasoningDelta(text))
+
+    def _pass_on(self, text: str) -> None:
+        if not text:
+            return
+        if self._then is None:
+            self.parts.append(ContentDelta(text))
+        else:
+            self.parts += self._then.feed(text)

@@ -1,0 +1,1 @@
+"""Converts text to token ids and back."""

@@ -1,0 +1,143 @@
+"""Caches the token ids of prompt segments, so that a conversation is tokenised only once.
+
+Special tokens split a text first, and each segment between them is tokenised alone. So the turns of
+a chat can come from the cache, and a request with a known system prompt, document or history
+encodes only new text. `plan_cuts` finds the safe special tokens; it returns None where cuts could
+change an id. Bounded by tokens, entries and characters (LRU). A segment is found only under its own
+salt: otherwise response times would tell one tenant what another has sent. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import tokenizers
+
+__all__ = ["TokenizationCache", "plan_cuts"]
+
+_SAFE: Final = {
+    "BertPreTokenizer",
+    "ByteLevel",
+    "Digits",
+    "Punctuation",
+    "Split",
+    "UnicodeScripts",
+    "Whitespace",
+    "WhitespaceSplit",
+}
+"""Pre-tokenizers that see nothing beyond the piece they are given."""
+_CHARS_PER_TOKEN: Final = 16
+"""Maximum characters per cached token on average; four are usual."""
+_WORTH: Final = 64
+"""Characters from which on a piece is remembered: a shorter one is encoded as fast as found."""
+
+
+def plan_cuts(raw: tokenizers.Tokenizer) -> dict[str, int] | None:
+    """Content -> id of the tokens at which a text may be cut; None: nowhere."""
+    added = raw.get_added_tokens_decoder()
+    if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
+        return None
+    described: dict[str, Any] = json.loads(raw.to_str())
+    if described["model"].get("dropout") or not _sees_only_its_piece(described["pre_tokenizer"]):
+        return None
+    cuts = {token.content: id for id, token in added.items() if not token.normalized}
+    return cuts or None
+
+
+def _sees_only_its_piece(pre_tokenizer: dict[str, Any] | None) -> bool:
+    if pre_tokenizer is None:
+        return True
+    kind = pre_tokenizer["type"]
+    if kind == "Sequence":
+        return all(map(_sees_only_its_piece, pre_tokenizer["pretokenizers"]))
+    if kind == "Metaspace":
+        return pre_tokenizer.get("prepend_scheme") in ("always", "never")
+    return kind in _SAFE
+
+
+class TokenizationCache:
+    """LRU cache of the token ids of segments between special tokens."""
+
+    def __init__(
+        self, cuts: dict[str, int], max_tokens: int = 512 * 1024, max_entries: int = 16 * 1024
+    ) -> None:
+        """A token takes about 40 bytes, and an entry 300 and its text, of which there may be
+        `_CHARS_PER_TOKEN` for each of `max_tokens`."""
+        # The library takes the leftmost match and of those the longest, as this does.
+        longest_first = sorted(cuts, key=len, reverse=True)
+        self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        self._ids = cuts
+        self._max_tokens = max_tokens
+        self._max_entries = max_entries
+        self._max_chars = _CHARS_PER_TOKEN * max_tokens
+        self._known: OrderedDict[tuple[str, str], tuple[int, ...]] = OrderedDict()
+        """Token ids by salt and text."""
+        self._tokens = 0
+        self._chars = 0
+        self._lock = Lock()
+        self.hits = 0
+        """Number of characters found in the cache."""
+
+    def __len__(self) -> int:
+        """Return the number of cached tokens."""
+        return self._tokens
+
+    @property
+    def entries(self) -> int:
+        """Return the number of cached segments."""
+        return len(self._known)
+
+    def encode(
+        self, text: str, encode: Callable[[Sequence[str]], list[list[int]]], salt: str = ""
+    ) -> list[int]:
+        """Ids of `text`, as `encode` would give them for the whole; it is asked for pieces that are
+        new under this salt."""
+        pieces = self._cut.split(text)  # pieces at even places, special tokens at odd ones
+        found: dict[str, Sequence[int]] = {}
+        with self._lock:
+            for piece in pieces[::2]:
+                known = self._known.get((salt, piece)) if len(piece) >= _WORTH else None
+                if known is not None:
+                    self._known.move_to_end((salt, piece))
+                    found[piece] = known
+                    self.hits += len(piece)
+        missing = [piece for piece in dict.fromkeys(pieces[::2]) if piece and piece not in found]
+        if missing:
+            found.update(zip(missing, encode(missing), strict=True))
+            self._remember(missing, found, salt)
+        ids: list[int] = []
+        for place, piece in enumerate(pieces):
+            if place % 2:
+                ids.append(self._ids[piece])
+            elif piece:
+                ids.extend(found[piece])
+        return ids
+
+    def _remember(self, pieces: Sequence[str], found: dict[str, Sequence[int]], salt: str) -> None:
+        with self._lock:
+            for piece in pieces:
+                ids = tuple(found[piece])
+                too_large = len(ids) > self._max_tokens or len(piece) > self._max_chars
+                if len(piece) < _WORTH or too_large or (salt, piece) in self._known:
+                    continue
+                self._known[salt, piece] = ids
+                self._tokens += len(ids)
+                self._chars += len(piece)
+            while self._is_full():
+                (_, text), oldest = self._known.popitem(last=False)
+                self._tokens -= len(oldest)
+                self._chars -= len(text)
+
+    def _is_full(self) -> bool:
+        return (
+            self._tokens > self._max_tokens
+            or self._chars > self._max_chars
+            or len(self._known) > self._max_entries
+        )

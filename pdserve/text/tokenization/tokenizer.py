@@ -1,0 +1,316 @@
+"""Tokenizes and decodes text for one model; made from the files in its model card.
+
+Wraps the `tokenizers` library and follows what `transformers` does with the same two files; only
+the post-processor in tokenizer.json decides which first and last tokens are added. It opens no
+file, and knows no chat and no request. One object serves a model while its card is the same.
+
+Threads: encoding and decoding change nothing, so any number of threads may use one object. `encode`
+and `encode_batch` release the interpreter lock while they work; `decode` does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import tokenizers
+
+from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.text.tokenization.detokenizer import Detokenizer, make_detokenizer
+from pdserve.text.tokenization.token_bound import chars_per_token, split_text
+from pdserve.text.tokenization.token_text_table import TokenTextTable, decoder_shape, is_panic
+from pdserve.text.tokenization.tokenization_cache import TokenizationCache, plan_cuts
+from pdserve.text.tokenization.tokenizer_config import TokenizerConfig, parse_tokenizer_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pdserve.messages.card import ModelCard
+
+# The library warns on standard error when a process forks after a parallel encode, unless told.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+_BATCH_CHARS: Final = 1 << 20
+"""Text that the library gets at once: it needs about 150 bytes a character meanwhile. A single text
+may be longer."""
+_SLICE_CHARS: Final = 1 << 18
+"""Text that is encoded at once where tokens are only counted."""
+_SLICE_SLACK: Final = 64
+"""Tokens that a cut may add, and more."""
+_CONVERT = (
+    "the model has no tokenizer.json; convert its tokenizer once with "
+    "`python -c 'from transformers import AutoTokenizer as T; "
+    'T.from_pretrained("MODEL").save_pretrained("MODEL")\'`'
+)
+
+
+class Tokenizer:
+    """Text to token ids and back."""
+
+    def __init__(
+        self,
+        raw: tokenizers.Tokenizer,
+        pieces: TokenTextTable,
+        config: TokenizerConfig,
+        tokenizer_json: bytes,
+    ) -> None:
+        """Use `from_card` or `from_bytes`."""
+        self._raw = raw
+        self._pieces = pieces
+        self._json = tokenizer_json
+        self.config = config
+        cuts = plan_cuts(raw)
+        self.segments = None if cuts is None else TokenizationCache(cuts)
+        """Pieces of earlier texts; None where a text cannot be cut."""
+
+    @classmethod
+    def from_card(cls, card: ModelCard) -> Tokenizer:
+        """The tokenizer a model card describes. Raises `ConfigError`."""
+        return cls.from_bytes(
+            card.tokenizer_json, card.tokenizer_config_json, model_vocab_size=card.vocab_size
+        )
+
+    @classmethod
+    def from_bytes(
+        cls,
+        tokenizer_json: bytes,
+        tokenizer_config_json: bytes = b"{}",
+        *,
+        model_vocab_size: int = 0,
+    ) -> Tokenizer:
+        """Build from the two files' contents.
+
+        `model_vocab_size` is the number of ids the model can produce; those beyond the tokenizer's
+        own decode to nothing. Raises `ConfigError` when a file is missing or cannot be used.
+        """
+        if not tokenizer_json.strip():
+            raise ConfigError(_CONVERT)
+        config = parse_tokenizer_config(tokenizer_config_json)
+        try:
+            raw = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+            shape = decoder_shape(tokenizer_json)
+        except Exception as error:  # the library raises plain Exception for every reason
+            raise ConfigError(f"tokenizer.json cannot be used: {error}") from None
+        raw.no_padding()
+        raw.no_truncation()
+        _add_tokens(raw, config)
+        size = max(model_vocab_size, _highest_id(raw) + 1)
+        return cls(raw, TokenTextTable(raw, shape, size, _special_ids(raw)), config, tokenizer_json)
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary, added ones included; the model may have more rows."""
+        return self._raw.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def json(self) -> bytes:
+        """Content of the `tokenizer.json` that it was made from."""
+        return self._json
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that stand for it."""
+        return hashlib.blake2b(self._json, digest_size=16).digest()
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that `skip_special_tokens` leaves out."""
+        return self._pieces.special
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """`bos_token`, `eos_token` ... -> content, as chat templates see them."""
+        return self.config.special_tokens
+
+    @property
+    def eos_token_id(self) -> int | None:
+        content = self.config.special_tokens.get("eos_token")
+        return None if content is None else self._raw.token_to_id(content)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it, or None."""
+        return self._raw.token_to_id(token)
+
+    def token_name(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; empty for an id that it lacks."""
+        return self._raw.id_to_token(token_id) or ""
+
+    # ---------------------------------------------------------------- text to ids
+
+    def encode(self, text: str, add_special_tokens: bool = True, salt: str = "") -> list[int]:
+        """Token ids of `text`.
+
+        `salt`: pieces are taken from memory only if they came with the same one.
+
+        Contents of special tokens inside the text become those tokens, as chat templates need.
+        With `add_special_tokens` the tokenizer's first and last tokens are added; leave it off for
+        the output of a chat template, which has written them already.
+        """
+        if self.segments is not None and not add_special_tokens:
+            return self.segments.encode(text, self._encode_pieces, salt)
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def _encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.encode_batch(texts, add_special_tokens=False)
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """`encode` for several texts at once. Raises `InvalidRequest` for a lone surrogate."""
+        found: list[list[int]] = []
+        for batch in _batches(texts):
+            found += self._encode_at_once(batch, add_special_tokens)
+        return found
+
+    def _encode_at_once(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        try:
+            # One text goes as a batch too: only batches release the interpreter lock.
+            encodings = self._raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError):
+            raise InvalidRequest("text must be valid Unicode") from None
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise InvalidRequest(f"the tokenizer cannot process the text: {error}") from None
+        return [encoding.ids for encoding in encodings]
+
+    def fewest_tokens(self, chars: int) -> int:
+        """A text of so many characters becomes at least so many tokens; 0 where nothing is certain.
+
+        The first call looks at the whole vocabulary, so it belongs off the event loop.
+        """
+        bound = self._chars_per_token
+        return 0 if bound is None else -(-chars // bound)
+
+    def count_up_to(self, text: str, enough: int) -> int:
+        """At least how many tokens `text` becomes, in the memory that a slice of it needs. Counting
+        ends when there are more than `enough`. Raises `InvalidRequest` for a lone surrogate."""
+        count = 0
+        for part in split_text(text, _SLICE_CHARS):
+            (ids,) = self._encode_at_once([part], add_special_tokens=False)
+            count += max(0, len(ids) - _SLICE_SLACK)
+            if count > enough:
+                break
+        return count
+
+    @cached_property
+    def _chars_per_token(self) -> int | None:
+        return chars_per_token(self._json, self._raw)
+
+    # ---------------------------------------------------------------- ids to text
+
+    def decode(
+        self,
+        ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """The text of `ids` as a text of its own; ids that the vocabulary lacks have none.
+
+        With `spaces_between_special_tokens` off, a special token that follows another one directly
+        is written without the space that some decoders put between tokens.
+        """
+        stream = self.detokenizer(
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+        return stream.feed_many(ids) + stream.flush()
+
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+        keep: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """A fresh incremental detokeniser for one sequence.
+
+        `prompt`: the ids whose text the output continues. It matters to decoders that drop a space
+        at the start of a text: a completion continues its prompt; a chat message is a text of its
+        own, so pass nothing for it. `keep`: special ids that are shown although others are skipped;
+        each such set takes a table, so a model may have a few of them only.
+        """
+        return make_detokenizer(
+            self._pieces,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            prompt=prompt,
+            keep=keep,
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """One token for a person or a logprobs entry: special ones are shown, bytes that are no
+        character by themselves appear as U+FFFD. Empty for an id that the vocabulary lacks."""
+        text = self._pieces.all.text(token_id)
+        return self.token_bytes(token_id).decode("utf-8", "replace") if text is None else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes behind `token_text`: concatenated over tokens they are the text's UTF-8."""
+        return self._pieces.raw_bytes(token_id)
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Neighbouring texts, as many as may be encoded at once; at least one."""
+    batch: list[str] = []
+    chars = 0
+    for text in texts:
+        if batch and chars + len(text) > _BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+        batch.append(text)
+        chars += len(text)
+    if batch:
+        yield batch
+
+
+def _add_tokens(raw: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    """Tokens that only tokenizer_config.json knows, or knows to be special."""
+    present = {token.content: token for token in raw.get_added_tokens_decoder().values()}
+    for entry in config.added_tokens:
+        if entry.get("content") not in present:
+            _add_at_id(raw, dict(entry))
+    special = {content: present.get(content) for content in config.extra_special_tokens}
+    special = {content: None for content, known in special.items() if known is None}
+    for content in config.special_tokens.values():
+        known = present.get(content)
+        if known is None or not known.special:
+            special[content] = known
+    for content, known in special.items():
+        # One that the vocabulary lacks would get an id that the model does not have.
+        if raw.token_to_id(content) is not None:
+            raw.add_special_tokens([known or content])
+
+
+def _add_at_id(raw: tokenizers.Tokenizer, entry: dict[str, Any]) -> None:
+    expected = entry.pop("id")
+    try:
+        token = tokenizers.AddedToken(**entry)
+    except TypeError as error:
+        raise ConfigError(f"tokenizer_config.json: token {expected}: {error}") from None
+    (raw.add_special_tokens if token.special else raw.add_tokens)([token])
+    actual = raw.token_to_id(token.content)
+    if actual != expected:
+        raise ConfigError(
+            f"tokenizer_config.json gives {token.content!r} the id {expected}, "
+            f"tokenizer.json the id {actual}"
+        )
+
+
+def _highest_id(raw: tokenizers.Tokenizer) -> int:
+    added = max(raw.get_added_tokens_decoder(), default=-1)
+    count = raw.get_vocab_size(with_added_tokens=True)
+    # Ids are dense but for tokenizers that were edited by hand; those are worth a full look.
+    if raw.id_to_token(count - 1) is not None and added < count:
+        return count - 1
+    return max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+def _special_ids(raw: tokenizers.Tokenizer) -> frozenset[int]:
+    added = raw.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)

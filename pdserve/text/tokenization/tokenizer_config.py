@@ -1,0 +1,104 @@
+"""Reads special tokens and chat templates from `tokenizer_config.json`.
+
+It keeps what serving needs and ignores the rest, which differs between releases of the library that
+writes the file. `add_bos_token` and similar keys have no effect next to a tokenizer.json. It does
+not know the vocabulary; `tokenizer.py` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """The part of `tokenizer_config.json` that pdserve reads."""
+
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """`bos_token`, `eos_token` ... -> content; what chat templates see under those names."""
+    extra_special_tokens: tuple[str, ...] = ()
+    """Further contents that are special unless tokenizer.json knows them otherwise."""
+    added_tokens: tuple[Mapping[str, Any], ...] = ()
+    """Entries of `added_tokens_decoder` in the order of their ids, each with its `id`."""
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    """Template sources by name; a single one is called `default`."""
+
+
+def parse_tokenizer_config(content: bytes) -> TokenizerConfig:
+    """Read the file's content. Raises `ConfigError` when it is not what it should be."""
+    try:
+        raw = msgspec.json.decode(content or b"{}", type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"tokenizer_config.json is not a JSON object: {error}") from None
+    return TokenizerConfig(
+        special_tokens=_named_tokens(raw),
+        extra_special_tokens=_extra_tokens(raw),
+        added_tokens=_added_tokens(raw),
+        chat_templates=_templates(raw.get("chat_template")),
+    )
+
+
+def _content(token: object) -> str | None:
+    """A token is written as a string or as an object with its matching flags."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
+
+
+def _named_tokens(raw: Mapping[str, Any]) -> dict[str, str]:
+    named = {name: _content(raw.get(name)) for name in _NAMED}
+    extra = raw.get("extra_special_tokens")
+    if isinstance(extra, dict):  # model-specific names, e.g. `image_token`
+        named |= {str(name): _content(token) for name, token in extra.items()}
+    return {name: content for name, content in named.items() if content is not None}
+
+
+def _extra_tokens(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    lists = [raw[name] for name in _LISTS if isinstance(raw.get(name), list)]
+    contents = [_content(token) for tokens in lists for token in tokens]
+    return tuple(dict.fromkeys(content for content in contents if content is not None))
+
+
+def _added_tokens(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    entries = raw.get("added_tokens_decoder") or {}
+    try:
+        tokens = [{**entry, "id": int(token_id)} for token_id, entry in entries.items()]
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            "tokenizer_config.json: added_tokens_decoder must map ids to objects"
+        ) from None
+    return tuple(sorted(tokens, key=lambda token: token["id"]))
+
+
+def _templates(value: object) -> dict[str, str]:
+    """One template as a string, or several as a list of `{"name": ..., "template": ...}`."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        templates = {entry["name"]: entry["template"] for entry in value}  # type: ignore[attr-defined]
+    except (TypeError, KeyError):
+        raise ConfigError("tokenizer_config.json: chat_template has an unknown form") from None
+    if not all(isinstance(part, str) for pair in templates.items() for part in pair):
+        raise ConfigError("tokenizer_config.json: chat_template names and sources must be strings")
+    return templates

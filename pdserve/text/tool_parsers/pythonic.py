@@ -1,0 +1,340 @@
+"""Parses the format of Llama 3.2 and 4: a Python list of calls, `[f(a=1, b="x"), g()]`.
+
+The list is the whole answer. Only names tell it from an answer that is a list, so calls must name
+tools of the request unless the list stands between `<|python_start|>` and `<|python_end|>`.
+Arguments are literals given by keyword. A call is shown once it is complete; one that cannot be
+parsed is content.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.text.tool_parsers.base import SchemaFree, ToolCallReader
+from pdserve.text.tool_parsers.python_literals import MAX_STRUCTURE, structure_size
+from pdserve.text.tool_parsers.pythonic_grammar import PythonicGrammar
+from pdserve.text.tool_parsers.tool_call_grammar import call_id
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.protocols.completion_requests import Tool
+    from pdserve.text.incremental_reader import IncrementalReader
+    from pdserve.text.output_parts import OutputParser
+    from pdserve.text.tool_parsers.base import ToolChoiceMode
+
+START: Final = "<|python_start|>"
+END: Final = "<|python_end|>"
+_MARKER: Final = re.compile(f"{re.escape(START)}|{re.escape(END)}")
+_NAME: Final = re.compile(r"[a-zA-Z0-9_.-]+")
+_LONGEST_NAME: Final = 256
+_PLAIN: Final = {quote: re.compile(rf"[^\\\r\n{quote}]+") for quote in "'\""}
+_OUTSIDE: Final = re.compile(r"[^'\"()\[\]{}<,]+")
+_ITEM: Final = re.compile(r"\s*([^\s=]+)\s*=(.*)", re.DOTALL)
+_ESCAPES: Final = "\\'\"abfnrtvxuUN01234567\r\n"
+_WORDS: Final = {"true": True, "false": False, "null": None}
+"""Of JSON, which models slip in."""
+_NO_JSON: Final = object()
+
+
+class Pythonic(SchemaFree):
+    name: Final = "pythonic"
+    markers: Final = (START, END)
+
+    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+        return _Parser(tools)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoiceMode,
+        parallel: bool,
+        special: Mapping[str, int] | None = None,
+    ) -> str:
+        """In free text, what begins with a bracket is a call; so is what follows the start, if
+        that is a token of its own."""
+        return PythonicGrammar(tools, choice, parallel, special).text()
+
+    def call_id(self) -> str:
+        return call_id()
+
+
+class _Parser(ToolCallReader):
+    __slots__ = ("_arguments", "_known", "_name", "_raw", "_tagged")
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(self._first)
+        self._known = {tool.function.name for tool in tools}
+        self._tagged = False
+        self._name = ""
+        self._raw: list[str] = []
+        """Text that has not become a call."""
+        self._arguments = PythonicArguments()
+
+    def _first(self) -> bool:
+        """The answer begins, or a list between markers."""
+        if not self.say_blank():
+            return False
+        marker = self.meets((START,))
+        if marker is None:
+            return False
+        if not marker and self.text[self.at] == "[":
+            self._raw = ["["]
+            self.at += 1
+            return self.turn(self._list)
+        return self.turn(self._content)
+
+    def _content(self) -> bool:
+        marker = self.seek_call(_MARKER, (START, END))
+        if marker == START:
+            self._tagged = True
+            return self.turn(self._first)
+        return bool(marker)
+
+    def _give_up(self) -> bool:
+        self.say_raw("".join(self._raw).removeprefix(","), _MARKER)
+        self._raw.clear()
+        return self.turn(self._content)
+
+    def _list(self) -> bool:
+        """Before a call, or the list's end."""
+        begin = self.at
+        found = self.skip_blank()
+        self._raw.append(self.text[begin : self.at])
+        if not found:
+            return self.last and self._give_up()
+        if _NAME.match(self.text[self.at]):
+            self._name = ""
+            return self.turn(self._named)
+        if self.text[self.at] == "]" and self._ended():
+            self.at += 1
+            self._raw.clear()
+            return self.turn(self._after)
+        return self._give_up()
+
+    def _after(self) -> bool:
+        """After a list."""
+        if not self.say_blank() or self.meets((START, END)) is None:
+            return False
+        self.drop_half((START, END))
+        return self.at < len(self.text) and self.turn(self._content)
+
+    def _ended(self) -> bool:
+        """A bracket closes a list that had calls in it, perhaps with a comma after the last."""
+        return "".join(self._raw).strip() in ("", ",")
+
+    def _named(self) -> bool:
+        found = _NAME.match(self.text, self.at)
+        if found is not None:
+            self._name += found[0]
+            self.at = found.end()
+        waits = self.at == len(self.text) and len(self._name) <= _LONGEST_NAME
+        if waits and not self.last:
+            return False
+        self._raw.append(self._name)
+        if not self.text.startswith("(", self.at) or not self._may_be_called():
+            return self._give_up()
+        self.at += 1
+        self._raw.append("(")
+        self._arguments = PythonicArguments()
+        return self.turn(self._call)
+
+    def _may_be_called(self) -> bool:
+        return self._tagged or self.calls > 0 or self._name in self._known
+
+    def _call(self) -> bool:
+        begin = self.at
+        ended = self._arguments.read(self)
+        self._raw.append(self.text[begin : self.at])
+        if not ended:
+            return self.last and self._give_up()
+        text = None if self._arguments.broken else arguments_json(self._arguments.items)
+        if text is None:
+            return self._give_up()
+        self._raw.clear()
+        self.begin(self._name)
+        self.argue(text)
+        return self.turn(self._comma)
+
+    def _comma(self) -> bool:
+        """After a call."""
+        if not self.skip_blank():
+            return False
+        if self.text[self.at] == ",":
+            self._raw.append(",")
+            self.at += 1
+        elif self.text[self.at] != "]":
+            return self.turn(self._content)
+        return self.turn(self._list)
+
+
+class PythonicArguments:
+    """Finds the parenthesis that ends a call, without looking at anything twice.
+
+    Strings are mended where models err and there is one reading only: raw line breaks, and
+    backslashes that escape nothing. Triple quotes are not read.
+    """
+
+    __slots__ = ("_cuts", "_depth", "_empty", "_quote", "_taken", "broken")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quote = ""
+        self._empty = False
+        """The string has just begun."""
+        self._taken: list[str] = []
+        self._cuts = [0]
+        """Where in `_taken` an argument begins, or the last one ends."""
+        self.broken = False
+
+    @property
+    def items(self) -> list[str]:
+        """What stood between the parentheses, cut at its commas."""
+        return ["".join(self._taken[begin:end]) for begin, end in pairwise(self._cuts)]
+
+    def read(self, reader: IncrementalReader) -> bool:
+        """Go on; whether the end was found, or there can be none (`broken`)."""
+        while reader.at < len(reader.text):
+            ended = self._in_string(reader) if self._quote else self._outside(reader)
+            if ended is not None:
+                return ended
+        return False
+
+    def _take(self, reader: IncrementalReader, size: int, text: str | None = None) -> None:
+        at = reader.at
+        self._taken.append(reader.text[at : at + size] if text is None else text)
+        reader.at += size
+
+    def _broken(self) -> bool:
+        self.broken = True
+        return True
+
+    def _outside(self, reader: IncrementalReader) -> bool | None:
+        """True or False ends the reading for now; None goes on."""
+        char = reader.text[reader.at]
+        if self._empty:
+            self._empty = False
+            if self._taken[-1] == char:  # a third quote after an empty string
+                return self._broken()
+        found = _OUTSIDE.match(reader.text, reader.at)
+        if found is not None:
+            self._take(reader, len(found[0]))
+            return None
+        if char == "<":  # no literal has one: a marker, or nothing that can be read
+            return self._broken()
+        if char == ",":
+            if not self._depth:
+                self._cuts.append(len(self._taken))
+                self._take(reader, 1, "")
+                return None
+        elif char in "'\"":
+            self._quote = char
+            self._empty = True
+        elif char in "([{":
+            self._depth += 1
+        elif self._depth:
+            self._depth -= 1
+        elif char == ")":
+            reader.at += 1
+            self._cuts.append(len(self._taken))
+            return True
+        else:
+            return self._broken()
+        self._take(reader, 1)
+        return None
+
+    def _in_string(self, reader: IncrementalReader) -> bool | None:
+        char = reader.text[reader.at]
+        if char == self._quote:
+            self._quote = ""
+            self._take(reader, 1)
+            return None
+        self._empty = False
+        found = _PLAIN[self._quote].match(reader.text, reader.at)
+        if found is not None:
+            self._take(reader, len(found[0]))
+        elif char == "\n":
+            self._take(reader, 1, "\\n")
+        elif char == "\r":
+            self._take(reader, 1, "\\r")
+        else:
+            return self._escape(reader)
+        return None
+
+    def _escape(self, reader: IncrementalReader) -> bool | None:
+        following = reader.text[reader.at + 1 : reader.at + 2]
+        if not following:
+            if reader.last:
+                self._take(reader, 1)
+            return False
+        if following in "\r\n":
+            self._take(reader, 1, "")  # the line break stays
+        elif following in _ESCAPES:
+            self._take(reader, 2)
+        else:
+            self._take(reader, 1, "\\\\")
+        return None
+
+
+def arguments_json(items: Sequence[str]) -> str | None:
+    """The JSON object of a call's arguments; None if one of them is no literal with a name, or all
+    that is not JSON is too much to be read as Python."""
+    last = len(items) - 1
+    left = MAX_STRUCTURE
+    found: dict[str, Any] = {}
+    try:
+        for at, item in enumerate(items):
+            if at == last and not item.strip():
+                break  # no arguments, or a comma after the last
+            matched = _ITEM.fullmatch(item)
+            if matched is None or not matched[2].strip() or matched[1] in found:
+                return None
+            value = _as_json(matched[2])
+            if value is _NO_JSON:
+                left -= structure_size(matched[2])
+                if left < 0:
+                    return None
+                value = _value(ast.parse(f"({matched[2]}\n)", mode="eval").body)
+            found[matched[1]] = value
+        written = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return written
+
+
+def _as_json(text: str) -> Any:
+    """Most literals are JSON, too, where they mean the same; reading it takes a fortieth."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _NO_JSON
+
+
+def _key(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError("not a literal")
+    return name
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=bool() | str() | int() | None):
+            return node.value
+        case ast.Constant(value=float() as number) if math.isfinite(number):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [_key(key.value if isinstance(key, ast.Constant) else None) for key in keys]
+            return dict(zip(names, map(_value, values), strict=True))
+        case ast.Name(id=word) if word in _WORDS:
+            return _WORDS[word]
+    raise ValueError("not a literal")

@@ -1,0 +1,129 @@
+"""Maps a ticket and a part between the KV regions of two nodes to runs of bytes to copy.
+
+All ranks of a node number their blocks alike, so one list of ids serves every pair. Pure; made once
+per path. A pair of nodes with incompatible layouts is refused here, before there is a path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdserve.transfer.copy_plan import (
+    PlanError,
+    align_blocks,
+    bind_blocks,
+    blocks_for,
+    check_fit,
+    plan_block,
+    rank_pairs,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.ids import Bytes
+    from pdserve.messages.transfer import RegionCard
+    from pdserve.transfer.copy_plan import CopyRuns, Layers
+
+__all__ = ["BlockMapper", "BlockMapping", "RegionCopy", "check_blocks"]
+
+
+class RegionCopy(NamedTuple):
+    """Runs from one region of the source to one of the destination, by their places."""
+
+    source: int
+    destination: int
+    runs: CopyRuns
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMapping:
+    """What of a part a destination lacks: source block `blocks[i]` fills the ticket's block at
+    `place + i`. Both ends can say it without knowing the other's addresses."""
+
+    place: int
+    blocks: tuple[int, ...]
+    names: bytes
+    layers: Layers
+
+
+class BlockMapper:
+    """Sources to destinations."""
+
+    def __init__(self, sources: Sequence[RegionCard], destinations: Sequence[RegionCard]) -> None:
+        """Raises `PlanError` unless all fit together."""
+        if not sources or not destinations:
+            raise PlanError("a node without a pool has nothing to move")
+        self._sources = tuple(sources)
+        self._destinations = tuple(destinations)
+        for source in sources:
+            for destination in destinations:
+                check_fit(source.layout, destination.layout)
+        self.pairs = rank_pairs(
+            [card.layout for card in sources], [card.layout for card in destinations]
+        )
+        """Regions of both, by their places, that have bytes to exchange."""
+        if not self.pairs:
+            raise PlanError("no rank of the source has what a rank of the destination holds")
+        self._blocks = (_least(sources), _least(destinations))
+        self.block_tokens = sources[0].layout.tokens
+
+    def share(
+        self,
+        first_token: int,
+        tokens: int,
+        start: int,
+        blocks: Sequence[int],
+        layers: Layers,
+        names: bytes = b"",
+    ) -> BlockMapping:
+        """What a part, given by its start and blocks, has for a ticket, given by its tokens."""
+        if names and len(names) != 16 * len(blocks):
+            raise PlanError(f"{len(names)} bytes of names for {len(blocks)} blocks")
+        skip, place = align_blocks(first_token, tokens, self.block_tokens, start, len(blocks))
+        return BlockMapping(place, tuple(blocks[skip:]), names[16 * skip :], layers)
+
+    def moves(self, share: BlockMapping, destinations: Sequence[int]) -> list[RegionCopy]:
+        """The runs of a share; `destinations` are all blocks of the ticket. Raises `PlanError`."""
+        self.check(share, destinations)
+        count = len(share.blocks)
+        theirs = destinations[share.place : share.place + count]
+        moves = []
+        for s, d in self.pairs:
+            plan = plan_block(self._sources[s].layout, self._destinations[d].layout, share.layers)
+            if plan.spans and count:
+                moves.append(RegionCopy(s, d, bind_blocks(plan, share.blocks, theirs)))
+        return moves
+
+    def check(self, share: BlockMapping, destinations: Sequence[int]) -> None:
+        """Raise `PlanError` unless both ends have these blocks."""
+        check_blocks(share.blocks, self._blocks[0])
+        check_blocks(destinations[share.place : share.place + len(share.blocks)], self._blocks[1])
+
+    def size(self, share: BlockMapping) -> Bytes:
+        """Bytes that a share brings to the destination."""
+        return len(share.blocks) * sum(
+            plan_block(self._sources[s].layout, self._destinations[d].layout, share.layers).size
+            for s, d in self.pairs
+        )
+
+    def check_order(self, first_token: int, tokens: int, blocks: Sequence[int]) -> None:
+        """Raise `PlanError` unless these blocks can take these tokens."""
+        if first_token < 0 or first_token % self.block_tokens:
+            raise PlanError(f"token {first_token} begins no block")
+        if tokens <= 0 or len(blocks) != blocks_for(tokens, self.block_tokens):
+            raise PlanError(f"{len(blocks)} blocks for {tokens} tokens")
+        if len(set(blocks)) != len(blocks):
+            raise PlanError("a block is there twice")
+        check_blocks(blocks, self._blocks[1])
+
+
+def check_blocks(blocks: Sequence[int], count: int) -> None:
+    """Raise `PlanError` unless these are blocks of a pool of `count`."""
+    if blocks and not (min(blocks) >= 0 and max(blocks) < count):
+        raise PlanError(f"there are blocks 0 to {count - 1}, not {min(blocks)} to {max(blocks)}")
+
+
+def _least(cards: Sequence[RegionCard]) -> int:
+    return min(card.blocks for card in cards)

@@ -1,0 +1,273 @@
+"""The C objects behind pyverbs' ones, and the calls of libibverbs that pyverbs lacks or holds the
+GIL in.
+
+pyverbs says where its C objects are only from release 61 on. Before, and the same way since, the
+pointer is found among the words of the Python object: it is the one that leads to a memory region,
+or a queue pair, with the very numbers that pyverbs reports. Words are followed by reading this
+process's memory through the kernel, which answers a wrong one with an error, not with a crash.
+
+From a queue pair everything else follows: its device's context and the table of functions in it,
+its completion queue, that queue's channel and the channel's descriptor. The offsets are
+rdma-core's stable ABI on 64-bit machines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from pdserve.errors import TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.ids import Bytes
+
+__all__ = [
+    "ACCESS",
+    "IbvAsyncEvent",
+    "IbvDevice",
+    "IbvQueuePair",
+    "MemoryRegion",
+    "device_of",
+    "next_event",
+    "queue_pair_of",
+    "register",
+    "unregister",
+]
+
+_POLL_CQ, _POST_SEND, _POST_RECEIVE = 96, 208, 216
+_COMMAND_FD, _ASYNC_FD = 264, 268
+_RELIABLE: Final = 2
+ACCESS: Final = 3
+"""Local and remote writes: nobody reads here over the network."""
+
+
+class IbvDevice(NamedTuple):
+    """One opened adapter, by addresses."""
+
+    context: int
+    domain: int
+    async_fd: int
+
+
+class IbvQueuePair(NamedTuple):
+    """One queue pair, by addresses, and the descriptor that says when to poll."""
+
+    pair: int
+    queue: int
+    post_send: int
+    post_receive: int
+    poll: int
+    events_fd: int
+
+
+class MemoryRegion(NamedTuple):
+    """A slice of memory that an adapter may reach."""
+
+    handle: int
+    local_key: int
+    remote_key: int
+
+
+# ------------------------------------------------------------------------------ finding them
+
+
+class _Memory:
+    """This process's memory, read with care."""
+
+    def __init__(self) -> None:
+        self._fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __enter__(self) -> _Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read(self, address: int, size: Bytes) -> bytes:
+        """Or fewer bytes, if there are no more."""
+        if not 4096 <= address < 1 << 47:
+            return b""
+        try:
+            return os.pread(self._fd, size, address)
+        except OSError:
+            return b""
+
+    def words(self, address: int, count: int) -> tuple[int, ...]:
+        data = self.read(address, 8 * count)
+        return struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])
+
+    def numbers(self, address: int, count: int) -> tuple[int, ...]:
+        """Of 32 bits."""
+        data = self.read(address, 4 * count)
+        return struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
+
+    def candidates(self, instance: Any) -> Iterator[int]:
+        """Words of a Python object that may be pointers, behind its head."""
+        size = type(instance).__basicsize__ // 8
+        yield from self.words(id(instance), size)[2:]
+
+
+def _missing(what: str) -> TransferError:
+    reason = f"this pyverbs keeps its {what} in an unknown way"
+    return TransferError.at("", "this node over rdma", "set-up", reason)
+
+
+def device_of(region: Any) -> IbvDevice:
+    """The adapter that a `pyverbs.mr.MR` was registered with. Raises `TransferError`."""
+    with _Memory() as memory:
+        for pointer in memory.candidates(region):
+            context, domain, address, length = (*memory.words(pointer, 4), 0, 0, 0, 0)[:4]
+            if (address, length) != (region.buf, region.length):
+                continue
+            if memory.numbers(pointer + 36, 2) == (region.lkey, region.rkey):
+                return _checked(memory, context, domain)
+    raise _missing("memory regions")
+
+
+def _checked(memory: _Memory, context: int, domain: int) -> IbvDevice:
+    """The context's own descriptors prove that it is one."""
+    command, events = (*memory.numbers(context + _COMMAND_FD, 2), 0, 0)[:2]
+    try:
+        link = os.readlink(f"/proc/self/fd/{command}")
+    except OSError:
+        link = ""
+    if memory.words(domain, 1) != (context,) or "uverbs" not in link:
+        raise _missing("contexts")
+    return IbvDevice(context, domain, events)
+
+
+def queue_pair_of(instance: Any, device: IbvDevice) -> IbvQueuePair:
+    """The C object of a `pyverbs.qp.QP`. Raises `TransferError`."""
+    number = instance.qp_num
+    with _Memory() as memory:
+        for pointer in memory.candidates(instance):
+            head = memory.words(pointer, 6)
+            about = memory.numbers(pointer + 48, 4)
+            if (
+                len(head) == 6
+                and head[0] == device.context
+                and head[2] == device.domain
+                and about[1:2] == (number,)
+                and about[3:4] == (_RELIABLE,)
+            ):
+                return _pair(memory, pointer, head[3], device)
+    raise _missing("queue pairs")
+
+
+def _pair(memory: _Memory, pair: int, queue: int, device: IbvDevice) -> IbvQueuePair:
+    context, channel = (*memory.words(queue, 2), 0, 0)[:2]
+    if context != device.context or memory.words(channel, 1) != (context,):
+        raise _missing("completion channels")
+    (events_fd,) = memory.numbers(channel + 8, 1)
+    functions = {
+        at: memory.words(context + at, 1)[0] for at in (_POLL_CQ, _POST_SEND, _POST_RECEIVE)
+    }
+    return IbvQueuePair(
+        pair,
+        queue,
+        functions[_POST_SEND],
+        functions[_POST_RECEIVE],
+        functions[_POLL_CQ],
+        events_fd,
+    )
+
+
+# ------------------------------------------------------------------------------ registering
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL("libibverbs.so.1", use_errno=True)
+    library.ibv_reg_mr.restype = ctypes.c_void_p
+    library.ibv_reg_mr.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+    )
+    library.ibv_dereg_mr.argtypes = (ctypes.c_void_p,)
+    library.ibv_get_async_event.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    library.ibv_ack_async_event.argtypes = (ctypes.c_void_p,)
+    if hasattr(library, "ibv_reg_dmabuf_mr"):
+        library.ibv_reg_dmabuf_mr.restype = ctypes.c_void_p
+        library.ibv_reg_dmabuf_mr.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_uint64,
+            ctypes.c_size_t,
+            ctypes.c_uint64,
+            ctypes.c_int,
+            ctypes.c_int,
+        )
+    return library
+
+
+def register(
+    device: IbvDevice, address: int, size: Bytes, *, dmabuf: int | None = None, offset: Bytes = 0
+) -> MemoryRegion:
+    """Let the adapter write, and be written through, this memory; with `dmabuf` it is the device
+    memory behind that descriptor. Blocks for as long as the pages take; other threads run.
+
+    Raises OSError."""
+    library = _library()
+    if dmabuf is None:
+        handle = library.ibv_reg_mr(device.domain, address, size, ACCESS)
+    elif hasattr(library, "ibv_reg_dmabuf_mr"):
+        handle = library.ibv_reg_dmabuf_mr(device.domain, offset, size, address, dmabuf, ACCESS)
+    else:
+        raise OSError(errno.EOPNOTSUPP, "this libibverbs knows no DMA-BUF")
+    if not handle:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    with _Memory() as memory:
+        local, remote = memory.numbers(handle + 36, 2)
+    return MemoryRegion(handle, local, remote)
+
+
+def unregister(region: MemoryRegion) -> None:
+    """The adapter cannot reach it any more. Raises OSError."""
+    number = _library().ibv_dereg_mr(region.handle)
+    if number:
+        raise OSError(number, os.strerror(number))
+
+
+# ------------------------------------------------------------------------------ what it reports
+
+
+class IbvAsyncEvent(NamedTuple):
+    """What an adapter reports by itself."""
+
+    failure: str
+    """Empty: nothing has failed."""
+    element: int
+    """Address of the queue pair or the completion queue that it is about; 0: of all."""
+
+
+class _RawEvent(ctypes.Structure):
+    _fields_ = (("element", ctypes.c_uint64), ("kind", ctypes.c_int))
+
+
+_FAILURES: Final = {
+    0: "a completion queue has failed",
+    1: "a queue pair has failed",
+    2: "a queue pair was asked for what it does not do",
+    3: "a queue pair refused an access",
+    8: "the adapter has failed",
+}
+"""`ibv_event_type`. A port that goes down is none: it may come back before the retries end."""
+_ADAPTER: Final = 8
+
+
+def next_event(device: IbvDevice) -> IbvAsyncEvent | None:
+    """What the adapter reports, None without a report. The descriptor must not block."""
+    library, event = _library(), _RawEvent()
+    if library.ibv_get_async_event(device.context, ctypes.addressof(event)):
+        return None
+    library.ibv_ack_async_event(ctypes.addressof(event))
+    element = 0 if event.kind == _ADAPTER else event.element
+    return IbvAsyncEvent(_FAILURES.get(event.kind, ""), element)

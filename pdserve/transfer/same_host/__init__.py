@@ -1,0 +1,1 @@
+"""KV between processes of one host: shared memory and CUDA IPC."""

@@ -1,0 +1,268 @@
+"""Same host, GPUs that reach each other: the destination copies from the source's opened pool.
+
+The greeting passes a handle of each pool (`cuIpcGetMemHandle`): same user, same host, and both GPUs
+the same or with peer access; ROCm is not supported. A part becomes copies on a stream of its own,
+run by run, or by one kernel where runs are many and short. Threads ask for them and wait for their
+events, so the loop does neither. Everything else, what guards the bytes above all:
+`pull_transport`.
+
+**Fence**: what a stream has been asked for cannot be taken back, but it ends soon: it is asked for
+in chunks, two at a time, and `revoke` waits for these.
+
+**Memory that others have opened must not be freed.** So a path that ends waits for the peer's end
+to say that it has closed what it opened, and says so in the log if it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from pdserve.transfer.copy_plan import PlanError, split_runs
+from pdserve.transfer.copying import checksum, chunks
+from pdserve.transfer.cuda.driver import CudaError, CudaIpcExport
+from pdserve.transfer.cuda.nvidia import NvidiaDriver
+from pdserve.transfer.same_host.pull_transport import PATIENCE, PullPath, PullTransport
+from pdserve.transfer.same_host.shared_table import map_table
+
+if TYPE_CHECKING:
+    import mmap
+    import socket
+    from collections.abc import Iterable, Sequence
+
+    from pdserve.ids import Bytes, Epoch, NodeId, Seconds
+    from pdserve.transfer.base import CallPeer, Region
+    from pdserve.transfer.block_mapping import RegionCopy
+    from pdserve.transfer.cuda.driver import CudaDriver, CudaStream
+    from pdserve.transfer.same_host.pull_transport import PullJob, Verify
+    from pdserve.transfer.same_host.unix_socket import SocketGreeting
+
+__all__ = ["CHUNK", "CudaIpcPath", "CudaIpcTransport", "unsupported_reason"]
+
+_log = logging.getLogger(__name__)
+
+CHUNK: Final[Bytes] = 64 << 20
+"""About how much a stream is asked for between two looks at whether it is still wanted: a fraction
+of a millisecond over NVLink, a few over PCIe."""
+UNMAPPING: Final[Seconds] = 5.0
+"""How long an ending path waits for the peer to close what it has opened."""
+SUMMED: Final[Bytes] = 4 << 20
+"""Bytes of device memory that are read at a time for a checksum."""
+
+
+def unsupported_reason(regions: Sequence[Region], driver: CudaDriver | None = None) -> str:
+    """Why these pools cannot be shared; empty: they can. It tries: only then it shows whether an
+    allocator's memory can be exported (torch's with `expandable_segments:True` cannot)."""
+    try:
+        found = NvidiaDriver() if driver is None else driver
+        for region in regions:
+            found.export(region.address, region.size)
+    except (CudaError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+class _Words(msgspec.Struct, frozen=True, array_like=True):
+    """Of the greeting."""
+
+    pools: tuple[CudaIpcExport, ...]
+
+
+@dataclass(slots=True)
+class _Opened:
+    """See `pull_transport.PeerPools`: a pool may be open on several devices of this node."""
+
+    driver: CudaDriver
+    table: mmap.mmap
+    pools: dict[tuple[int, int], tuple[CudaIpcExport, int, int]] = field(default_factory=dict)
+    """(region there, region here): what was opened, its address, and beside which it was."""
+
+    def address(self, move: RegionCopy) -> int:
+        return self.pools[move.source, move.destination][1]
+
+    def close(self) -> None:
+        self.table.close()
+        for opened in self.pools.values():
+            try:
+                self.driver.close(*opened)
+            except CudaError as error:
+                _log.warning("cuda_ipc: a pool of the peer could not be closed: %s", error)
+        self.pools.clear()
+
+
+class CudaIpcPath(PullPath):
+    """See above."""
+
+    backend = "cuda_ipc"
+    transport: CudaIpcTransport
+
+    def _map(self, greeting: SocketGreeting, fds: Sequence[int]) -> _Opened:
+        try:
+            pools = msgspec.msgpack.decode(greeting.words, type=_Words).pools
+        except msgspec.MsgspecError as error:
+            raise PlanError(f"the peer's greeting: {error}") from error
+        if len(fds) != 1 or len(pools) != len(self.theirs):
+            raise PlanError(f"{len(fds)} descriptors and {len(pools)} pools")
+        regions = self.transport.regions
+        opened = _Opened(self.transport.driver, map_table(fds[0], self.theirs))
+        try:
+            for there, here in self.into.pairs:
+                beside = regions[here].address
+                address = opened.driver.open(pools[there], beside)
+                opened.pools[there, here] = (pools[there], address, beside)
+        except BaseException:
+            opened.close()
+            raise
+        self._opened = opened
+        return opened
+
+    def _copy(self, job: PullJob, moves: Sequence[RegionCopy]) -> Bytes:
+        """Streams of several devices copy side by side."""
+        lanes: list[_Lane] = []
+        try:
+            return sum(self._ask_for(job, move, lanes) for move in moves)
+        finally:
+            self._drain(lanes)
+
+    def _drain(self, lanes: Sequence[_Lane]) -> None:
+        """Nothing is under way on these any more. Raises the first error, after all have been
+        waited for; a stream with an error is not used again."""
+        errors: list[CudaError] = []
+        for lane in lanes:
+            try:
+                lane.drain()
+            except CudaError as error:
+                errors.append(error)
+            else:
+                self.transport.give_back(lane)
+        if errors:
+            raise errors[0]
+
+    def _ask_for(self, job: PullJob, move: RegionCopy, lanes: list[_Lane]) -> Bytes:
+        lane = self.transport.lane(move.destination)
+        lanes.append(lane)
+        here, there = self.transport.regions[move.destination].address, self._opened.address(move)
+        size = 0
+        for to, from_, lengths in chunks(split_runs(move.runs, CHUNK), CHUNK):
+            if job.stop:
+                break
+            size += lane.copy(_shifted(to, here), _shifted(from_, there), array("q", lengths))
+        return size
+
+    async def _part(self, connection: socket.socket) -> None:
+        """Say that everything is closed here, and wait for the peer to say it."""
+        loop = asyncio.get_running_loop()
+        try:
+            connection.shutdown(1)
+            async with asyncio.timeout(UNMAPPING):
+                while await loop.sock_recv(connection, 1 << 17):
+                    pass
+        except TimeoutError:
+            _log.warning(
+                "%r: the peer has not closed this node's memory within %g s: it must not be freed",
+                self,
+                UNMAPPING,
+            )
+        except OSError:
+            pass  # it has ended, and with it what it had opened
+
+
+def _shifted(offsets: Iterable[int], base: int) -> array[int]:
+    return array("q", [base + offset for offset in offsets])
+
+
+class _Lane:
+    """A stream, and what it has been asked for."""
+
+    def __init__(self, stream: CudaStream, region: int) -> None:
+        self.stream = stream
+        self.region = region
+        self._marks: deque[object] = deque()
+
+    def copy(self, to: array[int], from_: array[int], lengths: array[int]) -> Bytes:
+        """Ask for a chunk, when at most one is under way before it."""
+        while len(self._marks) > 1:
+            self.stream.wait(self._marks.popleft())
+        self.stream.copy(to, from_, lengths)
+        self._marks.append(self.stream.mark())
+        return sum(lengths)
+
+    def drain(self) -> None:
+        """Nothing is under way any more, whether or not it went well. Raises `CudaError`."""
+        self._marks.append(self.stream.mark())
+        while self._marks:
+            self.stream.wait(self._marks.popleft())
+
+
+class CudaIpcTransport(PullTransport):
+    """A node whose regions are in device memory: `Region.address` says where. Each must be within
+    one allocation of cuMemAlloc or cudaMalloc, and its blocks complete before they are delivered:
+    whoever computed them has waited for the device."""
+
+    name = "cuda_ipc"
+    path_type = CudaIpcPath
+    threads = 2
+
+    def __init__(
+        self,
+        node: NodeId,
+        epoch: Epoch,
+        regions: Sequence[Region],
+        ask: CallPeer,
+        *,
+        verify: Verify = "sample",
+        patience: Seconds = PATIENCE,
+        driver: CudaDriver | None = None,
+    ) -> None:
+        """Raises ValueError for a region without an address, `OSError` (`CudaError`) where CUDA
+        cannot be used or a region cannot be shared."""
+        if any(not region.address for region in regions):
+            raise ValueError("device memory needs regions with an address")
+        self.driver: CudaDriver = NvidiaDriver() if driver is None else driver
+        self._exported = tuple(self.driver.export(r.address, r.size) for r in regions)
+        self._lanes: list[_Lane] = []
+        self._free = threading.Lock()
+        super().__init__(node, epoch, regions, ask, verify=verify, patience=patience)
+
+    def _pass(self) -> tuple[list[int], bytes]:
+        return [], msgspec.msgpack.encode(_Words(self._exported))
+
+    def _sum(self, region: int, runs: Iterable[tuple[Bytes, Bytes]], start: int) -> int:
+        address = self.regions[region].address
+        for at, length in runs:
+            for begin in range(at, at + length, SUMMED):
+                size = min(SUMMED, at + length - begin)
+                data = memoryview(self.driver.read(address + begin, size))
+                start = checksum(data, ((0, size),), start)
+        return start
+
+    # ------------------------------------------------------------------ streams, in threads
+
+    def lane(self, region: int) -> _Lane:
+        """One that nobody uses, on the region's device."""
+        with self._free:
+            for lane in self._lanes:
+                if lane.region == region:
+                    self._lanes.remove(lane)
+                    return lane
+        return _Lane(self.driver.stream(self.regions[region].address), region)
+
+    def give_back(self, lane: _Lane) -> None:
+        """Nothing is under way on it."""
+        with self._free:
+            self._lanes.append(lane)
+
+    async def close(self) -> None:
+        """See `pdserve.transfer.base.KvTransport`."""
+        await super().close()
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.stream.close()
+        self.driver.release()

@@ -1,0 +1,737 @@
+"""Fetching between nodes of one host: what is the same whether host or device memory is read.
+
+**Greeting** over a Unix socket. It has no name in the file system; who connects must have this
+user's id and the secret that went over the authenticated link. It passes descriptors and whatever
+else the peer needs to map the pools, and it tells at once when the peer ends.
+
+**Who moves**: the source announces a part, the destination copies in a thread, in chunks, and
+reports. So nobody else ever writes to this node's blocks, and a fence is a matter of its own: stop
+copying, wait for the chunk.
+
+**What guards the bytes**: the source keeps a table that its peers can read. A delivery has an entry
+(attempt, epoch, a number of its own) that is there only as long as the blocks keep their content; a
+block has a header (its hash, the epoch). The destination compares them before it copies and again
+afterwards, so blocks that were given away meanwhile are never served. Checksums of some blocks, or
+of all, are compared besides (`verify`).
+
+A back end says how the peer's pools are mapped and copied from (`PullPath`), and how its own are
+passed and summed (`PullTransport`).
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import logging
+import secrets
+import socket
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
+
+import msgspec
+
+from pdserve.errors import TransferCorrupt, TransferWithdrawn
+from pdserve.messages.transfer import MAX_BLOCKS
+from pdserve.net.log_throttle import LogThrottle
+from pdserve.net.transport.bounded_acceptor import BoundedAcceptor
+from pdserve.transfer.block_mapping import BlockMapping
+from pdserve.transfer.copy_plan import PlanError
+from pdserve.transfer.path_base import MAX_DELIVERIES, DeliveryKey, PathBase
+from pdserve.transfer.same_host.shared_table import MAX_ENTRIES, SharedTable, mismatch_reason
+from pdserve.transfer.same_host.unix_socket import (
+    boot_id,
+    check_user,
+    close_all,
+    receive_greeting,
+    send_greeting,
+    seqpacket,
+    who_connects,
+)
+from pdserve.transfer.transport_base import TransportBase
+from pdserve.transfer.verify import SAMPLE, Verify
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pdserve.ids import Bytes, Epoch, NodeId, NodeLife, Seconds
+    from pdserve.messages.transfer import PathHello, RegionCard
+    from pdserve.transfer.base import CallPeer, Region
+    from pdserve.transfer.block_mapping import RegionCopy
+    from pdserve.transfer.grants import GrantEntry
+    from pdserve.transfer.path_base import Delivery
+    from pdserve.transfer.same_host.unix_socket import SocketGreeting
+    from pdserve.transfer.transport_base import HelloExchange
+
+__all__ = [
+    "BLOCKS_PER_PACKET",
+    "PATIENCE",
+    "PeerPools",
+    "PullJob",
+    "PullPath",
+    "PullTransport",
+    "Verify",
+    "encode_packet",
+]
+
+_log = logging.getLogger(__name__)
+
+PATIENCE: Final[Seconds] = 30.0
+"""How long a peer may leave all that is announced where it is before the path is given up."""
+_PACKET: Final[Bytes] = 128 * 1024
+BLOCKS_PER_PACKET: Final = 2048
+"""Blocks of one packet; more of a part follow in the next."""
+_PIECES: Final = MAX_BLOCKS // BLOCKS_PER_PACKET
+"""Of one part, at most."""
+_BLOCK: Final = array.array("I")
+"""How a block's number travels."""
+_SUMS: Final = 64
+"""Checksums of a part, about, where all is compared: planning each block by itself takes longer
+than reading it."""
+_UNWANTED: Final = "it is not wanted any more"
+_GREETING: Final[Seconds] = 10.0
+"""How long either end has to show its descriptors."""
+_STRANGERS: Final = 64
+"""Connections that have not greeted; one more ends the oldest of the process with most."""
+
+
+class _Fetch(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A part is ready, or a piece of one."""
+
+    slot: int
+    generation: int
+    attempt: int
+    part: int
+    entry: int
+    number: int
+    start: int
+    layers: tuple[int, int]
+    blocks: bytes
+    """Little-endian u32."""
+    names: bytes = b""
+    sums: tuple[tuple[int, int, int], ...] = ()
+    """Checksums: (place in the whole part, number of blocks, CRC-32 of them in a row)."""
+    more: bool = False
+
+
+class _Fetched(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """It has been fetched; `error`: it has not, and will not be."""
+
+    slot: int
+    generation: int
+    part: int
+    error: str = ""
+
+
+_Packet = _Fetch | _Fetched
+_decode = msgspec.msgpack.Decoder(_Packet).decode
+encode_packet = msgspec.msgpack.Encoder().encode
+
+
+class _Greeted(NamedTuple):
+    """Who has connected, and what it passed."""
+
+    connection: socket.socket
+    greeting: SocketGreeting
+    fds: list[int]
+
+
+class _Details(msgspec.Struct, frozen=True, array_like=True):
+    """Of PathHello: where to connect, and with what."""
+
+    host: str
+    name: str
+    token: bytes
+
+
+# ------------------------------------------------------------------------------ a path
+
+
+@dataclass(slots=True, eq=False)
+class PullJob:
+    """One part that is being fetched."""
+
+    granted: GrantEntry
+    fetch: _Fetch
+    share: BlockMapping
+    stop: bool = False
+    """Set by the loop, read by the thread between two chunks."""
+    work: Future[Any] | None = None
+    """In the thread; `future` is the same on the loop."""
+    future: asyncio.Future[Any] | None = None
+
+
+class PeerPools(Protocol):
+    """The peer's table and its pools, mapped into this process for reading."""
+
+    @property
+    def table(self) -> mmap.mmap: ...
+
+    def close(self) -> None:
+        """Nothing of them can be read any more. Nothing is copied from them meanwhile."""
+        ...
+
+
+class PullPath(PathBase):
+    """See above. A back end brings `_map` and `_copy`."""
+
+    transport: PullTransport
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.theirs: Sequence[RegionCard] = kwargs["theirs"]
+        self._socket: socket.socket | None = None
+        self._pools: PeerPools | None = None
+        self._entries: dict[DeliveryKey, int] = {}
+        self._jobs: set[PullJob] = set()
+        self._pieces: dict[DeliveryKey, list[_Fetch]] = {}
+        self._unsent: deque[bytes] = deque()
+        self._writing = False
+
+    # ------------------------------------------------------------------ what back ends bring
+
+    def _map(self, greeting: SocketGreeting, fds: Sequence[int]) -> PeerPools:
+        """In the thread: map what the peer has passed. Raises `PlanError`, `OSError`. The
+        descriptors stay the caller's."""
+        raise NotImplementedError
+
+    def _copy(self, job: PullJob, moves: Sequence[RegionCopy]) -> Bytes:
+        """In the thread: bring these runs into this node's pools; returns when all of them are
+        there, or none of them is under way any more after `job.stop` was set. Bytes copied."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ the socket
+
+    async def attach(
+        self, connection: socket.socket, greeting: SocketGreeting, fds: Sequence[int]
+    ) -> None:
+        """The peer has greeted: use what it passed. Raises `PlanError`, `OSError`."""
+        mapping = self.transport.run(partial(self._map, greeting, fds))
+        try:
+            pools: PeerPools = await asyncio.shield(mapping)
+        except asyncio.CancelledError:
+            # The thread cannot be stopped, and the descriptors are its until it has ended.
+            await asyncio.wait([mapping])
+            if mapping.exception() is None:
+                mapping.result().close()
+            raise
+        self._pools = pools
+        self._socket = connection
+        asyncio.get_running_loop().add_reader(connection, self._read)
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        try:
+            packet = self._socket.recv(_PACKET)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.fail("peer", str(error))
+            return
+        if not packet:
+            self.fail("peer", "the peer's process, or its transport, has ended")
+            return
+        try:
+            self._on_packet(_decode(packet))
+        except msgspec.MsgspecError as error:
+            self.fail("protocol", str(error))
+
+    def _on_packet(self, packet: _Packet) -> None:
+        if self.down is not None:
+            return
+        if isinstance(packet, _Fetch):
+            self._on_fetch(packet)
+        else:
+            self._on_fetched(packet)
+
+    def _send(self, packet: _Packet) -> None:
+        self._unsent.append(encode_packet(packet))
+        if not self._writing:
+            self._write()
+
+    def _write(self) -> None:
+        """As much as the socket takes; the rest when it takes more."""
+        if self._socket is None:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            while self._unsent:
+                self._socket.send(self._unsent[0], socket.MSG_NOSIGNAL)
+                self._unsent.popleft()
+        except (BlockingIOError, InterruptedError):
+            if not self._writing:
+                self._writing = True
+                loop.add_writer(self._socket, self._write)
+            return
+        except OSError as error:
+            self.fail("peer", str(error))
+            return
+        if self._writing:
+            self._writing = False
+            loop.remove_writer(self._socket)
+
+    # ------------------------------------------------------------------ the source
+
+    def _begin(self, outgoing: Delivery) -> None:
+        share, ticket = outgoing.share, outgoing.ticket
+        self.out.check(share, ticket.blocks)
+        entry, number = self.transport.table.open(ticket.attempt, share)
+        self._entries[outgoing.key] = entry
+        places = self.transport.sampled(len(share.blocks), number)
+        if not places:
+            self._announce(outgoing, entry, number, ())
+            return
+        summing = self.transport.run(partial(self._sums, outgoing, places))
+        summing.add_done_callback(partial(self._summed, outgoing, entry, number))
+
+    def _sums(
+        self, outgoing: Delivery, places: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[int, int, int], ...]:
+        """In the thread: of what is about to be announced."""
+        share, blocks = outgoing.share, outgoing.ticket.blocks
+        sum_of = self.transport.sum_of
+        return tuple((*at, sum_of(self.out, share, blocks, at, source=True)) for at in places)
+
+    def _summed(
+        self, outgoing: Delivery, entry: int, number: int, summing: asyncio.Future[Any]
+    ) -> None:
+        if self.down is not None or self.outgoing.get(outgoing.key) is not outgoing:
+            return
+        if summing.cancelled() or summing.exception() is not None:
+            self.fail("verify", f"checksums: {summing}")
+        else:
+            self._announce(outgoing, entry, number, summing.result())
+
+    def _announce(
+        self, outgoing: Delivery, entry: int, number: int, sums: tuple[tuple[int, int, int], ...]
+    ) -> None:
+        """In as many packets as it takes; the last one starts the copy."""
+        share, ticket = outgoing.share, outgoing.ticket
+        block_tokens = self.out.block_tokens
+        count = len(share.blocks)
+        for first in range(0, max(1, count), BLOCKS_PER_PACKET):
+            last = min(count, first + BLOCKS_PER_PACKET)
+            fetch = _Fetch(
+                slot=ticket.slot,
+                generation=ticket.generation,
+                attempt=ticket.attempt,
+                part=outgoing.part,
+                entry=entry,
+                number=number,
+                start=ticket.first_token + (share.place + first) * block_tokens,
+                layers=share.layers,
+                blocks=array.array(_BLOCK.typecode, share.blocks[first:last]).tobytes(),
+                names=share.names[16 * first : 16 * last],
+                sums=tuple(each for each in sums if first <= each[0] < last),
+                more=last < count,
+            )
+            self._send(fetch)
+
+    def _on_fetched(self, packet: _Fetched) -> None:
+        key = DeliveryKey(packet.slot, packet.generation, packet.part)
+        outgoing = self.outgoing.get(key)
+        if outgoing is None:
+            self._stats.refused += 1
+            return
+        error = None
+        if packet.error:
+            transfer, reason = outgoing.ticket.transfer, f"the peer says: {packet.error}"
+            error = self._error(TransferWithdrawn, transfer, "fetch", reason)
+        self._release(key)
+        self.settle(key, error)
+
+    def _abandon(self, key: DeliveryKey) -> None:
+        """The destination finds the entry void, whenever it looks, and reports."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self.transport.table.void(entry)
+
+    def _release(self, key: DeliveryKey) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.transport.table.give_back(entry)
+
+    # ------------------------------------------------------------------ the destination
+
+    def _on_fetch(self, fetch: _Fetch) -> None:
+        key = DeliveryKey(fetch.slot, fetch.generation, fetch.part)
+        if fetch.more or key in self._pieces:
+            pieces = self._pieces.setdefault(key, [])
+            pieces.append(fetch)
+            if len(self._pieces) > MAX_DELIVERIES or len(pieces) > _PIECES:
+                self.fail("protocol", "too many parts in pieces, or pieces of a part")
+                return
+            if fetch.more:
+                return
+            del self._pieces[key]
+            fetch = _joined(pieces)
+        granted = self.grants.find(self, fetch.slot, fetch.generation, exact=True)
+        if granted is None or granted.state != "open" or granted.ticket.attempt != fetch.attempt:
+            self._report(fetch, "the attempt is not current")
+            return
+        try:
+            share = self._share(granted, fetch)
+        except PlanError as error:
+            self._report(fetch, str(error))
+            self.spoiled(
+                granted, self._error(TransferCorrupt, granted.ticket.transfer, "fetch", str(error))
+            )
+            return
+        job = PullJob(granted, fetch, share)
+        self._jobs.add(job)
+        job.work = self.transport.submit(partial(self._fetch, job))
+        job.future = asyncio.wrap_future(job.work)
+        job.future.add_done_callback(partial(self._on_done, job))
+
+    def _share(self, granted: GrantEntry, fetch: _Fetch) -> BlockMapping:
+        ticket = granted.ticket
+        if not 0 <= fetch.entry < MAX_ENTRIES:
+            raise PlanError("there is no such entry")
+        if len(fetch.blocks) % _BLOCK.itemsize:
+            raise PlanError(f"{len(fetch.blocks)} bytes are no list of blocks")
+        blocks = array.array(_BLOCK.typecode, fetch.blocks)
+        share = self.into.share(
+            ticket.first_token, ticket.tokens, fetch.start, blocks, fetch.layers, fetch.names
+        )
+        self.into.check(share, ticket.blocks)
+        return share
+
+    def _fetch(self, job: PullJob) -> tuple[str, Bytes]:
+        """In the thread: why it failed (empty: it did not), and how many bytes were copied."""
+        pools = self._pools
+        if pools is None or job.stop:
+            return _UNWANTED, 0
+        reason = self._disbelieved(pools, job)
+        if reason:
+            return reason, 0
+        size = self._copy(job, self.into.moves(job.share, job.granted.ticket.blocks))
+        if job.stop:
+            return _UNWANTED, size
+        reason = self._disbelieved(pools, job)
+        return reason or self._compare(job), size
+
+    def _disbelieved(self, pools: PeerPools, job: PullJob) -> str:
+        announced = (job.fetch.number, job.fetch.attempt)
+        return mismatch_reason(pools.table, self.peer.epoch, job.fetch.entry, announced, job.share)
+
+    def _compare(self, job: PullJob) -> str:
+        blocks, wanted = job.granted.ticket.blocks, len(job.share.blocks)
+        compared = sum(count for _, count, _ in job.fetch.sums)
+        if self.transport.verify == "all" and compared != wanted:
+            return (
+                f"it brings checksums of {compared} blocks of {wanted}, and --verify-kv=all is set "
+                "here"
+            )
+        for place, count, expected in job.fetch.sums:
+            if not 0 <= place < place + count <= len(job.share.blocks):
+                return "a checksum of a block that is not there"
+            at = (place, count)
+            found = self.transport.sum_of(self.into, job.share, blocks, at, source=False)
+            if found != expected:
+                first = blocks[job.share.place + place]
+                others = f" and the next {count - 1}" if count > 1 else ""
+                return f"the checksum of block {first}{others} differs"
+        return ""
+
+    def _on_done(self, job: PullJob, future: asyncio.Future[Any]) -> None:
+        self._jobs.discard(job)
+        if self.down is not None:
+            return
+        reason, size = _UNWANTED, 0  # of one that was never begun
+        if not future.cancelled():
+            error = future.exception()
+            reason, size = (f"{error!r}", 0) if error is not None else future.result()
+        granted, fetch = job.granted, job.fetch
+        if reason and granted.state == "open":
+            transfer = granted.ticket.transfer
+            self.spoiled(granted, self._error(TransferCorrupt, transfer, "fetch", reason))
+        elif granted.state == "open":
+            self.arrived(fetch.slot, fetch.generation, fetch.part, size)
+        else:
+            reason = reason or _UNWANTED
+        self._report(fetch, reason)
+
+    def _report(self, fetch: _Fetch, reason: str) -> None:
+        if reason:
+            self._stats.refused += 1
+        self._send(_Fetched(fetch.slot, fetch.generation, fetch.part, reason[:500]))
+
+    async def _fence(self, granted: GrantEntry, timeout: Seconds) -> None:
+        await self._stop([job for job in self._jobs if job.granted is granted])
+
+    async def _stop(self, jobs: Sequence[PullJob]) -> None:
+        """Return when the thread is done with these. It skips those that it has not begun: it
+        copies for all peers, and their turn may be far off."""
+        for job in jobs:
+            job.stop = True
+            if job.work is not None:
+                job.work.cancel()
+        futures = [job.future for job in jobs if job.future is not None]
+        if futures:
+            await asyncio.wait(futures)
+
+    # ------------------------------------------------------------------ the end
+
+    async def _destroy(self) -> None:
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(connection)
+            loop.remove_writer(connection)
+        for key in list(self._entries):
+            self._release(key)
+        await self._stop(list(self._jobs))
+        self._pieces.clear()
+        self._unsent.clear()
+        pools, self._pools = self._pools, None
+        if pools is not None:
+            await self.transport.run(pools.close)
+        if connection is not None:
+            await self._part(connection)
+            connection.close()
+
+    async def _part(self, connection: socket.socket) -> None:
+        """Before the socket is closed, which tells the peer: this end has let go of its pools."""
+
+
+def _joined(pieces: Sequence[_Fetch]) -> _Fetch:
+    return msgspec.structs.replace(
+        pieces[0],
+        blocks=b"".join(piece.blocks for piece in pieces),
+        names=b"".join(piece.names for piece in pieces),
+        sums=tuple(pair for piece in pieces for pair in piece.sums),
+        more=False,
+    )
+
+
+# ------------------------------------------------------------------------------ the transport
+
+
+class PullTransport(TransportBase):
+    """A node whose pools others may read. A back end brings `_pass` and `_sum`."""
+
+    path_type: ClassVar[type[PullPath]]
+    threads = 1
+    """Parts are copied by so many at a time."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        epoch: Epoch,
+        regions: Sequence[Region],
+        ask: CallPeer,
+        *,
+        verify: Verify = "sample",
+        patience: Seconds = PATIENCE,
+    ) -> None:
+        """Raises `OSError` where the system lacks something."""
+        super().__init__(node, epoch, regions, ask)
+        self.verify: Verify = verify
+        self._patience = patience
+        self.table = SharedTable(max(region.blocks for region in regions), epoch)
+        self._thread: ThreadPoolExecutor | None = None
+        self._accepting: BoundedAcceptor | None = None
+        self._socket_name = ""
+        """Of the listening socket."""
+        self._complaints = LogThrottle()
+        self._expected: dict[bytes, asyncio.Future[_Greeted]] = {}
+
+    # ------------------------------------------------------------------ what back ends bring
+
+    def _pass(self) -> tuple[list[int], bytes]:
+        """With what peers map the pools: descriptors, and other words about them."""
+        raise NotImplementedError
+
+    def _sum(self, region: int, runs: Iterable[tuple[Bytes, Bytes]], start: int) -> int:
+        """In the thread: CRC-32 of runs (offset, length) of one of this node's pools."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ the thread
+
+    def run(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Something that takes time, in a thread that copies."""
+        return asyncio.wrap_future(self.submit(work))
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """The same, for who may want to take it back before it has begun."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(self.threads, f"pdserve-{self.name}")
+        return self._thread.submit(work)
+
+    def sampled(self, count: int, number: int) -> list[tuple[int, int]]:
+        """Places of the blocks whose content is compared, and how many from there on together."""
+        if self.verify == "off" or not count:
+            return []
+        if self.verify == "all":
+            step = max(1, count // _SUMS)
+            return [(place, min(step, count - place)) for place in range(0, count, step)]
+        return [(place, 1) for place in range(number % min(SAMPLE, count), count, SAMPLE)]
+
+    def sum_of(
+        self,
+        route: Any,
+        share: BlockMapping,
+        destinations: Sequence[int],
+        at: tuple[int, int],
+        *,
+        source: bool,
+    ) -> int:
+        """The checksum of some blocks of a share (place, number), at either end."""
+        place, count = at
+        some = BlockMapping(
+            share.place + place, share.blocks[place : place + count], b"", share.layers
+        )
+        total = 0
+        for move in route.moves(some, destinations):
+            region = move.source if source else move.destination
+            offsets = move.runs.source if source else move.runs.destination
+            total = self._sum(region, zip(offsets, move.runs.length, strict=True), total)
+        return total
+
+    # ------------------------------------------------------------------ a path comes about
+
+    async def _dial(self, peer: NodeLife, number: int, exchange: HelloExchange) -> PullPath:
+        token = secrets.token_bytes(32)
+        greeted: asyncio.Future[_Greeted]
+        greeted = asyncio.get_running_loop().create_future()
+        self._expected[token] = greeted
+        try:
+            welcome = await exchange(encode_packet(_Details(boot_id(), self._listen(), token)))
+            connection, greeting, fds = await greeted
+        except BaseException:
+            if greeted.done() and not greeted.cancelled() and not greeted.exception():
+                connection, greeting, fds = greeted.result()
+                connection.close()
+                close_all(fds)
+            raise
+        finally:
+            self._expected.pop(token, None)
+        try:
+            path = self._path(peer, number, welcome.regions)
+            path.remote = welcome.path
+            await path.attach(connection, greeting, fds)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            close_all(fds)
+        return path
+
+    async def _accept(
+        self, peer: NodeLife, number: int, hello: PathHello
+    ) -> tuple[PullPath, bytes]:
+        details = msgspec.msgpack.decode(hello.details, type=_Details)
+        if details.host != boot_id():
+            raise PlanError("the peer runs on another host")
+        path = self._path(peer, number, hello.regions)
+        connection = seqpacket()
+        fds: list[int] = []
+        try:
+            connection.connect("\0" + details.name)
+            check_user(connection)
+            self._greet(connection, details.token)
+            greeting, fds = await self._greeting(connection)
+            if not secrets.compare_digest(greeting.token, details.token):
+                raise PlanError("the peer answered for another path")
+            await path.attach(connection, greeting, fds)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            close_all(fds)
+        return path, b""
+
+    def _path(self, peer: NodeLife, number: int, theirs: Sequence[RegionCard]) -> PullPath:
+        path = self.path_type(
+            peer,
+            number,
+            ours=self.cards,
+            theirs=theirs,
+            grants=self.grants,
+            forget=self.forget,
+        )
+        path.transport = self
+        path.patience = self._patience
+        return path
+
+    def _listen(self) -> str:
+        """The socket's name, which is in no file system and ends with it."""
+        if self._accepting is None:
+            self._socket_name = f"pdserve-{secrets.token_hex(16)}"
+            listening = seqpacket()
+            listening.bind(f"\0{self._socket_name}")
+            listening.listen(_STRANGERS)
+            self._accepting = BoundedAcceptor([listening], _STRANGERS, self._admit, who_connects)
+        return self._socket_name
+
+    async def _admit(self, connection: socket.socket, host: str) -> None:
+        """Whose path is it? One that does not greet in time is sent away."""
+        try:
+            check_user(connection)
+            greeting, fds = await self._greeting(connection)
+        except (OSError, PlanError, msgspec.MsgspecError) as error:
+            connection.close()
+            self._complain(host, error)
+            return
+        except BaseException:
+            connection.close()
+            raise
+        expected = self._expected.get(greeting.token)
+        if expected is None or expected.done():
+            close_all(fds)
+            connection.close()
+            return
+        try:
+            self._greet(connection, greeting.token)
+        except OSError as error:
+            close_all(fds)
+            connection.close()
+            expected.set_exception(error)
+        else:
+            expected.set_result(_Greeted(connection, greeting, fds))
+
+    def _complain(self, host: str, error: Exception) -> None:
+        suppressed = self._complaints.admit("stranger", asyncio.get_running_loop().time())
+        if suppressed is not None:
+            more = f" ({suppressed} more like it were not logged)" if suppressed else ""
+            said = (self.name, host, error, more)
+            _log.warning("%s: a connection from %s came to nothing: %s%s", *said)
+
+    def _greet(self, connection: socket.socket, token: bytes) -> None:
+        """Pass the table and the pools, for reading only."""
+        fds, words = self._pass()
+        send_greeting(connection, token, [self.table.fd, *fds], words)
+
+    async def _greeting(self, connection: socket.socket) -> tuple[SocketGreeting, list[int]]:
+        """The peer's, as soon as it is there."""
+        loop = asyncio.get_running_loop()
+        readable = loop.create_future()
+        loop.add_reader(connection, _settle, readable)
+        try:
+            async with asyncio.timeout(_GREETING):
+                await readable
+        except TimeoutError:
+            raise PlanError(f"the peer did not greet within {_GREETING:g} s") from None
+        finally:
+            loop.remove_reader(connection)
+        return receive_greeting(connection)
+
+    async def close(self) -> None:
+        if self._accepting is not None:
+            await self._accepting.close()
+            self._accepting = None
+        first = not self.closed
+        await super().close()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)  # idle: every path has ended
+            self._thread = None
+        if first:
+            self.table.close()
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,138 @@
+"""Chooses the KV transfer backend for a pair of nodes, and what follows when it fails.
+
+Both ends list their backends and where these reach (`BackendOffers`); the best one with a place in
+common is chosen. A backend that fails three times in a row with a peer is skipped for a while,
+which is reported, and then tried again. A backend configured by name is never replaced by another.
+
+Pure: times are arguments. The caller supplies order, names and reasons.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import TransferRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.ids import NodeLife, Seconds
+    from pdserve.messages.transfer import BackendOffers
+
+__all__ = [
+    "MAX_FAILURES",
+    "RETRY_INTERVAL",
+    "BackendChoice",
+    "BackendSelector",
+    "incompatible_reason",
+]
+
+MAX_FAILURES: Final = 3
+"""In a row, after which a back end is passed over with a peer."""
+RETRY_INTERVAL: Final[Seconds] = 60.0
+"""After which it is tried again; one further failure puts it off for as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """What to try with a peer."""
+
+    backend: str
+    why: str
+    """Why none better, in words."""
+    degraded: str = ""
+    """A better one, which both have, has failed: what happened, and until when."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """How a back end did with a peer lately."""
+
+    failures: int = 0
+    """In a row."""
+    until: Seconds = 0.0
+    """Passed over until then."""
+    last: str = ""
+
+
+@dataclass(slots=True)
+class BackendSelector:
+    """For all peers of one life of a node."""
+
+    order: Sequence[str]
+    """That may be used, best first."""
+    ours: BackendOffers
+    _records: dict[tuple[NodeLife, str], _Record] = field(default_factory=dict)
+
+    def choose(self, peer: NodeLife, theirs: BackendOffers, now: Seconds) -> BackendChoice:
+        """Raises `TransferRefused` with the reason of each when there is none."""
+        reasons: list[str] = []
+        passed_over: list[tuple[str, _Record]] = []
+        for name in self.order:
+            why_not = incompatible_reason(name, self.ours, theirs)
+            record = self._records.get((peer, name), _Record())
+            if why_not:
+                reasons.append(f"{name}: {why_not}")
+            elif record.failures >= MAX_FAILURES and now < record.until:
+                passed_over.append((name, record))
+                reasons.append(f"{name}: {_failed(record)}")
+            else:
+                best = "the best there is" if len(self.order) > 1 else "asked for by name"
+                return BackendChoice(
+                    name, "; ".join(reasons) or best, _degraded(name, passed_over, now)
+                )
+        if passed_over:  # no other is left: rather this than nothing
+            return BackendChoice(passed_over[0][0], "it fails, and there is no other")
+        raise TransferRefused.at("", str(peer), "choose a back end", "; ".join(reasons) or "none")
+
+    def in_common(self, theirs: BackendOffers | None) -> int:
+        """How many could join both ends; of an end that has not said what it has, one."""
+        if theirs is None:
+            return 1
+        return sum(not incompatible_reason(name, self.ours, theirs) for name in self.order)
+
+    def failed(self, peer: NodeLife, backend: str, reason: str, now: Seconds) -> None:
+        """No path came about, or it has died."""
+        record = self._records.setdefault((peer, backend), _Record())
+        record.failures += 1
+        record.last = reason
+        if record.failures >= MAX_FAILURES:
+            record.until = now + RETRY_INTERVAL
+
+    def worked(self, peer: NodeLife, backend: str) -> None:
+        """It has brought something."""
+        self._records.pop((peer, backend), None)
+
+    def forget(self, peer: NodeLife) -> None:
+        """That life of the peer is over."""
+        for key in [key for key in self._records if key[0] == peer]:
+            del self._records[key]
+
+
+def incompatible_reason(backend: str, ours: BackendOffers, theirs: BackendOffers) -> str:
+    """Why a back end cannot join two ends; empty: it can."""
+    if backend not in ours.places:
+        return ours.lacking.get(backend, "not offered") + " (here)"
+    if backend not in theirs.places:
+        return theirs.lacking.get(backend, "not offered") + " (there)"
+    here, there = ours.places[backend], theirs.places[backend]
+    if here and there and not set(here) & set(there):
+        return f"no place in common: {_list(here)} here, {_list(there)} there"
+    return ""
+
+
+def _list(places: Sequence[str]) -> str:
+    return ", ".join(places) or "none"
+
+
+def _failed(record: _Record) -> str:
+    return f"failed {record.failures} times in a row, lastly: {record.last}"
+
+
+def _degraded(taken: str, passed_over: Sequence[tuple[str, _Record]], now: Seconds) -> str:
+    if not passed_over:
+        return ""
+    name, record = passed_over[0]
+    wait = max(0.0, record.until - now)
+    return f"{name} {_failed(record)}; {taken} instead, {name} again in {wait:.0f} s"

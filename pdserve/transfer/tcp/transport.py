@@ -1,0 +1,596 @@
+"""Anywhere: the source sends, and the destination's own thread places what it may place.
+
+A path has a connection of its own, beside the link over which it was agreed: blocks then delay no
+tokens, and threads that wait for the kernel, not the loop, move the bytes. Who connects must know
+the secret that went over the authenticated link. Where links are encrypted, so are the bytes: there
+are two connections then, one for each direction, and the listening one must show the certificate
+that the link has named.
+
+Nothing of what a frame says is an address. It names slot, generation, attempt and epoch, and a
+range of the ticket's blocks; the receiver computes where that is, by its own plan, and places bytes
+only while the grant is open, asked before every system call. So a fence is a lock of this node's
+own.
+
+Payloads have a CRC-32, of all, some or none of their bytes (`verify`): both ends say what they want
+and the stricter holds. A delivery is done when the receiver says that it has been placed and
+checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import secrets
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import msgspec
+
+from pdserve.errors import TransferCorrupt, TransferWithdrawn
+from pdserve.messages.transfer import MAX_BLOCKS
+from pdserve.net.log_throttle import LogThrottle
+from pdserve.net.transport.bounded_acceptor import BoundedAcceptor
+from pdserve.net.transport.sockets import bind_all, connect_any, resolve_now
+from pdserve.transfer.block_mapping import BlockMapping
+from pdserve.transfer.copy_plan import PlanError
+from pdserve.transfer.path_base import DeliveryKey, PathBase
+from pdserve.transfer.tcp.framing import BulkError, BulkSocket, WriteGuard
+from pdserve.transfer.tcp.handshake import (
+    TOKEN_BYTES,
+    proof,
+    receive_exactly,
+    send_all,
+    set_socket_options,
+    tls_handshake,
+)
+from pdserve.transfer.tcp.tls_socket import TlsSocket, peer_fingerprint, wrap_tls
+from pdserve.transfer.transport_base import TransportBase
+from pdserve.transfer.verify import Verify, covers, sampled_range, stricter
+
+if TYPE_CHECKING:
+    import socket
+    import ssl
+    from collections.abc import Callable, Sequence
+
+    from pdserve.ids import Bytes, Epoch, NodeId, NodeLife, Seconds
+    from pdserve.messages.transfer import PathHello, RegionCard
+    from pdserve.net.transport.tls import TlsSource
+    from pdserve.transfer.base import CallPeer, GrantSink, GrantSpec, Region
+    from pdserve.transfer.block_mapping import RegionCopy
+    from pdserve.transfer.grants import GrantEntry
+    from pdserve.transfer.path_base import Delivery
+    from pdserve.transfer.transport_base import HelloExchange
+
+__all__ = ["PROGRESS", "TcpTransport"]
+
+_log = logging.getLogger(__name__)
+
+PROGRESS: Final[Seconds] = 10.0
+"""How long a step inside a frame may take before the path is given up."""
+_FRAME: Final[Bytes] = 4 << 20
+"""About the payload of one frame: between two, a sender looks whether it is still wanted."""
+_GREETING: Final[Seconds] = 10.0
+_STRANGERS: Final = 64
+"""Connections that have not shown their secret; one more ends the oldest of the host with most."""
+_BACKLOG: Final = 64
+
+
+class _Data(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A range of a part's blocks; its payload is their bytes, pair of ranks by pair of ranks."""
+
+    slot: int
+    generation: int
+    attempt: int
+    epoch: int
+    part: int
+    place: int
+    """Of the first block, in the ticket."""
+    count: int
+    layers: tuple[int, int]
+    last: bool
+    """The part is complete with this one."""
+    checked: tuple[int, int]
+    """The range of the payload that its checksum is of."""
+
+
+class _Dropped(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The rest of a part will not come."""
+
+    slot: int
+    generation: int
+    part: int
+
+
+class _Applied(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """All of a part has been placed and checked; `error`: it has not been."""
+
+    slot: int
+    generation: int
+    part: int
+    error: str = ""
+
+
+_Frame = _Data | _Dropped | _Applied
+_decode = msgspec.msgpack.Decoder(_Frame).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Wish(msgspec.Struct, frozen=True, array_like=True):
+    """Of PathHello: what has to be checked at least, and whether by TLS."""
+
+    verify: Verify
+    tls: bool = False
+
+
+class _Details(msgspec.Struct, frozen=True, array_like=True):
+    """Of Welcome: where to connect, and with what; what is checked."""
+
+    host: str
+    port: int
+    tokens: tuple[bytes, ...]
+    """Of one connection; of two under TLS, what the dialling side sends first."""
+    verify: Verify
+    certificate: bytes = b""
+    """SHA-256 of what the listening side shows; empty: no TLS."""
+
+
+class _OpenGrant(WriteGuard):
+    """One grant, as the receiving thread sees it."""
+
+    def __init__(self, lock: threading.Lock, granted: GrantEntry) -> None:
+        super().__init__(lock)
+        self.ticket = granted.ticket
+        self.open = True
+        self.failed: dict[int, str] = {}
+        """Parts of which something is missing. The receiving thread's own."""
+        self.sizes: dict[int, Bytes] = {}
+
+    def allowed(self) -> bool:
+        return self.open
+
+
+class TcpPath(PathBase):
+    """See above."""
+
+    backend = "tcp"
+    transport: TcpTransport
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tokens: tuple[bytes, ...] = ()
+        """By which the peer's connections are known, where this node listens."""
+        self.verify: Verify = "all"
+        """What both ends have agreed on."""
+        self._turn = 0  # the sending thread's own
+        self._loop = asyncio.get_running_loop()
+        self._joined: dict[int, socket.socket] = {}  # not all are there
+        self._out: BulkSocket | None = None
+        self._in: BulkSocket | None = None
+        self._threads: list[threading.Thread] = []
+        self._finished: list[asyncio.Future[None]] = []
+        self._lock = threading.Lock()
+        self._open: dict[tuple[int, int], _OpenGrant] = {}  # under the lock
+        self._stopped_keys: set[DeliveryKey] = set()  # added to by the loop, read by the sender
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def join(self, place: int, connection: socket.socket, of: int, *, dialled: bool) -> None:
+        """The peer has shown its secret on one of so many connections: with all, start."""
+        self._joined[place] = connection
+        if len(self._joined) < of:
+            return
+        ends, progress = dict(self._joined), self.transport.progress
+        self._joined.clear()
+        if of == 1:
+            self._out = self._in = BulkSocket(ends[0], progress)
+        else:
+            sealed = [TlsSocket(cast("ssl.SSLSocket", ends[n]), progress) for n in range(of)]
+            self._out, self._in = sealed if dialled else reversed(sealed)
+        self._start("send", self._sending, self._out)
+        self._start("receive", self._receiving, self._in)
+
+    def _start(self, name: str, work: Callable[[BulkSocket], None], bulk: BulkSocket) -> None:
+        finished = self._loop.create_future()
+        self._finished.append(finished)
+        thread = threading.Thread(
+            target=self._thread,
+            args=(work, bulk, finished),
+            name=f"pdserve-tcp-{name}",
+            daemon=True,
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _thread(
+        self,
+        work: Callable[[BulkSocket], None],
+        bulk: BulkSocket,
+        finished: asyncio.Future[None],
+    ) -> None:
+        reason = "closed here"
+        try:
+            work(bulk)
+        except BulkError as error:
+            reason = str(error)
+        except Exception as error:
+            _log.exception("%r", self)
+            reason = repr(error)
+        self._tell(self.fail, "connection", reason)
+        self._tell(finished.set_result, None)
+
+    def _tell(self, call: Callable[..., object], *args: object) -> None:
+        """From a thread to the loop; the path's end waits for the threads, so the loop is there."""
+        self._loop.call_soon_threadsafe(call, *args)
+
+    # ------------------------------------------------------------------ the source
+
+    def _begin(self, outgoing: Delivery) -> None:
+        self.out.check(outgoing.share, outgoing.ticket.blocks)
+        self._queue.put(partial(self._send_part, outgoing))
+
+    def _abandon(self, key: DeliveryKey) -> None:
+        self._stopped_keys.add(key)
+
+    def _sending(self, bulk: BulkSocket) -> None:
+        """The thread that sends."""
+        while (work := self._queue.get()) is not None:
+            work()
+
+    def _send_part(self, outgoing: Delivery) -> None:
+        """In the thread."""
+        assert self._out is not None
+        share, ticket = outgoing.share, outgoing.ticket
+        count = len(share.blocks)
+        step = max(1, _FRAME * count // max(1, outgoing.size))
+        for first in range(0, max(1, count), step):
+            if outgoing.key in self._stopped_keys:
+                self._out.send(_encode(_Dropped(*outgoing.key)))
+                return
+            blocks = share.blocks[first : first + step]
+            piece = BlockMapping(share.place + first, blocks, b"", share.layers)
+            moves = self.out.moves(piece, ticket.blocks)
+            outgoing.runs += sum(len(move.runs) for move in moves)
+            self._turn += 1
+            checked = sampled_range(self.verify, self.out.size(piece), self._turn)
+            record = _Data(
+                *outgoing.key[:2],
+                ticket.attempt,
+                ticket.epoch,
+                outgoing.part,
+                piece.place,
+                len(blocks),
+                share.layers,
+                first + step >= count,
+                checked,
+            )
+            self._out.send(_encode(record), self._views(moves, source=True), checked)
+
+    def _views(self, moves: Sequence[RegionCopy], *, source: bool) -> list[memoryview]:
+        """The runs of one end, in the order in which they travel."""
+        views = []
+        for move in moves:
+            memory = self.transport.regions[move.source if source else move.destination].view
+            assert memory is not None
+            offsets = move.runs.source if source else move.runs.destination
+            pairs = zip(offsets, move.runs.length, strict=True)
+            views += [memory[at : at + length] for at, length in pairs]
+        return views
+
+    def _mark(self) -> object:
+        return super()._mark(), 0 if self._out is None else self._out.sent
+
+    def _on_applied(self, frame: _Applied) -> None:
+        key = DeliveryKey(frame.slot, frame.generation, frame.part)
+        self._stopped_keys.discard(key)
+        outgoing = self.outgoing.get(key)
+        if outgoing is None:
+            self._stats.refused += 1
+            return
+        error = None
+        if frame.error:
+            transfer, reason = outgoing.ticket.transfer, f"the peer says: {frame.error}"
+            error = self._error(TransferWithdrawn, transfer, "deliver", reason)
+        self.settle(key, error)
+
+    # ------------------------------------------------------------------ the destination
+
+    def grant(self, order: GrantSpec, sink: GrantSink) -> GrantEntry:
+        granted = super().grant(order, sink)
+        ticket = granted.ticket
+        with self._lock:
+            self._open[ticket.slot, ticket.generation] = _OpenGrant(self._lock, granted)
+        return granted
+
+    def finish(self, granted: GrantEntry) -> None:
+        self._shut(granted)
+        super().finish(granted)
+
+    async def _fence(self, granted: GrantEntry, timeout: Seconds) -> None:
+        self._shut(granted)
+
+    def _shut(self, granted: GrantEntry) -> None:
+        """No byte is placed for it any more. Waits for one system call at most."""
+        with self._lock:
+            shut = self._open.pop((granted.ticket.slot, granted.ticket.generation), None)
+            if shut is not None:
+                shut.open = False
+
+    def _receiving(self, bulk: BulkSocket) -> None:
+        """The thread that receives."""
+        while True:
+            record, size = bulk.receive()
+            try:
+                frame = _decode(record)
+            except msgspec.MsgspecError as error:
+                raise BulkError(f"a record that nobody can read: {error}") from error
+            if isinstance(frame, _Data):
+                self._place(bulk, frame, size)
+            elif size:
+                raise BulkError("payload where none belongs")
+            elif isinstance(frame, _Dropped):
+                self._conclude(frame, "the source has withdrawn it")
+            else:
+                self._tell(self._on_applied, frame)
+
+    def _place(self, bulk: BulkSocket, frame: _Data, size: Bytes) -> None:
+        with self._lock:
+            grant = self._open.get((frame.slot, frame.generation))
+        try:
+            views = self._destination(grant, frame, size)
+        except PlanError as error:
+            if size:
+                bulk.skip_payload(size)
+            reason = str(error)
+        else:
+            good = not size or bulk.receive_payload(views, _guard_of(grant), frame.checked)
+            reason = "" if good else "the checksum of the payload differs"
+        if grant is None:
+            if frame.last:
+                self._applied(frame, reason)
+            return
+        if reason:
+            grant.failed.setdefault(frame.part, reason)
+        grant.sizes[frame.part] = grant.sizes.get(frame.part, 0) + size
+        if frame.last:
+            self._conclude(frame, grant.failed.pop(frame.part, ""), grant.sizes.pop(frame.part))
+
+    def _destination(self, grant: _OpenGrant | None, frame: _Data, size: Bytes) -> list[memoryview]:
+        """Where the payload belongs, by this node's own plan. Raises `PlanError`."""
+        if grant is None:
+            raise PlanError("the attempt is not current")
+        ticket = grant.ticket
+        if frame.attempt != ticket.attempt or frame.epoch != ticket.epoch:
+            raise PlanError(f"attempt {frame.attempt} of epoch {frame.epoch} is not current")
+        inside = 0 <= frame.place <= frame.place + frame.count <= len(ticket.blocks)
+        if not inside or frame.count > MAX_BLOCKS or frame.count < 0:
+            raise PlanError("a range beyond the ticket's blocks")
+        # Only the order of the source's blocks matters here, not which they are.
+        share = BlockMapping(frame.place, tuple(range(frame.count)), b"", frame.layers)
+        if size != self.into.size(share):
+            raise PlanError(f"{size} bytes for {frame.count} blocks")
+        if not covers(self.verify, size, frame.checked):
+            raise PlanError(f"a checksum of {frame.checked} where {self.verify} was agreed")
+        return self._views(self.into.moves(share, ticket.blocks), source=False)
+
+    def _conclude(self, frame: _Data | _Dropped, reason: str, size: Bytes = 0) -> None:
+        """A part has ended: the loop decides what that means, and answers."""
+        self._tell(self._ended_part, frame, reason, size)
+
+    def _applied(self, frame: _Data | _Dropped, reason: str) -> None:
+        """Tell the source; the sending thread does."""
+        answer = _encode(_Applied(frame.slot, frame.generation, frame.part, reason[:500]))
+        bulk = self._out
+        assert bulk is not None
+        self._queue.put(lambda: bulk.send(answer))
+
+    def _ended_part(self, frame: _Data | _Dropped, reason: str, size: Bytes) -> None:
+        granted = self.grants.find(self, frame.slot, frame.generation, exact=True)
+        if granted is None or granted.state != "open" or self.down is not None:
+            reason = reason or "the attempt is not current"
+        elif reason:
+            dropped, transfer = isinstance(frame, _Dropped), granted.ticket.transfer
+            kind, step = (TransferWithdrawn, "withdraw") if dropped else (TransferCorrupt, "place")
+            self.spoiled(granted, self._error(kind, transfer, step, reason))
+            self._shut(granted)
+        else:
+            self.arrived(frame.slot, frame.generation, frame.part, size)
+        if reason:
+            self._stats.refused += 1
+        self._applied(frame, reason)
+
+    # ------------------------------------------------------------------ the end
+
+    async def _destroy(self) -> None:
+        self.transport.forget_tokens(self.tokens)
+        while self._joined:
+            self._joined.popitem()[1].close()
+        ends = [bulk for bulk in (self._out, self._in) if bulk is not None]
+        if not ends:
+            return
+        for bulk in ends:
+            bulk.end()
+        self._queue.put(None)
+        await asyncio.wait(self._finished)
+        for thread in self._threads:
+            thread.join()  # has said that it is done
+        for bulk in ends:
+            bulk.close()
+        self._open.clear()
+
+
+def _guard_of(grant: _OpenGrant | None) -> WriteGuard:
+    assert grant is not None
+    return grant
+
+
+# ------------------------------------------------------------------------------ the transport
+
+
+class TcpTransport(TransportBase):
+    """A node that others can connect to."""
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        node: NodeId,
+        epoch: Epoch,
+        regions: Sequence[Region],
+        ask: CallPeer,
+        *,
+        host: str,
+        advertise: str = "",
+        progress: Seconds = PROGRESS,
+        verify: Verify = "all",
+        tls: TlsSource | None = None,
+    ) -> None:
+        """Listens on `host`, an address of this machine, on a port of the system's choice;
+        `advertise` is what peers dial instead. Every region must have a view. With
+        `tls` nothing is sent in the clear, and peers without it are refused."""
+        if any(region.view is None for region in regions):
+            raise ValueError("tcp needs regions with a view")
+        super().__init__(node, epoch, regions, ask)
+        self.progress = progress
+        self.verify: Verify = verify
+        self._tls = tls
+        self._host = host
+        self._advertise = advertise or host
+        self._accepting: BoundedAcceptor | None = None
+        self._expected: dict[bytes, tuple[TcpPath, int]] = {}
+        self._complaints = LogThrottle()
+
+    async def _dial(self, peer: NodeLife, number: int, exchange: HelloExchange) -> TcpPath:
+        welcome = await exchange(_encode(_Wish(self.verify, tls=self._tls is not None)))
+        details = msgspec.msgpack.decode(welcome.details, type=_Details)
+        self._check_tls(peer, theirs=bool(details.certificate))
+        path = self._path(peer, number, welcome.regions)
+        path.verify = stricter(self.verify, details.verify)
+        path.remote = welcome.path
+        reached: list[socket.socket] = []
+        try:
+            for token in details.tokens:
+                reached.append(await self._reach(details, token))  # noqa: PERF401
+        except BaseException:
+            for connection in reached:
+                connection.close()
+            raise
+        for place, connection in enumerate(reached):
+            path.join(place, connection, len(reached), dialled=True)
+        return path
+
+    async def _reach(self, details: _Details, token: bytes) -> socket.socket:
+        """A connection on which both sides know that they mean each other."""
+        connection = await connect_any(details.host, details.port)
+        try:
+            set_socket_options(connection)
+            if self._tls is not None:
+                connection = sealed = wrap_tls(connection, self._tls.current(), listening=False)
+                await tls_handshake(sealed)
+                if peer_fingerprint(sealed) != details.certificate:
+                    raise PlanError("who answered shows another certificate than the peer's")
+            await send_all(connection, token)
+            if await receive_exactly(connection, TOKEN_BYTES) != proof(token):
+                raise PlanError("who answered does not know the secret")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _accept(self, peer: NodeLife, number: int, hello: PathHello) -> tuple[TcpPath, bytes]:
+        wish = _wish_of(hello)
+        self._check_tls(peer, theirs=wish.tls)
+        path = self._path(peer, number, hello.regions)
+        path.verify = stricter(self.verify, wish.verify)
+        port = self._listen()
+        count, certificate = (1, b"") if self._tls is None else (2, self._tls.current().fingerprint)
+        path.tokens = tuple(secrets.token_bytes(TOKEN_BYTES) for _ in range(count))
+        self._expected.update((token, (path, n)) for n, token in enumerate(path.tokens))
+        details = _Details(self._advertise, port, path.tokens, path.verify, certificate)
+        return path, _encode(details)
+
+    def _check_tls(self, peer: NodeLife, *, theirs: bool) -> None:
+        """KV is not sent in the clear where everything else is encrypted."""
+        if theirs != (self._tls is not None):
+            one, other = ("this worker", "the peer") if self._tls else ("the peer", "this worker")
+            self._refuse(
+                peer,
+                "connect",
+                f"{one} encrypts what it sends (--tls-cert), {other} does not: all nodes of a "
+                "cluster must, or none",
+            )
+
+    def _path(self, peer: NodeLife, number: int, theirs: Sequence[RegionCard]) -> TcpPath:
+        path = TcpPath(
+            peer,
+            number,
+            ours=self.cards,
+            theirs=theirs,
+            grants=self.grants,
+            forget=self.forget,
+        )
+        path.transport = self
+        path.patience = 2 * self.progress
+        return path
+
+    def forget_tokens(self, tokens: Sequence[bytes]) -> None:
+        """Nobody may connect by them any more."""
+        for token in tokens:
+            self._expected.pop(token, None)
+
+    # ------------------------------------------------------------------ who connects
+
+    def _listen(self) -> int:
+        """The port."""
+        if self._accepting is None:
+            sockets = bind_all(resolve_now(self._host, 0), _BACKLOG)
+            self._accepting = BoundedAcceptor(sockets, _STRANGERS, self._welcome_stranger)
+        return self._accepting.port
+
+    async def _welcome_stranger(self, connection: socket.socket, host: str) -> None:
+        """Whose path is it? One that does not say in time is sent away."""
+        expected = None
+        try:
+            set_socket_options(connection)
+            async with asyncio.timeout(_GREETING):
+                if self._tls is not None:
+                    connection = sealed = wrap_tls(connection, self._tls.current(), listening=True)
+                    await tls_handshake(sealed)
+                token = await receive_exactly(connection, TOKEN_BYTES)
+                expected = self._expected.pop(token, None)
+                if expected is not None:
+                    await send_all(connection, proof(token))
+        except (OSError, PlanError, TimeoutError) as error:
+            self._complain(host, error)
+            expected = None
+        except BaseException:
+            expected = None
+            raise
+        finally:
+            if expected is None:
+                connection.close()
+        if expected is not None and expected[0].down is None:
+            path, place = expected
+            path.join(place, connection, len(path.tokens), dialled=False)
+        elif expected is not None:
+            connection.close()
+
+    def _complain(self, host: str, error: Exception) -> None:
+        suppressed = self._complaints.admit("stranger", asyncio.get_running_loop().time())
+        if suppressed is not None:
+            more = f" ({suppressed} more like it were not logged)" if suppressed else ""
+            words = str(error) or "it was silent for too long"
+            _log.info("tcp: a connection from %s came to nothing: %s%s", host, words, more)
+
+    async def close(self) -> None:
+        if self._accepting is not None:
+            await self._accepting.close()
+            self._accepting = None
+        await super().close()
+
+
+def _wish_of(hello: PathHello) -> _Wish:
+    try:
+        return msgspec.msgpack.decode(hello.details, type=_Wish)
+    except msgspec.MsgspecError as error:
+        raise PlanError(f"a Hello that nobody can read: {error}") from error

@@ -1,0 +1,383 @@
+"""Connects a worker's engine to the cluster: publishes its state and takes its requests.
+
+It publishes:
+    card        the model, once the engine can serve it; until then the reason why it cannot
+    load        topic, latest value: how busy the engine is
+    sequences   topic, log: the bookings that this worker holds
+    kv          topic, log: the blocks that the engine can reuse, if the engine reports them
+It serves:
+    streams     one stream per frontend, see `request_streams`
+    handoffs    KV that moves from or to other workers, see `disagg`
+
+`WorkerService` below knows nothing of clusters; this file joins the two. The role that starts the
+worker owns the agent.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from pdserve.errors import ConfigError, Draining, NotReady
+from pdserve.messages.kv_events import KV
+from pdserve.messages.node import NodeCard, summarize_card
+from pdserve.messages.routing import LOAD, SEQUENCES, WorkerLoad, booking_key
+from pdserve.messages.worker_stream import WORKER_STREAM
+from pdserve.runtime.registry import MemberGone
+from pdserve.wire.codec import encode
+from pdserve.worker.disagg.decode_handler import DecodeHandler
+from pdserve.worker.disagg.policy import DisaggPolicy
+from pdserve.worker.disagg.prefill_handler import PrefillHandler
+from pdserve.worker.disagg.queue.claims import QueueClaimSource
+from pdserve.worker.disagg.queue.client import PrefillQueueClient
+from pdserve.worker.kv_event_publisher import KvEventPublisher
+from pdserve.worker.rebalance import Rebalance
+from pdserve.worker.request_streams import RequestStreams
+from pdserve.worker.transfer_rpc import TransferRpc
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from pdserve.engine.port import Handle, TokenSink
+    from pdserve.errors import PdserveError
+    from pdserve.ids import Seconds
+    from pdserve.messages.card import ModelCard
+    from pdserve.messages.node import ModelSummary
+    from pdserve.messages.request import FirstTokenStats, GenerateRequest
+    from pdserve.messages.status import HandoffStats
+    from pdserve.messages.worker_stream import MigrationHintReason
+    from pdserve.observe.degraded import Degradations
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import MemberEvent
+    from pdserve.runtime.topics.service import Topics
+    from pdserve.worker.service import WorkerService
+
+__all__ = ["WorkerAgent"]
+
+_log = logging.getLogger(__name__)
+
+_LOAD_INTERVAL: Final[Seconds] = 0.1
+"""Seconds between two load reports while requests are held; an unchanged load is not sent again."""
+
+
+class WorkerAgent:
+    """A worker as a member of the cluster. `card` is the node's common card; the agent adds the
+    model.
+    """
+
+    def __init__(
+        self,
+        service: WorkerService,
+        node: Node,
+        topics: Topics,
+        card: NodeCard,
+        degradations: Degradations | None = None,
+    ) -> None:
+        self._service = service
+        self._degradations = degradations
+        self._node = node
+        self._sequences = topics.publish_set(SEQUENCES)
+        self._load = topics.publish_state(LOAD, encode)
+        self._kv = KvEventPublisher()
+        service.subscribe_kv(self._kv.apply)
+        self._topics = topics
+        self._card = replace(card, mode=service.config.mode)
+        self.decode: DecodeHandler | None = None
+        """Handles requests whose KV may come from another worker; None if this worker
+        takes none."""
+        self.prefill: PrefillHandler | None = None
+        """Handles prefills and KV handoffs for other workers; None if this worker does none."""
+        self._take_part()
+        self._channels = RequestStreams(
+            self, on_begin=self._begin, on_start=self._start, on_end=self._end
+        )
+        config = service.config
+        self._rebalance = Rebalance(config.block_size, config.itl_target)
+        self._started: set[int] = set()
+        """Bookings whose first token has come but has not been published yet."""
+        self._flushes = False
+        self._told: NodeCard | None = None
+        self._told_of: tuple[object, ...] = ()
+        """The inputs of the last published card. They are compared ten times a second and rarely
+        change.
+        """
+        self._offers: dict[int, tuple[ModelCard, ModelSummary, dict[bytes, bytes]]] = {}
+        """Model summaries by the identity of the model's card, so that its large parts are hashed
+        once.
+        """
+        node.serve_stream(WORKER_STREAM, self._channels.opened)
+        node.on_member(self._on_member)
+        self._watch()
+
+    def _take_part(self) -> None:
+        """Joins KV transfer between workers. The worker's mode decides whether prefill queues are
+        used.
+        """
+        service, node, config = self._service, self._node, self._service.config
+        mode, leading = config.mode, self._kv.leading
+        if mode == "aggregated" and config.transfer is None:
+            return
+        TransferRpc(node, service, self._degradations)
+        if mode != "prefill":
+            chooser = DisaggPolicy(
+                config.disagg,
+                min_tokens=config.disagg_min_tokens,
+                max_queue=config.disagg_max_queue,
+            )
+            queue = PrefillQueueClient(node, self._topics) if mode == "decode" else None
+            self.decode = DecodeHandler(node, service, queue, chooser, leading, service.metrics)
+        claims = (
+            (lambda take, stop: QueueClaimSource(node, take, stop)) if mode == "prefill" else None
+        )
+        self.prefill = PrefillHandler(node, service, claims, leading, service.metrics)
+
+    @property
+    def _prefills_only(self) -> bool:
+        return self._service.config.mode == "prefill"
+
+    async def drain(self, timeout: Seconds) -> bool:
+        """Takes no new requests, asks frontends to move the running ones, and waits until none is
+        left.
+
+        At `timeout` the remaining requests end with `Draining`, so that their frontends retry them
+        on another worker, and the method returns False. It may be called again.
+        """
+        until = self._node.now() + timeout
+        self._service.drain()
+        self.tell()
+        self._ask_to_move(None, "drain")
+        drained = await self._channels.wait_idle(timeout)
+        if self.prefill is not None:  # what has moved on may still fetch its KV from here
+            drained &= await self.prefill.drain(max(0.0, until - self._node.now()))
+        if not drained:
+            self._channels.close(_going())
+        return drained
+
+    @property
+    def requests(self) -> int:
+        """Number of requests in progress."""
+        return self._channels.requests
+
+    @property
+    def left(self) -> int:
+        """Number of tasks that a drain waits for: requests, and prompts computed for other
+        workers."""
+        return self._channels.requests + (0 if self.prefill is None else len(self.prefill))
+
+    def _ask_to_move(self, handles: Collection[Handle] | None, reason: MigrationHintReason) -> None:
+        asked = self._channels.ask_to_move(handles, reason)
+        if asked:
+            self._service.metrics.moves_asked.labels(reason).inc(asked)
+
+    def _relieve(self) -> None:
+        """Asks frontends to move some running requests to other workers if this worker has too
+        many.
+        """
+        service = self._service
+        if service.draining:
+            return
+        now, stats = self._node.now(), service.statistics()
+        relief = self._rebalance.look(now, stats, self._movable)
+        if relief is not None:
+            _log.info(
+                "%s: asking to move %d of %d running requests to other workers",
+                *(relief.reason, len(relief.handles), stats.running),
+            )
+            self._ask_to_move(relief.handles, relief.reason)
+
+    def _movable(self) -> list[Handle]:
+        """Requests that have produced a token and could move, because another worker serves their
+        model.
+        """
+        names = self._service.cards().keys()
+        others = (member.card for member in self._node.registry.by_role("worker"))
+        usable = (card for card in others if card is not None and not card.draining)
+        offers = (one for card in usable if card.mode != "prefill" for one in card.models)
+        return self._channels.victims() if any(one.name in names for one in offers) else []
+
+    def close(self) -> None:
+        """Ends every request and tells frontends that this worker is going away."""
+        self._channels.close(_going())
+        for part in (self.decode, self.prefill):
+            if part is not None:
+                part.close()
+
+    def handoffs(self) -> HandoffStats | None:
+        """KV handoff counters for status; None if this worker takes no part in handoffs."""
+        mode = self._service.config.mode
+        if self.prefill is None or self.decode is None:
+            return None if self.prefill is None else self.prefill.numbers()
+        numbers = self.decode.numbers()
+        idle = mode == "aggregated" and not numbers.ended and not numbers.local
+        return None if idle else replace(numbers, mode=mode)
+
+    # ------------------------------------------------------------------ what the channels need
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
+        """Implements `request_streams.RequestEngine.submit`: decides where the prompt is
+        prefilled."""
+        if self.decode is not None:
+            return self.decode.submit(request, sink)
+        if self._prefills_only:
+            raise NotReady(f"{self._node.id} is a prefill worker: decode workers take requests")
+        return self._service.submit(request, sink)
+
+    def abort(self, handle: Handle) -> None:
+        """Implements `request_streams.RequestEngine.abort`: frees everything the request holds."""
+        engine = self._service if self.decode is None else self.decode
+        engine.abort(handle)
+
+    def _begin(self, booking: int) -> None:
+        """Publishes a booking that begins here. No one waits for this event, so it may be
+        batched."""
+        self._sequences.put(booking_key(booking))
+
+    def _start(self, booking: int, started: FirstTokenStats) -> None:
+        """Publishes a first token. Routers that queue requests wait for this event and for
+        the end."""
+        self._sequences.put(booking_key(booking), encode(started))
+        self._started.add(booking)
+        self._flush_soon()
+
+    def _end(self, booking: int) -> None:
+        if booking in self._started:  # in this very turn: a put and a drop would leave nothing
+            self._flush()
+        self._sequences.drop(booking_key(booking))
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Flushes at the end of this event-loop turn: one engine step reports many requests at
+        once.
+        """
+        if not self._flushes:
+            self._flushes = True
+            self._node.call_soon(self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._flushes = False
+        self._flush()
+
+    def _flush(self) -> None:
+        self._started.clear()
+        self._sequences.flush()
+
+    # ------------------------------------------------------------------ what it tells
+
+    def tell(self) -> None:
+        """Publishes the current state after a change."""
+        self._tell_card()
+        self._tell_load()
+        if self.prefill is not None:
+            self.prefill.changed()
+
+    def _watch(self) -> None:
+        """Polls the engine, because its counters raise no events."""
+        self._node.timers.call_later(_LOAD_INTERVAL, self._watch)
+        self._relieve()
+        self.tell()
+
+    def _on_member(self, event: MemberEvent) -> None:
+        """Ends the requests of a frontend that has left, even if its connection still
+        looks alive."""
+        if isinstance(event, MemberGone):
+            self._channels.gone(event.member.node, event.member.epoch)
+
+    def _tell_load(self) -> None:
+        """Publishes the load after the bookings it includes.
+
+        Routers add their own bookings to a report until one arrives that contains them, so the
+        bookings held here have to be published first.
+        """
+        self._flush()
+        self._load.set(self.load())
+
+    def load(self) -> WorkerLoad:
+        """The worker's load. Requests held here count even if the engine's last statistics lack
+        them.
+        """
+        stats, capabilities = self._service.statistics(), self._service.capabilities
+        if self._prefills_only:
+            choices, running = stats.running + stats.waiting, stats.running
+        else:
+            choices = self._channels.choices
+            begun = choices - (0 if self.decode is None else self.decode.unstarted)
+            running = min(stats.running, begun)  # what has ended since the engine said so is gone
+        return WorkerLoad(
+            ready=self._service.unready_reason() is None,
+            running=running,
+            waiting=choices - running,
+            max_sequences=0 if capabilities is None else capabilities.max_sequences,
+            blocks_total=stats.blocks_total,
+            blocks_used=stats.blocks_used,
+            blocks_cached=stats.blocks_cached,
+            uncomputed_tokens=stats.uncomputed_tokens,
+            kv_tokens=stats.kv_tokens,
+            itl=stats.itl,
+        )
+
+    def _publish_kv(self) -> None:
+        """Publishes the `kv` topic if the engine reports its blocks, which is known once it has
+        loaded.
+
+        Otherwise the card lists no `kv` topic: an empty one would say that nothing is cached.
+        """
+        tells, published = self._service.tells_kv, KV in self._topics.names
+        if tells and not published:
+            self._kv.connect(self._topics.publish_log(KV, self._kv).append)
+        elif tells is False and published:
+            self._kv.connect(None)
+            self._topics.withdraw(KV)
+
+    def _tell_card(self) -> None:
+        self._publish_kv()
+        service = self._service
+        reason = service.unready_reason() or ""
+        capabilities = service.capabilities
+        facts = (reason, service.draining, capabilities, service.cards(), self._topics.names)
+        if facts == self._told_of:
+            return
+        self._told_of = facts
+        models: list[ModelSummary] = []
+        parts: dict[bytes, bytes] = {}
+        if not reason or service.draining:
+            for small, large in self._offered():
+                models.append(small)
+                parts |= large
+        card = replace(
+            self._card,
+            topics=self._topics.names,
+            models=tuple(models),
+            draining=service.draining,
+            reason=reason.partition(":")[0] if reason.startswith("starting") else reason[:_REASON],
+            max_sequences=0 if capabilities is None else capabilities.max_sequences,
+            transfers=() if capabilities is None else capabilities.transfers,
+        )
+        if card == self._told:
+            return
+        self._told = card
+        try:
+            self._node.publish_card(card, parts)
+        except ConfigError as error:
+            _log.error(
+                "the model card is too large to publish, so this worker serves no model: %s",
+                error.message,
+            )
+            self._node.publish_card(replace(card, models=(), reason=_TOO_LARGE), {})
+
+    def _offered(self) -> list[tuple[ModelSummary, dict[bytes, bytes]]]:
+        """The model summaries for the card, each model once."""
+        cards = {id(card): card for card in self._service.cards().values()}
+        if cards.keys() != self._offers.keys():
+            self._offers = {key: (card, *summarize_card(card)) for key, card in cards.items()}
+        return [(small, large) for _, small, large in self._offers.values()]
+
+
+def _going() -> PdserveError:
+    return Draining("the worker is going away", retry_after=1.0)
+
+
+_REASON: Final = 500
+"""Characters of the reason in the card; the last message of an engine may be long."""
+_TOO_LARGE: Final = "its names and aliases do not fit a card"

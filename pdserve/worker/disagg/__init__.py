@@ -1,0 +1,2 @@
+"""The worker's side of disaggregated prefill: where to prefill a prompt, and how it is
+handed off."""

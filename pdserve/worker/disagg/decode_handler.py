@@ -1,0 +1,447 @@
+"""A worker's requests whose KV comes from another: which they are, and what is said about them.
+
+    submit           decides; here it is an ordinary submission, else a `RemotePrefillRequest`. A
+    decode
+                     worker has a queue of prefill workers for that; any worker asks the one that a
+                     request names as its source, because it has been served there
+    open attempt     a prefill worker with a claim asks for blocks        answered with the ticket
+    renew            it still works on some attempts                      answered with those over
+    notify           it hands over
+    attempt failed   it gives up
+    disagg           an operator says how to decide from now on
+    withdraw         asked of it when an attempt is not wanted any more; should that be lost, its
+                     next renewal tells it
+
+Leases run on the node's timers: they end whether or not anything else happens here. Every request
+is in `_remote` from its submission to its last delta, error or abort. Owned by the worker's member.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import partial
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from pdserve.errors import LinkLost, PdserveError, TransferRefused
+from pdserve.ids import NodeId, NodeLife
+from pdserve.messages.handoff import AttemptAck, DisaggSet, LeasesRenewed, WithdrawAttempt
+from pdserve.messages.status import HandoffStats
+from pdserve.runtime.registry import MemberGone
+from pdserve.runtime.rpc_methods import (
+    ATTEMPT_FAILED,
+    DISAGG,
+    NOTIFY,
+    OPEN_ATTEMPT,
+    RENEW,
+    WITHDRAW,
+)
+from pdserve.worker.disagg.kv_fetch import KvFetcher
+from pdserve.worker.disagg.overlap import cached_tokens, fits_message, tokens_of
+from pdserve.worker.disagg.policy import DisaggDecision, DisaggInputs
+from pdserve.worker.disagg.remote_prefill import RemotePrefillRequest
+from pdserve.worker.disagg.state_table import DecodeEvent, DecodeState
+from pdserve.worker.disagg.stats import DisaggCounters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from pdserve.engine.port import Handle, TokenSink
+    from pdserve.ids import Seconds
+    from pdserve.messages.card import ModelCard
+    from pdserve.messages.handoff import (
+        AttemptFailed,
+        AttemptOpened,
+        NotifyHandoff,
+        OpenAttempt,
+        RenewLeases,
+        SetDisagg,
+    )
+    from pdserve.messages.node import NodeCard
+    from pdserve.messages.request import FirstTokenStats, GenerateRequest, TokenDelta
+    from pdserve.net.base import IncomingCall
+    from pdserve.observe.metrics import Metrics
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import MemberEvent
+    from pdserve.worker.disagg.policy import DisaggPolicy
+    from pdserve.worker.disagg.ports import DecodeWorker, PrefillQueuePort
+
+__all__ = ["DecodeHandler"]
+
+_log = logging.getLogger(__name__)
+
+_WITHDRAW_TIMEOUT: Final[Seconds] = 1.0
+"""By then the next renewal has told it."""
+
+
+class DecodeHandler:
+    """See above."""
+
+    def __init__(
+        self,
+        node: Node,
+        worker: DecodeWorker,
+        queue: PrefillQueuePort | None,
+        chooser: DisaggPolicy,
+        overlap: Callable[[bytes], int],
+        metrics: Metrics,
+    ) -> None:
+        """`queue` None: there is no choice but what requests name themselves. `overlap`: how many
+        leading ones of these block hashes are in the pool."""
+        self.node = node
+        self.worker = worker
+        self.queue = queue
+        self.chooser = chooser
+        self.tally = DisaggCounters(metrics)
+        self._overlap = overlap
+        self._remote: dict[Handle, RemotePrefillRequest] = {}
+        node.serve(OPEN_ATTEMPT, self._open)
+        node.serve(RENEW, self._renew)
+        node.serve(NOTIFY, self._notify)
+        node.serve(ATTEMPT_FAILED, self._failed)
+        if queue is not None:
+            node.serve(DISAGG, self._set_mode)
+        self._deaf = node.on_member(self._on_member)
+        for state in _WAYS:
+            metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
+
+    def __len__(self) -> int:
+        """Requests that were not prefilled here from the beginning, until their last delta."""
+        return len(self._remote)
+
+    # ------------------------------------------------------------------ for the channels
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
+        """See `engine.port.Engine`; the prompt may be prefilled elsewhere."""
+        if request.source:
+            return self._submit_from(_source(request), request, sink)
+        if self.queue is None:
+            return self.worker.submit(request, sink)
+        decision = self.decide(request, self._cached(request))
+        _log.debug("%s: %s", request.request_id, decision)
+        if not decision.remote:
+            return self._submit_here(request, sink, decision.reason)
+        return self._submit_remote(
+            RemotePrefillRequest(self, request, sink, decision, self.queue, self.coming()), sink
+        )
+
+    def _submit_from(self, source: NodeLife, request: GenerateRequest, sink: TokenSink) -> Handle:
+        """Its KV is fetched there, unless there is a reason not to."""
+        cached = self._cached(request)
+        obstacle = self._obstacle_to(source, request, cached)
+        if obstacle:
+            _log.info("%s is not fetched from %s: %s", request.request_id, source.node, obstacle)
+            return self._submit_here(request, sink, obstacle)
+        usual = self.decide(request, cached)
+        decision = DisaggDecision(True, "source", usual.here, usual.there, usual.fill)
+        queue = KvFetcher(self.node, source)
+        return self._submit_remote(RemotePrefillRequest(self, request, sink, decision, queue), sink)
+
+    def _submit_remote(self, remote: RemotePrefillRequest, sink: TokenSink) -> Handle:
+        request = remote.request
+        try:
+            handle = self.worker.submit_remote(request, remote)
+        except TransferRefused as error:
+            remote.discard()
+            _log.warning("%s is prefilled here: %s", request.request_id, error.message)
+            return self._submit_here(request, sink, "not_possible")
+        except BaseException:
+            remote.discard()
+            raise
+        self._remote[handle] = remote
+        remote.begin(handle)
+        return handle
+
+    def abort(self, handle: Handle) -> None:
+        """See `engine.port.Engine`: both workers are free of it at once, or as soon as the other
+        one can be told."""
+        remote = self._remote.get(handle)
+        if remote is None:
+            self.worker.abort(handle)
+        else:
+            remote.feed(DecodeEvent.CANCEL)
+
+    @property
+    def unstarted(self) -> int:
+        """Sequences that wait for their prompt to come."""
+        waiting = [r.request for r in self._remote.values() if r.state is not DecodeState.ACTIVE]
+        return sum(len(request.live) for request in waiting)
+
+    def close(self) -> None:
+        """Decide nothing more; what runs ends with its channels. Idempotent."""
+        self._deaf()
+        if self.queue is not None:
+            self.queue.close()
+
+    def _submit_here(self, request: GenerateRequest, sink: TokenSink, reason: str) -> Handle:
+        handle = self.worker.submit(request, _Here(self, request, sink, reason))
+        self.tally.decided(remote=False, reason=reason)
+        return handle
+
+    # ------------------------------------------------------------------ deciding
+
+    def _cached(self, request: GenerateRequest) -> int:
+        return cached_tokens(request, self.worker, self._overlap)
+
+    def decide(self, request: GenerateRequest, cached: int) -> DisaggDecision:
+        """Where its prompt is prefilled, as things are now."""
+        stats = self.worker.statistics()
+        card = self.worker.cards().get(request.model)
+        prospect = DisaggInputs(
+            tokens=tokens_of(request),
+            cached=cached,
+            obstacle=self._obstacle(request),
+            streams=stats.running,
+            backlog=stats.uncomputed_tokens,
+            queue=None if card is None or self.queue is None else self.queue.state(card.name),
+            coming=self.coming(),
+            late=self._late(),
+        )
+        return self.chooser.decide(prospect)
+
+    def coming(self) -> int:
+        """Prompt tokens that are still to come from prefill workers."""
+        return sum(remote.coming for remote in self._remote.values())
+
+    def _late(self) -> float:
+        return max((remote.late for remote in self._remote.values()), default=1.0)
+
+    def _obstacle(self, request: GenerateRequest) -> str:
+        card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
+        if request.pooling:
+            return "embedding"
+        if request.diverged:
+            return "migrated_choices"
+        if not fits_message(request):
+            return "too_long"
+        if card is None or not card.compat_hash or capabilities is None:
+            return "not_possible"
+        if not capabilities.transfers:
+            return "not_possible"
+        if self._all_misfit(request.model):
+            return "no_worker"
+        cut_off = self.cut_off()
+        return "no_way" if cut_off and not self.others_prefill(request.model, cut_off) else ""
+
+    def _obstacle_to(self, source: NodeLife, request: GenerateRequest, cached: int) -> str:
+        """Why the KV cannot come from the worker that the request names, or need not; one word."""
+        card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
+        if card is None or capabilities is None or not capabilities.transfers:
+            return "not_possible"
+        if request.pooling:
+            return "embedding"
+        if request.diverged:
+            return "migrated_choices"
+        if not fits_message(request):
+            return "too_long"
+        if request.sampling.prompt_logprobs is not None:  # those of the prompt are not in KV
+            return "not_possible"
+        if tokens_of(request) - cached <= card.block_size:
+            return "source_short"
+        if not self.lives(source):
+            return "source_gone"
+        if source.node in self.cut_off():
+            return "no_way"
+        theirs = self.node.registry.get(source.node)
+        return "" if theirs is None or _may_have(theirs.card, card) else "source_misfit"
+
+    def cut_off(self) -> list[NodeId]:
+        """From whom no KV can come, as was found out less than a minute ago."""
+        none = [path for path in self.worker.paths() if path.backend == "none" and path.down]
+        return [NodeId(path.node) for path in none]
+
+    def _all_misfit(self, model: str) -> bool:
+        """There are prefill workers of this name, and all of them mean another model by it."""
+        if self.others_prefill(model, ()):
+            return False
+        name = self.worker.cards()[model].name
+        cards = [member.card for member in self.node.registry if member.card is not None]
+        offers = [one for card in cards if card.mode == "prefill" for one in card.models]
+        return any(one.name == name for one in offers)
+
+    def learn_local(self, request: GenerateRequest, started: FirstTokenStats) -> None:
+        """A prompt was prefilled here."""
+        uncached = tokens_of(request) - started.cached_tokens
+        if uncached > 0:
+            self.chooser.learnt.local(uncached, started.work_seconds)
+
+    # ------------------------------------------------------------------ for the requests
+
+    def lives(self, life: NodeLife) -> bool:
+        """That life of a node is a member."""
+        member = self.node.registry.get(life.node)
+        return member is not None and member.epoch == life.epoch
+
+    def others_prefill(self, model: str, than: Collection[NodeId]) -> bool:
+        """Another node than these may prefill for that model, as far as members have said what they
+        do. The queue would find out, too, but waits for workers that may come back to it."""
+        return any(
+            _may_prefill(member.card, self.worker.cards()[model])
+            for member in self.node.registry
+            if member.node not in than
+        )
+
+    def forget(self, remote: RemotePrefillRequest) -> None:
+        """It has ended."""
+        self._remote.pop(remote.handle, None)
+
+    def withdraw(self, life: NodeLife, request: Handle, attempt: int, reason: str) -> None:
+        """Tell a prefill worker that an attempt of its is over."""
+        if self.lives(life) and not self.node.tasks.closed:
+            words = WithdrawAttempt(request, attempt, reason)
+            _ = self.node.tasks.spawn(self._withdraw(life, words), "withdraw an attempt")
+
+    async def _withdraw(self, life: NodeLife, words: WithdrawAttempt) -> None:
+        try:
+            link = await self.node.link(life.node, timeout=_WITHDRAW_TIMEOUT)
+            if link.peer.epoch != life.epoch:
+                raise LinkLost(f"{life.node} has begun another life", sent=False)
+            await link.request(WITHDRAW, words, timeout=_WITHDRAW_TIMEOUT)
+        except PdserveError as error:
+            _log.debug("attempt %d of %d: %s", words.attempt, words.request, error.message)
+
+    # ------------------------------------------------------------------ from prefill workers
+
+    def _open(self, question: OpenAttempt, call: IncomingCall) -> AttemptOpened | None:
+        remote = self._remote.get(question.request)
+        why = "there is no such request, or it has ended"
+        if remote is not None and self._fits(question):
+            remote.asked(question, _life(call), call)
+            return None
+        if remote is not None:
+            why = f"its KV is {question.compat_hash!r} of {question.model!r}, ours is another"
+        name, peer = f"request {question.request}", call.link.peer.node
+        raise TransferRefused.at(name, peer, "opening an attempt", why)
+
+    def _fits(self, question: OpenAttempt) -> bool:
+        """Blocks of theirs mean the same here, as far as they say what they are."""
+        if not question.compat_hash:
+            return True
+        card = self.worker.cards().get(question.model)
+        return card is not None and card.compat_hash == question.compat_hash
+
+    def _renew(self, question: RenewLeases, call: IncomingCall) -> LeasesRenewed:
+        by, over = _life(call), []
+        for held, progress in zip_longest(question.held, question.progress[: len(question.held)]):
+            remote = self._remote.get(held.request)
+            if remote is None or not remote.renewed(held.attempt, by, progress or 0):
+                over.append(held)
+        return LeasesRenewed(tuple(over))
+
+    def _notify(self, words: NotifyHandoff, call: IncomingCall) -> AttemptAck | None:
+        return self._told(DecodeEvent.NOTIFY, words, call)
+
+    def _failed(self, words: AttemptFailed, call: IncomingCall) -> AttemptAck | None:
+        return self._told(DecodeEvent.FAILED, words, call)
+
+    def _told(
+        self, event: DecodeEvent, words: NotifyHandoff | AttemptFailed, call: IncomingCall
+    ) -> AttemptAck | None:
+        remote = self._remote.get(words.request)
+        if remote is None:
+            return AttemptAck(current=False)
+        remote.told(event, words, _life(call), call)
+        return None
+
+    # ------------------------------------------------------------------ from operators
+
+    def _set_mode(self, words: SetDisagg, call: IncomingCall) -> DisaggSet:
+        before, self.chooser.mode = self.chooser.mode, words.disagg
+        _log.info("prompts are prefilled by %r from now on, before by %r", words.disagg, before)
+        return DisaggSet(before)
+
+    # ------------------------------------------------------------------ from membership
+
+    def _on_member(self, event: MemberEvent) -> None:
+        if not isinstance(event, MemberGone):
+            return
+        gone = NodeLife(event.member.node, event.member.epoch)
+        fenced = event.reason == "own rejoin"
+        for remote in tuple(self._remote.values()):
+            if fenced:
+                remote.feed(DecodeEvent.FENCE)
+            elif remote.held_by(gone):
+                remote.feed(DecodeEvent.DIED)
+
+    # ------------------------------------------------------------------ looking
+
+    def _in(self, state: DecodeState) -> int:
+        return sum(remote.state is state for remote in self._remote.values())
+
+    def numbers(self) -> HandoffStats:
+        """For status."""
+        states = Counter(remote.state for remote in self._remote.values())
+        return HandoffStats(
+            mode="decode",
+            disagg=self.chooser.mode if self.queue is not None else "",
+            remote=dict(self.tally.remote),
+            local=dict(self.tally.local),
+            ended=dict(self.tally.attempts),
+            states={state.value: states[state] for state in _WAYS if states[state]},
+        )
+
+
+_WAYS: Final = tuple(
+    state for state in DecodeState if state not in (DecodeState.ACTIVE, DecodeState.RELEASED)
+)
+"""To the first token."""
+
+
+def _may_prefill(card: NodeCard | None, model: ModelCard) -> bool:
+    """A node that has said nothing yet may do everything."""
+    if card is None:
+        return True
+    what = (model.name, model.compat_hash)
+    serves = not card.models or any((one.name, one.compat_hash) == what for one in card.models)
+    return card.role in ("", "worker") and card.mode in ("", "prefill") and serves
+
+
+def _may_have(card: NodeCard | None, model: ModelCard) -> bool:
+    """KV that means the same here: of the same weights, in the same blocks. A node that has said
+    nothing yet is asked."""
+    if card is None or not card.models:
+        return True
+    return bool(card.transfers) and any(
+        one.name == model.name and one.compat_hash == model.compat_hash for one in card.models
+    )
+
+
+def _life(call: IncomingCall) -> NodeLife:
+    peer = call.link.peer
+    return NodeLife(peer.node, peer.epoch)
+
+
+def _source(request: GenerateRequest) -> NodeLife:
+    return NodeLife(NodeId(request.source), request.source_epoch)
+
+
+class _Here:
+    """The sink of a request that is prefilled here from the beginning."""
+
+    __slots__ = ("_line", "_owner", "_request", "_sink", "_started")
+
+    def __init__(
+        self, owner: DecodeHandler, request: GenerateRequest, sink: TokenSink, reason: str
+    ) -> None:
+        self._owner = owner
+        self._request = request
+        self._sink = sink
+        self._line = f"local; node={owner.node.id}; reason={reason}"
+        self._started = False
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        """See `engine.port.TokenSink`."""
+        started = delta.started
+        if started is not None:
+            if not self._started:
+                self._started = True
+                self._owner.learn_local(self._request, started)
+            delta = replace(delta, started=replace(started, prefill=self._line))
+        self._sink.on_delta(delta)
+
+    def on_error(self, error: PdserveError) -> None:
+        """See `engine.port.TokenSink`."""
+        self._sink.on_error(error)

@@ -1,0 +1,120 @@
+"""Both ends of the question for a sequence's KV, which a request's new worker asks of its old one.
+
+    new worker: `KvFetcher`     hand over ──▶     old worker: `KvFetchClaim`
+                             taken ◀──         a claim like the queue's: it asks for an attempt
+                             or refused, and why
+
+For the drivers this is a queue of one worker: only that one's claims are good, in the life that was
+meant, and what it does not take nobody does. Nothing is asked twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from pdserve.errors import Draining, LinkLost, PdserveError
+from pdserve.messages.handoff import KvFetch
+from pdserve.runtime.rpc_methods import HAND_OVER
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from pdserve.ids import Epoch, NodeId, NodeLife, Seconds
+    from pdserve.messages.handoff import ClaimOutcome, PrefillItem, QueueState
+    from pdserve.runtime.node import Node
+    from pdserve.worker.disagg.ports import QueueListener
+
+__all__ = ["KvFetchClaim", "KvFetcher"]
+
+_log = logging.getLogger(__name__)
+
+_ANSWER: Final[Seconds] = 2.0
+"""A worker that has not answered by then is overloaded, or gone: the KV is computed sooner."""
+
+
+class KvFetcher:
+    """The new worker's end, of one request; see `ports.PrefillQueuePort`."""
+
+    def __init__(self, node: Node, life: NodeLife) -> None:
+        """`life`: whose KV is wanted."""
+        self.life = life
+        self._node = node
+        self._task: asyncio.Task[None] | None = None
+
+    def state(self, model: str) -> QueueState | None:
+        """Nothing waits there."""
+        return None
+
+    def enqueue(self, item: PrefillItem, listener: QueueListener) -> None:
+        """Ask; the listener hears that it is taken, or refused with the reason."""
+        listener.on_owner(*self.life, item.round)
+        words = KvFetch(item=replace(item, names=b"", names_id=b""), epoch=self.life.epoch)
+        try:
+            self._task = self._node.tasks.spawn(self._ask(words, listener), "ask for KV")
+        except Draining:
+            listener.on_refused("source_gone")
+
+    async def _ask(self, words: KvFetch, listener: QueueListener) -> None:
+        try:
+            link = await self._node.link(self.life.node, timeout=_ANSWER)
+            if link.peer.epoch != self.life.epoch:
+                raise LinkLost(f"{self.life.node} has begun another life", sent=False)
+            taken = await link.request(HAND_OVER, words, timeout=_ANSWER)
+        except PdserveError as error:
+            _log.info("%s cannot be asked for KV: %s", self.life.node, error.message)
+            refused = "source_gone"
+        else:
+            refused = taken.refused
+        self._task = None
+        if refused:
+            listener.on_refused(refused)
+        else:
+            listener.on_queued(*self.life)
+
+    def opened(self, request: int) -> None:
+        """See `ports.PrefillQueuePort`: the answer tells nothing new."""
+        self._end()
+
+    def cancel(self, request: int) -> None:
+        """See `ports.PrefillQueuePort`: it hears so when it asks for an attempt."""
+        self._end()
+
+    def close(self) -> None:
+        """See `ports.PrefillQueuePort`."""
+        self._end()
+
+    def _end(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+
+
+class KvFetchClaim:
+    """The old worker's end: see `ports.PrefillClaim`."""
+
+    def __init__(self, words: KvFetch, number: int, asker: NodeLife, ours: NodeLife) -> None:
+        self.number = number
+        self.item = words.item
+        self.decode, self.decode_epoch = asker
+        self._ours = ours
+
+    def __repr__(self) -> str:
+        return f"<sequence {self.item.request} of {self.decode}>"
+
+    @property
+    def owner(self) -> NodeId:
+        """This worker itself: it is the one that was asked."""
+        return self._ours.node
+
+    @property
+    def owner_epoch(self) -> Epoch:
+        return self._ours.epoch
+
+    def opened(self) -> None:
+        """No queue has to know."""
+
+    def end(self, outcome: ClaimOutcome) -> None:
+        """Nor that it is over."""

@@ -1,0 +1,342 @@
+"""What a worker prefills for others: claims are taken as far as the engine keeps up, leases are
+renewed.
+
+    claims      a prefill worker's, of the queue; more are offered while little is left to compute
+    hand over   any worker is asked for the KV of what it has served; that is a claim, too
+    renewals    once a second for each decode worker, for all its attempts together; what it says is
+                over is dropped at once. They run on the node's timers, whatever the engine does
+    withdraw    a decode worker wants nothing more of an attempt
+
+Every claim is in `_claims` from the queue's word to its end. Owned by the worker's member.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from pdserve.blocks.hashing import HASH_BYTES
+from pdserve.errors import Draining, LinkLost, PdserveError
+from pdserve.ids import NodeLife
+from pdserve.messages.handoff import RENEW_INTERVAL, AttemptAck, KvFetchReply, RenewLeases
+from pdserve.messages.status import HandoffStats
+from pdserve.runtime.registry import MemberGone
+from pdserve.runtime.rpc_methods import HAND_OVER, RENEW, WITHDRAW
+from pdserve.worker.disagg.credits import Credits
+from pdserve.worker.disagg.kv_fetch import KvFetchClaim
+from pdserve.worker.disagg.overlap import cached_tokens
+from pdserve.worker.disagg.prefill_job import PrefillJob
+from pdserve.worker.disagg.state_table import PrefillEvent, PrefillState
+from pdserve.worker.disagg.stats import DisaggCounters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+    from pdserve.ids import Seconds
+    from pdserve.messages.handoff import (
+        ClaimOutcome,
+        HeldAttempt,
+        KvFetch,
+        LeasesRenewed,
+        WithdrawAttempt,
+    )
+    from pdserve.messages.request import GenerateRequest
+    from pdserve.net.base import IncomingCall
+    from pdserve.net.timers import Timer
+    from pdserve.observe.metrics import Metrics
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import MemberEvent
+    from pdserve.worker.disagg.ports import ClaimSource, PrefillClaim, PrefillWorker
+
+__all__ = ["MAX_KV_FETCHES", "PrefillHandler"]
+
+_log = logging.getLogger(__name__)
+
+MAX_KV_FETCHES: Final = 16
+"""Sequences that are handed over at once; one more is computed where it goes."""
+_RENEW_TIMEOUT: Final[Seconds] = 1.5
+"""So that several fit into a lease."""
+
+
+class _Renewals:
+    """The leases at one life of a decode worker."""
+
+    __slots__ = ("asks", "held", "timer")
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, int], PrefillJob] = {}
+        self.asks = False
+        """An answer is due."""
+        self.timer: Timer | None = None
+
+
+class PrefillHandler:
+    """See above."""
+
+    def __init__(
+        self,
+        node: Node,
+        worker: PrefillWorker,
+        make_claims: Callable[
+            [Callable[[PrefillClaim], None], Callable[[PrefillClaim], None]], ClaimSource
+        ]
+        | None,
+        overlap: Callable[[bytes], int],
+        metrics: Metrics,
+    ) -> None:
+        """`make_claims` gets what is to be done with a claim, and with one that is not wanted any
+        more; None: no queue is served. `overlap`: how many leading ones of these block hashes are
+        in the pool."""
+        self.node = node
+        self.worker = worker
+        self.tally = DisaggCounters(metrics)
+        self._overlap = overlap
+        self._claims: dict[int, PrefillJob] = {}
+        """By identity of the claim: numbers are each router's own."""
+        self._renewals: dict[NodeLife, _Renewals] = {}
+        self._credits = Credits()
+        self._tells = False
+        self._closed = False
+        self._idle = asyncio.Event()
+        """Nothing is in hand; kept while somebody drains."""
+        self._queue = None if make_claims is None else make_claims(self._take, self._stop)
+        self._given = 0
+        node.serve(WITHDRAW, self._withdrawn)
+        node.serve(HAND_OVER, self._hand_over)
+        self._deaf = node.on_member(self._on_member)
+        for state in PrefillState:
+            if state is not PrefillState.ENDED:
+                metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
+
+    def __len__(self) -> int:
+        """Claims in hand."""
+        return len(self._claims)
+
+    async def drain(self, timeout: Seconds) -> bool:
+        """Offer nothing more and wait for what is in hand: what is computed still has to be handed
+        over. False if `timeout` came first."""
+        self.changed()
+        if not self._claims:
+            return True
+        self._idle.clear()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Leave the queues and drop what is in hand; decode workers learn it from membership.
+        Idempotent."""
+        self._closed = True
+        self._deaf()
+        if self._queue is not None:
+            self._queue.close()
+        for prefilling in tuple(self._claims.values()):
+            prefilling.feed(PrefillEvent.FENCE)
+
+    # ------------------------------------------------------------------ from the queue
+
+    def _take(self, claim: PrefillClaim) -> None:
+        prefilling = self._claims[id(claim)] = PrefillJob(self, claim)
+        self._credits.took(claim.item.prompt_tokens)
+        prefilling.begin()
+        self.changed()
+
+    def _stop(self, claim: PrefillClaim) -> None:
+        prefilling = self._claims.get(id(claim))
+        if prefilling is not None:
+            prefilling.feed(PrefillEvent.UNCLAIMED)
+
+    def changed(self) -> None:
+        """Something has, and with it perhaps the credits: they are offered at the end of this turn
+        of the loop."""
+        if self._queue is not None and not self._tells and not self._closed:
+            self._tells = True
+            self.node.call_soon(self._offer)
+
+    def _offer(self) -> None:
+        self._tells = False
+        if self._queue is None or self._closed:
+            return
+        for card in {card.name: card for card in self.worker.cards().values()}.values():
+            self._queue.offer(card.name, card.compat_hash, self.credits, self.uncomputed)
+
+    @property
+    def uncomputed(self) -> int:
+        """Prompt tokens that were taken and are not computed yet."""
+        return sum(one.uncached for one in self._claims.values() if one.waiting)
+
+    @property
+    def credits(self) -> int:
+        """Items that would be taken besides."""
+        capabilities = self.worker.capabilities
+        if self.worker.unready_reason() is not None:
+            return 0
+        if capabilities is None or not capabilities.transfers:
+            return 0
+        waiting = sum(one.waiting for one in self._claims.values())
+        return self._credits.left(waiting, self.uncomputed, capabilities)
+
+    # ------------------------------------------------------------------ for the claims
+
+    def cached(self, request: GenerateRequest) -> int:
+        """Leading tokens of it in the pool here."""
+        return cached_tokens(request, self.worker, self._overlap)
+
+    def has_lost(self, claim: PrefillClaim, request: GenerateRequest) -> bool:
+        """It was to have this sequence's KV, and has not even its prompt's any more: whoever asked
+        computes it as quickly. Unknown where prompts are named by another secret."""
+        card = self.worker.cards().get(request.model)
+        known = card is not None and request.names_id == self.worker.names_id
+        if not known or card is None or not isinstance(claim, KvFetchClaim):
+            return False
+        full = len(request.block_names) // HASH_BYTES * card.block_size
+        return self.cached(request) < min(full, len(request.prompt) - card.block_size)
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
+        """Run it while the node lives."""
+        try:
+            return self.node.tasks.spawn(work, name)
+        except Draining:
+            return None
+
+    def tell(self, prefilling: PrefillJob, held: HeldAttempt, error: PdserveError) -> None:
+        """The decode worker hears that an attempt has failed."""
+        self.spawn(prefilling.say_failed(held, error), "tell of a failure")
+
+    def hold(self, prefilling: PrefillJob) -> None:
+        """Renew its lease from now on."""
+        assert prefilling.held is not None
+        held = prefilling.held
+        renewals = self._renewals.get(prefilling.decode)
+        if renewals is None:
+            renewals = self._renewals[prefilling.decode] = _Renewals()
+            self._later(prefilling.decode, renewals)
+        renewals.held[held.request, held.attempt] = prefilling
+
+    def ended(self, prefilling: PrefillJob, outcome: ClaimOutcome) -> None:
+        """It is over."""
+        del self._claims[id(prefilling.claim)]
+        if not self._claims:
+            self._idle.set()
+        self.tally.claim(outcome)
+        renewals, held = self._renewals.get(prefilling.decode), prefilling.held
+        if renewals is None or held is None:
+            return
+        renewals.held.pop((held.request, held.attempt), None)
+        if not renewals.held:
+            del self._renewals[prefilling.decode]
+            if renewals.timer is not None:
+                renewals.timer.cancel()
+
+    # ------------------------------------------------------------------ leases
+
+    def _later(self, decode: NodeLife, renewals: _Renewals) -> None:
+        renewals.timer = self.node.timers.call_later(
+            RENEW_INTERVAL, lambda: self._beat(decode, renewals)
+        )
+
+    def _beat(self, decode: NodeLife, renewals: _Renewals) -> None:
+        self._later(decode, renewals)
+        if not renewals.asks:
+            renewals.asks = True
+            self.spawn(self._renew(decode, renewals), "renew leases")
+
+    async def _renew(self, decode: NodeLife, renewals: _Renewals) -> None:
+        known = [one for one in renewals.held.values() if one.held is not None]
+        held = tuple(one.held for one in known if one.held is not None)
+        question = RenewLeases(held, tuple(one.progress for one in known))
+        try:
+            link = await self.node.link(decode.node, timeout=_RENEW_TIMEOUT)
+            if link.peer.epoch != decode.epoch:
+                raise LinkLost(f"{decode.node} is another life of itself", sent=False)
+            sent = self.node.now()
+            answer = await link.request(RENEW, question, timeout=_RENEW_TIMEOUT)
+        except PdserveError as error:
+            _log.debug("leases at %s were not renewed: %s", decode.node, error.message)
+            return
+        finally:
+            renewals.asks = False
+        self._renewed(renewals, held, answer, sent)
+
+    def _renewed(
+        self,
+        renewals: _Renewals,
+        asked: tuple[HeldAttempt, ...],
+        answer: LeasesRenewed,
+        sent: Seconds,
+    ) -> None:
+        over = {(held.request, held.attempt) for held in answer.over}
+        for key in ((held.request, held.attempt) for held in asked):
+            prefilling = renewals.held.get(key)
+            if prefilling is None:
+                continue  # it has ended meanwhile
+            if key in over:
+                prefilling.feed(PrefillEvent.OVER)
+            else:
+                prefilling.renewed(sent)
+
+    # ------------------------------------------------------------------ from decode workers
+
+    def _withdrawn(self, words: WithdrawAttempt, call: IncomingCall) -> AttemptAck:
+        life = NodeLife(call.link.peer.node, call.link.peer.epoch)
+        renewals = self._renewals.get(life)
+        found = None if renewals is None else renewals.held.get((words.request, words.attempt))
+        if found is None:
+            asks = (one for one in self._claims.values() if one.decode == life)
+            return AttemptAck(any([one.withdraw(words.request, words.attempt) for one in asks]))
+        found.feed(PrefillEvent.OVER)
+        return AttemptAck()
+
+    # ------------------------------------------------------------------ from a worker's successors
+
+    def _hand_over(self, words: KvFetch, call: IncomingCall) -> KvFetchReply:
+        refused = self._refusal(words)
+        if not refused:
+            self._given += 1
+            ours = NodeLife(self.node.id, self.node.epoch)
+            asker = NodeLife(call.link.peer.node, call.link.peer.epoch)
+            self._take(KvFetchClaim(words, self._given, asker, ours))
+        return KvFetchReply(refused)
+
+    def _refusal(self, words: KvFetch) -> str:
+        """Why it is not handed over, one word; empty: it is. Draining is no reason."""
+        capabilities, item = self.worker.capabilities, words.item
+        if self._closed or words.epoch != self.node.epoch:
+            return "source_gone"
+        if capabilities is None or not capabilities.transfers:
+            return "source_unready"
+        card = self.worker.cards().get(item.model)
+        if card is None or card.compat_hash != item.compat_hash:
+            return "source_misfit"
+        moving = sum(isinstance(one.claim, KvFetchClaim) for one in self._claims.values())
+        return "source_busy" if moving >= MAX_KV_FETCHES else ""
+
+    # ------------------------------------------------------------------ from membership
+
+    def _on_member(self, event: MemberEvent) -> None:
+        if not isinstance(event, MemberGone):
+            return
+        gone = NodeLife(event.member.node, event.member.epoch)
+        fenced = event.reason == "own rejoin"
+        for prefilling in tuple(self._claims.values()):
+            if fenced:
+                prefilling.feed(PrefillEvent.FENCE)
+            elif prefilling.decode == gone:
+                prefilling.feed(PrefillEvent.DIED)
+
+    # ------------------------------------------------------------------ looking
+
+    def _in(self, state: PrefillState) -> int:
+        return sum(one.state is state for one in self._claims.values())
+
+    def numbers(self) -> HandoffStats:
+        """For status."""
+        states = Counter(one.state.value for one in self._claims.values())
+        return HandoffStats(mode="prefill", ended=dict(self.tally.claims), states=dict(states))

@@ -1,0 +1,325 @@
+"""Runs one claim at a prefill worker, until the last block is sent.
+
+It asks the decode worker for an attempt, lets the engine compute and send, hands over, and ends;
+all within the lease, whatever happens to either end. It is the engine's sink for the prompt.
+`prefill_handler` creates it and renews its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import (
+    DeadlineExceeded,
+    LinkError,
+    LinkLost,
+    NotReady,
+    PayloadTooLarge,
+    PdserveError,
+    TransferRefused,
+)
+from pdserve.ids import NodeLife
+from pdserve.messages.handoff import (
+    LEASE_SECONDS,
+    AttemptFailed,
+    HeldAttempt,
+    NotifyHandoff,
+    OpenAttempt,
+)
+from pdserve.runtime.rpc_methods import ATTEMPT_FAILED, NOTIFY, OPEN_ATTEMPT
+from pdserve.worker.disagg.kv_fetch import KvFetchClaim
+from pdserve.worker.disagg.state_table import (
+    PREFILL_TABLE,
+    PrefillAction,
+    PrefillEvent,
+    PrefillState,
+    StateMachine,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+    from pdserve.engine.port import Handle
+    from pdserve.ids import Seconds
+    from pdserve.messages.handoff import AttemptOpened, ClaimOutcome, Handoff
+    from pdserve.net.base import Link
+    from pdserve.net.timers import Timer
+    from pdserve.worker.disagg.ports import PrefillClaim
+    from pdserve.worker.disagg.prefill_handler import PrefillHandler
+
+__all__ = ["PrefillJob"]
+
+_log = logging.getLogger(__name__)
+
+_PAUSE: Final[Seconds] = 0.2
+"""Before something that did not get through is said again."""
+_ANSWER: Final[Seconds] = 2.0
+"""How long an answer to a handoff is waited for before it is said again."""
+_TELL: Final[Seconds] = 1.0
+"""A decode worker that cannot be told within this learns it from the lease."""
+
+State, Event, Do = PrefillState, PrefillEvent, PrefillAction
+
+
+class PrefillJob:
+    """See above."""
+
+    def __init__(self, owner: PrefillHandler, claim: PrefillClaim) -> None:
+        self.claim = claim
+        self.uncached = claim.item.prompt_tokens
+        """Prompt tokens to compute, as far as is known."""
+        self.machine = StateMachine(PREFILL_TABLE)
+        self.decode = NodeLife(claim.decode, claim.decode_epoch)
+        self.held: HeldAttempt | None = None
+        """The attempt, once it is open."""
+        self._owner = owner
+        self._handle: Handle | None = None
+        self._opened: AttemptOpened | None = None
+        self._handoff: Handoff | None = None
+        self._withdrawn: set[int] = set()
+        """Attempts that were over before we had heard that they were open."""
+        self._why: PdserveError | None = None
+        """Why it failed."""
+        self._task: asyncio.Task[None] | None = None
+        self._timer: Timer | None = None
+        self._renewed = owner.node.now()
+        self._watch()
+
+    @property
+    def state(self) -> PrefillState:
+        return self.machine.state
+
+    @property
+    def waiting(self) -> bool:
+        """Its prompt is not computed yet."""
+        return self.state in (State.CLAIMED, State.OPENING, State.COMPUTING)
+
+    @property
+    def progress(self) -> int:
+        """See `messages.handoff.Renew`. Until its prompt is computed, every token that the engine
+        computes counts: it works on the prompts that came before. Afterwards every block that
+        leaves does. A sequence that moves (`kv_fetch.KvFetchClaim`) computes next to nothing, and
+        its engine goes on with others whatever becomes of it: only its age counts."""
+        stats = self._owner.worker.statistics()
+        if isinstance(self.claim, KvFetchClaim):
+            return 0
+        return stats.computed_tokens if self.state is State.COMPUTING else stats.sent_blocks
+
+    def __repr__(self) -> str:
+        return f"<{self.claim!r} {self.state.value}>"
+
+    def begin(self) -> None:
+        """Look for the decode worker."""
+        self._spawn(self._ask())
+
+    def feed(self, event: PrefillEvent) -> None:
+        """An event happens to it."""
+        before = self.state
+        actions = self.machine.feed(event)
+        over = self.state is State.ENDED
+        if over and before is not State.ENDED:
+            self._stop()
+        for action in actions:
+            _PERFORM[action](self)
+        if self.state is not before or over:
+            self._owner.changed()
+
+    # ------------------------------------------------------------------ the lease
+
+    def renewed(self, at: Seconds) -> None:
+        """The decode worker has heard us; what it heard was sent at this time."""
+        self._renewed = max(self._renewed, at)
+
+    def _watch(self) -> None:
+        self._timer = self._owner.node.timers.call_at(self._renewed + LEASE_SECONDS, self._lapse)
+
+    def _lapse(self) -> None:
+        if self._owner.node.now() < self._renewed + LEASE_SECONDS:
+            self._watch()
+            return
+        self._why = DeadlineExceeded(f"the lease was not renewed for {LEASE_SECONDS:g} s")
+        self.feed(Event.LAPSE)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        task, self._task = self._task, None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    # ------------------------------------------------------------------ asking for an attempt
+
+    async def _link(self, timeout: Seconds) -> Link:
+        """To the very life of the decode worker that queued it. Raises `LinkError`."""
+        link = await self._owner.node.link(self.decode.node, timeout=timeout)
+        if link.peer.epoch != self.decode.epoch:
+            raise LinkLost(f"{self.decode.node} is another life of itself", sent=False)
+        return link
+
+    async def _ask(self) -> None:
+        """Until there is an answer, or the time is up."""
+        node, claim = self._owner.node, self.claim
+        until = node.now() + LEASE_SECONDS
+        question = OpenAttempt(
+            request=claim.item.request,
+            round=claim.item.round,
+            owner=claim.owner,
+            owner_epoch=claim.owner_epoch,
+            model=claim.item.model,
+            compat_hash=claim.item.compat_hash,
+            claim=claim.number,
+        )
+        while (left := until - node.now()) > _PAUSE:
+            try:
+                link = await self._link(left)
+                if self.state is State.CLAIMED:
+                    self.feed(Event.LINKED)
+                asked = node.now()
+                opened = await link.request(
+                    OPEN_ATTEMPT, question, timeout=until - asked, late=self._too_late
+                )
+            except (LinkError, DeadlineExceeded, NotReady) as error:
+                _log.debug("%r: %s", self, error.message)
+                await asyncio.sleep(_PAUSE)
+                continue
+            except PdserveError as error:
+                _log.info("%r was not opened: %s", claim, error.message)
+                self.feed(Event.REFUSED)
+                return
+            self._take(opened, asked)
+            return
+        self.feed(Event.UNREACHED)
+
+    def _take(self, opened: AttemptOpened, asked: Seconds) -> None:
+        self._opened = opened
+        self.held = HeldAttempt(self.claim.item.request, opened.attempt)
+        self._task = None
+        self.renewed(asked)
+        self.claim.opened()
+        if opened.attempt in self._withdrawn:
+            self.feed(Event.REFUSED)
+            return
+        self.uncached -= min(self.uncached - 1, self._owner.cached(opened.request))
+        self.feed(Event.OPENED)
+
+    def withdraw(self, request: int, attempt: int) -> bool:
+        """The answer that opens this attempt may be right behind; True if it is ours to expect."""
+        expected = self.state is State.OPENING and self.claim.item.request == request
+        if expected:
+            self._withdrawn.add(attempt)
+        return expected
+
+    def _too_late(self, opened: AttemptOpened) -> None:
+        """Nobody waits for these blocks any more."""
+        held = HeldAttempt(self.claim.item.request, opened.attempt)
+        self._owner.tell(self, held, LinkLost("the answer came too late", sent=False))
+
+    # ------------------------------------------------------------------ from the engine
+
+    def on_prefilled(self, handoff: Handoff) -> None:
+        """See `engine.port.PrefillSink`."""
+        self._handoff = handoff
+        self.feed(Event.PREFILLED)
+
+    def on_sent(self) -> None:
+        """See `engine.port.PrefillSink`."""
+        self._handle = None
+        self.feed(Event.SENT)
+
+    def on_error(self, error: PdserveError) -> None:
+        """See `engine.port.PrefillSink`."""
+        self._handle = None
+        self._why = error
+        self.feed(Event.ERROR)
+
+    # ------------------------------------------------------------------ what is done
+
+    def _go_on(self) -> None:
+        """`_ask` asks as soon as it is linked."""
+
+    def _prefill(self) -> None:
+        assert self._opened is not None
+        opened, decode = self._opened, self.decode
+        self._owner.hold(self)
+        if self._owner.has_lost(self.claim, opened.request):
+            self.on_error(TransferRefused("its KV is not here any more"))
+            return
+        try:
+            self._handle = self._owner.worker.prefill(opened.request, opened.ticket, *decode, self)
+        except PdserveError as error:
+            self.on_error(error)
+
+    def _notify(self) -> None:
+        self._spawn(self._hand_over())
+
+    async def _hand_over(self) -> None:
+        """Again and again: it may be heard twice, and counts once. The lease ends it."""
+        assert self.held is not None
+        assert self._handoff is not None
+        words = NotifyHandoff(self.held.request, self.held.attempt, self._handoff)
+        while True:
+            try:
+                link = await self._link(_ANSWER)
+                asked = self._owner.node.now()
+                taken = await link.request(NOTIFY, words, timeout=_ANSWER)
+            except PayloadTooLarge as error:  # it will not become smaller
+                self._task, self._why = None, error
+                self._tell()
+                self.feed(Event.NOT_TAKEN)
+                return
+            except PdserveError as error:
+                _log.debug("%r: %s", self, error.message)
+                await asyncio.sleep(_PAUSE)
+                continue
+            self._task = None
+            if taken.current:
+                self.renewed(asked)
+            self.feed(Event.TAKEN if taken.current else Event.NOT_TAKEN)
+            return
+
+    def _abort(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._owner.worker.abort(handle)
+
+    def _tell(self) -> None:
+        assert self.held is not None
+        assert self._why is not None
+        self._owner.tell(self, self.held, self._why)
+
+    async def say_failed(self, held: HeldAttempt, error: PdserveError) -> None:
+        """Once: the lease is there for what does not get through."""
+        words = AttemptFailed(
+            held.request, held.attempt, type(error).__name__, error.message[:2000]
+        )
+        try:
+            link = await self._link(_TELL)
+            await link.request(ATTEMPT_FAILED, words, timeout=_TELL)
+        except PdserveError as problem:
+            _log.debug("%r: %s", self, problem.message)
+
+    def _end(self, outcome: ClaimOutcome) -> None:
+        if self._why is not None:
+            _log.warning("%r failed: %s", self.claim, self._why.message)
+        self.claim.end(outcome)
+        self._owner.ended(self, outcome)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = self._owner.spawn(work, "prefill for a peer")
+
+
+_PERFORM: Final[dict[PrefillAction, Callable[[PrefillJob], None]]] = {
+    Do.ASK: PrefillJob._go_on,
+    Do.PREFILL: PrefillJob._prefill,
+    Do.NOTIFY: PrefillJob._notify,
+    Do.ABORT: PrefillJob._abort,
+    Do.TELL: PrefillJob._tell,
+    Do.END_DONE: lambda self: self._end("done"),
+    Do.END_REFUSED: lambda self: self._end("refused"),
+    Do.END_FAILED: lambda self: self._end("failed"),
+    Do.END_CANCELLED: lambda self: self._end("cancelled"),
+}

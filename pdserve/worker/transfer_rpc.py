@@ -1,0 +1,242 @@
+"""Carries control calls between the KV transports of two engines, over authenticated node links.
+
+    from peers   TRANSFER ─▶ engine.transfer_call
+    to peers     the engine's call ─▶ TRANSFER, only to the node life that was meant
+    lives        attach at each life of this node, peer_gone at the end of each peer's life
+    stats        path statistics become metrics, and a degradation while a worse backend is used
+
+KV itself takes the transfer paths, not this one. Owned by the worker's agent; its tasks and timers
+are the node's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import Draining, LinkLost, Overloaded, PdserveError, TransferRefused
+from pdserve.ids import NodeLife
+from pdserve.messages.handoff import TransportReply
+from pdserve.runtime.registry import MemberAppeared, MemberChanged, MemberGone
+from pdserve.runtime.rpc_methods import TRANSFER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Protocol
+
+    from pdserve.engine.port import Answered, AskPeer
+    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.messages.engine import PathState
+    from pdserve.messages.handoff import TransportCall
+    from pdserve.net.base import IncomingCall
+    from pdserve.observe.degraded import Degradations
+    from pdserve.observe.metrics import Metrics
+    from pdserve.runtime.node import Node
+    from pdserve.runtime.registry import MemberEvent
+
+    class Service(Protocol):
+        """What it needs of a `WorkerService`."""
+
+        metrics: Metrics
+
+        def attach(self, node: NodeId, epoch: Epoch) -> None: ...
+
+        def peer_gone(self, node: NodeId, epoch: Epoch) -> None: ...
+
+        def transfer_call(
+            self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
+        ) -> None: ...
+
+        def on_transfer(self, ask: AskPeer) -> None: ...
+
+        def paths(self) -> Sequence[PathState]: ...
+
+
+__all__ = ["DEGRADED", "MAX_PENDING_CALLS", "TransferRpc"]
+
+_log = logging.getLogger(__name__)
+
+MAX_PENDING_CALLS: Final = 256
+"""Most calls to peers in progress; one more fails as `Overloaded`."""
+DEGRADED: Final = "kv_transfer"
+"""Name of the degradation in the process's list."""
+_REMEMBERED: Final = 1024
+_LOOK: Final[Seconds] = 0.1
+"""Seconds between two looks at the node's life and at the paths."""
+
+
+class TransferRpc:
+    """Control calls of one worker. Create it before the engine starts."""
+
+    def __init__(
+        self, node: Node, service: Service, degradations: Degradations | None = None
+    ) -> None:
+        """`degradations`: the process's list of degradations, if it has one."""
+        self._node = node
+        self._degradations = degradations
+        self._service = service
+        self._metrics = service.metrics
+        self._attached: Epoch = 0
+        self._asking = 0
+        self._gone: dict[NodeLife, None] = {}
+        """The latest node lives that are over: a peer that was suspended may not know that its life
+        has ended, and its link may still be up.
+        """
+        self._seen: dict[tuple[str, int, str], PathState] = {}
+        self._degraded: dict[tuple[str, str], str] = {}
+        """(peer, backend in use) -> the reason why no better backend is used."""
+        service.on_transfer(self._ask)
+        node.serve(TRANSFER, self._answer)
+        node.on_member(self._on_member)
+        self._look()
+
+    # ------------------------------------------------------------------ lives
+
+    def _look(self) -> None:
+        """Polls the node's life, which raises no events."""
+        self._node.timers.call_later(_LOOK, self._look)
+        self._attach()
+        self._count()
+
+    def _attach(self) -> None:
+        epoch = self._node.epoch
+        if epoch != self._attached:
+            self._attached = epoch
+            self._service.attach(self._node.id, epoch)
+
+    def _on_member(self, event: MemberEvent) -> None:
+        self._attach()
+        life = NodeLife(event.member.node, event.member.epoch)
+        if isinstance(event, MemberGone):
+            self._gone[life] = None
+            if len(self._gone) > _REMEMBERED:
+                del self._gone[next(iter(self._gone))]
+            self._service.peer_gone(*life)
+        elif isinstance(event, MemberAppeared):
+            self._gone.pop(life, None)
+        elif _lost_its_engine(event):
+            # The same life of the node, another of its engine: what the old one had is gone.
+            self._service.peer_gone(*life)
+
+    # ------------------------------------------------------------------ both ways
+
+    def _answer(self, question: TransportCall, call: IncomingCall) -> None:
+        self._attach()
+        if question.epoch != self._node.epoch:
+            raise TransferRefused(
+                f"it is meant for life {question.epoch} of {self._node.id}, which is over"
+            )
+
+        def reply(answer: TransportReply | PdserveError) -> None:
+            if isinstance(answer, TransportReply):
+                call.reply(answer)
+            else:
+                call.fail(answer)
+
+        peer = call.link.peer
+        if NodeLife(peer.node, peer.epoch) in self._gone:
+            raise TransferRefused(f"life {peer.epoch} of {peer.node} was held for dead here")
+        self._service.transfer_call(peer.node, peer.epoch, question, reply)
+
+    def _ask(
+        self,
+        node: NodeId,
+        epoch: Epoch,
+        question: TransportCall,
+        timeout: Seconds,
+        answered: Answered,
+    ) -> None:
+        """Implements `engine.port.AskPeer`."""
+        self._attach()
+        if self._asking >= MAX_PENDING_CALLS:
+            answered(Overloaded(f"{MAX_PENDING_CALLS} questions to transports are under way"))
+            return
+        self._asking += 1
+        work = self._asked(node, epoch, question, timeout, answered)
+        try:
+            task = self._node.tasks.spawn(work, f"transfer with {node}")
+        except Draining as error:
+            self._asking -= 1
+            answered(error)
+        else:
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: object) -> None:
+        self._asking -= 1
+
+    async def _asked(
+        self,
+        node: NodeId,
+        epoch: Epoch,
+        question: TransportCall,
+        timeout: Seconds,
+        answered: Answered,
+    ) -> None:
+        """Performs one call. Cancellation: the node is going away, and the engine with it."""
+        until = self._node.now() + timeout
+        try:
+            link = await self._node.link(node, timeout=timeout)
+            if link.peer.epoch != epoch:
+                raise LinkLost(f"life {epoch} of {node} is over", sent=False)
+            left = max(0.001, until - self._node.now())
+            answer = await link.request(TRANSFER, question, timeout=left)
+        except PdserveError as error:
+            answered(error)
+        else:
+            answered(answer)
+
+    # ------------------------------------------------------------------ numbers
+
+    def paths(self) -> Sequence[PathState]:
+        """All paths, as last reported."""
+        return self._service.paths()
+
+    def _count(self) -> None:
+        states = self._service.paths()
+        if not states and not self._seen:
+            return
+        seen, self._seen = self._seen, {(s.node, s.epoch, s.backend): s for s in states}
+        for key, state in self._seen.items():
+            before = seen.get(key)
+            if before is not state:
+                self._add(state, before)
+        self._tell_degraded()
+
+    def _add(self, now: PathState, before: PathState | None) -> None:
+        metrics, backend = self._metrics, now.backend
+        growth = [
+            (metrics.transfer_bytes.labels("sent", backend), "sent_bytes"),
+            (metrics.transfer_bytes.labels("received", backend), "received_bytes"),
+            (metrics.transfer_seconds.labels(backend), "sent_seconds"),
+            (metrics.transfer_failures.labels(backend), "failures"),
+        ]
+        for counter, name in growth:
+            value, old = getattr(now, name), 0 if before is None else getattr(before, name)
+            counter.inc(value - old if value >= old else value)  # less: another core counts
+
+    def _tell_degraded(self) -> None:
+        """Reports a worse backend than a pair could have, or none, as a metric and a degradation of
+        the process while it lasts; the status report shows the reason beside the path.
+        """
+        found = {(s.node, s.backend): s.degraded for s in self._seen.values() if s.degraded}
+        new = [key for key in found if key not in self._degraded]
+        for node, backend in new:
+            why = found[node, backend]
+            _log.warning("degraded: KV with %s goes over %s: %s", node, backend, why)
+        if len(found) != len(self._degraded):
+            self._metrics.transfer_paths_degraded.value = len(found)
+        self._degraded, before = found, self._degraded
+        if self._degradations is None or bool(found) == bool(before):
+            return
+        if found:
+            (node, backend), why = next(iter(found.items()))
+            self._degradations.add(
+                DEGRADED, f"KV with {node} goes over {backend}: {why}; `pdserve status` shows all"
+            )
+        else:
+            self._degradations.clear(DEGRADED)
+
+
+def _lost_its_engine(event: MemberChanged) -> bool:
+    before, now = event.before.card, event.member.card
+    return before is not None and now is not None and bool(before.transfers) and not now.transfers

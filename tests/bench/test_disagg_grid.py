@@ -1,0 +1,110 @@
+"""The comparison of aggregated and disaggregated workers: its plan and its page."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bench.disagg_grid.cells import (
+    ABLATIONS,
+    KINDS,
+    Arm,
+    Scale,
+    World,
+    ablations,
+    arms,
+    grid,
+    mix,
+)
+from bench.disagg_grid.report import Findings, page
+from bench.disagg_grid.runner import run_one
+from pdserve.router.policies.ttft import Ttft
+from pdserve.sim.workloads.trace_request import length_of
+
+if TYPE_CHECKING:
+    from bench.disagg_grid.runner import Result
+
+SMALL = Scale(requests=40, seeds=2, loads=(0.5, 1.0), prefills=(2, 4))
+
+
+def test_the_mix_is_a_function_of_its_seed_and_has_both_kinds() -> None:
+    one, same, other = (list(mix(Scale(), 20.0, seed)) for seed in (1, 1, 2))
+    assert one == same != other
+    long = [request for request in one if length_of(request.pieces) > 2000]
+    assert 0.12 < len(long) / len(one) < 0.28
+    assert [request.at for request in one] == sorted(request.at for request in one)
+
+
+def test_every_cell_has_both_sides() -> None:
+    plan = {(world, arm.name, seed) for world, arm, seed in grid(Scale())}
+    assert len(plan) == len(list(grid(Scale())))
+    for world, arm, seed in grid(Scale()):
+        if arm.disagg == "predict":
+            assert (world, f"{arm.name.split()[0]} always", seed) in plan
+            assert arm.prefill + arm.decode == Scale().workers
+
+
+def test_what_is_ablated_are_options_of_the_policy() -> None:
+    names = set(Ttft.__slots__)
+    assert all(set(options) <= names for options in ABLATIONS.values())
+
+
+def made(good: float) -> Result:
+    times = {"mean": 0.2, "p50": 0.1, "p90": 0.3, "p99": 0.4}
+    result: dict[str, Any] = {
+        "good": good,
+        "ttft": times,
+        "itl": times,
+        "token_gap": times,
+        "prefills": {"remote_share": 0.5},
+        "transfers": {"seconds": 1.0},
+        "prediction": {"to 512": {"ratio_p50": 1.0}},
+    }
+    return result
+
+
+def findings(predict: float, always: float, aggregated: float) -> Findings:
+    shares = {"predict": predict, "always": always, "rule": always, "never": aggregated}
+    results: dict[tuple[World, str], list[Result]] = {}
+    for world, arm, _ in grid(SMALL):
+        results.setdefault((world, arm.name), []).append(made(shares[arm.disagg]))
+    ablated: dict[tuple[World, str, str], list[Result]] = {}
+    for world, name, arm, _ in ablations(SMALL):
+        ablated.setdefault((world, arm.name, name), []).append(made(predict))
+    return Findings(
+        scale=SMALL,
+        knees={kind.preset: 10.0 for kind in KINDS},
+        results=results,
+        ablated=ablated,
+        reasons={"Those:": "because of this."},
+        cpu_seconds=60.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shares", "held", "words"),
+    [
+        ((0.9, 0.9, 0.8), 16, "disaggregation pays"),
+        ((0.9, 0.5, 0.9), 16, "equal"),
+        ((0.8, 0.5, 0.9), 0, "does not pay"),
+        ((0.86, 0.5, 0.9), 16, "does not pay"),
+    ],
+)
+def test_the_page_says_who_wins(shares: tuple[float, float, float], held: int, words: str) -> None:
+    text = page(findings(*shares), ["a fact"], ["how"])
+    assert f" {held} of 16 cells." in text
+    assert len(re.findall(rf"\| {words} \|", text)) == 16
+    assert ("because of this" in text) == (held < 16)
+    for name in ABLATIONS:
+        assert f"| {name} |" in text
+
+
+def test_one_replay_of_each_side() -> None:
+    world = World(KINDS[0], 0.5)
+    for arm in (Arm(workers=4), Arm(0, 2, 2, "predict", {"most_itl": "0.015"})):
+        result = run_one(SMALL, (world, arm, 1, 20.0))
+        assert result["outcomes"]["completed"] == SMALL.requests
+        assert 0 <= result["good"] <= 1
+    assert [arm.name for arm in arms(SMALL)][-1] == "4:4 rule"

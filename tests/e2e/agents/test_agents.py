@@ -1,0 +1,128 @@
+"""Coding agents that people use, unchanged, against a real server: Claude Code and Codex.
+
+Each goes through a whole tool loop, and through a conversation that outgrows the model's context:
+it must understand the error, and go on where it can. The model is a script; frontend, templates,
+parsers and streams are the product's.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.agents.conftest import MODEL, Stage, program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SUMMARY = "THE-SUMMARY"
+PLENTY = 120_000
+"""Tokens: more than an agent's prompts, at about two bytes a token, and its answers."""
+FIRST = {"claude": 60_000, "codex": 20_000}
+"""Enough for an agent's first prompt and not for the output of `LONG` besides."""
+LONG = "seq 1 5000"
+
+
+def call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def script(tool: str) -> list[dict[str, str]]:
+    """Call the tool; sum up when asked; say what was seen."""
+    return [
+        {"if": SUMMARY, "say": "Done after the summary."},
+        {"if": "TEXT ONLY|detailed summary|CHECKPOINT COMPACTION", "say": f"{SUMMARY}: counted."},
+        {"if": "<tool_response>", "say": "The tool has answered."},
+        {"if": "PLEASE", "say": f"I use a tool.\n{tool}"},
+        {"if": ".", "say": "Nothing to do."},
+    ]
+
+
+def claude(stage: Stage) -> list[dict[str, Any]]:
+    """Claude Code's own events."""
+    said = stage.run(
+        *(str(program("claude")), "-p", "PLEASE use the tool", "--model", MODEL),
+        *("--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions"),
+        ANTHROPIC_BASE_URL=stage.url,
+        ANTHROPIC_API_KEY="none",
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        DISABLE_TELEMETRY="1",
+        IS_SANDBOX="1",
+    )
+    return [json.loads(line) for line in said.splitlines()]
+
+
+def codex(stage: Stage, *more: str) -> list[dict[str, Any]]:
+    """Codex' own events."""
+    provider = (
+        f'{{name="pdserve",base_url="{stage.url}/v1",wire_api="responses",env_key="KEY",'
+        "request_max_retries=0,stream_max_retries=0}"
+    )
+    said = stage.run(
+        *(str(program("codex")), "exec", "--json", "--skip-git-repo-check"),
+        "--dangerously-bypass-approvals-and-sandbox",
+        *("-c", "model_provider=pdserve", "-c", f"model_providers.pdserve={provider}"),
+        *(*more, "-m", MODEL, "PLEASE use the tool"),
+        KEY="none",
+        CODEX_HOME=str(stage.work),
+    )
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+
+def items(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """Codex' completed items of a kind."""
+    found = (one["item"] for one in events if one["type"] == "item.completed")
+    return [item for item in found if item["type"] == kind]
+
+
+def test_claude_code_calls_a_tool_and_reads_its_result(stage: Callable[..., Stage]) -> None:
+    program("claude")
+    acting = stage(script(call("Write", file_path="hello.txt", content="from the actor")), PLENTY)
+    *_, result = claude(acting)
+    assert (result["subtype"], result["result"]) == ("success", "The tool has answered.")
+    assert (acting.work / "hello.txt").read_text() == "from the actor"
+    assert result["num_turns"] == 2
+
+
+def test_claude_code_sums_up_a_conversation_that_outgrew_the_context(
+    stage: Callable[..., Stage],
+) -> None:
+    program("claude")
+    events = claude(stage(script(call("Bash", command=LONG, description="x")), FIRST["claude"]))
+    assert "compact_boundary" in [event.get("subtype") for event in events]
+    assert events[-1]["result"] == "Done after the summary."
+
+
+def test_claude_code_knows_a_first_prompt_that_is_too_long(stage: Callable[..., Stage]) -> None:
+    program("claude")
+    *_, result = claude(stage(script(""), FIRST["claude"] // 3))
+    assert result["terminal_reason"] == "prompt_too_long"
+
+
+def test_codex_runs_a_command_and_reads_its_output(stage: Callable[..., Stage]) -> None:
+    program("codex")
+    acting = stage(script(call("exec_command", cmd="echo from the actor > hello.txt")), PLENTY)
+    events = codex(acting)
+    assert events[-1]["type"] == "turn.completed", events
+    assert items(events, "command_execution")[0]["exit_code"] == 0
+    assert items(events, "agent_message")[-1]["text"] == "The tool has answered."
+    assert (acting.work / "hello.txt").read_text() == "from the actor\n"
+
+
+def test_codex_knows_that_a_context_is_full(stage: Callable[..., Stage]) -> None:
+    program("codex")
+    events = codex(stage(script(call("exec_command", cmd=LONG)), FIRST["codex"]))
+    assert events[-1]["type"] == "turn.failed"
+    assert "ran out of room in the model's context window" in events[-1]["error"]["message"]
+
+
+def test_codex_sums_up_when_it_knows_the_context(stage: Callable[..., Stage]) -> None:
+    program("codex")
+    acting = stage(script(call("exec_command", cmd=LONG)), FIRST["codex"])
+    events = codex(acting, "-c", f"model_context_window={FIRST['codex']}")
+    assert events[-1]["type"] == "turn.completed", events
+    assert items(events, "agent_message")[-1]["text"] == "Done after the summary."

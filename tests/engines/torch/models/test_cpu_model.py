@@ -1,0 +1,376 @@
+"""The native model against its torch twin, on every instruction set this machine has.
+
+Besides being right it keeps a stronger promise: a row's bits depend on its own tokens only.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve import accel
+from pdserve.engine_core.executor import KvBlockShape, ScheduledChunk
+from pdserve.errors import ConfigError
+from pdserve.messages.request import SamplingParams
+from pdserve_engines.torch.executor import TorchExecutor
+from pdserve_engines.torch.kv_pool import KvPool
+from pdserve_engines.torch.model_loader.config import ModelConfig, parse_config
+from pdserve_engines.torch.model_loader.weights import params
+from pdserve_engines.torch.models.cpu_model import CpuModel
+from pdserve_engines.torch.models.forward_batch import ForwardBatch, make_batch
+from pdserve_engines.torch.models.torch_model import TorchModel
+from pdserve_engines.torch.settings import TorchSettings
+from tests.engines.torch.checkpoints import NATIVE, VOCAB, checkpoint
+from tests.engines.torch.driver import Driver, loaded, sequence, spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve_engines.torch.models.base import ForwardModel
+
+needs_native = pytest.mark.skipif(not accel.NATIVE, reason=accel.REASON)
+SETS = accel.native.cpu_kernel_sets() if accel.NATIVE else []
+DTYPES = ["float32", "bfloat16"]
+BLOCK = 8
+CPU = torch.device("cpu")
+
+# Sizes around what the kernels cut at: more columns than are multiplied at once, rows and
+# vocabulary that fill no panel, heads wider and narrower than a panel.
+MIDDLE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 533,
+    "hidden_size": 420,
+    "intermediate_size": 1030,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 600,
+    "head_dim": 80,
+    "attention_bias": True,
+}
+BIASED = MIDDLE | {
+    "architectures": ["LlamaForCausalLM"],
+    "mlp_bias": True,
+    "tie_word_embeddings": True,
+    "head_dim": 36,
+    "num_key_value_heads": 6,
+}
+
+
+class Side:
+    """One model with its own pool."""
+
+    def __init__(self, model: ForwardModel, config: ModelConfig, dtype: torch.dtype) -> None:
+        layout = KvBlockShape(
+            config.num_layers, config.kv_heads, BLOCK, config.head_dim, dtype.itemsize
+        )
+        generator = torch.Generator().manual_seed(1)
+        for param in params(config):
+            parts = []
+            for name, shape in param.parts:
+                part = torch.randn(shape, generator=generator) * 0.06
+                parts.append(part + 1 if "norm" in name else part)
+            model.place(param, parts)
+        self.model = model
+        self.pool = KvPool(layout, 120, dtype, CPU)
+        model.bind(self.pool)
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        return self.model.logits(self.model.forward(batch))
+
+    def close(self) -> None:
+        self.model.close()
+        self.pool.close()
+
+
+def chunk_of(length: int, start: int, blocks: list[int], seed: int) -> ScheduledChunk:
+    tokens = random.Random(seed).choices(range(533), k=length)
+    made = sequence(tokens, SamplingParams(max_tokens=1))
+    made.blocks = blocks
+    return ScheduledChunk(made, start, length - start, samples=True)
+
+
+@needs_native
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("raw", [MIDDLE, BIASED])
+def test_a_mixed_step_agrees_with_torch(kernels: str, dtype: str, raw: dict[str, Any]) -> None:
+    """Against float32 torch: bfloat16 may differ by its rounding, float32 hardly."""
+    config, kind = parse_config(raw), getattr(torch, dtype)
+    native = Side(CpuModel(config, TorchSettings(CPU, kind, 2, 600, kernels)), config, kind)
+    tolerance = 2e-4 if dtype == "float32" else 0.12
+    for found, expected in zip(two_steps(native), twin_steps(raw is BIASED), strict=True):
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() < tolerance
+    native.close()
+
+
+@functools.cache
+def twin_steps(biased: bool) -> list[torch.Tensor]:
+    config = parse_config(BIASED if biased else MIDDLE)
+    model = TorchModel(config, TorchSettings(CPU, torch.float32, 1, 600))
+    side = Side(model, config, torch.float32)
+    found = two_steps(side)
+    side.close()
+    return found
+
+
+def two_steps(side: Side) -> list[torch.Tensor]:
+    """Logits of a prefill step and of a mixed one, then the KV they left."""
+    ids = list(range(120))
+    random.Random(0).shuffle(ids)
+    first = [chunk_of(333, 0, ids[:42], 0), chunk_of(40, 0, ids[42:47], 1)]
+    second = [chunk_of(335, 333, ids[:42], 0), chunk_of(41, 40, ids[42:48], 1)]
+    second.append(chunk_of(9, 0, ids[50:52], 2))
+    with torch.inference_mode():
+        found = [
+            side.logits(make_batch(chunks, rows, BLOCK))
+            for chunks, rows in ((first, [3, 332, 372]), (second, [1, 2, 11]))
+        ]
+    return [*found, side.pool.tensor[ids[:41]].float()]
+
+
+@needs_native
+@pytest.mark.parametrize("kernels", SETS)
+def test_greedy_steps_choose_the_first_likeliest_token_of_every_wanted_row(kernels: str) -> None:
+    config = parse_config(BIASED | {"num_hidden_layers": 1})
+    model = CpuModel(config, TorchSettings(CPU, torch.float32, 2, 600, kernels))
+    side = Side(model, config, torch.float32)
+    rows = [row for row in range(300) if row % 7]  # more than are worked on at a time
+    batch = make_batch([chunk_of(300, 0, list(range(38)), 0)], rows, BLOCK)
+    expected = side.logits(batch).argmax(-1).tolist()
+    assert model.greedy(batch) == expected
+    assert len(set(expected)) > 50
+    # Two equal rows of the embedding tie; the first of them is chosen.
+    top = expected[0]
+    generator = torch.Generator().manual_seed(1)
+    embedding = torch.randn(533, 420, generator=generator) * 0.06
+    for twin in (top - 9, top + 9):
+        changed = embedding.clone()
+        changed[twin % 533] = embedding[top]
+        model.place(params(config)[0], [changed])
+        assert model.greedy(batch)[0] == min(top, twin % 533)
+    side.close()
+
+
+def every_logprob(driver: Driver, prompt: list[int], chunk: int, shared: int = 0) -> list[Any]:
+    """Full distributions along a greedy run of `prompt`, computed `chunk` tokens at a time."""
+    sampling = SamplingParams(max_tokens=9, temperature=0.0, logprobs=VOCAB)
+    made = driver.add(prompt, sampling)
+    if shared:
+        source = driver.add(prompt)
+        driver.finish([source], 1, chunk=11)
+        driver.share(source, made, shared)
+    company = [driver.add(prompt[:length]) for length in range(3, 3 + chunk % 5)]
+    found = []
+    while made.num_output < 4:
+        driver.advance([*company, made], chunk)
+        records = filter(None, driver.results[-1].logprobs)
+        found += [(record.token, record.top) for record in records]
+    return found
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kernels", "name"), [("native", "llama_biased"), *((each, "qwen3") for each in SETS)]
+)
+def test_no_bit_depends_on_scheduling(kernels: str, dtype: str, name: str) -> None:
+    prompt = random.Random(3).choices(range(VOCAB), k=61)
+    outcomes = []
+    for threads in (1, 3):
+        executor = loaded(
+            checkpoint(name)[0],
+            num_blocks=120,
+            block_size=BLOCK,
+            dtype=dtype,
+            threads=threads,
+            options={"kernels": kernels},
+        )
+        for chunk, shared in ((61, 0), (1, 0), (7, 0), (8, 16), (9, 21), (33, 60), (16, 0)):
+            outcomes.append(every_logprob(Driver(executor, seed=chunk), prompt, chunk, shared))
+        executor.close()
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+@needs_native
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("name", NATIVE)
+def test_each_instruction_set_gives_the_tokens_of_the_torch_model(name: str, kernels: str) -> None:
+    outputs = []
+    for choice in ("torch", kernels):
+        executor = loaded(checkpoint(name)[0], block_size=BLOCK, options={"kernels": choice})
+        driver = Driver(executor)
+        made = [driver.add(random.Random(k).choices(range(VOCAB), k=k)) for k in (1, 20, 37)]
+        driver.finish(made, 10, chunk=13)
+        outputs.append([seq.output for seq in made])
+        executor.close()
+    assert outputs[0] == outputs[1]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.fixture
+def small() -> Iterator[Side]:
+    config = parse_config(BIASED | {"num_hidden_layers": 1})
+    side = Side(CpuModel(config, TorchSettings(CPU, torch.float32, 1, 100)), config, torch.float32)
+    yield side
+    side.close()
+
+
+def arrays(**changes: object) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "tokens": [1, 2, 3],
+        "positions": [4, 5, 0],
+        "offsets": [0, 2, 3],
+        "starts": [4, 0],
+        "tables": [7, 8],
+        "table_offsets": [0, 1, 2],
+        "rows": [1, 2],
+    }
+    return {name: np.array(value, np.int32) for name, value in (fields | changes).items()}
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"tokens": [1, 2, 533]}, "token id"),
+        ({"tokens": [1, -2, 3]}, "token id"),
+        ({"tokens": [1, 2]}, "fit together"),
+        ({"tables": [7, 120]}, "block id"),
+        ({"tables": [-1, 8]}, "block id"),
+        ({"offsets": [0, 2, 4]}, "cover the tokens"),
+        ({"offsets": [0, 0, 3]}, "chunk is empty"),
+        ({"offsets": [0, 50_000_000, 3]}, "do not ascend"),
+        ({"offsets": [0, -2, 3]}, "do not ascend"),
+        ({"offsets": [0, 3]}, "fit together"),
+        ({"table_offsets": [0, 1, 1]}, "cover the tables"),
+        ({"table_offsets": [0, 5_000_000, 2]}, "do not ascend"),
+        ({"table_offsets": [0, -1, 2]}, "do not ascend"),
+        ({"table_offsets": [0, 0, 2]}, "table is too short"),
+        ({"starts": [7, 0], "positions": [7, 8, 0]}, "table is too short"),
+        ({"starts": [99, 0], "positions": [99, 100, 0]}, "lies outside"),
+        ({"starts": [-1, 0], "positions": [-1, 0, 0]}, "lies outside"),
+        ({"positions": [4, 6, 0]}, "positions do not follow"),
+        ({"rows": [2, 1]}, "wanted rows"),
+        ({"rows": [0, 3]}, "wanted rows"),
+        ({"rows": [-1, 1]}, "wanted rows"),
+        ({"rows": [1]}, "output must be"),
+    ],
+)
+def test_a_batch_out_of_range_is_refused_before_anything_is_touched(
+    small: Side, changes: dict[str, object], complaint: str
+) -> None:
+    model: Any = small.model
+    hidden = np.empty((2, 420), np.float32)
+    model._native.forward(*arrays().values(), hidden)
+    before = small.pool.tensor.clone()
+    with pytest.raises(ValueError, match=complaint):
+        model._native.forward(*arrays(**changes).values(), hidden)
+    assert torch.equal(before, small.pool.tensor)
+
+
+@needs_native
+def test_a_row_is_the_same_to_the_bit_whatever_is_computed_beside_it(small: Side) -> None:
+    """What `ForwardModel.exact` promises."""
+    model: Any = small.model
+    both, alone = np.empty((2, 420), np.float32), np.empty((1, 420), np.float32)
+    model._native.forward(*arrays().values(), both)
+    one: dict[str, object] = {
+        "tokens": [1, 2],
+        "positions": [4, 5],
+        "offsets": [0, 2],
+        "starts": [4],
+        "tables": [7],
+        "table_offsets": [0, 1],
+        "rows": [1],
+    }
+    model._native.forward(*arrays(**one).values(), alone)
+    assert both[0].tobytes() == alone[0].tobytes()
+    step = one | {"tokens": [2], "positions": [5], "offsets": [0, 1], "starts": [5], "rows": [0]}
+    model._native.forward(*arrays(**step).values(), alone)
+    assert both[0].tobytes() == alone[0].tobytes()
+
+
+@needs_native
+def test_weights_that_do_not_fit_are_refused() -> None:
+    native: Any = accel.native
+    sizes = {"layers": 1, "hidden": 8, "inner": 8, "heads": 2, "kv_heads": 1, "head_dim": 4}
+    rest = {"vocab": 9, "epsilon": 1e-6, "tied": True, "threads": 1, "bfloat16": False}
+    model = native.CpuModel(**sizes, **rest)
+    with pytest.raises(ValueError, match="no such tensor: gates"):
+        model.place("gates", 0, 0, 8, bytes(256))
+    with pytest.raises(ValueError, match="no such layer"):
+        model.place("gate", 1, 0, 8, bytes(256))
+    with pytest.raises(ValueError, match="a part of gate does not fit"):
+        model.place("gate", 0, 1, 8, bytes(256))
+    with pytest.raises(ValueError, match="a part of gate does not fit"):
+        model.place("gate", 0, 0, 8, bytes(255))
+    with pytest.raises(ValueError, match="some weights were not placed"):
+        model.bind(bytearray(8 * 4 * 4), 1, 1)
+    with pytest.raises(ValueError, match="must be even"):
+        native.CpuModel(**sizes | {"hidden": 7}, **rest)
+    with pytest.raises(ValueError, match="multiple of kv_heads"):
+        native.CpuModel(**sizes | {"kv_heads": 3}, **rest)
+    with pytest.raises(ValueError, match="no such kernels"):
+        native.CpuModel(**sizes, **rest, kernels="abacus")
+
+
+# ---------------------------------------------------------------- which one serves
+
+
+def stages(name: str = "llama", **fields: object) -> list[str]:
+    executor, seen = TorchExecutor(), []
+    executor.load(spec(checkpoint(name)[0], **fields), lambda stage, _: seen.append(stage))
+    executor.close()
+    return [stage for stage in seen if stage.startswith("kernels")]
+
+
+@needs_native
+def test_loading_says_which_kernels_serve() -> None:
+    assert stages(threads=2) == [f"kernels: native {SETS[0]}, 2 threads"]
+    line = "kernels: torch on cpu, 1 threads (no native kernels: they were not asked for)"
+    assert stages(options={"kernels": "torch"}) == [line]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mistral_windowed", "sequences can outgrow the sliding window of 12 tokens"),
+        ("mixtral", "the model has experts"),
+        ("gemma3", "they know no layers like those of gemma3"),
+    ],
+)
+def test_what_the_native_kernels_lack_torch_computes_and_says_why(name: str, reason: str) -> None:
+    assert stages(name) == [f"kernels: torch on cpu, 1 threads (no native kernels: {reason})"]
+    with pytest.raises(ConfigError, match=f"kernels=native: not possible, {reason}"):
+        stages(name, options={"kernels": "native"})
+
+
+@needs_native
+def test_a_window_that_no_sequence_outgrows_is_no_obstacle() -> None:
+    assert stages("mistral_windowed", max_model_len=12)[0].startswith("kernels: native")
+
+
+def test_without_the_extension_torch_serves_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accel, "NATIVE", False)
+    monkeypatch.setattr(accel, "REASON", "PDSERVE_PURE is set")
+    line = "kernels: torch on cpu, 1 threads (no native kernels: PDSERVE_PURE is set)"
+    assert stages() == [line]
+    with pytest.raises(ConfigError, match="native' is not possible here; auto, torch are"):
+        stages(options={"kernels": "native"})
+
+
+def test_kernels_that_cannot_be_had_are_refused() -> None:
+    with pytest.raises(ConfigError, match="kernels='abacus' is not possible here"):
+        stages(options={"kernels": "abacus"})
+    with pytest.raises(ConfigError, match="no option beds, colour"):
+        stages(options={"colour": "red", "beds": "2"})

@@ -1,0 +1,44 @@
+"""Every kind of rotary embedding against `transformers`, pair by pair."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pdserve_engines.torch.model_loader.config import parse_config
+from pdserve_engines.torch.models.rope import inverse_frequencies, rope_table
+from tests.engines.torch.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE
+from tests.engines.torch.model_loader.test_config import LLAMA
+
+# Also settings of published models: they differ in what they say and leave out.
+YARNS: list[dict[str, Any]] = [
+    {},
+    {"factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6},
+    {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1},
+    {"mscale": 0.707, "mscale_all_dim": 0.5, "original_max_position_embeddings": 4096},
+    {"mscale": 1.0, "mscale_all_dim": 0},
+    {"attention_factor": 1.25},
+    {"factor": 1.0},
+    {"beta_fast": 4, "beta_slow": 4},
+]
+ROPES = [LINEAR_ROPE, LLAMA3_ROPE, *(YARN_ROPE | fields for fields in YARNS)]
+
+
+@pytest.mark.parametrize(("rope", "head_dim"), [*itertools.product(ROPES, (16, 64, 128))])
+def test_the_table_is_that_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
+    raw = LLAMA | {"head_dim": head_dim, "rope_parameters": rope}
+    theirs = transformers.LlamaConfig(**{k: v for k, v in raw.items() if k != "architectures"})
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, torch.device("cpu"))
+    ours = parse_config(raw).rope
+    torch.testing.assert_close(inverse_frequencies(ours, head_dim), frequencies, rtol=1e-6, atol=0)
+    positions = torch.tensor([0, 1, 15, 16, 17, 299])
+    angles = torch.outer(positions.float(), frequencies)
+    table = rope_table(ours, head_dim, 300)[positions]
+    torch.testing.assert_close(table[:, 0], angles.cos() * factor, rtol=0, atol=1e-4)
+    torch.testing.assert_close(table[:, 1], angles.sin() * factor, rtol=0, atol=1e-4)

@@ -1,0 +1,200 @@
+"""What decides whether text work runs on the event loop."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from pdserve.frontend.api.adapters.anthropic_request import plan_messages
+from pdserve.frontend.api.adapters.responses_request import plan_responses
+from pdserve.frontend.config import FrontendConfig
+from pdserve.frontend.model_registry import PreparedModel
+from pdserve.frontend.preprocess.embeddings import plan_embeddings
+from pdserve.frontend.preprocess.input_processor import (
+    PlanContext,
+    chat_tokens,
+    plan_chat,
+    plan_completion,
+)
+from pdserve.frontend.preprocess.output_parsers import callable_tools
+from pdserve.frontend.preprocess.text_cost import MIN_STRUCTURED_CHARS, chat_chars
+from pdserve.protocols.anthropic_messages import MESSAGES
+from pdserve.protocols.embeddings import EMBEDDING
+from pdserve.protocols.request_decoder import CHAT, COMPLETION, TOKENIZE
+from pdserve.protocols.responses_api import RESPONSES
+from pdserve.text.text_pool import INLINE_CHARS, TextPool
+from tests.frontend.support import HELLO, card
+
+LONG = "x" * (INLINE_CHARS + 1)
+USER: dict[str, Any] = {"role": "user", "content": "hello"}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+CASES: dict[str, dict[str, Any]] = {
+    "content": {"messages": [{"role": "user", "content": LONG}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]},
+    "reasoning": {"messages": [USER, {"role": "assistant", "reasoning": LONG}]},
+    "reasoning_content": {"messages": [USER, {"role": "assistant", "reasoning_content": LONG}]},
+    "a name": {"messages": [USER | {"name": LONG}]},
+    "an id": {"messages": [{"role": "tool", "content": "", "tool_call_id": LONG}]},
+    "arguments": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": json.dumps({"a": LONG})}}],
+            },
+        ]
+    },
+    "many messages": {"messages": [USER] * 40},
+    "many calls": {
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 40}]
+    },
+    "a tool": HELLO | {"tools": [TOOL]},
+    "a document": HELLO | {"documents": [{}]},
+    "an argument of the template": HELLO | {"chat_template_kwargs": {"a": [[]]}},
+}
+
+
+def request(fields: dict[str, Any], decoder: Any = CHAT) -> Any:
+    return decoder.decode(json.dumps(fields).encode()).request
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("decoder", [CHAT, TOKENIZE], ids=["chat", "tokenize"])
+async def test_what_is_long_or_has_structure_is_rendered_in_a_thread(name: str, decoder: Any):
+    """Whatever field it stands in."""
+    model = PreparedModel.from_card(card(tool_parser="qwen3_coder"))
+    pool = TextPool()
+    context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
+    try:
+        await chat_tokens(request(CASES[name], decoder), context)
+        assert pool.statistics().inline == 0
+        assert pool.statistics().handed_over == 1
+        await chat_tokens(request(HELLO, decoder), context)
+        assert pool.statistics().inline == 1
+    finally:
+        await pool.close()
+
+
+def test_all_text_counts_where_it_stands():
+    few = request(CASES["content"])
+    assert chat_chars(few, ()) == 64 + len(LONG)
+    both = CASES["reasoning"]["messages"][1] | {"reasoning_content": LONG}
+    twice = request({"messages": [USER, both]})
+    assert chat_chars(twice, ()) == 64 + len("hello") + 64 + 2 * len(LONG)
+    tools = request(CASES["a tool"])
+    assert chat_chars(tools, tools.tools) == MIN_STRUCTURED_CHARS
+    large = request(HELLO | {"tools": [TOOL | {"function": {"name": "f", "description": LONG}}]})
+    assert chat_chars(large, large.tools) > len(LONG) + 64
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}},
+        {"structured_outputs": {"regex": "a"}},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL | {"function": {"name": "f", "strict": True}}]},
+    ],
+)
+async def test_no_grammar_is_made_on_the_event_loop(fields: dict[str, Any]):
+    model = PreparedModel.from_card(card(tool_parser="pythonic", features=("grammar",)))
+    pool = TextPool()
+    context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
+    try:
+        await plan_chat(request(HELLO | fields), context)
+        rendered = "tools" not in fields
+        assert pool.statistics().inline == rendered
+        assert pool.statistics().handed_over == 2 + (not rendered)
+    finally:
+        await pool.close()
+
+
+async def test_tools_by_which_no_call_could_be_read_in_time_are_refused():
+    """Also where nothing is enforced: the parser looks at them when the model calls one."""
+    parts = [{"$ref": "#/properties/x"}] * 1000
+    spec = {"name": "f", "parameters": {"properties": {"x": {"anyOf": parts}}}}
+    bad = HELLO | {"tools": [TOOL, {"type": "function", "function": spec | {"name": "g"}}]}
+    pool = TextPool()
+    model = PreparedModel.from_card(card(tool_parser="qwen3_coder"))
+    context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
+    try:
+        with pytest.raises(Exception, match="too complex") as caught:
+            await plan_chat(request(bad), context)
+        assert getattr(caught.value, "param", "") == "tools[1].function.parameters"
+    finally:
+        await pool.close()
+
+
+def test_a_request_has_a_bounded_number_of_tools():
+    model = PreparedModel.from_card(card(tool_parser="hermes"))
+    asked = request(HELLO | {"tools": [TOOL]})
+    asked.tools = [asked.tools[0]] * 1025
+    with pytest.raises(Exception, match="the limit is 1024"):
+        callable_tools(asked, model)
+
+
+MANY_BLOCKS = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100}]
+
+
+@pytest.mark.parametrize(
+    ("plan", "decoder", "fields", "function"),
+    [
+        (
+            plan_responses,
+            RESPONSES,
+            {"input": [USER]},
+            "pdserve.frontend.api.adapters.responses_request._chat",
+        ),
+        (
+            *(plan_messages, MESSAGES, {"max_tokens": 1, "messages": MANY_BLOCKS}),
+            "pdserve.frontend.api.adapters.anthropic_request.chat_request",
+        ),
+    ],
+)
+async def test_items_and_blocks_become_messages_in_a_thread(
+    plan: Any, decoder: Any, fields: Any, function: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As many as a body may have take 0.1 s."""
+    threads = []
+    module, _, name = function.rpartition(".")
+    work = getattr(importlib.import_module(module), name)
+
+    def watched(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return work(*args)
+
+    monkeypatch.setattr(function, watched)
+    pool = TextPool()
+    model = PreparedModel.from_card(card())
+    context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
+    try:
+        await plan(request(fields, decoder), context)
+        assert threads
+        assert threading.main_thread() not in threads
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("plan", "decoder", "fields"),
+    [
+        (plan_completion, COMPLETION, {"prompt": ["a"] * 20}),
+        (plan_completion, COMPLETION, {"prompt": "a", "bad_words": ["b"] * 20}),
+        (plan_embeddings, EMBEDDING, {"input": ["a"] * 20}),
+    ],
+)
+async def test_many_short_texts_are_tokenised_in_a_thread(plan: Any, decoder: Any, fields: Any):
+    model = PreparedModel.from_card(
+        card(features=("bans", "embeddings"), pooling="mean", embedding_size=4)
+    )
+    pool = TextPool()
+    context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
+    try:
+        await plan(request(fields, decoder), context)
+        assert pool.statistics().handed_over == 1
+    finally:
+        await pool.close()

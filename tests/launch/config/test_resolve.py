@@ -1,0 +1,347 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.launch.config.options import BY_NAME, GROUPS, OPTIONS
+from pdserve.launch.config.resolve import (
+    Config,
+    OptionRow,
+    has_worker_pair,
+    option_rows,
+    resolve,
+    unused_flags,
+)
+
+INTERNAL = {
+    *("frontend.reuse_port", "frontend.group"),  # for several frontends on one port
+    "frontend.retry_after",  # a measured constant
+    *("router.booking_ttl", "router.max_bookings", "router.sweep_interval"),  # guards
+    *("router.gone_model_memory", "router.gone_models", "router.retry_after"),
+    *("router.assumed_max_sequences", "router.hold_bytes"),
+    *("router.index_max_blocks", "router.predict_ttl"),
+    *("worker.kv_share", "worker.transfer"),  # follow from others
+    *("router.approximate_ttl", "router.approximate_blocks"),
+}
+
+
+@pytest.fixture
+def compose(tmp_path):
+    """Resolve with a TOML file, environment and flags of the test's own."""
+
+    def run(toml: str | None = None, environ=None, **flags) -> Config:
+        if toml is not None:
+            (tmp_path / "pdserve.toml").write_text(toml)
+        environ = {"HOME": str(tmp_path / "home")} | (environ or {})
+        named = {name.replace("_", "-"): text for name, text in flags.items()}
+        return resolve(named, environ, tmp_path)
+
+    return run
+
+
+def test_without_anything_the_defaults_hold(compose):
+    config = compose()
+    assert (config.frontend.host, config.frontend.port) == ("127.0.0.1", 8000)
+    assert config.worker.model == ""
+    assert config.process.role == "all-in-one"
+    assert not config.sources
+
+
+def test_a_flag_wins_over_environment_over_file(compose):
+    toml = 'port = 1\nhost = "file"\nkv-memory = "1MiB"'
+    environ = {"PDSERVE_PORT": "2", "PDSERVE_HOST": "env"}
+    config = compose(toml, environ, port="3")
+    assert config.frontend.port == 3
+    assert config.frontend.host == "env"
+    assert config.worker.kv_memory == 2**20
+    assert config.source(BY_NAME["port"]) == "--port"
+    assert config.source(BY_NAME["host"]) == "PDSERVE_HOST"
+    assert config.source(BY_NAME["kv-memory"]).endswith("pdserve.toml: kv-memory")
+    assert config.source(BY_NAME["dtype"]) == "default"
+
+
+def test_every_option_can_come_from_every_place(compose, tmp_path):
+    for option in OPTIONS:
+        if option.name == "config":
+            continue
+        text = option.show(sample(option))
+        assert compose(None, {option.variable: text}).value(option) == option.parse(text)
+        assert compose(**{option.name: text}).value(option) == option.parse(text)
+        (tmp_path / "pdserve.toml").write_text(f'{option.name} = "{text}"')
+        assert compose().value(option) == option.parse(text)
+        (tmp_path / "pdserve.toml").unlink()
+
+
+def sample(option):
+    """A value that every validation accepts and that is not the default."""
+    named = {
+        "role": "all-in-one",
+        "dtype": "float32",
+        "gpu-memory-utilization": 0.45,
+        "mode": "decode",
+        "disagg": "predict",
+        "transfer": "tcp",
+        "verify-kv": "all",
+        "tool-parser": "none",
+        "pooling": "mean",
+        "reasoning-parser": "think",
+        "log-format": "json",
+        "log-level": "debug",
+        "engine-option": {"a": "b"},
+        "policy-option": {"gamma": "1"},
+        "queue-order": "fifo",
+        "served-model-name": ("one", "two"),
+        "cors-origins": ("https://example.org",),
+        "allowed-hosts": ("llm.example.org", "*.lan"),
+        "api-keys-file": Path("/keys.toml"),
+        "block-size": 64,
+        "max-batch-tokens": 512,
+        "model": "org/name",
+        "listen": "10.0.0.1:7",
+        "advertise": "10.0.0.2:8",
+        "join": ("10.0.0.3:9", "10.0.0.4:9"),
+        "cluster-key-file": Path("/cluster.key"),
+        "tls-cert": Path("/cert.pem"),
+        "tls-key": Path("/key.pem"),
+        "tls-ca": Path("/ca.pem"),
+    }
+    if option.name in named:
+        return named[option.name]
+    if option.switch:
+        return True
+    return {"TIME": 7.0, "SIZE": 2**20, "N": 9, "PORT": 1234}.get(option.metavar, "word")
+
+
+def test_toml_takes_native_values_tables_and_lists(compose):
+    config = compose(
+        'port = 9000\nstrict_api = true\nrequest-timeout = 2.5\nserved-model-name = ["a", "b"]\n'
+        '[engine-option]\ndelay = 3\nname = "x,y"\n[policy-option]\ngamma = 0.5'
+    )
+    assert config.frontend.port == 9000
+    assert config.frontend.strict_api is True
+    assert config.frontend.request_timeout == 2.5
+    assert config.worker.served_model_name == ("a", "b")
+    assert config.worker.engine_options == {"delay": "3", "name": "x,y"}
+    assert config.router.policy_options == {"gamma": "0.5"}
+
+
+def test_the_file_in_the_home_directory_is_the_second_choice(compose, tmp_path):
+    home = tmp_path / "home/.config/pdserve"
+    home.mkdir(parents=True)
+    (home / "pdserve.toml").write_text("port = 7")
+    assert compose().frontend.port == 7
+    assert compose("port = 8").frontend.port == 8
+
+
+def test_a_named_file_is_the_only_one_read(compose, tmp_path):
+    other = tmp_path / "other.toml"
+    other.write_text("port = 5")
+    config = compose('host = "ignored"', config=str(other))
+    assert (config.frontend.port, config.frontend.host) == (5, "127.0.0.1")
+
+
+def test_config_none_reads_no_file_and_says_so(compose):
+    config = compose("port = 5", config="none")
+    assert config.frontend.port == 8000
+    assert OptionRow("config", "none", "--config") in option_rows(config)
+
+
+def test_a_file_is_utf_8_whatever_the_locale_says(compose, monkeypatch):
+    monkeypatch.setattr("locale.getencoding", lambda: "ascii")
+    assert compose('model = "größe"').worker.model == "größe"
+
+
+@pytest.mark.parametrize(
+    ("toml", "environ", "flags", "says"),
+    [
+        ("prot = 1", {}, {}, r"key 'prot' is unknown, did you mean 'port'\?"),
+        (None, {"PDSERVE_PROT": "1"}, {}, r"PDSERVE_PROT is unknown, did you mean PDSERVE_PORT\?"),
+        (None, {"PDSERVE_ZZZZZZ": "1"}, {}, r"PDSERVE_ZZZZZZ is unknown$"),
+        (None, {"PDSERVE_MODE": "x"}, {}, "PDSERVE_MODE: 'x' is unknown: use one of aggregated"),
+        ("mode = 'x'", {}, {}, "mode: 'x' is unknown"),
+        (None, {}, {"port": "70000"}, "--port: 70000 is out of range: must be between 0 and 65535"),
+        (None, {"PDSERVE_KV_MEMORY": "4G"}, {}, "PDSERVE_KV_MEMORY: '4G' is ambiguous"),
+        (
+            "request-timeout = 'soon'",
+            {},
+            {},
+            r"pdserve\.toml: request-timeout: 'soon' is not a dur",
+        ),
+        ("port = [1]", {}, {}, "a list is not possible here"),
+        ("port = ", {}, {}, "not valid TOML"),
+        (None, {}, {"config": "/nowhere.toml"}, "there is no file '/nowhere.toml'"),
+        (None, {}, {"role": "planner"}, "role 'planner' is not built yet"),
+        (None, {}, {"dtype": "fp8"}, "'fp8' is unknown: use one of auto, float32, bfloat16"),
+        (None, {}, {"block-size": "33"}, "use a power of two"),
+        (None, {}, {"request-timeout": "0"}, "must be greater than 0"),
+        (None, {}, {"kv-memory": "0"}, "--kv-memory: '0' must be greater than 0"),
+        (None, {}, {"threads": "100000"}, "--threads: 100000 .* must be between 1 and 1024"),
+        (None, {}, {"cors-origins": "x"}, "--cors-origins: 'x' is not an origin"),
+        (
+            None,
+            {},
+            {"max-batch-tokens": "48"},
+            "max-batch-tokens 48 is less than max-sequences 256: .* raise the one or lower the oth",
+        ),
+        ("config = 'x'", {}, {}, "'config' cannot be set in the file: use --config or PDSERVE_CON"),
+        ("[server]\nport = 1", {}, {}, "'server' is a table; settings stand at the top of the"),
+        ("max-model-len = 5\nmax_model_len = 6", {}, {}, "key 'max_model_len' is there twice"),
+        # An empty address would be every address, an unset shell variable the bundled model.
+        (None, {}, {"host": ""}, "--host: must not be empty"),
+        (None, {"PDSERVE_HOST": " "}, {}, "PDSERVE_HOST: must not be empty"),
+        ("model = ''", {}, {}, "model: must not be empty"),
+        (None, {}, {"served-model-name": ","}, "--served-model-name: must not be empty"),
+    ],
+)
+def test_a_mistake_names_its_place_and_the_remedy(compose, toml, environ, flags, says):
+    with pytest.raises(ConfigError, match=says):
+        compose(toml, environ, **flags)
+
+
+def test_variables_with_readers_of_their_own_are_left_alone(compose):
+    compose(None, {"PDSERVE_PURE": "1", "PDSERVE_TEST_SEED": "7", "PDSERVE_URL": "x"})
+
+
+def test_every_field_is_an_option_or_deliberately_not(compose):
+    config = compose()
+    fields = {
+        f"{component}.{field.name}"
+        for component in ("process", "frontend", "worker", "router", "cluster")
+        for field in dataclasses.fields(getattr(config, component))
+    }
+    bound = {option.target for option in OPTIONS}
+    assert fields - bound == INTERNAL
+    assert bound <= fields
+
+
+def test_options_are_unique_grouped_and_none_is_unbuilt():
+    names = [option.name for option in OPTIONS]
+    assert len(set(names)) == len(names)
+    assert {option.group for option in OPTIONS} == set(GROUPS)
+    for option in OPTIONS:
+        assert option.help.endswith(".")
+
+
+def test_the_table_shows_values_as_a_person_writes_them(compose):
+    rows = {row.name: (row.value, row.source) for row in option_rows(compose(kv_memory="4GiB"))}
+    assert rows["kv-memory"] == ("4GiB", "--kv-memory")
+    assert rows["threads"] == ("auto", "default")
+    assert rows["model"] == ("bundled", "default")
+    assert rows["strict-api"] == ("false", "default")
+    assert rows["api-keys-file"] == ("none", "default")
+
+
+def test_a_printed_value_parses_back(compose):
+    config = compose()
+    for option in OPTIONS:
+        if value := config.value(option):
+            assert option.parse(option.text(value)) == value
+
+
+def test_flags_that_a_role_has_no_use_for_are_named():
+    flags = {"model": "m", "port": "1", "drain-timeout": "1s", "join": "a:1", "frontends": "2"}
+    flags |= {"aggregated": "true"}
+
+    def idle(role, environ=()):
+        return unused_flags(resolve(flags | {"role": role}, dict(environ)))
+
+    assert idle("router") == ["--aggregated", "--frontends", "--model", "--port"]
+    assert idle("worker") == ["--aggregated", "--frontends", "--port"]
+    assert idle("frontend") == ["--aggregated", "--model"]
+    assert idle("all-in-one") == []
+    shared = resolve({"role": "router"}, {"PDSERVE_MODEL": "m"})
+    assert unused_flags(shared) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "two"),
+    [
+        ({}, True),
+        ({"aggregated": "true"}, False),
+        ({"engine": "sim", "engine-option": "content=on"}, True),
+        ({"engine": "sim"}, False),
+        ({"engine": "instant"}, False),
+        ({"role": "worker"}, False),
+    ],
+)
+def test_all_in_one_has_two_workers_where_kv_can_move(flags, two):
+    assert has_worker_pair(resolve({**flags, "config": "none"}, {})) is two
+
+
+KUBERNETES = {
+    "PDSERVE_SERVICE_HOST": "10.96.0.7",
+    "PDSERVE_SERVICE_PORT": "8000",
+    "PDSERVE_SERVICE_PORT_HTTP": "8000",
+    "PDSERVE_PORT": "tcp://10.96.0.7:8000",
+    "PDSERVE_PORT_8000_TCP": "tcp://10.96.0.7:8000",
+    "PDSERVE_PORT_8000_TCP_PROTO": "tcp",
+    "PDSERVE_PORT_8000_TCP_PORT": "8000",
+    "PDSERVE_PORT_8000_TCP_ADDR": "fd00::7",
+    "PDSERVE_METRICS_PORT": "tcp://10.96.0.8:9101",
+    "PDSERVE_ROUTER_SERVICE_HOST": "10.96.0.9",
+}
+
+
+def test_what_kubernetes_sets_for_services_named_like_us_is_passed_over(compose):
+    config = compose(None, KUBERNETES | {"PDSERVE_BACKLOG": "77"})
+    assert set(config.ignored) == set(KUBERNETES)
+    assert (config.frontend.port, config.process.metrics_port) == (8000, None)
+    assert config.frontend.backlog == 77
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("PDSERVE_PROT", "8000", "did you mean PDSERVE_PORT"),
+        ("PDSERVE_PORT_8000", "x", "PDSERVE_PORT_8000 is unknown"),
+        ("PDSERVE_SERVICE_HOST", "not an address", "is unknown"),
+        ("PDSERVE_PORT", "80000", "out of range"),
+        ("PDSERVE_PORT", "http://10.0.0.1:80", "not a whole number"),
+    ],
+)
+def test_a_misspelt_variable_of_ours_is_still_refused(compose, name, text, says):
+    with pytest.raises(ConfigError, match=says):
+        compose(None, {name: text})
+
+
+@pytest.mark.parametrize("key", ["policy", "engine"])
+def test_a_file_that_was_found_names_no_code_to_import(compose, tmp_path, key):
+    with pytest.raises(ConfigError, match=f"pdserve.toml: {key}: 'evil:pick' names code.*--config"):
+        compose(f'{key} = "evil:pick"')
+    given = compose(f'{key} = "mine:pick"', config=str(tmp_path / "pdserve.toml"))
+    assert given.value(BY_NAME[key]) == "mine:pick"
+    assert compose(f'{key} = "ttft"').value(BY_NAME[key]) == "ttft"
+    (tmp_path / "pdserve.toml").unlink()
+    home = tmp_path / "home" / ".config" / "pdserve"
+    home.mkdir(parents=True)
+    (home / "pdserve.toml").write_text(f'{key} = "mine:pick"')
+    assert compose().value(BY_NAME[key]) == "mine:pick"
+
+
+def test_every_option_that_imports_code_is_known_as_one():
+    for option in OPTIONS:
+        assert option.imports == ("module:attribute" in option.help)
+
+
+def test_what_is_shown_as_a_value_can_be_written(compose):
+    for row in option_rows(compose()):
+        assert row.value or row.meaning
+        assert not (row.value and row.meaning)
+        if row.value not in ("", "none"):
+            BY_NAME[row.name].parse(row.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "meaning"),
+    [
+        ({}, "all in one: a prefill and a decode worker"),
+        ({"aggregated": "true"}, "all in one: one aggregated worker"),
+        ({"engine": "sim"}, "all in one: one aggregated worker"),
+    ],
+)
+def test_the_mode_of_all_in_one_is_what_runs(compose, flags, meaning):
+    rows = {row.name: row for row in option_rows(compose(**flags))}
+    assert (rows["mode"].value, rows["mode"].meaning) == ("", meaning)
+    rows = {row.name: row for row in option_rows(compose(role="worker", mode="decode"))}
+    assert rows["mode"].value == "decode"

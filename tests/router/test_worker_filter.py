@@ -1,0 +1,126 @@
+"""Wishes of questions that wait, and what looking at them costs."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.ids import NodeId
+from pdserve.router.admission_queue import QueuedRequest
+from pdserve.router.config import RouterConfig
+from pdserve.router.core import RouterCore
+from pdserve.router.policies.least_loaded import choose
+from pdserve.router.worker_filter import WorkerFilter, WorkerFilters, WorkerSet, filter_bytes
+from tests.router.support import facts, life, route
+
+
+def names(*words: str) -> tuple[NodeId, ...]:
+    return tuple(map(NodeId, words))
+
+
+def crowd(sound: str = "", doubtful: str = "", adapted: str = "") -> WorkerSet:
+    return WorkerSet(
+        frozenset(names(*sound)), frozenset(names(*doubtful)), lambda lora: {*names(*adapted)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("allowed", "excluded", "workers", "meets"),
+    [
+        ("", "a", "ab", True),
+        ("", "ab", "ab", False),
+        ("", "a", "", False),
+        ("a", "", "ab", True),
+        ("c", "", "ab", False),
+        ("ab", "a", "ac", False),
+        ("ab", "a", "bc", True),
+    ],
+)
+def test_a_wish_meets_workers_that_it_allows(allowed, excluded, workers, meets) -> None:
+    wish = WorkerFilter(frozenset(names(*allowed)), frozenset(names(*excluded)), "")
+    assert wish.meets(frozenset(names(*workers))) == meets
+
+
+def test_equal_wishes_are_one_and_end_with_their_last_question() -> None:
+    wishes = WorkerFilters()
+    assert wishes.add(route()) is None
+    first = wishes.add(replace(route(), excluded=names("a", "b")))
+    second = wishes.add(replace(route(), excluded=names("b", "a")))
+    assert first is second
+    assert first is not None
+    assert len(wishes) == 1
+    wishes.remove(first)
+    assert len(wishes) == 1
+    wishes.remove(first)
+    assert len(wishes) == 0
+
+
+def wished(wishes: WorkerFilters, **wants: object) -> WorkerFilter:
+    wish = wishes.add(replace(route(), **wants))
+    assert wish is not None
+    return wish
+
+
+def test_doubtful_workers_are_open_only_to_those_that_have_no_sound_one() -> None:
+    wishes = WorkerFilters()
+    only_d = wished(wishes, allowed=names("d"))
+    either = wished(wishes, allowed=names("a", "d"))
+    nobody = wished(wishes, allowed=names("x"))
+    everybody, open_ = crowd("ab", "d"), crowd("b", "d")
+    assert [wishes.is_open(w, everybody, open_) for w in (only_d, either, nobody)] == [
+        True,
+        False,
+        False,
+    ]
+    assert not wishes.possible(nobody, everybody)
+
+
+def test_an_adapter_narrows_the_crowd() -> None:
+    wishes = WorkerFilters()
+    wish = wished(wishes, lora="fr")
+    everybody = crowd("ab", adapted="a")
+    assert wishes.possible(wish, everybody)
+    assert not wishes.is_open(wish, everybody, crowd("b", adapted="a"))
+    assert wishes.is_open(wish, everybody, crowd("a", adapted="a"))
+    assert everybody.having("fr") is everybody.having("fr")
+
+
+def busy_desk(workers: int, held: int, many: int) -> RouterCore:
+    """Workers with enough to do, and questions that wait, each with so many names of its own."""
+    desk = RouterCore(RouterConfig(), choose, Random(1), clock=lambda: 100.0)
+    for i in range(workers):
+        desk.worker(100.0, facts(f"w{i}", max_sequences=1))
+        desk.offer(100.0, life("f"), route(prompt_tokens=1000), lambda outcome: None)
+    for i in range(held):
+        wish = names(*(f"x{i}-{j}" for j in range(many)))
+        question = replace(route(prompt_tokens=1000), excluded=wish)
+        assert isinstance(
+            desk.offer(100.0, life("f"), question, lambda outcome: None), QueuedRequest
+        )
+    return desk
+
+
+def test_a_look_costs_no_more_than_the_wishes_that_wait() -> None:
+    """It was workers times names times wishes: a fifth of a second with each first token."""
+    desk = busy_desk(workers=8, held=20, many=64)
+    (queue,) = desk._queues.values()
+    desk.look(100.0)
+    assert queue.wishes.judged <= 2 * 20
+    before = queue.wishes.judged
+    for _ in range(10):
+        desk.look(100.0)
+    assert queue.wishes.judged == before, "neither the workers nor who is open have changed"
+    desk.worker(100.0, facts("another", max_sequences=1))
+    desk.look(100.0)
+    assert queue.wishes.judged <= before + 3 * 20
+    desk.check()
+
+
+def test_the_names_of_a_wish_count_as_memory() -> None:
+    plain = busy_desk(workers=1, held=1, many=0)
+    wishing = busy_desk(workers=1, held=1, many=100)
+    (less,), (more,) = ([q.bytes for q in desk._queues.values()] for desk in (plain, wishing))
+    question = replace(route(), excluded=names(*(f"x0-{j}" for j in range(100))))
+    assert more - less == filter_bytes(question) > 100 * 100

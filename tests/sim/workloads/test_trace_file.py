@@ -1,0 +1,163 @@
+"""Files of others become requests; bad ones are named by line, cause and remedy."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.sim.workloads.trace_file import open_trace
+from pdserve.sim.workloads.trace_request import VOCABULARY, length_of, tokens_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GOOD = {"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [0, 7]}
+
+
+def write(path: Path, *lines: object) -> Path:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def test_a_mooncake_line_is_a_request(tmp_path) -> None:
+    first, second = open_trace(write(tmp_path / "t", GOOD, "", GOOD | {"output_length": 0}))
+    assert (first.number, first.at, first.output_tokens) == (0, 3.0, 5)
+    assert first.pieces == ((0, 512), (7, 188))
+    assert second.number == 1
+    assert second.output_tokens == 1, "an engine gives one token at least"
+
+
+def test_a_trace_can_be_read_twice(tmp_path) -> None:
+    trace = open_trace(write(tmp_path / "t", GOOD, GOOD))
+    assert list(trace) == list(trace)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"timestamp": 1', "truncated"),
+        (GOOD | {"input_length": 0}, "input_length"),
+        (GOOD | {"hash_ids": "x"}, "hash_ids"),
+        (GOOD | {"input_length": 1025}, "input_length 1025 needs 3 hash_ids of 512 tokens, not 2"),
+        (GOOD | {"input_length": 512}, "needs 1 hash_ids"),
+        ({"timestamp": 1}, "missing required field"),
+        (GOOD | {"timestamp": -1}, "timestamp"),
+    ],
+)
+def test_a_bad_mooncake_line_is_named(tmp_path, line, words: str) -> None:
+    path = write(tmp_path / "t.jsonl", GOOD, "", line)
+    with pytest.raises(ConfigError) as caught:
+        list(open_trace(path))
+    assert f"{path}, line 3: " in caught.value.message
+    assert words in caught.value.message
+
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+def test_an_azure_line_is_a_request(tmp_path) -> None:
+    path = write(
+        tmp_path / "t", HEADER, "2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:05.1,31,0"
+    )
+    first, second = open_trace(path)
+    assert (first.at, first.output_tokens, length_of(first.pieces)) == (0.0, 10, 4808)
+    assert second.at == pytest.approx(1.12004)
+    assert second.output_tokens == 1
+    assert tokens_of(first.pieces)[:10] != tokens_of(second.pieces)[:10]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("2023-11-16 18:17:03,1", "2 fields, the header has 3"),
+        ("yesterday,1,1", "yesterday"),
+        ("2023-11-16 18:17:03,many,1", "many"),
+        ("2023-11-16 18:17:03,0,1", "lengths 0 and 1"),
+        ("2022-11-16 18:17:03,1,1", "sort the file"),
+    ],
+)
+def test_a_bad_azure_line_is_named(tmp_path, line: str, words: str) -> None:
+    path = write(tmp_path / "t.csv", HEADER, "2023-11-16 18:17:03.1,5,5", line)
+    with pytest.raises(ConfigError) as caught:
+        list(open_trace(path))
+    assert f"{path}, line 3: " in caught.value.message
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["", "hello\n", "\x00\x01\n"])
+def test_what_is_no_trace_is_refused_with_what_would_be(tmp_path, text: str) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="no trace that pdserve reads: give JSON lines"):
+        open_trace(path)
+
+
+def test_a_missing_file_is_named(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        open_trace(tmp_path / "nowhere")
+
+
+def test_equal_contents_are_equal_tokens_and_others_are_not() -> None:
+    one = tokens_of(((3, 512), (4, 100)))
+    other = tokens_of(((3, 512), (5, 100)))
+    assert len(one) == 612
+    assert one[:512] == other[:512]
+    assert one[512:] != other[512:]
+    assert tokens_of(((3, 7),)) == tokens_of(((3, 512),))[:7]
+    many = {tuple(tokens_of(((content, 2),))) for content in (0, 1, 31_983, 31_984, 10**6, 2**20)}
+    assert len(many) == 6
+    assert all(16 <= token < VOCABULARY for pair in many for token in pair)
+
+
+@pytest.mark.parametrize("ids", [{}, {"hash_ids": []}])
+def test_lines_without_blocks_share_nothing(tmp_path, ids) -> None:
+    line = {"timestamp": 0, "input_length": 700, "output_length": 5} | ids
+    prompts = [
+        tokens_of(request.pieces) for request in open_trace(write(tmp_path / "t", line, line))
+    ]
+    assert [len(prompt) for prompt in prompts] == [700, 700]
+    assert prompts[0][:4] != prompts[1][:4]
+
+
+NAMED = "at=t,input=i,output=o"
+
+
+@pytest.mark.parametrize(
+    ("lines", "columns"),
+    [
+        (("TIMESTAMP,ContextTokens,GeneratedTokens", "10.072,31,7", "11.5,9,2"), ""),
+        (("id,at,input,output", "a,10.072,31,7", "b,11.5,9,2"), ""),
+        (("t,i,o", "10072,31.0,7", "11500,9,2"), "at_ms=t,input=i,output=o"),
+        (('{"t": 10.072, "i": 31, "o": 7}', '{"t": 11.5, "i": 9, "o": 2}'), NAMED),
+        (("t,i,o", "2023-11-16T18:17:03.072Z,31,7", "2023-11-16T18:17:04.5Z,9,2"), NAMED),
+    ],
+)
+def test_tables_of_any_columns(tmp_path, lines, columns) -> None:
+    first, second = open_trace(write(tmp_path / "t", *lines), columns)
+    assert (first.at, length_of(first.pieces), first.output_tokens) == (0.0, 31, 7)
+    assert second.at == pytest.approx(1.428)
+    assert (length_of(second.pieces), second.output_tokens) == (9, 2)
+
+
+@pytest.mark.parametrize(
+    ("lines", "columns", "words"),
+    [
+        (("a,b,c", "1,2,3"), "", "the columns are a, b, c: name three of them by --columns"),
+        (("a,b,c", "1,2,3"), "at=a,input=b,output=x", "there is no column x"),
+        (("a,b,c", "1,2,3"), "at=a,input=b", "name at (or at_ms), input and output"),
+        (("a,b,c", "1,2,3"), "at=a,input", "is not of the form name=column"),
+        (("a,b\rc,d", "1,2,3"), "", "expected fields with commas"),
+        (("a,b,c", "1,2.5,3"), "at=a,input=b,output=c", "not a whole number of tokens"),
+        (('[{"conversations": []}]',), "", "a JSON array: write one object per line"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_refused_with_a_remedy(
+    tmp_path, lines, columns, words
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        list(open_trace(write(tmp_path / "t", *lines), columns))
+    assert words in caught.value.message

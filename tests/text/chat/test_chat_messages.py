@@ -1,0 +1,117 @@
+"""The API's messages take the form that a template is written for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.errors import InvalidRequest
+from pdserve.text.chat.chat_messages import (
+    ToolCallForm,
+    copy_plain_json,
+    cut_at_mark,
+    mark_final,
+    prepare_messages,
+)
+
+
+def arguments_in(form: ToolCallForm, given: Any) -> Any:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}
+    [message] = form.apply([call])
+    return message["tool_calls"][0]["function"]["arguments"]
+
+
+def test_arguments_of_tool_calls_become_objects_or_text():
+    forms = ['{"a": 1}', "", "not json", "[1]", {"a": "é"}]
+    objects = [arguments_in(ToolCallForm(arguments="object"), given) for given in forms]
+    assert objects == [{"a": 1}, {}, "not json", "[1]", {"a": "é"}]
+    texts = [arguments_in(ToolCallForm(arguments="string"), given) for given in forms]
+    assert texts == ['{"a": 1}', "", "not json", "[1]", '{"a": "é"}']
+
+
+def test_null_fields_vanish_and_reasoning_is_found_under_each_name():
+    [message] = prepare_messages(
+        [{"role": "assistant", "content": None, "reasoning": "hm"}], "string"
+    )
+    assert message == {
+        "role": "assistant",
+        "content": "",
+        "reasoning": "hm",
+        "thinking": "hm",
+        "reasoning_content": "hm",
+    }
+
+
+@pytest.mark.parametrize("wanted", ["string", "parts", "either"])
+def test_an_answer_without_content_and_calls_has_an_empty_content(wanted):
+    """A user's message without content stays wrong."""
+    chat: list[dict[str, Any]] = [{"role": "assistant"}, {"role": "user"}]
+    assert [message.get("content") for message in prepare_messages(chat, wanted)] == ["", None]
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"), [("absent", {}), ("none", {"content": None}), ("empty", {"content": ""})]
+)
+def test_missing_content_takes_its_form_only_where_it_is_missing(form, expected):
+    only_calls: dict[str, Any] = {"role": "assistant", "tool_calls": []}
+    chat = [only_calls, only_calls | {"content": "x"}, {"role": "user"}]
+    formed = ToolCallForm(missing_content=form).apply(chat)
+    assert formed == [only_calls | expected, only_calls | {"content": "x"}, {"role": "user"}]
+
+
+PARTS: list[Any] = [{"type": "text", "text": "one"}, "two"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text", "parts"),
+    [
+        ("string", "x", "one\ntwo"),
+        ("either", "x", [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]),
+        (
+            "parts",
+            [{"type": "text", "text": "x"}],
+            [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+        ),
+    ],
+)
+def test_content_takes_the_form_that_is_wanted(wanted, text, parts):
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "user", "content": PARTS},
+    ]
+    assert [message["content"] for message in prepare_messages(messages, wanted)] == [text, parts]
+
+
+def test_a_copy_shares_nothing_with_its_original():
+    value = {"a": [{"b": 1}], "t": (1, 2.5, True, None)}
+    copy = copy_plain_json(value, "x")
+    assert copy == {"a": [{"b": 1}], "t": [1, 2.5, True, None]}
+    copy["a"][0]["b"] = 2
+    assert value["a"] == [{"b": 1}]
+
+
+def test_subclasses_of_plain_types_do_not_pass():
+    class Text(str):
+        pass
+
+    with pytest.raises(InvalidRequest, match="Text"):
+        copy_plain_json({"a": Text("x")}, "options")
+
+
+@pytest.mark.parametrize("content", ["open ", [{"type": "text", "text": "open "}]])
+def test_the_text_ends_where_the_final_message_does(content):
+    chat = [{"role": "assistant", "content": content}]
+    final = mark_final(chat)
+    marked = chat[0]["content"]
+    text = marked if isinstance(marked, str) else marked[0]["text"]
+    assert final == "open "
+    assert cut_at_mark(f"<a>{text}</a>", final) == "<a>open "
+    assert cut_at_mark(f"<a>{text.strip()}</a>", final) == "<a>open"
+    with pytest.raises(InvalidRequest, match="continued"):
+        cut_at_mark("<a></a>", final)
+
+
+@pytest.mark.parametrize("deep", ["[" * 60_000, '{"a":' * 60_000])
+def test_arguments_that_are_nested_too_deeply_stay_text(deep):
+    assert arguments_in(ToolCallForm(arguments="object"), deep) == deep

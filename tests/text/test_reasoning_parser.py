@@ -1,0 +1,149 @@
+"""Reasoning is set apart from the answer, however the text is cut."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from pdserve.text.output_parts import ContentDelta
+from pdserve.text.reasoning_parser import (
+    REASONING_FORMATS,
+    detect_reasoning_format,
+    opens_reasoning,
+)
+from pdserve.text.tool_parsers import TOOL_FORMATS
+from tests.text.golden.samples import TOOLS, Sample
+from tests.text.golden.think import SAMPLES
+from tests.text.tool_parsers.reading import calls, content, cut, read, reasoning
+
+THINK = REASONING_FORMATS["think"]
+
+
+def mistral(sample: Sample) -> Sample:
+    """The same with the other family's markers."""
+
+    def turned(text: str) -> str:
+        return text.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+
+    return Sample(
+        sample.about,
+        turned(sample.text),
+        turned(sample.content),
+        reasoning=turned(sample.reasoning),
+        begun=sample.begun,
+        literal=[turned(each) for each in sample.literal],
+    )
+
+
+EVERY = [("think", each) for each in SAMPLES] + [("mistral", mistral(each)) for each in SAMPLES]
+
+
+@pytest.mark.parametrize(
+    ("name", "sample"), EVERY, ids=[f"{name}: {each.about}" for name, each in EVERY]
+)
+def test_a_sample_is_read_however_cut(name: str, sample: Sample):
+    format = REASONING_FORMATS[name]
+
+    def make():
+        return format.parser(sample.begun, None)
+
+    whole = read(make, [sample.text])
+    assert reasoning(whole) == sample.reasoning
+    assert content(whole) == sample.content
+    for marker in (format.start, format.end):
+        assert marker in sample.literal or marker not in content(whole) + reasoning(whole)
+    assert read(make, sample.text) == whole
+    for pair in combinations(range(len(sample.text) + 1), 2):
+        assert read(make, cut(sample.text, pair)) == whole
+    for end in range(len(sample.text)):
+        text = sample.text[:end]
+        assert read(make, text) == read(make, [text])
+
+
+CALLED = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral"])
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("closed", ["", "</think>"])
+def test_a_call_ends_a_block_that_was_left_open(name: str, begun: bool, closed: str):
+    bodies = {
+        "hermes": CALLED,
+        "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "mistral": "[TOOL_CALLS]now[ARGS]{}",
+    }
+    text = f"{'' if begun else '<think>'}I look at it.\n{bodies[name]}{closed}"
+    tools = TOOL_FORMATS[name]
+
+    def make():
+        return THINK.parser(begun, tools.parser(TOOLS), tools.markers[0])
+
+    whole = read(make, [text])
+    assert reasoning(whole) == "I look at it."
+    assert [call for call, _ in calls(whole)] == ["now"]
+    assert "<" not in content(whole)
+    for at in range(len(text) + 1):
+        assert read(make, cut(text, (at,))) == whole
+
+
+def test_without_tools_a_call_stays_reasoning():
+    whole = read(lambda: THINK.parser(True, None), [f"I look.\n{CALLED}"])
+    assert reasoning(whole) == f"I look.\n{CALLED}"
+
+
+def test_reasoning_is_told_token_by_token():
+    parser = THINK.parser(False, None)
+    seen = []
+    for token in ["\n", "<th", "ink>", "\n", "a", " b", "</", "think>", "\n\n", "c"]:
+        parser.feed(token)
+        seen.append(parser.in_reasoning)
+    assert seen == [False, False, True, True, True, True, True, False, False, False]
+
+
+def test_reasoning_that_the_prompt_begins_is_told_from_the_first_token():
+    parser = THINK.parser(True, None)
+    assert parser.in_reasoning
+    assert parser.feed("</think>") == []
+    assert not parser.in_reasoning
+    assert parser.feed("\n\nHi") == [ContentDelta("Hi")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opens"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|Assistant|><think>", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>assistant\n", False),
+        ("user: what is <think>?\nassistant:", False),
+    ],
+)
+def test_a_prompt_may_open_a_block(prompt: str, opens: bool):
+    assert opens_reasoning(prompt, THINK) is opens
+
+
+@pytest.mark.parametrize(
+    ("continued", "opens"),
+    [
+        ("<think>so far", True),
+        ("<think>so far</think>", False),
+        ("<think>a</think><think>b", True),
+        ("so far", False),
+    ],
+)
+def test_a_message_to_go_on_with_may_end_in_a_block(continued: str, opens: bool):
+    assert opens_reasoning("<|im_start|>assistant\n" + continued, THINK, continued) is opens
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (None, ""),
+        ("{{ messages }}", ""),
+        ("{{ content.split('</think>')[-1] }}", "think"),
+        ("[THINK]{{ thinking }}[/THINK]", "mistral"),
+    ],
+)
+def test_a_template_tells_the_format(template: str | None, name: str):
+    assert detect_reasoning_format(template) == name

@@ -1,0 +1,125 @@
+"""Which turns requests take on their way from worker to worker: (where one is, what happens), and
+how each migration ends. Part of `coverage`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from pdserve.frontend.dispatch.dispatched_request import DispatchedRequest
+from pdserve.frontend.dispatch.migration_state import migration_reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.errors import PdserveError
+    from pdserve.frontend.dispatch.dispatched_request import Assignment
+
+__all__ = ["PROBES", "REQUEST_CELLS"]
+
+_LOST: Final = ("worker_lost", "engine_died", "engine_stalled", "step_failed")
+
+_ERRAND: Final[dict[str, tuple[str, ...]]] = {
+    "asking": ("fail",),
+    "accepted": (*_LOST, "overloaded", "asked drain", "asked queue", "begins", "cancel"),
+    "streaming": (*_LOST, "asked drain", "asked kv", "cancel", "finish"),
+    "leaving": ("worker_lost", "engine_died", "drain", "begins", "leaves", "cancel", "finish"),
+    "between": ("begins", "cancel", "fail NoWorker", "fail Poisoned", "fail DeadlineExceeded"),
+}
+"""Where a request is: a first worker is looked for; one has taken it; it gives tokens; it would
+rather not have it, and another is looked for or made ready; that one has lost it. What happens: its
+worker loses it, for a reason; asks for it to be moved; tokens come; it leaves for another worker;
+its client turns away; it ends. What needs more than one rare thing at a time is not here: it is
+counted, and need not happen."""
+
+_ENDS: Final[dict[str, tuple[str, ...]]] = {
+    "worker_lost": ("completed", "cancelled", "no_worker"),
+    "engine_died": ("completed", "cancelled", "poison"),
+    "engine_stalled": ("completed",),
+    "step_failed": ("completed", "poison"),
+    "drain": ("completed", "cancelled"),
+    "queue": ("completed",),
+    "kv": ("completed",),
+}
+"""How a migration ends, by what it is for."""
+
+REQUEST_CELLS: Final = frozenset(
+    (f"{what} {state}", event)
+    for what, table in (("request", _ERRAND), ("migration", _ENDS))
+    for state, events in table.items()
+    for event in events
+)
+
+
+def _state(errand: DispatchedRequest) -> str:
+    attempt = errand.attempt
+    if attempt is None:
+        return "asking" if errand._migration is None else "between"
+    if attempt.moving is not None:
+        return "leaving"
+    if attempt.begun:
+        return "streaming"
+    return "between" if attempt.sequence is None and errand._migration is not None else "accepted"
+
+
+def _note(cells: Any, errand: DispatchedRequest, event: str) -> None:
+    cells[f"request {_state(errand)}", event] += 1
+
+
+def _failed(
+    cells: Any, errand: DispatchedRequest, attempt: Assignment, error: PdserveError
+) -> None:
+    if not errand._over and attempt is errand.attempt:
+        reason = migration_reason(error) or type(error).__name__.lower()
+        _note(cells, errand, reason)
+
+
+def _unwanted(cells: Any, errand: DispatchedRequest, attempt: Assignment, reason: str) -> None:
+    if not errand._over and attempt is errand.attempt:
+        _note(cells, errand, f"asked {reason}")
+
+
+def _progressed(cells: Any, errand: DispatchedRequest) -> None:
+    attempt = errand.attempt
+    leaving = attempt is not None and attempt.moving is not None
+    state = "between" if errand._migration is not None else "accepted"
+    cells[f"request {'leaving' if leaving else state}", "begins"] += 1
+    if errand._migration is not None:
+        cells[f"migration {errand._migration.reason}", "completed"] += 1
+
+
+def _left(cells: Any, errand: DispatchedRequest, attempt: Assignment) -> None:
+    _note(cells, errand, "leaves")
+
+
+def _ended(cells: Any, errand: DispatchedRequest, error: PdserveError) -> None:
+    if errand._over:
+        return
+    state = _state(errand)
+    cells[f"request {state}", f"fail {type(error).__name__}" if state == "between" else "fail"] += 1
+
+
+def _closed(cells: Any, errand: DispatchedRequest, outcome: str) -> None:
+    if errand._migration is not None:
+        cells[f"migration {errand._migration.reason}", outcome] += 1
+
+
+def _cancelled(cells: Any, errand: DispatchedRequest) -> None:
+    if not errand._over:
+        _note(cells, errand, "cancel")
+
+
+def _finished(cells: Any, errand: DispatchedRequest) -> None:
+    _note(cells, errand, "finish")
+
+
+PROBES: Final[tuple[tuple[type, str, Callable[..., None]], ...]] = (
+    (DispatchedRequest, "failed", _failed),
+    (DispatchedRequest, "unwanted", _unwanted),
+    (DispatchedRequest, "_note_progress", _progressed),
+    (DispatchedRequest, "_leave", _left),
+    (DispatchedRequest, "fail", _ended),
+    (DispatchedRequest, "_close", _closed),
+    (DispatchedRequest, "cancel", _cancelled),
+    (DispatchedRequest, "_finish", _finished),
+)
+"""Functions to look over the shoulder of, and who looks."""

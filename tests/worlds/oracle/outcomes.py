@@ -1,0 +1,341 @@
+"""How a request may end: in exactly one of the ways that were promised, and for that reason.
+
+    completed exactly · client cancelled · rejected early · deadline, with reason · connection lost
+    with its frontend · poison, after so many workers · no worker left, with reason
+
+That a worker dies, is asked to go, stands still or has no room is no reason: another has to go on
+with the request. Who could have is known here from outside: a worker is *fit* for a frontend while
+both are up and hear of each other, it serves and is not full, and a router that both hear of can
+name it.
+
+What has ended is gone everywhere within a second, unless something is the matter with the network.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import (
+    DeadlineExceeded,
+    Draining,
+    NoRouter,
+    NotReady,
+    NoWorker,
+    Overloaded,
+    Poisoned,
+    WorkerLost,
+)
+from pdserve.frontend.config import FrontendConfig
+from pdserve.router.admission_control import MAX_WAIT_SHARE
+from pdserve.sim.engine import VirtualTimeEngine
+from tests.worlds.oracle.fault_history import FaultHistory
+from tests.worlds.oracle.request_locator import locate_request, stage_of
+from tests.worlds.roles import MAX_WAITING, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
+
+    from pdserve.ids import Seconds
+    from tests.worlds.load_clients import TrackedRequest
+    from tests.worlds.world import VirtualHost, World
+
+__all__ = ["OutcomeOracle", "completed_of", "too_few"]
+
+_FREE_WITHIN: Final[Seconds] = 1.0
+"""Of a request's end: nobody keeps anything of it after that."""
+_HANDS_OVER: Final = ("drain",)
+"""Under these a request goes on elsewhere, and its deadline goes on: somebody ends it in time."""
+_SETTLES: Final[Seconds] = 3.0
+"""Until what a fault has held up has arrived."""
+_FIT: Final[Seconds] = 5.0
+"""Who has been fit for so long should have been found."""
+_MOVES: Final = 3
+"""As often a request leaves a worker that would rather not have it, unless that has to go."""
+_LOOKS: Final[Seconds] = 0.25
+_ALONE: Final = 3
+"""So few others are served at the same time as one is, each without waiting for another."""
+_AT_LEISURE: Final = 3.0
+"""Times what its steps take, and a second, a request that nothing disturbs has to end within."""
+_HANDED_OVER: Final[Seconds] = 2.0
+"""More than that, if its prompt may be computed elsewhere."""
+_SPEAKS_UP: Final[Seconds] = 3.0
+"""Who was silent for no longer than this is not held for dead."""
+_BURIED_WITHIN: Final[Seconds] = 30.0
+"""So long after a silence somebody may still be held for dead for it."""
+
+
+_EXCUSED: Final = ("cancelled", "connection lost", "taken for poison", "failed Poisoned")
+"""How outcomes begin that say nothing about how many were served."""
+
+
+def completed_of(outcomes: Mapping[str, int]) -> tuple[int, int]:
+    """Requests that completed, and how many there were that no client ended, no frontend took down
+    with it, and that were no poison."""
+    counted = sum(n for words, n in outcomes.items() if not words.startswith(_EXCUSED))
+    return outcomes.get("completed", 0), counted
+
+
+def too_few(outcomes: Mapping[str, int], least: float) -> str:
+    """Why the share that completed is too small, in words; empty: it is not."""
+    completed, counted = completed_of(outcomes)
+    if completed >= least * counted:
+        return ""
+    return f"{completed} of {counted} requests completed, less than {least:.0%}"
+
+
+class OutcomeOracle:
+    """Of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._fit: dict[tuple[str, str], Seconds] = {}
+        """(frontend, worker), since when."""
+        self._deaths: dict[str, list[Seconds]] = {}
+        """Of workers and of their engines, and steps that failed."""
+        self.causes = FaultHistory()
+
+    def watch(self) -> None:
+        """Look at who is fit, from now on."""
+        self._look()
+        self._world.call_later(_LOOKS, self.watch)
+
+    # ------------------------------------------------------------------ what happens
+
+    def died(self, worker: str) -> None:
+        """It, its engine, or a step of it; or somebody takes it for dead."""
+        self._deaths.setdefault(worker, []).append(self._world.loop.time())
+
+    def held_for_dead(self, host: VirtualHost, name: str, epoch: int) -> None:
+        """`host` believes that of a life. Complains, if nothing made that life silent."""
+        other = self._world.hosts.get(name)
+        if other is None or other.part is None or not _runs(other):
+            return
+        now, node = self._world.loop.time(), other.part.node
+        silent = self.causes.longest_silence(now - _BURIED_WITHIN, now)
+        if node.epoch == epoch and silent <= _SPEAKS_UP:
+            self._world.complain(
+                f"{host.name} holds {name} for dead, which lives; nobody was silent for longer "
+                f"than {silent:.1f} s"
+            )
+
+    def leaves(self, account: TrackedRequest) -> None:
+        """Its client is about to turn away."""
+        stage = stage_of(self._world, account.name, begun=bool(account.placed))
+        self._world.cancelled[stage] += 1
+        account.left_at = stage
+
+    def ended(self, host: VirtualHost, account: TrackedRequest) -> None:
+        """See above. Complains."""
+        if isinstance(account.error, Poisoned) and not account.poison:
+            self._world.outcomes["taken for poison"] += 1
+        wrong = self._wrong(host, account)
+        if wrong:
+            self._world.complain(f"{account.name} {account.outcome}: {wrong} ({account.error})")
+        self.forgotten(account)
+
+    def forgotten(self, account: TrackedRequest) -> None:
+        """Nobody waits for it any more."""
+        end = self._world.loop.time()
+        self.causes.request_ended(end, account.steps)
+        self._world.call_later(_FREE_WITHIN, partial(self._is_free, account, end))
+
+    def _is_free(self, account: TrackedRequest, end: Seconds) -> None:
+        if self.causes.any_since(end - _SETTLES, disturbing=True):
+            return
+        stage = f", cancelled while {account.left_at}" if account.left_at else ""
+        for host, kept in locate_request(self._world, account.name):
+            self._world.complain(
+                f"{host} keeps {account.name}, which is {kept} there, {_FREE_WITHIN:g} s after it "
+                f"has ended: {account.outcome}{stage}"
+            )
+
+    def others_fit(self, host: VirtualHost) -> bool:
+        """Whatever a worker has could be served by another, in everybody's eyes."""
+        frontends = [f.name for f in self._world.of_role("frontend") if _runs(f)]
+        model = host.settings.model
+        others = [w for w in self._world.of_role("worker") if w.settings.model == model]
+        since = self._world.loop.time() - _FIT
+        return any(
+            all(self._fit.get((frontend, other.name), inf) <= since for frontend in frontends)
+            for other in others
+            if other is not host
+        )
+
+    # ------------------------------------------------------------------ what is legal
+
+    def _wrong(self, host: VirtualHost, account: TrackedRequest) -> str:
+        error, now = account.error, self._world.loop.time()
+        moves = getattr(account.stream, "_moves", 0)
+        if moves > _MOVES:
+            return f"it was moved {moves} times"
+        if account.outcome == "completed":
+            return "every engine that computes it breaks" if account.poison else ""
+        match error:
+            case None:
+                return ""
+            case DeadlineExceeded():
+                deadline = account.request.deadline
+                if deadline is None or now - account.began < deadline - 0.01:
+                    return "it has time left"
+                return self._wrongly_late(host, account)
+            case Poisoned():
+                return self._wrongly_poison(account, error)
+            case Draining() if host.busy:
+                return ""  # its frontend goes away, and its connection with it
+            case Overloaded() if not account.tokens:
+                return self._wrongly_full(host, account)
+            case NoWorker() | NoRouter():
+                return self._wrongly_nobody(host, account)
+            case NotReady() | Draining() | WorkerLost() if not account.accepted:
+                return self._wrongly_nobody(host, account)
+        return "that is no reason"
+
+    def _wrongly_late(self, host: VirtualHost, account: TrackedRequest) -> str:
+        """It has to be ended in time by somebody else than the frontend, and served, if it could
+        be: neither was anything the matter where it may have been, nor many others there."""
+        workers = self._workers_of(account)
+        but = _HANDS_OVER if account.overdue else ()
+        if self._disturbed(host, account, but):
+            return ""
+        if account.overdue:
+            return "nobody has ended it in time"
+        deadline, others = account.request.deadline, self._crowd(account.began)
+        assert deadline is not None
+        began = [self._fit.get((host.name, worker.name), inf) for worker in workers]
+        if others > _ALONE or not any(since <= account.began for since in began):
+            return ""
+        pace = max(worker.settings.pace for worker in workers)
+        modes = {worker.settings.mode for worker in workers}
+        needed = 1.0 + _AT_LEISURE * pace * account.steps
+        needed += _HANDED_OVER if "prefill" in modes else 0.0
+        return f"it needs {needed:.2f} s and was not served" if needed < deadline else ""
+
+    def _wrongly_full(self, host: VirtualHost, account: TrackedRequest) -> str:
+        """There have to be as many requests as the bound says, or, for one with a deadline, so many
+        that it may wait for most of it; or workers have died of it, and others are tried."""
+        crowd = self._crowd(self._world.loop.time() - _SETTLES)
+        suspect = any(placed.worker in self._deaths for placed in account.placed)
+        if suspect or (crowd and self._may_wait(host, account)):
+            return ""
+        bound = MAX_WAITING
+        if not account.placed:
+            bound = min(router.settings.hold_limit for router in self._world.of_role("router"))
+        return "" if crowd >= bound else f"{crowd} others are not the {bound} that there may be"
+
+    def _may_wait(self, host: VirtualHost, account: TrackedRequest) -> bool:
+        """Whether what was before it, one after the other and at leisure, may take so much of its
+        deadline that it is refused; with faults nobody can say how long that takes."""
+        deadline = account.request.deadline
+        if deadline is None or self._disturbed(host, account):
+            return deadline is not None
+        ahead = self.causes.steps_since(self._world.loop.time() - _SETTLES)
+        ahead += sum(other.steps for other in self._world.accounts if other is not account)
+        pace = max(worker.settings.pace for worker in self._workers_of(account))
+        return 1.0 + _AT_LEISURE * pace * ahead > MAX_WAIT_SHARE * deadline
+
+    def _disturbed(
+        self, host: VirtualHost, account: TrackedRequest, but: Container[str] = ()
+    ) -> bool:
+        """A fault of other kinds than `but` befell a host that has to do with it, in its time."""
+        names = {router.name for router in self._world.of_role("router")}
+        names |= {host.name, *(worker.name for worker in self._workers_of(account))}
+        return self.causes.touched(names, account.began - _SETTLES, but=but)
+
+    def _workers_of(self, account: TrackedRequest) -> list[VirtualHost]:
+        """Those of its model."""
+        return [w for w in self._world.of_role("worker") if self._serves_model(w, account)]
+
+    def _crowd(self, since: Seconds) -> int:
+        """Other requests that have lived since then."""
+        return len(self._world.accounts) + self.causes.ended_since(since)
+
+    def _serves_model(self, worker: VirtualHost, account: TrackedRequest) -> bool:
+        return worker.settings.model == account.request.model
+
+    def _wrongly_poison(self, account: TrackedRequest, error: Poisoned) -> str:
+        """By whom it was computed when they died, as far as a world can tell: one after another,
+        and no token came."""
+        deaths = 0
+        ends = [(placed.at, placed.tokens) for placed in account.placed[1:]]
+        ends.append((self._world.loop.time(), account.tokens))
+        for placed, (end, tokens) in zip(account.placed, ends, strict=True):
+            times = self._deaths.get(placed.worker, ())
+            died = any(placed.at <= at <= end for at in times)
+            deaths = deaths + died if tokens == placed.tokens else 0
+        wanted = FrontendConfig().poison_after
+        if deaths < wanted:
+            return f"{deaths} workers have died of it, not {wanted}"
+        named = [placed.worker for placed in account.placed if placed.worker in error.message]
+        return "" if named else "it does not say of whom it knows that"
+
+    def _wrongly_nobody(self, host: VirtualHost, account: TrackedRequest) -> str:
+        """There has to be none."""
+        self._look()
+        since = self._world.loop.time() - _FIT
+        refused = () if account.accepted else {placed.worker for placed in account.placed}
+        for (frontend, worker), begun in self._fit.items():
+            if worker in refused:
+                continue  # a new request is not brought back to who did not take it
+            settings = self._world.hosts[worker].settings
+            if frontend == host.name and settings.model == account.request.model and begun <= since:
+                return f"{worker} could have served it for {_FIT:g} s or longer"
+        return ""
+
+    # ------------------------------------------------------------------ who is fit
+
+    def _look(self) -> None:
+        world, now = self._world, self._world.loop.time()
+        workers = [host for host in world.of_role("worker") if _serves(host)]
+        routers = [host for host in world.of_role("router") if _runs(host)]
+        fit: dict[tuple[str, str], Seconds] = {}
+        for frontend in world.of_role("frontend"):
+            if not _runs(frontend):
+                continue
+            near = [r for r in routers if self._hear(frontend, r)]
+            for worker in workers:
+                key = frontend.name, worker.name
+                if self._hear(frontend, worker) and any(self._hear(r, worker) for r in near):
+                    fit[key] = self._fit.get(key, now)
+        self._fit = fit
+
+    def _hear(self, one: VirtualHost, other: VirtualHost) -> bool:
+        """Both know each other, and nothing is between them."""
+        if self._world.is_cut(one.name, other.name):
+            return False
+        return _knows(one, other) and _knows(other, one)
+
+
+def _runs(host: VirtualHost) -> bool:
+    return host.up and host.ready and host.process is not None and not host.process.paused
+
+
+def _serves(host: VirtualHost) -> bool:
+    part = host.part
+    return (
+        _runs(host)
+        and isinstance(part, Worker)
+        and part.service.config.mode != "prefill"
+        and part.service.unready_reason() is None
+        and not _is_full(part)
+    )
+
+
+def _is_full(worker: Worker) -> bool:
+    engine = worker.service.engine
+    return isinstance(engine, VirtualTimeEngine) and engine.full
+
+
+def _knows(one: VirtualHost, other: VirtualHost) -> bool:
+    assert one.part is not None
+    assert other.part is not None
+    node = other.part.node
+    member = one.part.node.registry.get(node.id)
+    return (
+        member is not None
+        and member.epoch == node.epoch
+        and member.reachable
+        and not member.suspect
+        and member.card == node.card
+    )
