@@ -3,21 +3,30 @@
     python .ci/pytest.py [pytest's arguments]
 
 Tests marked `alone` measure time, or fill the machine by themselves. Both parts run whatever comes
-of the first, unless that was told to stop (-x); the exit status is pytest's, of the first part that
-failed.
+of the first, unless that was told to stop (-x).
+
+A few tests that failed run once more, one after the other, on what is then an idle machine. If all
+of them pass, the run is green and its last lines name them as flaky: a shared machine that stands
+still for ten seconds fails one test in twelve thousand. More than `MOST_AGAIN` failures, and errors
+that are no test's, are never tried again. The exit status is that of the first part that failed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 MOST = 4
 """Processes at a time: more gain little, and each takes the memory of a whole suite. Two for each
 core, since what starts servers mostly waits for them."""
-NONE_CHOSEN = 5
-"""pytest's exit status when the arguments leave no test over."""
+MOST_AGAIN = 3
+"""Failures that may be a machine's."""
+FAILED, NONE_CHOSEN = 1, 5
+"""pytest's exit statuses when tests failed, and when the arguments leave no test over."""
 STOP = {"-x", "--exitfirst", "--maxfail=1"}
 
 
@@ -33,17 +42,43 @@ def part(name: str, *arguments: str) -> int:
     return subprocess.run(command, env=os.environ | {"PDSERVE_TEST_PART": name}).returncode
 
 
+def failed_tests(cache: Path) -> list[str]:
+    """What pytest's cache says of both parts: ids of tests that failed."""
+    try:
+        return sorted(json.loads((cache / "v/cache/lastfailed").read_text()))
+    except FileNotFoundError:
+        return []
+
+
+def run_again(failed: list[str], arguments: list[str]) -> int:
+    """Run these once more, alone; prints what came of it, and returns pytest's status."""
+    print(f"==> once more, alone: {', '.join(failed)}", flush=True)
+    options = [one for one in arguments if one.startswith("--hypothesis-seed")]
+    status = part("", "-q", *options, *failed)
+    verdict = "flaky: failed beside others, passed alone" if status == 0 else "failed twice"
+    print(f"==> {verdict}: {', '.join(failed)}", flush=True)
+    return status
+
+
+def run_parts(arguments: list[str]) -> list[int]:
+    """The statuses of the parts that failed, in their order; [NONE_CHOSEN] if nothing ran."""
+    together = ("-n", str(min(2 * cores(), MOST)), "--dist", "loadfile", "--no-loadscope-reorder")
+    statuses = [part("together", *together, *arguments)]
+    if statuses[0] in (0, NONE_CHOSEN) or not STOP & set(arguments):
+        statuses.append(part("alone", *arguments))
+    if set(statuses) == {NONE_CHOSEN}:
+        return [NONE_CHOSEN]
+    return [status for status in statuses if status not in (0, NONE_CHOSEN)]
+
+
 def main(arguments: list[str]) -> int:
     """The exit status."""
-    together = ("-n", str(min(2 * cores(), MOST)), "--dist", "loadfile", "--no-loadscope-reorder")
-    first = part("together", *together, *arguments)
-    if first not in (0, NONE_CHOSEN) and STOP & set(arguments):
-        return first
-    second = part("alone", *arguments)
-    failed = [status for status in (first, second) if status not in (0, NONE_CHOSEN)]
-    if failed:
-        return failed[0]
-    return NONE_CHOSEN if first == second == NONE_CHOSEN else 0
+    with tempfile.TemporaryDirectory(prefix="pdserve-pytest-") as cache:
+        statuses = run_parts([*arguments, "-o", f"cache_dir={cache}"])
+        failed = failed_tests(Path(cache))
+    if set(statuses) == {FAILED} and 0 < len(failed) <= MOST_AGAIN and not STOP & set(arguments):
+        return run_again(failed, arguments)
+    return statuses[0] if statuses else 0
 
 
 if __name__ == "__main__":
