@@ -68,7 +68,8 @@ _DUPLICATE: Final = LinkDownReason(
 
 
 class Endpoint:
-    """See `base.Network`. Make it inside the running loop it is to live on."""
+    """Listens, dials, and keeps one link per peer; implements `net.base.Network`. Create it inside
+    the running loop."""
 
     def __init__(
         self,

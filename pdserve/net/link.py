@@ -66,7 +66,7 @@ _RECHECK: Final[Seconds] = 0.02
 
 
 class PeerLink:
-    """See `base.Link`."""
+    """One authenticated connection to a peer; implements `net.base.Link`."""
 
     def __init__(
         self,

@@ -42,8 +42,8 @@ class CallLink(Link, Protocol):
 
 
 class LinkCall(msgspec.Struct, eq=False):
-    """See `base.IncomingCall`. A Struct, because one is made per request and a plain class costs
-    double."""
+    """One request of a peer; implements `net.base.IncomingCall`. A Struct, because one is made per
+    request and a plain class costs double."""
 
     link: CallLink
     id: int

@@ -210,7 +210,8 @@ class Node:
         self._streams[number] = opened
 
     def on_member(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]:
-        """See `Registry.listen`."""
+        """Call `listener` on every change of membership, beginning with the present members.
+        Returns a function that ends it."""
         return self.registry.listen(listener)
 
     # ------------------------------------------------------------------ taking part
@@ -447,13 +448,13 @@ class Node:
     # ------------------------------------------------------------------ net.base.Handler
 
     def on_link_up(self, link: Link) -> None:
-        """See `net.base.LinkHandler`."""
+        """Tell gossip of a new link."""
         # Whom nobody can dial is a visitor: it asks, and is no member.
         if self._life is not None and link.peer.address:
             self._life.gossip.link_up(link)
 
     def on_link_down(self, link: Link, down: LinkDownReason) -> None:
-        """See `net.base.LinkHandler`."""
+        """Tell gossip that a link has closed, unless another one to the same life is up."""
         life = self._life
         if life is not None:
             now = life.endpoint.link(link.peer.node)
@@ -462,7 +463,7 @@ class Node:
                 life.gossip.link_down(link.peer.node, link.peer.epoch, orderly=orderly)
 
     def on_tell(self, link: Link, method: int, body: Buffer) -> None:
-        """See `net.base.LinkHandler`."""
+        """Pass a one-way message to its handler; messages of unknown methods are dropped."""
         hear = self._tells.get(method)
         if hear is None:
             _log.debug("%s told us something of method %d, unknown here", link.peer.node, method)
@@ -470,14 +471,14 @@ class Node:
             hear(link, body)
 
     def on_request(self, call: IncomingCall) -> None:
-        """See `net.base.LinkHandler`."""
+        """Pass a request to its handler. Errors: `NoMethod` if there is none."""
         answer = self._answers.get(call.method)
         if answer is None:
             raise NoMethod(f"method {call.method} is not served by {self.config.role} nodes")
         answer(call)
 
     def on_stream(self, stream: IncomingStream, method: int, body: Buffer) -> None:
-        """See `net.base.LinkHandler`."""
+        """Pass a new stream to its handler. Errors: `NoMethod` if there is none."""
         opened = self._streams.get(method)
         if opened is None:
             raise NoMethod(f"no stream of method {method} at {self.config.role} nodes")

@@ -91,7 +91,7 @@ _NOTHING: Final = EngineStats()
 
 
 class VirtualTimeEngine:
-    """See `worker.service.SupervisedEngine`."""
+    """A simulated worker's engine; implements `worker.service.SupervisedEngine`."""
 
     def __init__(
         self,
@@ -101,7 +101,8 @@ class VirtualTimeEngine:
         load_time: Seconds,
         fabric: FakeFabric | None = None,
     ) -> None:
-        """`fabric` is what all engines of a world that move KV have in common."""
+        """`pace`: virtual seconds of each step. `load_time`: virtual seconds of each start.
+        `fabric`: the network for KV that all engines of a world share; None: no transfers."""
         self.state = EngineState.NEW
         self.state_reason = "not started"
         self.restarts = 0
@@ -136,18 +137,18 @@ class VirtualTimeEngine:
         self._reboot: asyncio.TimerHandle | None = None
 
     def now(self) -> Seconds:
-        """See `clock.Clock`."""
+        """The virtual time, in seconds."""
         return self._loop.time()
 
     @property
     def core(self) -> Core | None:
-        """None while it is down."""
+        """The core; None while it is down."""
         return self._core
 
     # ------------------------------------------------------------------ life
 
     async def start(self, on_progress: Callable[[LoadProgress], None] | None = None) -> None:
-        """See `engine.port.Engine`."""
+        """Create the core after `load_time` virtual seconds. `on_progress` is not called."""
         self.state, self.state_reason = EngineState.LOADING, "loading"
         await asyncio.sleep(self._load_time)
         self._boot()
@@ -174,7 +175,8 @@ class VirtualTimeEngine:
         return EngineCore(ScriptedExecutor(), self, mover)
 
     def die(self, restart_after: Seconds) -> bool:
-        """The core's process is gone; False if there was none."""
+        """End the core as if its process died; it restarts after `restart_after` seconds. False if
+        there was none."""
         if self._core is None:
             return False
         self._drop_core()
@@ -186,7 +188,8 @@ class VirtualTimeEngine:
         return True
 
     async def stop(self) -> None:
-        """See `engine.port.Engine`."""
+        """Close the core and fail every submission with `Draining`; ends the transports of all
+        lives."""
         self._drop_core()
         if self._reboot is not None:
             self._reboot.cancel()
@@ -197,14 +200,16 @@ class VirtualTimeEngine:
             await self._ending.pop().closed()
 
     async def drain(self, timeout: Seconds) -> bool:
-        """See `engine.port.Engine`."""
+        """Wait until no submission is in flight; False if `timeout` came first. New ones are still
+        accepted."""
         until = self._loop.time() + timeout
         while self._owed and self._loop.time() < until:  # noqa: ASYNC110  as a core is polled
             await asyncio.sleep(self._pace)
         return not self._owed
 
     def free(self) -> None:
-        """Its process was killed: give the memory back, as a kernel does."""
+        """Free the core's memory, as the kernel does with a killed process. Sinks are not
+        called."""
         self._disarm()  # by a peer's write, perhaps: then the timer is not among its own
         self._cut_off()
         self._guard.core = None
@@ -249,7 +254,7 @@ class VirtualTimeEngine:
     # ------------------------------------------------------------------ requests
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
-        """See `engine.port.Engine`."""
+        """Post a request. Errors: `NotReady` while the core is down, `Overloaded`."""
         handle = self._admit()
         self._sinks[handle] = sink
         self._choices[handle] = len(request.live)
@@ -265,7 +270,7 @@ class VirtualTimeEngine:
         return self._handles
 
     def abort(self, handle: Handle) -> None:
-        """See `engine.port.Engine`."""
+        """Abort a submission; its sink gets no further call. Ignores unknown handles."""
         if self._forget(handle) is not None or self._prefills.pop(handle, None) is not None:
             self._post(Abort(handle=handle))
 
@@ -282,7 +287,8 @@ class VirtualTimeEngine:
     # ------------------------------------------------------------------ handing prompts over
 
     def submit_remote(self, request: GenerateRequest, sink: RemotePrefillSink) -> Handle:
-        """See `engine.port.Engine`."""
+        """Post a request whose prompt another engine prefills. Errors: those of `submit`, and
+        `TransferRefused`."""
         handle = self._admit_transfer()
         self._sinks[handle] = self._remotes[handle] = sink
         self._choices[handle] = len(request.live)
@@ -297,7 +303,8 @@ class VirtualTimeEngine:
         epoch: Epoch,
         sink: PrefillSink,
     ) -> Handle:
-        """See `engine.port.Engine`."""
+        """Prefill a prompt for a peer and send its KV. Errors: those of `submit`, and
+        `TransferRefused`."""
         handle = self._admit_transfer()
         self._prefills[handle] = sink
         self._post(
@@ -312,67 +319,68 @@ class VirtualTimeEngine:
         return handle
 
     def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:
-        """See `engine.port.Engine`."""
+        """Let (node, epoch) fill the request's blocks. Ignores unknown handles."""
         if handle in self._remotes:
             self._post(OpenAttemptBlocks(handle=handle, attempt=attempt, node=node, epoch=epoch))
 
     def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None:
-        """See `engine.port.Engine`."""
+        """Start to decode once the attempt's KV has arrived. Ignores unknown handles."""
         if handle in self._remotes:
             self._post(Activate(handle=handle, attempt=attempt, handoff=handoff))
 
     def give_up(self, handle: Handle, attempt: int) -> None:
-        """See `engine.port.Engine`."""
+        """Abort an attempt. Ignores unknown handles."""
         if handle in self._remotes:
             self._post(AbortAttempt(handle=handle, attempt=attempt))
 
     def prefill_here(self, handle: Handle) -> None:
-        """See `engine.port.Engine`."""
+        """Compute the prompt in this engine after all. Ignores unknown handles."""
         if handle in self._remotes:
             self._post(PrefillLocally(handle=handle))
 
     def attach(self, node: NodeId, epoch: Epoch) -> None:
-        """See `engine.port.Engine`."""
+        """Exchange KV as (node, epoch) from now on, also after a restart of the core."""
         self._key = NodeLife(node, epoch)
         self._desk.attach(node, epoch)
 
     def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
-        """See `engine.port.Engine`."""
+        """End the transfers with a peer that gossip calls dead, and fence its writes."""
         self._desk.peer_gone(node, epoch)
 
     def transfer_call(
         self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
     ) -> None:
-        """See `engine.port.Engine`."""
+        """Pass a peer's control call to the core's transports; `reply` is called once."""
         self._desk.call(node, epoch, ask, reply)
 
     def on_transfer(self, ask: AskPeer) -> None:
-        """See `engine.port.Engine`."""
+        """Set the function by which the core's transports call their peers."""
         self._desk.on_transfer(ask)
 
     def paths(self) -> Sequence[PathState]:
-        """See `engine.port.Engine`."""
+        """The state of every KV path, as last reported by the core."""
         return self._desk.paths
 
     # ------------------------------------------------------------------ the rest of the port
 
     @property
     def full(self) -> bool:
-        """It takes no more requests for now."""
+        """`submit` would raise `Overloaded`."""
         return self._owed >= self._spec.max_sequences + self._spec.max_waiting
 
     def statistics(self) -> EngineStats:
-        """See `engine.port.Engine`."""
+        """The core's present stats; zeros while it is down."""
         core = self._core
         return core.statistics() if isinstance(core, EngineCore) else _NOTHING
 
     def rekey(self, hash_secret: bytes) -> None:
-        """See `engine.port.Engine`."""
+        """Hash blocks with this secret from now on, also after a restart."""
         self._spec = replace(self._spec, hash_secret=hash_secret)
         self._post(SetHashSecret(hash_secret=hash_secret))
 
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
-        """See `engine.port.Engine`; a death reaches it as `PoolCleared`."""
+        """Call `listener` with every later batch of KV cache events; a death of the core is a
+        `PoolCleared`."""
         self._kv_listeners.append(listener)
 
     def _tell_listeners(self, events: Sequence[KvEvent]) -> None:

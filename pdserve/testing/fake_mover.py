@@ -281,7 +281,7 @@ class FreeGuard:
         pool.reserve = self.reserve  # type: ignore[method-assign]
 
     def reserve(self, *args: object, **kwargs: object) -> list[int] | None:
-        """See `BlockPool.reserve`."""
+        """Reserve blocks of the pool, and assert that no peer can still write to any of them."""
         fresh = self._reserve(*args, **kwargs)  # type: ignore[arg-type]
         writable = self._mover.net.closing(self._mover)
         assert not writable & set(fresh or ()), "a block is handed out that a peer may write to"

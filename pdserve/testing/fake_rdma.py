@@ -133,7 +133,7 @@ class _Write:
 
 
 class FakeQueuePair:
-    """See `pdserve.transfer.rdma.verbs_path.QueuePair`."""
+    """A simulated queue pair; implements `transfer.rdma.verbs_path.QueuePair`."""
 
     def __init__(self, transport: FakeTransport) -> None:
         self.transport = transport

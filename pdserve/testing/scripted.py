@@ -128,7 +128,7 @@ class ScriptedExecutor:
         self._memory = BlockMemory(num_blocks, (self._size, _ENTRY))
 
     def region(self) -> Region:
-        """See `engine_core.executor.SupportsKvTransfer`."""
+        """The pool, as memory that peers may reach (`engine_core.executor.SupportsKvTransfer`)."""
         return region_in_memory(self._layout, self._kv)
 
     def execute(self, plan: StepPlan) -> StepResult:

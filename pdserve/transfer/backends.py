@@ -45,26 +45,28 @@ TransportFactory = Callable[["NodeLife", "Sequence[Region]", "CallPeer"], "KvTra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferBackend:
-    """One way to move KV, on this machine."""
+    """One way to move KV, as this machine offers it."""
 
     name: str
     make: TransportFactory
-    """A transport in the name of a node's life, on the running loop."""
+    """Creates a transport in the name of a node's life, on the running loop."""
     lacking: Callable[[Sequence[Region]], str] = lambda regions: ""
-    """Why it cannot be used for these pools; empty: it can. What takes long and concerns no peer,
-    such as registering the pools, it does: so it is called once, before the engine is ready."""
+    """Returns why the backend cannot be used for these pools; empty: it can. It does the slow
+    preparations that need no peer, such as registering the pools, so it is called once, before the
+    engine is ready."""
     places: Callable[[], tuple[str, ...]] = tuple
-    """Where it reaches: both ends must have one in common. Empty: anywhere."""
+    """Returns the fabrics that the backend reaches: two workers need one in common. Empty: it
+    reaches any worker."""
     expected: Callable[[], float] = field(default=lambda: 0.0)
-    """Bytes per second that it usually brings; 0: unknown."""
+    """Returns the usual bandwidth in bytes per second; 0: unknown."""
     close: Callable[[], None] = lambda: None
-    """Undo what `lacking` did, once no transport is left. Idempotent."""
+    """Undoes what `lacking` did, once no transport is left. Idempotent."""
 
 
 def backend_offers(backends: Sequence[TransferBackend], regions: Sequence[Region]) -> BackendOffers:
-    """What of these can be used, and why the others cannot.
+    """Tell which of these backends can be used, and why the others cannot.
 
-    Raises `ConfigError` with the reason of each when nothing is left.
+    Errors: `ConfigError` with the reason of each when none is left.
     """
     places: dict[str, tuple[str, ...]] = {}
     lacking: dict[str, str] = {}
@@ -77,14 +79,14 @@ def backend_offers(backends: Sequence[TransferBackend], regions: Sequence[Region
     if not places:
         reasons = "; ".join(f"{name}: {why}" for name, why in lacking.items())
         raise ConfigError(
-            f"KV cannot be moved by what --transfer allows here ({reasons}); "
-            "--transfer=auto takes whatever is possible"
+            f"no KV transfer backend that --transfer allows works here ({reasons}); "
+            "--transfer=auto allows all of them"
         )
     return BackendOffers(places, lacking)
 
 
 def make_backends(spec: TransferSpec) -> list[TransferBackend]:
-    """Those that `spec` allows, best first. Raises `ConfigError` for an unknown name."""
+    """The backends that `spec` allows, best first. Errors: `ConfigError` for an unknown name."""
     rdma = _Rdma(spec)
     made = {
         "rdma": TransferBackend(
@@ -118,7 +120,7 @@ def make_backends(spec: TransferSpec) -> list[TransferBackend]:
     unknown = [name for name in spec.backends if name not in made]
     if unknown:
         known = ", ".join(BACKEND_ORDER)
-        raise ConfigError(f"there is no way to move KV called {unknown[0]!r}; there are {known}")
+        raise ConfigError(f"there is no KV transfer backend {unknown[0]!r}; known: {known}")
     return [made[name] for name in spec.backends or BACKEND_ORDER]
 
 
@@ -133,7 +135,8 @@ class _Rdma:
         self._adapters: Adapters | None = None
 
     def lacking(self, regions: Sequence[Region]) -> str:
-        """See `TransferBackend`."""
+        """Check for pyverbs and register the pools with the adapters; returns why rdma cannot be
+        used, empty if it can."""
         if not _in_build("pdserve.transfer.rdma"):
             return "this build has none"
         from pdserve.transfer.rdma.device_memory import unsupported_reason
@@ -148,7 +151,7 @@ class _Rdma:
         why = unavailable_reason() or unsupported_reason(regions) or self._register(regions)
         if not why and in_device and self._spec.verify != "off":
             _log.warning(
-                "--verify-kv=%s: over rdma KV in device memory is not compared (cuda_ipc: is)",
+                "--verify-kv=%s: rdma does not compare KV in device memory (cuda_ipc does)",
                 self._spec.verify,
             )
         return why
@@ -164,19 +167,19 @@ class _Rdma:
         try:
             adapters.open()
         except TransferError as error:
-            _log.warning("KV does not move over rdma: %s", error.message)
+            _log.warning("rdma cannot be used for KV transfers: %s", error.message)
             return error.message
         self._adapters = adapters
         return ""
 
     def make(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
-        """See `TransferBackend`."""
+        """Create the transport of one life of the node, on the adapters that are open."""
         from pdserve.transfer.rdma.transport import RdmaTransport
 
         return RdmaTransport(*key, regions, ask, adapters=self._adapters)
 
     def close(self) -> None:
-        """See `TransferBackend`."""
+        """Close the adapters; the pools are no longer registered."""
         adapters, self._adapters = self._adapters, None
         if adapters is not None:
             adapters.close()

@@ -32,9 +32,9 @@ State = Literal["open", "failed", "stopping", "closed"]
 
 @dataclass(slots=True, eq=False)
 class GrantEntry:
-    """See `base.Grant`.
+    """One grant and its state; implements `base.Grant`.
 
-    open       parts arrive and are notified
+    open       parts arrive and are reported to the sink
     failed     the sink has been told; bytes may still be under way
     stopping   the owner wants no more; bytes may still be under way
     closed     finished or fenced
@@ -45,9 +45,9 @@ class GrantEntry:
     sink: GrantSink
     state: State = "open"
     parts: set[int] = field(default_factory=set)
-    """Those that have arrived."""
+    """Numbers of the parts that have arrived."""
     counts: dict[int, int] = field(default_factory=dict)
-    """Of parts that arrive in several pieces: pieces that have arrived."""
+    """For a part that arrives in several pieces: how many of them have arrived."""
 
     @property
     def closed(self) -> bool:
@@ -61,7 +61,7 @@ class GrantEntry:
 
 
 class GrantTable:
-    """See above."""
+    """Assigns slots to one node's grants. Holds at most `MAX_SLOTS`; owned by one transport."""
 
     def __init__(self, epoch: Epoch, slots: int = MAX_SLOTS) -> None:
         if not 0 < slots <= MAX_SLOTS:
@@ -76,7 +76,8 @@ class GrantTable:
         return len(self._current)
 
     def open(self, path: PathBase, order: GrantSpec, sink: GrantSink) -> GrantEntry:
-        """A slot for an order. Raises `Overloaded`, `PlanError` for blocks of another grant."""
+        """Open a grant in a free slot. Errors: `Overloaded` without a free slot, `PlanError` for a
+        block of another open grant."""
         if not self._free:
             raise Overloaded("every transfer slot is taken", retry_after=1.0)
         shared = self._blocks.intersection(order.blocks)
@@ -102,8 +103,8 @@ class GrantTable:
     def find(
         self, path: PathBase, slot: int, generation: int, *, exact: bool = False
     ) -> GrantEntry | None:
-        """The grant of this path that a notification means; four bits of its generation suffice,
-        unless all of them are known (`exact`)."""
+        """The open grant that a notification names, or None. Four bits of the generation are
+        compared, or all of it if `exact`."""
         granted = self._current.get(slot)
         if granted is None or granted.path is not path:
             return None
@@ -117,7 +118,7 @@ class GrantTable:
         return [granted for granted in self._current.values() if granted.path is path]
 
     def close(self, granted: GrantEntry) -> None:
-        """The blocks are the owner's again; the slot goes to the end of the line."""
+        """Close a grant: its blocks are the owner's again, and its slot is reused last."""
         if granted.state == "closed":
             return
         granted.state = "closed"

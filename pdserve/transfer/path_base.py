@@ -74,7 +74,7 @@ class Delivery:
 
 
 class PathBase:
-    """See above, and `base.KvPath`."""
+    """Grants and deliveries of one path; implements `base.KvPath`."""
 
     backend = ""
 
@@ -151,11 +151,16 @@ class PathBase:
         return granted
 
     def finish(self, granted: GrantEntry) -> None:
-        """See `base.Grant.finish`."""
+        """Close a grant of which all parts have arrived; no fence is needed."""
         self.grants.close(granted)
 
     async def revoke(self, granted: GrantEntry, timeout: Seconds) -> None:
-        """See `base.Grant.revoke`."""
+        """Close a grant behind a fence: it returns when nothing can arrive any more.
+
+        Errors: `TransferTimeout` or another `TransferError` if the peer does not confirm; the
+        grant's blocks then stay in quarantine until the path is closed. Cancellation: as after an
+        error.
+        """
         if granted.closed:
             return
         granted.state = "stopping"
@@ -213,7 +218,8 @@ class PathBase:
     # ------------------------------------------------------------------ the source
 
     def deliver(self, ticket: TransferTicket, part: KvPart, done: DeliveryDone) -> None:
-        """See `base.KvPath.deliver`."""
+        """Begin to send a part to the blocks of the peer's ticket; `done` is called once, later.
+        Errors: `PathLost`, `Overloaded`, `TransferRefused`; `done` is then not called."""
         if self.down is not None:
             raise self._error(PathLost, ticket.transfer, "deliver", self.down.message)
         if len(self.outgoing) >= MAX_DELIVERIES:
@@ -257,7 +263,7 @@ class PathBase:
             self._watch()
 
     def withdraw(self, ticket: TransferTicket) -> None:
-        """See `base.KvPath.withdraw`."""
+        """Stop all deliveries under this ticket and tell the peer, whose sink fails."""
         self.stop(ticket.slot, ticket.generation)
         if self.down is None:
             self.tell(TicketWithdrawn(self.remote, ticket.slot, ticket.generation))
@@ -313,7 +319,8 @@ class PathBase:
         self._ending = asyncio.get_running_loop().create_task(self._end(step, reason))
 
     async def close(self, reason: str) -> None:
-        """See `base.KvPath.close`."""
+        """End the path; returns when this node's end is destroyed, which is the fence.
+        Idempotent."""
         self.fail("close", reason)
         assert self._ending is not None
         await asyncio.shield(self._ending)
@@ -336,7 +343,7 @@ class PathBase:
 
     @property
     def stats(self) -> PathStats:
-        """See `base.KvPath`."""
+        """The path's counters, with the present number of deliveries and grants."""
         self._stats.outgoing = len(self.outgoing)
         self._stats.granted = len(self.grants.of(self))
         return self._stats

@@ -55,7 +55,8 @@ class HelloExchange(Protocol):
 
 
 class TransportBase:
-    """See above, and `base.KvTransport`. A back end brings `_dial` and `_accept`."""
+    """Keeps one node's paths over one backend and answers its peers; implements `base.KvTransport`.
+    A backend adds `_dial` and `_accept`."""
 
     name = ""
 
@@ -99,11 +100,16 @@ class TransportBase:
     # ------------------------------------------------------------------ paths
 
     def path(self, peer: NodeLife) -> PathBase | None:
-        """See `base.KvTransport`."""
+        """The path to this life of a peer that is up, whoever asked for it; None: there is none."""
         return self._up.get(peer)
 
     async def connect(self, peer: NodeLife, *, timeout: Seconds) -> PathBase:
-        """See `base.KvTransport`."""
+        """Return the path to a peer, and set it up if there is none. Concurrent callers share one
+        attempt.
+
+        Errors: `TransferTimeout`, or another `TransferError` that names the step. Cancellation: the
+        attempt goes on.
+        """
         path = self._up.get(peer)
         if path is not None:
             return path
@@ -219,7 +225,8 @@ class TransportBase:
     # ------------------------------------------------------------------ control
 
     async def answer(self, peer: NodeLife, control: TransferControl) -> TransferControl:
-        """See `base.KvTransport`."""
+        """Answer a control message of an authenticated peer. Errors: `TransferRefused` for a
+        message that does not fit, which the caller passes on."""
         self._check_open(peer)
         match control:
             case PathHello():
@@ -279,7 +286,7 @@ class TransportBase:
     # ------------------------------------------------------------------ the rest
 
     async def close(self) -> None:
-        """See `base.KvTransport`."""
+        """Close every path and refuse new ones. Each peer has 2 s to hear of it."""
         self.closed = True
         connecting = list(self._connecting.values())
         for task in connecting:

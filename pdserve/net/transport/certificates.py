@@ -27,7 +27,7 @@ _State = tuple[tuple[int, int, int], ...]
 
 
 class Certificates:
-    """See `tls.TlsSource`."""
+    """Supplies TLS contexts from certificate files, and reads the files again when they change."""
 
     def __init__(self, cert: Path, key: Path, ca: Path | None = None) -> None:
         """Raises `ConfigError`, naming the file."""

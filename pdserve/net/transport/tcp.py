@@ -35,7 +35,7 @@ _BACKLOG: Final = 1024
 
 
 class TcpNetwork:
-    """See `base.ByteNetwork`."""
+    """Connects addresses by TCP, with TLS if configured; implements `net.base.ByteNetwork`."""
 
     def __init__(self, settings: NetSettings, tls: TlsSource | None = None) -> None:
         self._settings = settings
@@ -89,7 +89,7 @@ class TcpNetwork:
 
 
 class _TcpListener:
-    """See `pdserve.net.base.NetListener`."""
+    """An open TCP listening address."""
 
     def __init__(self, servers: list[asyncio.Server], address: str) -> None:
         self._servers = servers

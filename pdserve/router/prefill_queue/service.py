@@ -66,7 +66,8 @@ _decode: Callable[[Buffer], ToQueue] = decoder(cast("Any", ToQueue))
 
 
 class PrefillQueueService:
-    """See above."""
+    """Owns a router's prefill queues, one for each model, their streams to workers, and their
+    timer."""
 
     def __init__(
         self,
@@ -77,7 +78,8 @@ class PrefillQueueService:
         claimed: Callable[[Seconds, PrefillItem, QueueStreamId], None],
         config: PrefillQueueConfig | None = None,
     ) -> None:
-        """See `PrefillQueue`."""
+        """`overlap`: the tokens of an item's prompt that each prefill worker has cached. `claimed`:
+        called when a prefill worker claims an item."""
         self.draining = False
         """New items are refused."""
         self._node = node
@@ -115,7 +117,7 @@ class PrefillQueueService:
 
     @property
     def counters(self) -> Counter[str]:
-        """See `PrefillQueue.counters`; over all models, ever."""
+        """Counts of events of all queues since the start, also of queues that are gone."""
         total = Counter(self._past)
         for queue in self._queues.values():
             total.update(queue.counters)

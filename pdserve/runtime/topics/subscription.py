@@ -92,7 +92,7 @@ F = TypeVar("F", bound=Following)
 
 
 class StateFollower(Generic[T]):
-    """See `Following`: the latest value."""
+    """Follows the latest value that one life of a publisher has of a state topic."""
 
     method = STATE
 
@@ -143,7 +143,7 @@ class StateFollower(Generic[T]):
 
 
 class LogFollower:
-    """See `Following`: a log, into a target."""
+    """Follows a log topic of one life of a publisher, and applies its entries to a target."""
 
     method = LOG
 

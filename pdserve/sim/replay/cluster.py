@@ -71,7 +71,7 @@ _NET: Final = NetSettings(ping_after=_RARELY, silent_after=2 * _RARELY)
 
 
 class ReplayRouter:
-    """See `launch.roles.RouterPart`."""
+    """A router node of a replay: what `launch.roles.router` starts, without HTTP."""
 
     def __init__(self, node: Node, config: RouterConfig) -> None:
         self.node = node
@@ -98,7 +98,8 @@ class ReplayRouter:
 
 
 class ReplayFrontend:
-    """See `launch.roles.FrontendPart`; callers name their prompts themselves."""
+    """A frontend node of a replay, without HTTP and tokenizers: callers bring token ids and name
+    their prompts' tokens themselves."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -114,7 +115,8 @@ class ReplayFrontend:
 
 
 class ReplayWorker:
-    """See `launch.roles.WorkerPart`."""
+    """A worker node of a replay: what `launch.roles.worker` starts, with a simulated
+    engine."""
 
     def __init__(
         self, node: Node, config: WorkerConfig, random: Random, wire: KvNetwork | None

@@ -32,42 +32,44 @@ class ReplaySlo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayConfig:
-    """One replay; with equal ones, and one trace, all numbers are equal."""
+    """One replay. The same config and trace give the same numbers."""
 
     workers: int = 4
-    """That do everything by themselves."""
+    """Number of aggregated workers."""
     prefill: int = 0
-    """That compute prompts for"""
+    """Number of prefill workers."""
     decode: int = 0
-    """those, which take requests."""
+    """Number of decode workers."""
     disagg: Disagg = "rule"
-    """See `WorkerConfig`, as for the next two."""
+    """When a decode worker hands a prompt to a prefill worker; as
+    `worker.config.WorkerConfig.disagg`, and the next two likewise."""
     disagg_min_tokens: int = 512
     disagg_max_queue: int = 10
     bandwidth: float = 25e9
-    """Bytes per second at which a worker sends KV and at which it receives some."""
+    """Bytes per second at which each worker sends KV, and at which it receives."""
     transfer_latency: Seconds = 20e-6
-    """Of each part that is sent, besides."""
+    """Seconds added to each part that is sent."""
     routers: int = 1
     frontends: int = 1
     policy: str = ""
     """Empty: the router's default."""
     policy_options: Mapping[str, str] = field(default_factory=dict)
     router_options: Mapping[str, str] = field(default_factory=dict)
-    """Other fields of `RouterConfig`, as text."""
+    """Other fields of `router.config.RouterConfig`, as text."""
     seed: int = 0
     engine: str = "sim"
     engine_options: Mapping[str, str] = field(default_factory=dict)
-    """Of all workers; see the engine's own."""
+    """The engine's own options, for all workers."""
     slow_share: float = 0.0
-    """So many of the workers take `slow_factor` times as long for everything."""
+    """Share of the workers that take `slow_factor` times as long for each step and transfer."""
     slow_factor: float = 1.0
     noise: float = 0.0
     """Standard deviation of a step's time, as a share of it."""
     block_size: int = 512
-    """Tokens. That of the known traces: smaller blocks cost time and find no more."""
+    """Tokens per block. 512 is the block size of the public traces: smaller blocks take longer and
+    find no more cache hits."""
     kv_tokens: int = 500_000
-    """Of each worker's pool."""
+    """Tokens of KV in each worker's pool."""
     max_model_len: int = 262_144
     max_batch_tokens: int = 2048
     max_sequences: int = 256

@@ -48,11 +48,12 @@ class TimedEngine(VirtualTimeEngine):
         return self._stats
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
-        """See `engine.port.Engine`."""
+        """Post a request, with its output length from the trace. Errors: as the base class."""
         return super().submit(_at_length(request), sink)
 
     def submit_remote(self, request: GenerateRequest, sink: RemotePrefillSink) -> Handle:
-        """See `engine.port.Engine`."""
+        """Post a request whose prompt another engine prefills, with its output length from the
+        trace. Errors: as the base class."""
         return super().submit_remote(_at_length(request), sink)
 
     def _arm(self) -> None:

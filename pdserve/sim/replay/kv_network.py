@@ -43,7 +43,8 @@ class KvNetwork(FakeFabric):
         self.token_bytes = capabilities.block_bytes // capabilities.block_size
 
     def takes(self, pair: FakeQueuePair, size: Bytes) -> Seconds:
-        """See `FakeFabric`; a notification, which has no bytes, takes the latency."""
+        """Seconds until a work request of `size` bytes has completed; one without bytes, such as a
+        notification, takes the latency."""
         target = self.pairs.get(pair.peer)
         if not size or target is None:
             return self._latency

@@ -25,42 +25,44 @@ __all__ = ["CudaDriver", "CudaError", "CudaIpcExport", "CudaStream"]
 
 
 class CudaError(OSError):
-    """The driver refused, and says which call and why. An `OSError`, as what the system refuses."""
+    """A driver call failed; the text names the call and the reason. An `OSError`, like other
+    refusals of the system."""
 
 
 class CudaIpcExport(msgspec.Struct, frozen=True, array_like=True):
-    """A pool as its peers can open it. Whoever has it can read and write the pool."""
+    """Describes a pool so that peers can open it. Anyone who has it can read and write the pool."""
 
     process: bytes
-    """A process cannot open what is its own: it recognises that by this."""
+    """Identifies the exporting process, which cannot open its own export and uses `address`."""
     device: bytes
-    """The UUID of the GPU: ordinals differ between processes."""
+    """The GPU's UUID, because ordinals differ between processes."""
     handle: bytes
-    """Of the whole allocation that the pool is in."""
+    """CUDA IPC handle of the whole allocation that holds the pool."""
     offset: int
-    """Of the pool in it."""
+    """Bytes from the allocation's beginning to the pool's."""
     address: int
-    """In the process that exports."""
+    """The pool's address in the exporting process."""
 
 
 class CudaStream(Protocol):
-    """A queue of copies on one device. For one thread at a time."""
+    """A queue of copies on one device. Use it from one thread at a time."""
 
     def copy(self, to: array[int], from_: array[int], lengths: array[int]) -> None:
-        """Copy `lengths[i]` bytes from address `from_[i]` to `to[i]`, some time after this returns.
-        Raises `CudaError`; some of it may be under way then."""
+        """Queue copies of `lengths[i]` bytes from address `from_[i]` to `to[i]`. Errors:
+        `CudaError`; some copies may be under way then."""
         ...
 
     def mark(self) -> object:
-        """A point after everything asked for so far, to wait for."""
+        """Mark the point after everything queued so far, for `wait`."""
         ...
 
     def wait(self, mark: object) -> None:
-        """Return when it is reached. Raises `CudaError`: also for copies that failed before it."""
+        """Return when the stream has reached the mark. Errors: `CudaError`, also for copies that
+        failed before it."""
         ...
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Destroy the stream; no copy may be under way."""
         ...
 
 
@@ -68,39 +70,42 @@ class CudaDriver(Protocol):
     """One process's use of CUDA, on any number of devices."""
 
     def export(self, address: int, size: Bytes) -> CudaIpcExport:
-        """Raises `CudaError`: not every allocator's memory can be exported."""
+        """Describe a pool so that another process can open it. Errors: `CudaError`; not every
+        allocator's memory can be exported."""
         ...
 
     def open(self, exported: CudaIpcExport, beside: int) -> int:
-        """The pool's address, as the device that holds the address `beside` reaches it. Raises
-        `CudaError` when it does not."""
+        """Map a peer's pool; returns its address for the device that holds the address `beside`.
+        Errors: `CudaError` if that device cannot reach it."""
         ...
 
     def close(self, exported: CudaIpcExport, address: int, beside: int) -> None:
-        """What `open` has opened; nothing is read from it any more."""
+        """Unmap what `open` mapped; nothing may read from it any more."""
         ...
 
     def stream(self, beside: int) -> CudaStream:
-        """A new one, on the device that holds this address."""
+        """Create a stream on the device that holds this address."""
         ...
 
     def allocate(self, size: Bytes, device: int = 0) -> int:
-        """Memory that can be exported, on the device of this ordinal; its address."""
+        """Allocate memory that can be exported, on the device of this ordinal; returns its
+        address."""
         ...
 
     def free(self, address: int) -> None:
-        """What `allocate` gave; nobody has it open."""
+        """Free what `allocate` returned; no process may have it open."""
         ...
 
     def write(self, address: int, data: bytes) -> None:
-        """Returns when the bytes are there. Raises `CudaError`."""
+        """Copy bytes to device memory; returns when they are there. Errors: `CudaError`."""
         ...
 
     def read(self, address: int, size: Bytes) -> bytes:
-        """A copy, that waits for no other stream: what is read must be complete. Any thread. Raises
-        `CudaError`."""
+        """Copy bytes of device memory, from any thread. Waits for no stream, so what is read must
+        be complete. Errors: `CudaError`."""
         ...
 
     def release(self) -> None:
-        """Give back what `read` and `write` keep for the next time; none of them is under way."""
+        """Free the memory that `read` and `write` keep for the next call; neither may be
+        running."""
         ...

@@ -31,13 +31,13 @@ __all__ = ["NvidiaDriver", "unavailable_reason"]
 _log = logging.getLogger(__name__)
 
 FEW: Final = 16
-"""Up to so many runs, a copy command each."""
+"""At most this many runs are copied with one command each."""
 SHORT: Final[Bytes] = 64 * 1024
-"""Runs that are shorter in the mean go through one kernel instead of a command each."""
+"""Bytes. More runs than `FEW` that are shorter on average go through one kernel."""
 BATCH: Final = 32 * 1024
-"""Runs of one launch; their table takes 24 bytes each on the device."""
+"""Most runs of one launch; their table takes 24 bytes per run on the device."""
 STAGED: Final[Bytes] = 4 << 20
-"""Pinned memory of each thread that reads or writes device memory from the host."""
+"""Bytes of pinned memory for each thread that reads or writes device memory from the host."""
 _THREADS: Final = 128
 _BLOCKS: Final = 4096
 """Of threads, in one launch: beyond what any device runs at a time, they take turns."""
@@ -46,8 +46,8 @@ _PROCESS: Final = secrets.token_bytes(16)
 
 
 def unavailable_reason() -> str | None:
-    """Why CUDA cannot be used by this process; None: it can. Loads the driver, which may take
-    seconds, and where it is broken may hang: a doctor asks from a process of its own."""
+    """Why this process cannot use CUDA; None: it can. Loads the driver, which may take seconds, and
+    may hang if it is broken: call it in a process that can be killed."""
     if sys.platform != "linux":
         return f"memory of a GPU is not shared between processes on {sys.platform}"
     if not Path("/dev/nvidiactl").exists():
@@ -71,10 +71,10 @@ class _Device(NamedTuple):
 
 
 class NvidiaDriver:
-    """See above, and `driver.CudaDriver`."""
+    """Makes the driver's calls through cuda-python; implements `driver.CudaDriver`."""
 
     def __init__(self) -> None:
-        """Raises `CudaError` without a device that unified addressing works on."""
+        """Errors: `CudaError` if no device has unified addressing."""
         from cuda.bindings import driver as cuda
 
         self.cuda: Any = cuda
@@ -92,7 +92,7 @@ class NvidiaDriver:
         self._uuids = {self._uuid(ordinal): ordinal for ordinal in range(count)}
 
     def asked(self, function: str, *arguments: Any) -> Any:
-        """What a call of the driver returned. Raises `CudaError`."""
+        """Make a driver call and return its result. Errors: `CudaError`."""
         code, *values = getattr(self.cuda, function)(*arguments)
         if code != self.cuda.CUresult.CUDA_SUCCESS:
             raise CudaError(f"{function}: {code.name}")
@@ -101,12 +101,12 @@ class NvidiaDriver:
     # ------------------------------------------------------------------ devices
 
     def beside(self, address: int) -> _Device:
-        """The device that holds an address, its context current in this thread."""
+        """The device that holds an address; its context becomes current in this thread."""
         attribute = self.cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         return self.on(int(self.asked("cuPointerGetAttribute", attribute, address)))
 
     def on(self, ordinal: int) -> _Device:
-        """A device, its context current in this thread."""
+        """The device of this ordinal; its context becomes current in this thread."""
         with self._lock:
             device = self._devices.get(ordinal)
             if device is None:
@@ -132,7 +132,8 @@ class NvidiaDriver:
         return bytes(self.asked("cuDeviceGetUuid", handle).bytes)
 
     def kernel(self, ordinal: int, name: str, entry: str = "") -> Any:
-        """An entry point (without a name, the only one), compiled once per device."""
+        """An entry point of a kernel source, compiled once per device. An empty name means the only
+        one."""
         device = self.on(ordinal)
         with self._lock:
             module = self._modules.get((ordinal, name))
@@ -151,7 +152,8 @@ class NvidiaDriver:
         block: tuple[int, int],
         arguments: Sequence[Any],
     ) -> None:
-        """`arguments` are ctypes objects, which the driver copies before this returns."""
+        """Launch a kernel. `arguments` are ctypes objects; the driver copies them before this
+        returns."""
         places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         shape = (*grid, 1, *block, 1)
         self.asked("cuLaunchKernel", kernel, *shape, 0, stream, ctypes.addressof(places), 0)
@@ -159,12 +161,13 @@ class NvidiaDriver:
     # ------------------------------------------------------------------ pools
 
     def export(self, address: int, size: Bytes) -> CudaIpcExport:
-        """See `driver.CudaDriver`."""
+        """Describe a pool so that another process can open it. Errors: `CudaError` if its
+        allocator's memory cannot be exported."""
         device = self.beside(address)
         base, whole = self.asked("cuMemGetAddressRange", address)
         offset = address - int(base)
         if offset + size > whole:
-            raise CudaError(f"a pool of {size} bytes in an allocation of {whole}")
+            raise CudaError(f"the pool has {size} bytes, but its allocation only {whole}")
         try:
             handle = self.asked("cuIpcGetMemHandle", base)
         except CudaError as error:
@@ -176,7 +179,8 @@ class NvidiaDriver:
         return CudaIpcExport(_PROCESS, device.uuid, plain, offset, address)
 
     def open(self, exported: CudaIpcExport, beside: int) -> int:
-        """See `driver.CudaDriver`."""
+        """Map a peer's pool for the device that holds `beside`; returns its address here. Errors:
+        `CudaError` if that GPU is not visible or has no peer access."""
         there = self._uuids.get(exported.device)
         if there is None:
             raise CudaError("the peer's GPU is not visible to this process")
@@ -187,7 +191,7 @@ class NvidiaDriver:
             return exported.address
         handle = self.cuda.CUipcMemHandle()
         if len(exported.handle) != _HANDLE:
-            raise CudaError(f"a handle of {len(exported.handle)} bytes")
+            raise CudaError(f"a CUDA IPC handle has {_HANDLE} bytes, not {len(exported.handle)}")
         ctypes.memmove(handle.getPtr(), exported.handle, _HANDLE)
         flag = self.cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         base = self.asked("cuIpcOpenMemHandle", handle, flag.value)
@@ -215,28 +219,30 @@ class NvidiaDriver:
             raise CudaError(f"cuCtxEnablePeerAccess: {code.name}")
 
     def close(self, exported: CudaIpcExport, address: int, beside: int) -> None:
-        """See `driver.CudaDriver`."""
+        """Unmap what `open` mapped. Errors: `CudaError`."""
         if exported.process != _PROCESS:
             self.beside(beside)
             self.asked("cuIpcCloseMemHandle", address - exported.offset)
 
     def allocate(self, size: Bytes, device: int = 0) -> int:
-        """See `driver.CudaDriver`."""
+        """Allocate device memory that can be exported; returns its address. Errors: `CudaError`."""
         self.on(device)
         return int(self.asked("cuMemAlloc", size))
 
     def free(self, address: int) -> None:
-        """See `driver.CudaDriver`."""
+        """Free what `allocate` returned. Errors: `CudaError`."""
         self.beside(address)
         self.asked("cuMemFree", address)
 
     def write(self, address: int, data: bytes) -> None:
-        """See `driver.CudaDriver`."""
+        """Copy bytes from the host to device memory; returns when they are there. Errors:
+        `CudaError`."""
         with self._staging(address) as staging:
             staging.write(address, data)
 
     def read(self, address: int, size: Bytes) -> bytes:
-        """See `driver.CudaDriver`."""
+        """Copy bytes of device memory to the host, without waiting for other streams. Errors:
+        `CudaError`."""
         with self._staging(address) as staging:
             return staging.read(address, size)
 
@@ -258,16 +264,16 @@ class NvidiaDriver:
             idle.append(staging)
 
     def release(self) -> None:
-        """See `driver.CudaDriver`."""
+        """Free the pinned memory that `read` and `write` keep; neither may be running."""
         with self._lock:
             idle, self._idle = self._idle, {}
         for staging in (one for each in idle.values() for one in each):
             staging.close()
 
     def prepare_for_rdma(self, address: int) -> None:
-        """Let an adapter write to the allocation of this address: copies that are synchronous by
-        their name become so. Raises `CudaError` where kernels may see later than the adapter's
-        notification what it has written."""
+        """Let an adapter write to the allocation that holds this address: makes synchronous copies
+        of it truly synchronous. Errors: `CudaError` if a kernel may read old bytes after the
+        adapter's notification."""
         device = self.beside(address)
         handle = self.asked("cuDeviceGet", device.ordinal)
         attribute = self.cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
@@ -281,12 +287,13 @@ class NvidiaDriver:
         self.asked("cuPointerSetAttribute", True, synchronous, address)
 
     def stream(self, beside: int) -> CudaStream:
-        """See `driver.CudaDriver`."""
+        """Create a stream on the device that holds this address. Errors: `CudaError`."""
         return NvidiaStream(self, self.beside(beside))
 
 
 class NvidiaStream:
-    """See `driver.CudaStream`. Its events do not spin while a thread waits."""
+    """A queue of copies on one device; implements `driver.CudaStream`. A thread that waits for an
+    event sleeps instead of spinning."""
 
     def __init__(self, driver: NvidiaDriver, device: _Device) -> None:
         self._driver = driver
@@ -297,7 +304,8 @@ class NvidiaStream:
         self._kernel: Any = None
 
     def copy(self, to: array[int], from_: array[int], lengths: array[int]) -> None:
-        """See `driver.CudaStream`."""
+        """Queue the copies: one command each, or one kernel for many short runs. Errors:
+        `CudaError`; some copies may be under way then."""
         self._driver.on(self._device.ordinal)
         count = len(lengths)
         if count > FEW and sum(lengths) < count * SHORT and self._loaded():
@@ -315,7 +323,9 @@ class NvidiaStream:
                 self._table = int(self._driver.asked("cuMemAlloc", 3 * 8 * BATCH))
             except CudaError as error:
                 self._driver.without_kernel = str(error)
-                _log.warning("cuda: many short runs cost a command each: %s", error)
+                _log.warning(
+                    "cuda: no kernel for many short runs; each one costs a copy command: %s", error
+                )
         return bool(self._table)
 
     def _launch(self, to: array[int], from_: array[int], lengths: array[int]) -> None:
@@ -334,7 +344,7 @@ class NvidiaStream:
         driver.launch(self._kernel, self._stream, (blocks, 1), (_THREADS, 1), arguments)
 
     def mark(self) -> object:
-        """See `driver.CudaStream`."""
+        """Record an event after everything queued so far."""
         self._driver.on(self._device.ordinal)
         events = self._driver.cuda.CUevent_flags
         flags = events.CU_EVENT_BLOCKING_SYNC.value | events.CU_EVENT_DISABLE_TIMING.value
@@ -343,13 +353,14 @@ class NvidiaStream:
         return event
 
     def wait(self, mark: object) -> None:
-        """See `driver.CudaStream`."""
+        """Wait for an event of `mark`, and destroy it. Errors: `CudaError`, also for copies that
+        failed before it."""
         self._driver.on(self._device.ordinal)
         self._driver.asked("cuEventSynchronize", mark)
         self._driver.asked("cuEventDestroy", mark)
 
     def close(self) -> None:
-        """See `driver.CudaStream`."""
+        """Wait for the stream and destroy it."""
         self._driver.on(self._device.ordinal)
         self._driver.asked("cuStreamSynchronize", self._stream)
         if self._table:

@@ -53,7 +53,7 @@ class RailListener(Protocol):
 
 
 class Rail:
-    """See above, and `rdma.verbs_path.QueuePair`."""
+    """Drives one queue pair on the event loop; implements `rdma.verbs_path.QueuePair`."""
 
     def __init__(self, pair: PyverbsQueuePair, regions: RailRegions, path: RailListener) -> None:
         self.pair = pair
@@ -68,12 +68,12 @@ class Rail:
         self._loop.add_reader(pair.raw.events_fd, self._on_event)
 
     def post(self, chain: WorkRequestChain) -> None:
-        """See `rdma.verbs_path.QueuePair`."""
+        """Queue a chain of work requests and post what fits."""
         self.queue.push(chain)
         self._pump()
 
     def give_up(self, key: DeliveryKey) -> bool:
-        """See `SendQueue.give_up`."""
+        """Post no more of a chain. True: none of it was posted, and no completion follows."""
         gone = self.queue.give_up(key)
         self._pump()
         return gone
@@ -145,8 +145,8 @@ class Rail:
         self.path.fail("write", reason)
 
     def destroy(self) -> None:
-        """See `rdma.verbs_path.QueuePair`. Raises `TransferError`: then it may still be written
-        through."""
+        """Destroy the queue pair: nothing arrives by it afterwards. Errors: `TransferError`; the
+        peer may then still write through it."""
         self._over = True
         self._loop.remove_reader(self.pair.raw.events_fd)
         self.pair.destroy()

@@ -77,7 +77,8 @@ class _Words(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class _Opened:
-    """See `pull_transport.PeerPools`: a pool may be open on several devices of this node."""
+    """A peer's pools, mapped for one or more devices of this node; implements
+    `pull_transport.PeerPools`."""
 
     driver: CudaDriver
     table: mmap.mmap
@@ -260,7 +261,7 @@ class CudaIpcTransport(PullTransport):
             self._lanes.append(lane)
 
     async def close(self) -> None:
-        """See `pdserve.transfer.base.KvTransport`."""
+        """Close every path, then the streams and the driver's memory."""
         await super().close()
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
