@@ -127,7 +127,9 @@ def _vectors(path: Path, asked: PoolingOption, capabilities: EngineCapabilities)
         return read_pooler_config(path, asked)
     if asked in ("auto", "none"):
         return PoolerConfig()
-    raise ConfigError(f"--pooling={asked}: engine {capabilities.engine!r} makes no vectors")
+    raise ConfigError(
+        f"--pooling={asked}: engine {capabilities.engine!r} cannot compute embeddings"
+    )
 
 
 def _tokenizer_files(path: Path) -> tuple[bytes, bytes]:
@@ -151,7 +153,7 @@ def _chat_template(path: Path, tokenizer_config: bytes) -> str | None:
         try:
             return msgspec.json.decode(older, type=_TemplateFile).chat_template
         except msgspec.MsgspecError as error:
-            raise ConfigError(f"chat_template.json is not what it should be: {error}") from None
+            raise ConfigError(f"chat_template.json is not valid: {error}") from None
     templates = parse_tokenizer_config(tokenizer_config).chat_templates
     return templates.get("default")
 
@@ -205,7 +207,7 @@ def _added_tokens(tokenizer: bytes) -> list[_Added]:
     try:
         return msgspec.json.decode(tokenizer, type=_TokenizerFile).added_tokens
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"tokenizer.json is not what it should be: {error}") from None
+        raise ConfigError(f"tokenizer.json is not valid: {error}") from None
 
 
 def _recommended(path: Path) -> _Recommended:
@@ -215,7 +217,7 @@ def _recommended(path: Path) -> _Recommended:
     try:
         return msgspec.json.decode(content, type=_Recommended)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is not what it should be: {error}") from None
+        raise ConfigError(f"{path} is not valid: {error}") from None
 
 
 def _as_list(value: Any) -> list[int]:

@@ -78,7 +78,9 @@ def _pooling(path: Path, modules: Sequence[tuple[str, str]]) -> Pooling:
         return ""
     strange = [kind for kind, _ in modules if kind not in _KNOWN]
     if strange:
-        raise ConfigError(f"{path / 'modules.json'}: no engine has a {strange[0]} step; {_REMEDY}")
+        raise ConfigError(
+            f"{path / 'modules.json'}: no engine supports a {strange[0]} step; {_REMEDY}"
+        )
     folders = [folder for kind, folder in modules if kind == "Pooling"]
     if len(folders) != 1 or ".." in PurePosixPath(folders[0]).parts:
         raise ConfigError(f"{path / 'modules.json'} does not name one folder of pooling; {_REMEDY}")
@@ -97,7 +99,9 @@ def _mode(file: Path, config: Mapping[str, Any]) -> Pooling:
         modes.append(config["pooling_mode"])
     if len(modes) != 1 or modes[0] not in _MODES:
         found = " and ".join(modes) or "nothing"
-        raise ConfigError(f"{file}: the model pools by {found}, no engine does; {_REMEDY}")
+        raise ConfigError(
+            f"{file}: the model pools by {found}, which no engine supports; {_REMEDY}"
+        )
     return _MODES[modes[0]]
 
 

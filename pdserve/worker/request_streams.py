@@ -169,7 +169,7 @@ class RequestStreams:
         """
         for channel in tuple(self._open):
             if (channel.peer.node, channel.peer.epoch) == (node, epoch):
-                channel.cut(WorkerLost(f"{node} was held for dead, and its work dropped"))
+                channel.cut(WorkerLost(f"{node} was declared dead, and its requests dropped"))
 
     def close(self, error: PdserveError) -> None:
         """Ends every stream; frontends receive `error`."""

@@ -252,7 +252,7 @@ class WorkerService:
         """Subscribes to KV events, see `Engine`. Call it before `start` so that no event
         is missed."""
         if self._engine is not None:
-            raise RuntimeError("the engine has said things already")
+            raise RuntimeError("subscribe_kv is called after the engine was created")
         self._kv_listeners.append(listener)
 
     @property
@@ -340,14 +340,14 @@ class WorkerService:
     def on_transfer(self, ask: AskPeer) -> None:
         """Sets how the engine calls the transports of its peers, see `Engine.on_transfer`."""
         if self._engine is not None:
-            raise RuntimeError("the engine has asked things already")
+            raise RuntimeError("on_transfer is called after the engine was created")
         self._ask_peer = ask
 
     def paths(self) -> Sequence[PathState]:
         """The KV transfer paths of the engine, see `Engine.paths`."""
         return () if self._engine is None else self._engine.paths()
 
-    # ------------------------------------------------------------------ for whoever watches
+    # ------------------------------------------------------------------ for metrics and status
 
     @property
     def capabilities(self) -> EngineCapabilities | None:

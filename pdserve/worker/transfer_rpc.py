@@ -135,7 +135,7 @@ class TransferRpc:
 
         peer = call.link.peer
         if NodeLife(peer.node, peer.epoch) in self._gone:
-            raise TransferRefused(f"life {peer.epoch} of {peer.node} was held for dead here")
+            raise TransferRefused(f"life {peer.epoch} of {peer.node} was declared dead here")
         self._service.transfer_call(peer.node, peer.epoch, question, reply)
 
     def _ask(
@@ -149,7 +149,7 @@ class TransferRpc:
         """Implements `engine.port.AskPeer`."""
         self._attach()
         if self._asking >= MAX_PENDING_CALLS:
-            answered(Overloaded(f"{MAX_PENDING_CALLS} questions to transports are under way"))
+            answered(Overloaded(f"{MAX_PENDING_CALLS} calls to transports are in progress"))
             return
         self._asking += 1
         work = self._asked(node, epoch, question, timeout, answered)

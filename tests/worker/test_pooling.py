@@ -132,7 +132,7 @@ def test_a_card_says_so_if_model_and_engine_agree(tmp_path: Path) -> None:
     assert (none.pooling, none.embedding_size, none.features) == ("", 0, ("bans",))
     other = read_card(path, ("m",), CAPABILITIES)
     assert (other.pooling, other.embedding_size, other.features) == ("", 0, ())
-    with pytest.raises(ConfigError, match="'instant' makes no vectors"):
+    with pytest.raises(ConfigError, match="'instant' cannot compute embeddings"):
         read_card(path, ("m",), CAPABILITIES, pooling="last")
 
 

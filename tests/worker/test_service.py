@@ -140,7 +140,7 @@ async def test_who_listens_to_the_pool_hears_the_engine_from_the_beginning(model
     world.service.subscribe_kv(print)
     await world.start()
     assert world.engine.listeners == [print]
-    with pytest.raises(RuntimeError, match="already"):
+    with pytest.raises(RuntimeError, match="after the engine was created"):
         world.service.subscribe_kv(print)
     await world.service.stop()
 

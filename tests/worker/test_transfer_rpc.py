@@ -192,7 +192,7 @@ def test_who_was_held_for_dead_reaches_no_transport_any_more() -> None:
             theirs.ask(a.id, a.epoch, TransportCall(a.epoch, "shm", ASK), 5.0, answers)
             error = await answers.one()
             assert isinstance(error, TransferRefused)
-            assert "held for dead" in error.message
+            assert "declared dead" in error.message
             assert ours.calls == []
 
     run(main())

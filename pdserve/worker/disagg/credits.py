@@ -1,7 +1,7 @@
 """Computes how many more prompts a prefill worker offers to take.
 
-Enough that the engine never waits for the next prompt, and no more: a prompt in the queue can still
-go to another worker, a claimed one cannot. Pure; `prefill_handler` owns one.
+The offer is large enough that the engine never waits for the next prompt, and no larger: a prompt
+in the queue can still go to another worker, a claimed one cannot. Pure; `prefill_handler` owns one.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ if TYPE_CHECKING:
 __all__ = ["Credits"]
 
 _AHEAD: Final = 2
-"""Full steps of the engine that may be in hand,"""
+"""A worker claims prompts until it has this many full engine steps of uncomputed tokens."""
 _AT_LEAST: Final = 2
-"""and this many prompts however long: one computes while the next is opened."""
+"""A worker always claims this many prompts, however long: one computes while the next is opened."""
 _NEWEST: Final = 0.1
 """Weight of one prompt in their mean length."""
 
 
 class Credits:
-    """See above."""
+    """Computes the credits of one prefill worker."""
 
     def __init__(self) -> None:
         self._length = 0.0
-        """Of a prompt, lately; 0: none has come yet."""
+        """Moving average of prompt lengths in tokens; 0: no prompt has come yet."""
 
     def took(self, tokens: int) -> None:
-        """A prompt of this length was taken."""
+        """Records that a prompt of this length was claimed."""
         before = self._length or tokens
         self._length = before + _NEWEST * (tokens - before)
 
     def left(self, prompts: int, uncomputed: int, capabilities: EngineCapabilities) -> int:
-        """With this many in hand, of so many uncomputed tokens."""
+        """Number of prompts to offer, with `prompts` claimed and `uncomputed` tokens of them to
+        compute."""
         step = capabilities.max_batch_tokens
         room = _AHEAD * step - uncomputed
         usual = max(1.0, self._length or step)

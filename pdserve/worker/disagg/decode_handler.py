@@ -1,19 +1,19 @@
-"""A worker's requests whose KV comes from another: which they are, and what is said about them.
+"""Handles the requests of a worker whose KV comes from another worker.
 
-    submit           decides; here it is an ordinary submission, else a `RemotePrefillRequest`. A
-    decode
-                     worker has a queue of prefill workers for that; any worker asks the one that a
-                     request names as its source, because it has been served there
-    open attempt     a prefill worker with a claim asks for blocks        answered with the ticket
-    renew            it still works on some attempts                      answered with those over
-    notify           it hands over
-    attempt failed   it gives up
-    disagg           an operator says how to decide from now on
-    withdraw         asked of it when an attempt is not wanted any more; should that be lost, its
-                     next renewal tells it
+    submit           decides where the prompt is prefilled. If here, it is an ordinary submission;
+                     if elsewhere, it becomes a `RemotePrefillRequest`. A decode worker uses the
+                     prefill queue. Any worker can fetch KV from the worker that a request names as
+                     its source, where the request ran before
+    open attempt     a prefill worker with a claim asks for blocks; answered with the ticket
+    renew            a prefill worker renews its leases; answered with the attempts that are over
+    notify           a prefill worker hands over
+    attempt failed   a prefill worker gives up
+    disagg           an operator changes the disaggregation mode
+    withdraw         sent to a prefill worker when its attempt is no longer wanted; if the message
+                     is lost, the next renewal tells it
 
-Leases run on the node's timers: they end whether or not anything else happens here. Every request
-is in `_remote` from its submission to its last delta, error or abort. Owned by the worker's member.
+Leases run on the node's timers, so they end even if nothing else happens here. A request is in
+`_remote` from its submission to its last delta, error or abort. Owned by the worker's agent.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ __all__ = ["DecodeHandler"]
 _log = logging.getLogger(__name__)
 
 _WITHDRAW_TIMEOUT: Final[Seconds] = 1.0
-"""By then the next renewal has told it."""
+"""Timeout of a withdrawal; the next renewal reports the same."""
 
 
 class DecodeHandler:
-    """See above."""
+    """Decides where prompts are prefilled, and runs the requests that are prefilled elsewhere."""
 
     def __init__(
         self,
@@ -89,8 +89,9 @@ class DecodeHandler:
         overlap: Callable[[bytes], int],
         metrics: Metrics,
     ) -> None:
-        """`queue` None: there is no choice but what requests name themselves. `overlap`: how many
-        leading ones of these block hashes are in the pool."""
+        """`queue`: None if this worker uses no prefill queue; it then only fetches KV from the
+        worker that a request names. `overlap` returns how many leading block hashes of its argument
+        are in the pool."""
         self.node = node
         self.worker = worker
         self.queue = queue
@@ -109,13 +110,15 @@ class DecodeHandler:
             metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
 
     def __len__(self) -> int:
-        """Requests that were not prefilled here from the beginning, until their last delta."""
+        """Number of requests whose KV comes from another worker; each counts until its last
+        delta."""
         return len(self._remote)
 
     # ------------------------------------------------------------------ for the channels
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
-        """See `engine.port.Engine`; the prompt may be prefilled elsewhere."""
+        """Submits a request; its prompt may be prefilled on another worker. Errors: as
+        `engine.port.Engine.submit`."""
         if request.source:
             return self._submit_from(_source(request), request, sink)
         if self.queue is None:
@@ -129,11 +132,13 @@ class DecodeHandler:
         )
 
     def _submit_from(self, source: NodeLife, request: GenerateRequest, sink: TokenSink) -> Handle:
-        """Its KV is fetched there, unless there is a reason not to."""
+        """Fetches the request's KV from `source`; prefills here if an obstacle prevents that."""
         cached = self._cached(request)
         obstacle = self._obstacle_to(source, request, cached)
         if obstacle:
-            _log.info("%s is not fetched from %s: %s", request.request_id, source.node, obstacle)
+            _log.info(
+                "the KV of %s is not fetched from %s: %s", request.request_id, source.node, obstacle
+            )
             return self._submit_here(request, sink, obstacle)
         usual = self.decide(request, cached)
         decision = DisaggDecision(True, "source", usual.here, usual.there, usual.fill)
@@ -156,8 +161,8 @@ class DecodeHandler:
         return handle
 
     def abort(self, handle: Handle) -> None:
-        """See `engine.port.Engine`: both workers are free of it at once, or as soon as the other
-        one can be told."""
+        """Aborts a request here at once; its prefill worker, if any, is told in the background.
+        Idempotent; `handle`'s sink gets no further calls."""
         remote = self._remote.get(handle)
         if remote is None:
             self.worker.abort(handle)
@@ -166,12 +171,13 @@ class DecodeHandler:
 
     @property
     def unstarted(self) -> int:
-        """Sequences that wait for their prompt to come."""
+        """Number of sequences whose prompt is still being prefilled elsewhere."""
         waiting = [r.request for r in self._remote.values() if r.state is not DecodeState.ACTIVE]
         return sum(len(request.live) for request in waiting)
 
     def close(self) -> None:
-        """Decide nothing more; what runs ends with its channels. Idempotent."""
+        """Refuses all queued prompts and makes no further decisions; running requests end with
+        their streams. Idempotent."""
         self._deaf()
         if self.queue is not None:
             self.queue.close()
@@ -187,7 +193,8 @@ class DecodeHandler:
         return cached_tokens(request, self.worker, self._overlap)
 
     def decide(self, request: GenerateRequest, cached: int) -> DisaggDecision:
-        """Where its prompt is prefilled, as things are now."""
+        """Decides from the current state where the request's prompt is prefilled. `cached`: leading
+        prompt tokens in the pool here."""
         stats = self.worker.statistics()
         card = self.worker.cards().get(request.model)
         prospect = DisaggInputs(
@@ -203,7 +210,7 @@ class DecodeHandler:
         return self.chooser.decide(prospect)
 
     def coming(self) -> int:
-        """Prompt tokens that are still to come from prefill workers."""
+        """Number of prompt tokens that prefill workers have still to deliver."""
         return sum(remote.coming for remote in self._remote.values())
 
     def _late(self) -> float:
@@ -227,7 +234,7 @@ class DecodeHandler:
         return "no_way" if cut_off and not self.others_prefill(request.model, cut_off) else ""
 
     def _obstacle_to(self, source: NodeLife, request: GenerateRequest, cached: int) -> str:
-        """Why the KV cannot come from the worker that the request names, or need not; one word."""
+        """The reason, in one word, why the KV is not fetched from `source`; empty if it can be."""
         card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
         if card is None or capabilities is None or not capabilities.transfers:
             return "not_possible"
@@ -249,12 +256,13 @@ class DecodeHandler:
         return "" if theirs is None or _may_have(theirs.card, card) else "source_misfit"
 
     def cut_off(self) -> list[NodeId]:
-        """From whom no KV can come, as was found out less than a minute ago."""
+        """Workers to which no transfer backend worked when tried less than a minute ago."""
         none = [path for path in self.worker.paths() if path.backend == "none" and path.down]
         return [NodeId(path.node) for path in none]
 
     def _all_misfit(self, model: str) -> bool:
-        """There are prefill workers of this name, and all of them mean another model by it."""
+        """True if prefill workers serve a model of this name, but all of them with other weights or
+        settings."""
         if self.others_prefill(model, ()):
             return False
         name = self.worker.cards()[model].name
@@ -263,7 +271,7 @@ class DecodeHandler:
         return any(one.name == name for one in offers)
 
     def learn_local(self, request: GenerateRequest, started: FirstTokenStats) -> None:
-        """A prompt was prefilled here."""
+        """Records the cost of a prompt that was prefilled here, for the prediction."""
         uncached = tokens_of(request) - started.cached_tokens
         if uncached > 0:
             self.chooser.learnt.local(uncached, started.work_seconds)
@@ -271,13 +279,13 @@ class DecodeHandler:
     # ------------------------------------------------------------------ for the requests
 
     def lives(self, life: NodeLife) -> bool:
-        """That life of a node is a member."""
+        """True if this node life is a member of the cluster."""
         member = self.node.registry.get(life.node)
         return member is not None and member.epoch == life.epoch
 
     def others_prefill(self, model: str, than: Collection[NodeId]) -> bool:
-        """Another node than these may prefill for that model, as far as members have said what they
-        do. The queue would find out, too, but waits for workers that may come back to it."""
+        """True if a node outside `than` may prefill for the model, judged by the published cards.
+        The queue would find out too, but it waits for workers that may come back."""
         return any(
             _may_prefill(member.card, self.worker.cards()[model])
             for member in self.node.registry
@@ -285,11 +293,11 @@ class DecodeHandler:
         )
 
     def forget(self, remote: RemotePrefillRequest) -> None:
-        """It has ended."""
+        """Removes a request that has ended."""
         self._remote.pop(remote.handle, None)
 
     def withdraw(self, life: NodeLife, request: Handle, attempt: int, reason: str) -> None:
-        """Tell a prefill worker that an attempt of its is over."""
+        """Tells a prefill worker, in the background, that its attempt is over."""
         if self.lives(life) and not self.node.tasks.closed:
             words = WithdrawAttempt(request, attempt, reason)
             _ = self.node.tasks.spawn(self._withdraw(life, words), "withdraw an attempt")
@@ -312,12 +320,13 @@ class DecodeHandler:
             remote.asked(question, _life(call), call)
             return None
         if remote is not None:
-            why = f"its KV is {question.compat_hash!r} of {question.model!r}, ours is another"
+            why = f"its KV {question.compat_hash!r} of {question.model!r} is not compatible"
         name, peer = f"request {question.request}", call.link.peer.node
         raise TransferRefused.at(name, peer, "opening an attempt", why)
 
     def _fits(self, question: OpenAttempt) -> bool:
-        """Blocks of theirs mean the same here, as far as they say what they are."""
+        """True if the asker's KV is compatible with ours, or the asker does not state a
+        compatibility hash."""
         if not question.compat_hash:
             return True
         card = self.worker.cards().get(question.model)
@@ -350,7 +359,7 @@ class DecodeHandler:
 
     def _set_mode(self, words: SetDisagg, call: IncomingCall) -> DisaggSet:
         before, self.chooser.mode = self.chooser.mode, words.disagg
-        _log.info("prompts are prefilled by %r from now on, before by %r", words.disagg, before)
+        _log.info("disaggregation mode is now %r, was %r", words.disagg, before)
         return DisaggSet(before)
 
     # ------------------------------------------------------------------ from membership
@@ -372,7 +381,7 @@ class DecodeHandler:
         return sum(remote.state is state for remote in self._remote.values())
 
     def numbers(self) -> HandoffStats:
-        """For status."""
+        """KV handoff counters for status."""
         states = Counter(remote.state for remote in self._remote.values())
         return HandoffStats(
             mode="decode",
@@ -387,11 +396,11 @@ class DecodeHandler:
 _WAYS: Final = tuple(
     state for state in DecodeState if state not in (DecodeState.ACTIVE, DecodeState.RELEASED)
 )
-"""To the first token."""
+"""States before the first token."""
 
 
 def _may_prefill(card: NodeCard | None, model: ModelCard) -> bool:
-    """A node that has said nothing yet may do everything."""
+    """True if the node may prefill for the model. A node that has published no card yet may."""
     if card is None:
         return True
     what = (model.name, model.compat_hash)
@@ -400,8 +409,8 @@ def _may_prefill(card: NodeCard | None, model: ModelCard) -> bool:
 
 
 def _may_have(card: NodeCard | None, model: ModelCard) -> bool:
-    """KV that means the same here: of the same weights, in the same blocks. A node that has said
-    nothing yet is asked."""
+    """True if the node may hold compatible KV: same weights, same block layout. A node that has
+    published no card yet may."""
     if card is None or not card.models:
         return True
     return bool(card.transfers) and any(
@@ -433,7 +442,8 @@ class _Here:
         self._started = False
 
     def on_delta(self, delta: TokenDelta) -> None:
-        """See `engine.port.TokenSink`."""
+        """Passes the delta on; the first one with statistics also trains the prediction and names
+        this node."""
         started = delta.started
         if started is not None:
             if not self._started:
@@ -443,5 +453,5 @@ class _Here:
         self._sink.on_delta(delta)
 
     def on_error(self, error: PdserveError) -> None:
-        """See `engine.port.TokenSink`."""
+        """Passes the error on."""
         self._sink.on_error(error)

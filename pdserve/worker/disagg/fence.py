@@ -1,10 +1,11 @@
-"""Whose word counts: the fence between what a decode worker has begun and what others say of it.
+"""Checks that a message about an attempt is not stale.
 
-A claim counts if it comes from the router, in the life of it and of the round that the request was
-queued with last. A word about an attempt counts if it names the present one and comes from the very
-life of the worker that it was opened for. Everything else is stale, whenever it arrives.
+A claim is valid if it comes from the router, and from the life and the round, that the request was
+last queued with. A message about an attempt is valid if it names the open attempt and comes from
+the same life of the worker for which the attempt was opened. Everything else is stale, whenever it
+arrives.
 
-Pure; one per request, owned by `remote_prefill`.
+Pure. Each request has one fence, owned by `remote_prefill`.
 """
 
 from __future__ import annotations
@@ -22,64 +23,65 @@ if TYPE_CHECKING:
 __all__ = ["SILENT", "Fence", "Holder"]
 
 SILENT: Final[Seconds] = 2.5 * RENEW_INTERVAL
-"""A worker that has not renewed for so long is passed over for another with a valid claim: the
-queue has given the item away because it, too, has lost sight of the first."""
+"""If a worker has not renewed its lease for this long, another worker with a valid claim replaces
+it. The queue gave the item to another worker because it, too, lost contact with the first."""
 
 
 @dataclass(slots=True)
 class Holder:
-    """Who has the present attempt."""
+    """The prefill worker that has the open attempt."""
 
     life: NodeLife
     claim: int
     attempt: int
     renewed: Seconds
     progressed: Seconds
-    """When work on it was last known to get on."""
+    """Time of the last known progress."""
     most: Seconds
-    """So long after that the lease ends, however often it is renewed: the engine there is stuck."""
+    """Seconds without progress after which the lease ends even if it is renewed: the engine there
+    is stuck."""
     progress: int = 0
-    """The last number of `RenewLeases.progress`."""
+    """The newest progress counter; see `RenewLeases.progress`."""
 
     @property
     def latest(self) -> Seconds:
-        """The lease ends then unless there is progress."""
+        """Time at which the lease ends unless there is progress."""
         return self.progressed + self.most
 
     @property
     def lapses(self) -> Seconds:
-        """When the lease ends unless it is renewed."""
+        """Time at which the lease ends unless it is renewed."""
         return min(self.renewed + LEASE_SECONDS, self.latest)
 
     def note(self, progress: int, now: Seconds) -> None:
-        """Its worker has said how far it is."""
+        """Records the progress counter that the worker reported."""
         if progress != self.progress:
             self.progress, self.progressed = progress, now
 
 
 class Fence:
-    """See above."""
+    """The fence of one request."""
 
     def __init__(self) -> None:
         self.attempts = 0
-        """Opened so far; the next one's number is one more."""
+        """Number of attempts opened so far; the next attempt gets this number plus one."""
         self.holder: Holder | None = None
         self._owner: NodeLife | None = None
         self._round = -1
 
     def queued(self, owner: NodeLife, round: int) -> None:
-        """It is sent to this life of a router now."""
+        """Records the router life and the round that the request is now queued with."""
         self._owner, self._round = owner, round
 
     def unqueued(self) -> None:
-        """No claim is valid."""
+        """Records that the request is in no queue: every claim is stale."""
         self._owner = None
 
     def claim(
         self, asked: OpenAttempt, by: NodeLife, state: DecodeState, now: Seconds, *, alive: bool
     ) -> tuple[DecodeEvent, str]:
-        """Which event a question for an attempt is, and why if it is stale. `alive`: the present
-        attempt's worker, in that life, is a member."""
+        """Classifies a question for an attempt; returns the event and, if it is stale, the reason.
+        `alive`: the node life that holds the open attempt is still a member."""
         owner = self._owner
         if owner is None or (asked.owner, asked.owner_epoch) != owner:
             return DecodeEvent.STALE, f"it is not queued with this life of {asked.owner}"
@@ -101,16 +103,17 @@ class Fence:
         return DecodeEvent.CLAIM, ""
 
     def open(self, by: NodeLife, claim: int, now: Seconds, most: Seconds) -> Holder:
-        """The next attempt is theirs, for `most` seconds without progress; its lease begins."""
+        """Opens the next attempt for this worker and starts its lease, which ends after `most`
+        seconds without progress."""
         self.attempts += 1
         self.holder = Holder(by, claim, self.attempts, now, now, most)
         return self.holder
 
     def close(self) -> None:
-        """No attempt is open."""
+        """Closes the open attempt."""
         self.holder = None
 
     def current(self, attempt: int, by: NodeLife) -> bool:
-        """A word of theirs about this attempt counts."""
+        """True if this is the open attempt and `by` holds it."""
         holder = self.holder
         return holder is not None and holder.attempt == attempt and holder.life == by

@@ -1,11 +1,11 @@
-"""Both ends of the question for a sequence's KV, which a request's new worker asks of its old one.
+"""Moves the KV of a running sequence: a request's new worker fetches it from its old one.
 
     new worker: `KvFetcher`     hand over ──▶     old worker: `KvFetchClaim`
-                             taken ◀──         a claim like the queue's: it asks for an attempt
-                             or refused, and why
+                             taken ◀──         a claim, like the queue's: asks for an attempt
+                             or refused, with the reason
 
-For the drivers this is a queue of one worker: only that one's claims are good, in the life that was
-meant, and what it does not take nobody does. Nothing is asked twice.
+To the handlers this looks like a prefill queue with one worker. Only claims of the named life of
+that worker are valid. If it refuses, no other worker is asked, and nothing is asked twice.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ __all__ = ["KvFetchClaim", "KvFetcher"]
 _log = logging.getLogger(__name__)
 
 _ANSWER: Final[Seconds] = 2.0
-"""A worker that has not answered by then is overloaded, or gone: the KV is computed sooner."""
+"""Seconds to wait for the old worker. One that takes longer is overloaded or gone, and computing
+the KV is faster."""
 
 
 class KvFetcher:
-    """The new worker's end, of one request; see `ports.PrefillQueuePort`."""
+    """The new worker's side for one request; implements `ports.PrefillQueuePort`."""
 
     def __init__(self, node: Node, life: NodeLife) -> None:
-        """`life`: whose KV is wanted."""
+        """`life`: the node life that has the KV."""
         self.life = life
         self._node = node
         self._task: asyncio.Task[None] | None = None
 
     def state(self, model: str) -> QueueState | None:
-        """Nothing waits there."""
+        """None: this queue has no state to report."""
         return None
 
     def enqueue(self, item: PrefillItem, listener: QueueListener) -> None:
-        """Ask; the listener hears that it is taken, or refused with the reason."""
+        """Asks the old worker in the background; calls `on_queued`, or `on_refused` with the
+        reason."""
         listener.on_owner(*self.life, item.round)
         words = KvFetch(item=replace(item, names=b"", names_id=b""), epoch=self.life.epoch)
         try:
@@ -75,15 +77,15 @@ class KvFetcher:
             listener.on_queued(*self.life)
 
     def opened(self, request: int) -> None:
-        """See `ports.PrefillQueuePort`: the answer tells nothing new."""
+        """Stops waiting for the reply; the open attempt shows that the old worker accepted."""
         self._end()
 
     def cancel(self, request: int) -> None:
-        """See `ports.PrefillQueuePort`: it hears so when it asks for an attempt."""
+        """Stops waiting for the reply; the old worker learns it when it asks for an attempt."""
         self._end()
 
     def close(self) -> None:
-        """See `ports.PrefillQueuePort`."""
+        """Stops waiting for the reply."""
         self._end()
 
     def _end(self) -> None:
@@ -93,7 +95,7 @@ class KvFetcher:
 
 
 class KvFetchClaim:
-    """The old worker's end: see `ports.PrefillClaim`."""
+    """The old worker's side of one fetch; implements `ports.PrefillClaim`."""
 
     def __init__(self, words: KvFetch, number: int, asker: NodeLife, ours: NodeLife) -> None:
         self.number = number
@@ -106,7 +108,7 @@ class KvFetchClaim:
 
     @property
     def owner(self) -> NodeId:
-        """This worker itself: it is the one that was asked."""
+        """This worker: it plays the role of the queue's router."""
         return self._ours.node
 
     @property
@@ -114,7 +116,7 @@ class KvFetchClaim:
         return self._ours.epoch
 
     def opened(self) -> None:
-        """No queue has to know."""
+        """Does nothing: there is no queue to tell."""
 
     def end(self, outcome: ClaimOutcome) -> None:
-        """Nor that it is over."""
+        """Does nothing: there is no queue to tell."""

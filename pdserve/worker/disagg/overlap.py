@@ -20,19 +20,20 @@ __all__ = ["cached_tokens", "fits_message", "tokens_of"]
 
 _LARGEST: Final = Limits().body
 _TOKEN: Final = 5
-"""Bytes of a token's or a block's id in a message, at most."""
+"""Maximum bytes of a token id or block id in a message."""
 _REST: Final = 256 * 1024
-"""For all else that is said of a request and its ticket."""
+"""Bytes reserved for all other fields of the request and its ticket."""
 
 
 def tokens_of(request: GenerateRequest) -> int:
-    """What must be in KV before the next token: the output of earlier attempts included."""
+    """Number of tokens that must be in KV before the next token; includes output of earlier
+    workers."""
     return len(request.prompt) + len(request.given)
 
 
 def fits_message(request: GenerateRequest) -> bool:
-    """Whether request and ticket can be sent to a prefill worker: a message has a limit, a prompt
-    of some hundred thousand tokens reaches it. Cheap unless it comes near."""
+    """True if the request and its ticket fit into one message to a prefill worker. A prompt of some
+    hundred thousand tokens reaches the limit. Cheap unless the size comes near it."""
     tokens = tokens_of(request)
     most = _REST + 2 * _TOKEN * tokens + len(request.block_names)
     return most <= _LARGEST or _REST + len(encode(request)) + _TOKEN * tokens // 4 <= _LARGEST
@@ -41,8 +42,8 @@ def fits_message(request: GenerateRequest) -> bool:
 def cached_tokens(
     request: GenerateRequest, worker: DisaggWorker, overlap: Callable[[bytes], int]
 ) -> int:
-    """Leading prompt tokens that need not be computed; the last one always is. `overlap`: how many
-    leading ones of these block hashes are in the pool."""
+    """Number of leading prompt tokens that need not be computed; the last token always is.
+    `overlap` returns how many leading block hashes of its argument are in the pool."""
     names, card = request.block_names, worker.cards().get(request.model)
     if card is None or not names or request.names_id != worker.names_id:
         return 0

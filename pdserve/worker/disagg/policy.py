@@ -1,16 +1,16 @@
-"""Where a prompt is prefilled: here, between the steps of running streams, or on a prefill worker.
+"""Decides where a prompt is prefilled: on this worker, or on a prefill worker.
 
-    rule      elsewhere if many tokens are uncached here and few requests wait for a prefill worker
-    predict   elsewhere if the first token comes sooner that way. A prefill here also delays every
-              running stream by as long as it takes: that counts too, by a little less than a wait
-              of one's own
-    always    elsewhere whenever it is possible
-    never     here
+    rule      remotely if many tokens are uncached here and few requests wait for a prefill worker
+    predict   remotely if the first token is predicted to come sooner. A local prefill also delays
+              every running stream while it lasts; this delay counts too, but somewhat less than
+              a delay of the first token
+    always    remotely whenever possible
+    never     locally
 
-The coefficients of the prediction are learnt from what prefills took, from the first one on; until
-then they are guesses. Every decision has a reason, one word, for metric, log and header.
+The coefficients of the prediction are learnt from past prefills, starting with the first one; until
+then they are guesses. Every decision has a one-word reason, for metrics, log and header.
 
-Pure: numbers in, a decision out. Owned by the decode worker's driver.
+Pure. Owned by the decode handler.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ __all__ = [
 ]
 
 _FORGET: Final = 0.98
-"""What an observation still weighs when the next one comes: about the last fifty count."""
+"""Factor by which an observation loses weight with each later one: about the last fifty count."""
 _PRIOR_WEIGHT: Final = 3.0
-"""A guess counts like so many observations, until those have come."""
+"""Weight of the initial guess, in observations."""
 _HARM: Final = 0.6
-"""A second that a running stream waits, in seconds of waiting for a first token. In simulation the
-most requests are served well between 0.5 and 1; with less, streams stutter beside idle prefill
-workers, with more, prompts wait for those without end (bench/results/disagg.md)."""
+"""Cost of delaying one running stream by one second, in seconds of time to first token. In
+simulation most requests meet their SLO with values between 0.5 and 1. With less, streams stutter
+while prefill workers are idle; with more, prompts wait without limit for prefill workers
+(bench/results/disagg.md)."""
 _LEAST_PATIENCE: Final[Seconds] = 1.0
 _ALWAYS_PATIENCE: Final[Seconds] = 30.0
-"""With `always`, who waits for a prefill worker has been asked to."""
+"""With `always` the operator has accepted to wait this long for a prefill worker."""
 
 
 class LinearFit:
-    """`base + slope * x`, neither negative, fitted to what was seen lately.
+    """`base + slope * x`, both non-negative, fitted to recent observations.
 
-    Least squares over sums that fade. While all observations have about the same `x`, nothing is
-    said of the slope: the prior's shape stands, scaled to what was seen.
+    Least squares over exponentially decaying sums. While all observations have about the same `x`
+    the slope is unknown, so the prior is scaled to fit them.
     """
 
     def __init__(self, base: Seconds, slope: Seconds, typical: float) -> None:
-        """The prior, and the `x` that it is a guess for."""
+        """The prior's coefficients, and the `x` around which it holds."""
         self.base, self.slope = base, slope
         self.observed = 0
         self._n = self._x = self._y = self._xx = self._xy = 0.0
@@ -63,7 +64,7 @@ class LinearFit:
         return self.base + self.slope * x
 
     def learn(self, x: float, seconds: Seconds) -> None:
-        """One observation. Nonsense is passed over."""
+        """Adds one observation; ignores values that are negative, not finite or too large."""
         if not (x >= 0 and 0 <= seconds < 1e6):
             return
         self.observed += 1
@@ -93,30 +94,31 @@ class LinearFit:
 
 
 class PrefillCosts:
-    """What prefills take, here and elsewhere."""
+    """Learnt costs of local and remote prefills."""
 
     def __init__(self) -> None:
         self.here = LinearFit(0.01, 1e-4, 2000)
-        """Engine time of a prefill here, by uncached tokens."""
+        """Engine seconds of a local prefill, by uncached tokens."""
         self.there = LinearFit(0.01, 1e-4, 2000)
-        """From the first step to the last at a prefill worker, by the tokens uncached there."""
+        """Seconds from queueing to the end of the prefill at the prefill worker, by tokens uncached
+        there."""
         self.road = LinearFit(0.005, 5e-6, 2000)
-        """What else passes between a claim and the first token: asking, sending, checking; by the
-        tokens that are sent, and those that were already on their way here: they share this
-        worker's network."""
+        """The other seconds between claim and first token (opening, transfer, check), by tokens to
+        transfer. The tokens already on their way here count too: they share this worker's
+        network."""
         self.cached_share = 0.0
-        """Of a prompt, what prefill workers had already, lately."""
+        """Recent mean share of a prompt that prefill workers had cached."""
 
     def local(self, uncached: int, seconds: Seconds) -> None:
-        """A prefill here has taken so much of the engine's time."""
+        """Records a local prefill."""
         self.here.learn(uncached, seconds)
 
     def remote(
         self, tokens: int, cached_there: int, sent: int, prefill: Seconds, whole: Seconds
     ) -> None:
-        """A prompt came from elsewhere: `whole` from its claim to the first token,
-        `prefill` of it at the prefill worker's engine; `sent` counts what came before it
-        too."""
+        """Records a remote prefill. `whole`: seconds from claim to first token; `prefill`: the part
+        of it in the prefill worker's engine; `sent`: tokens transferred, including those queued
+        before this prompt."""
         cached_there = min(cached_there, tokens)
         self.there.learn(tokens - cached_there, prefill)
         self.road.learn(sent, max(0.0, whole - prefill))
@@ -124,8 +126,9 @@ class PrefillCosts:
         self.cached_share += 0.05 * (share - self.cached_share)
 
     def overdue(self, tokens: int, so_far: Seconds) -> None:
-        """A prompt that had not come after `so_far` seconds was given up: it takes longer. Without
-        this, who never succeeds would never learn that prefills elsewhere are slow."""
+        """Records a remote prefill that was given up after `so_far` seconds: it would have taken
+        longer. Without this, a worker whose remote prefills never succeed would not learn that they
+        are slow."""
         uncached = tokens * (1 - self.cached_share)
         if so_far > self.there(uncached):
             self.there.learn(uncached, so_far)
@@ -133,24 +136,24 @@ class PrefillCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisaggInputs:
-    """What is known of a request and its surroundings when it is decided."""
+    """The inputs of one decision."""
 
     tokens: int
-    """That must be in KV: the prompt, and output of earlier attempts."""
+    """Tokens that must be in KV: the prompt, and output of earlier workers."""
     cached: int = 0
-    """Leading ones that are in the pool here."""
+    """Leading tokens in the pool here."""
     obstacle: str = ""
-    """Why it cannot be elsewhere, one word; empty: it can."""
+    """The reason, in one word, why the prompt cannot be prefilled remotely; empty if it can."""
     streams: int = 0
-    """That run here and would wait for a prefill."""
+    """Streams running here, which a local prefill would delay."""
     backlog: int = 0
-    """Prompt tokens that the engine here has to compute before."""
+    """Prompt tokens that the engine here has to compute first."""
     queue: QueueState | None = None
     """None: there is no queue, or no prefill worker."""
     coming: int = 0
-    """Prompt tokens of other requests that are still to come from prefill workers."""
+    """Prompt tokens of other requests that prefill workers have still to deliver."""
     late: float = 1.0
-    """How many times as long as predicted one of those takes already; 1: none is late."""
+    """The largest ratio of actual to predicted time among those; 1: none is late."""
 
     @property
     def uncached(self) -> int:
@@ -159,35 +162,36 @@ class DisaggInputs:
 
 @dataclass(frozen=True, slots=True)
 class DisaggDecision:
-    """Where, and why."""
+    """Where to prefill, and why."""
 
     remote: bool
     reason: str
     here: Seconds = 0.0
-    """Predicted until the first token, the harm to running streams included."""
+    """Predicted seconds until the first token if prefilled here, including the cost of delaying
+    streams."""
     there: Seconds = 0.0
-    """The same for a prefill elsewhere."""
+    """Predicted seconds until the first token if prefilled remotely."""
     fill: Seconds = 0.0
-    """Of that, from the claim on."""
+    """The part of a remote prefill after the claim, in seconds."""
 
     @property
     def advantage(self) -> Seconds:
-        """What is to be gained by going elsewhere."""
+        """Seconds gained by a remote prefill; 0 if none."""
         return max(0.0, self.here - self.there)
 
 
 class DisaggPolicy:
-    """Decides by the mode in force."""
+    """Decides by the current mode."""
 
     def __init__(self, mode: Disagg, *, min_tokens: int = 512, max_queue: int = 10) -> None:
         self.mode: Disagg = mode
-        """How it is decided from now on."""
+        """The mode of further decisions; may be changed at any time."""
         self.min_tokens = min_tokens
         self.max_queue = max_queue
         self.learnt = PrefillCosts()
 
     def decide(self, prospect: DisaggInputs) -> DisaggDecision:
-        """Where this request's prompt is prefilled."""
+        """Decides where this request's prompt is prefilled."""
         here, wait, fill = self._predict(prospect)
         there = wait + fill * prospect.late
         remote, reason = self._decide(prospect, here, there)
@@ -213,13 +217,14 @@ class DisaggPolicy:
         return True, "rule"
 
     def predict(self, prospect: DisaggInputs) -> tuple[Seconds, Seconds]:
-        """Seconds until the first token here, harm to others included, and elsewhere."""
+        """Predicted seconds until the first token: (here, with the cost to other streams;
+        remotely)."""
         here, wait, fill = self._predict(prospect)
         return here, wait + fill * prospect.late
 
     def _predict(self, prospect: DisaggInputs) -> tuple[Seconds, Seconds, Seconds]:
-        """Here; elsewhere until the claim, and from there on. Who is late teaches nothing before it
-        has come; that others will be late too is to be expected at once."""
+        """Returns (local seconds, remote seconds until the claim, remote seconds after it). A late
+        prompt has not trained the fit yet, so callers scale the last one by `late`."""
         learnt = self.learnt
         work = learnt.here(prospect.uncached)
         here = learnt.here.slope * prospect.backlog + work * (1 + _HARM * prospect.streams)
@@ -229,7 +234,8 @@ class DisaggPolicy:
         return here, self._wait(prospect.queue), prefill + road
 
     def _wait(self, queue: QueueState | None) -> Seconds:
-        """For a prefill worker: work before this one, over all workers; none if one is idle."""
+        """Expected seconds until a prefill worker claims the prompt: the work ahead of it, divided
+        by the number of workers; 0 if a worker is idle."""
         if queue is None or not queue.workers:
             return 0.0
         ahead = queue.uncomputed_tokens
@@ -240,13 +246,13 @@ class DisaggPolicy:
         return (there.slope * ahead + there.base * items) / queue.workers
 
     def patience(self, decision: DisaggDecision, rest: Seconds | None) -> Seconds:
-        """How long nobody may take it, with `rest` seconds until its deadline."""
+        """Seconds to wait for a prefill worker; `rest`: seconds until the request's deadline."""
         return patience(decision.advantage, rest, always=self.mode == "always")
 
 
 def patience(advantage: Seconds, rest: Seconds | None, *, always: bool = False) -> Seconds:
-    """Twice what is to be gained, but neither less than a moment nor more than a third of the time
-    that is left."""
+    """Seconds to wait: twice the expected gain, at least `_LEAST_PATIENCE` (with `always`,
+    `_ALWAYS_PATIENCE`), at most a third of the remaining time."""
     least = _ALWAYS_PATIENCE if always else _LEAST_PATIENCE
     wanted = max(least, 2 * advantage)
     return wanted if rest is None else max(0.0, min(wanted, rest / 3))

@@ -27,7 +27,8 @@ __all__ = [
 
 
 class DisaggWorker(Protocol):
-    """What both drivers ask of the worker: see `worker.service.WorkerService`."""
+    """The part of the worker that both handlers use; `worker.service.WorkerService` implements
+    it."""
 
     @property
     def capabilities(self) -> EngineCapabilities | None: ...
@@ -45,7 +46,8 @@ class DisaggWorker(Protocol):
 
 
 class DecodeWorker(DisaggWorker, Protocol):
-    """See `engine.port.Engine`."""
+    """The part of the worker that the decode handler uses; the methods are those of
+    `engine.port.Engine`."""
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle: ...
 
@@ -63,7 +65,8 @@ class DecodeWorker(DisaggWorker, Protocol):
 
 
 class PrefillWorker(DisaggWorker, Protocol):
-    """See `engine.port.Engine`."""
+    """The part of the worker that the prefill handler uses; the methods are those of
+    `engine.port.Engine`."""
 
     def prefill(
         self,
@@ -76,51 +79,53 @@ class PrefillWorker(DisaggWorker, Protocol):
 
 
 class QueueListener(Protocol):
-    """Hears of one queued item, until it is refused, cancelled or taken. Called from within
-    `enqueue` too; may call `enqueue` and `cancel`."""
+    """Receives the events of one queued item until it is refused, cancelled or claimed. `enqueue`
+    may call it before returning. Its methods may call `enqueue` and `cancel`."""
 
     def on_owner(self, owner: NodeId, epoch: Epoch, round: int) -> None:
-        """It is about to be sent to this life of a router, in this round: only claims of these are
-        valid from now on. Called before each sending."""
+        """Called before each sending. From now on only claims of this router life and round are
+        valid."""
         ...
 
     def on_queued(self, owner: NodeId, epoch: Epoch) -> None:
-        """It has it."""
+        """The router has queued the item."""
         ...
 
     def on_refused(self, reason: str) -> None:
-        """It is in no queue, and nobody will take it; no call follows. One word: `no_router`,
-        `router_unreachable`, `congested`, `too_many`, `deadline`, or what the router says
-        (`router.prefill_queue.queue`)."""
+        """The item is in no queue and no prefill worker will take it; no call follows. `reason` is
+        one word: `no_router`, `router_unreachable`, `congested`, `too_many`, `deadline`, or the
+        router's reason (`router.prefill_queue.queue`)."""
         ...
 
 
 class PrefillQueuePort(Protocol):
-    """The decode worker's end of the prefill queues."""
+    """The decode worker's client of the prefill queues."""
 
     def state(self, model: str) -> QueueState | None:
-        """As last reported by the queue's owner; None: there is none, or nobody to prefill."""
+        """The queue's state as its owner last reported it; None if there is no owner or no prefill
+        worker."""
         ...
 
     def enqueue(self, item: PrefillItem, listener: QueueListener) -> None:
-        """Queue it, and again when the queue gets another owner, each time in a later round."""
+        """Queues the item; queues it again, each time in a later round, when the queue's owner
+        changes."""
         ...
 
     def opened(self, request: int) -> None:
-        """An attempt is open: the queue has no more to do with it."""
+        """Records that an attempt is open; the queue need not keep the item any longer."""
         ...
 
     def cancel(self, request: int) -> None:
-        """Nobody need prefill it any more; unknown ones are ignored."""
+        """Takes the item out of the queue; unknown items are ignored."""
         ...
 
     def close(self) -> None:
-        """Refuse whatever is here."""
+        """Refuses all queued items."""
         ...
 
 
 class PrefillClaim(Protocol):
-    """A prefill worker's right to an item."""
+    """A prefill worker's right to one item."""
 
     number: int
     item: PrefillItem
@@ -129,28 +134,30 @@ class PrefillClaim(Protocol):
 
     @property
     def owner(self) -> NodeId:
-        """The router whose claim it is."""
+        """The router that granted the claim."""
         ...
 
     @property
     def owner_epoch(self) -> Epoch: ...
 
     def opened(self) -> None:
-        """The decode worker has opened an attempt: that it is not wanted comes from there."""
+        """Records that the decode worker has opened an attempt. From now on it, not the queue,
+        reports when the work is no longer wanted."""
         ...
 
     def end(self, outcome: ClaimOutcome) -> None:
-        """Tell the queue; nothing happens if it has ended."""
+        """Reports the outcome to the queue. Idempotent."""
         ...
 
 
 class ClaimSource(Protocol):
-    """The prefill worker's end of the prefill queues."""
+    """The prefill worker's client of the prefill queues."""
 
     def offer(self, model: str, compat_hash: str, credits: int, uncomputed_tokens: int) -> None:
-        """So many more items would be taken; it is told when it has changed."""
+        """Offers to take `credits` more items. Call it whenever the numbers change; only changes
+        are sent."""
         ...
 
     def close(self) -> None:
-        """Leave every queue."""
+        """Leaves every queue."""
         ...

@@ -1,13 +1,14 @@
-"""What a worker prefills for others: claims are taken as far as the engine keeps up, leases are
-renewed.
+"""Runs prefills and KV handoffs for other workers: takes claims and renews their leases.
 
-    claims      a prefill worker's, of the queue; more are offered while little is left to compute
-    hand over   any worker is asked for the KV of what it has served; that is a claim, too
-    renewals    once a second for each decode worker, for all its attempts together; what it says is
-                over is dropped at once. They run on the node's timers, whatever the engine does
-    withdraw    a decode worker wants nothing more of an attempt
+    claims      a prefill worker gets claims from the queue; it offers credits while its engine has
+                little left to compute
+    hand over   any worker may be asked for the KV of a request that ran on it; this is a claim too
+    renewals    once a second, one message per decode worker renews the leases of all its attempts;
+                attempts that the reply reports as over are dropped at once. Renewals run on the
+                node's timers, whatever the engine does
+    withdraw    a decode worker no longer wants an attempt
 
-Every claim is in `_claims` from the queue's word to its end. Owned by the worker's member.
+Every claim is in `_claims` until it ends. Owned by the worker's agent.
 """
 
 from __future__ import annotations
@@ -57,25 +58,25 @@ __all__ = ["MAX_KV_FETCHES", "PrefillHandler"]
 _log = logging.getLogger(__name__)
 
 MAX_KV_FETCHES: Final = 16
-"""Sequences that are handed over at once; one more is computed where it goes."""
+"""Maximum number of sequences that move away at once; beyond it the new worker computes the KV."""
 _RENEW_TIMEOUT: Final[Seconds] = 1.5
-"""So that several fit into a lease."""
+"""Seconds; several tries fit into one lease."""
 
 
 class _Renewals:
-    """The leases at one life of a decode worker."""
+    """The leases held at one life of a decode worker."""
 
     __slots__ = ("asks", "held", "timer")
 
     def __init__(self) -> None:
         self.held: dict[tuple[int, int], PrefillJob] = {}
         self.asks = False
-        """An answer is due."""
+        """True while a renewal waits for its reply."""
         self.timer: Timer | None = None
 
 
 class PrefillHandler:
-    """See above."""
+    """Runs the claims of one worker."""
 
     def __init__(
         self,
@@ -88,21 +89,21 @@ class PrefillHandler:
         overlap: Callable[[bytes], int],
         metrics: Metrics,
     ) -> None:
-        """`make_claims` gets what is to be done with a claim, and with one that is not wanted any
-        more; None: no queue is served. `overlap`: how many leading ones of these block hashes are
-        in the pool."""
+        """`make_claims` creates the queue client, given a callback for each new claim and one for
+        each claim that is no longer wanted; None: no queue is served. `overlap` returns how many
+        leading block hashes of its argument are in the pool."""
         self.node = node
         self.worker = worker
         self.tally = DisaggCounters(metrics)
         self._overlap = overlap
         self._claims: dict[int, PrefillJob] = {}
-        """By identity of the claim: numbers are each router's own."""
+        """By identity of the claim: each router numbers its own claims."""
         self._renewals: dict[NodeLife, _Renewals] = {}
         self._credits = Credits()
         self._tells = False
         self._closed = False
         self._idle = asyncio.Event()
-        """Nothing is in hand; kept while somebody drains."""
+        """Set when no claim is left; maintained only while a drain waits."""
         self._queue = None if make_claims is None else make_claims(self._take, self._stop)
         self._given = 0
         node.serve(WITHDRAW, self._withdrawn)
@@ -113,12 +114,12 @@ class PrefillHandler:
                 metrics.handoffs.labels(state.value).read_from(partial(self._in, state))
 
     def __len__(self) -> int:
-        """Claims in hand."""
+        """Number of claims that have not ended."""
         return len(self._claims)
 
     async def drain(self, timeout: Seconds) -> bool:
-        """Offer nothing more and wait for what is in hand: what is computed still has to be handed
-        over. False if `timeout` came first."""
+        """Offers no more credits and waits until every claim has ended, because computed KV must
+        still be handed over. Returns False if `timeout` seconds pass first."""
         self.changed()
         if not self._claims:
             return True
@@ -131,8 +132,8 @@ class PrefillHandler:
         return True
 
     def close(self) -> None:
-        """Leave the queues and drop what is in hand; decode workers learn it from membership.
-        Idempotent."""
+        """Leaves the queues and drops all claims; decode workers learn it from the cluster's
+        membership. Idempotent."""
         self._closed = True
         self._deaf()
         if self._queue is not None:
@@ -154,8 +155,7 @@ class PrefillHandler:
             prefilling.feed(PrefillEvent.UNCLAIMED)
 
     def changed(self) -> None:
-        """Something has, and with it perhaps the credits: they are offered at the end of this turn
-        of the loop."""
+        """Schedules a new credit offer for the end of this event-loop turn."""
         if self._queue is not None and not self._tells and not self._closed:
             self._tells = True
             self.node.call_soon(self._offer)
@@ -169,12 +169,12 @@ class PrefillHandler:
 
     @property
     def uncomputed(self) -> int:
-        """Prompt tokens that were taken and are not computed yet."""
+        """Claimed prompt tokens that are not computed yet."""
         return sum(one.uncached for one in self._claims.values() if one.waiting)
 
     @property
     def credits(self) -> int:
-        """Items that would be taken besides."""
+        """Number of further items that this worker would take."""
         capabilities = self.worker.capabilities
         if self.worker.unready_reason() is not None:
             return 0
@@ -186,12 +186,13 @@ class PrefillHandler:
     # ------------------------------------------------------------------ for the claims
 
     def cached(self, request: GenerateRequest) -> int:
-        """Leading tokens of it in the pool here."""
+        """Leading tokens of the request in the pool here."""
         return cached_tokens(request, self.worker, self._overlap)
 
     def has_lost(self, claim: PrefillClaim, request: GenerateRequest) -> bool:
-        """It was to have this sequence's KV, and has not even its prompt's any more: whoever asked
-        computes it as quickly. Unknown where prompts are named by another secret."""
+        """True if a KV fetch asks for a sequence of which not even the prompt is cached any more:
+        the new worker computes it as fast. False if the caches cannot be compared, because block
+        hashes have different secrets."""
         card = self.worker.cards().get(request.model)
         known = card is not None and request.names_id == self.worker.names_id
         if not known or card is None or not isinstance(claim, KvFetchClaim):
@@ -200,18 +201,18 @@ class PrefillHandler:
         return self.cached(request) < min(full, len(request.prompt) - card.block_size)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
-        """Run it while the node lives."""
+        """Runs `work` as a task of the node; None if the node is closing."""
         try:
             return self.node.tasks.spawn(work, name)
         except Draining:
             return None
 
     def tell(self, prefilling: PrefillJob, held: HeldAttempt, error: PdserveError) -> None:
-        """The decode worker hears that an attempt has failed."""
+        """Tells the decode worker, in the background, that an attempt has failed."""
         self.spawn(prefilling.say_failed(held, error), "tell of a failure")
 
     def hold(self, prefilling: PrefillJob) -> None:
-        """Renew its lease from now on."""
+        """Renews the job's lease from now on."""
         assert prefilling.held is not None
         held = prefilling.held
         renewals = self._renewals.get(prefilling.decode)
@@ -221,7 +222,7 @@ class PrefillHandler:
         renewals.held[held.request, held.attempt] = prefilling
 
     def ended(self, prefilling: PrefillJob, outcome: ClaimOutcome) -> None:
-        """It is over."""
+        """Removes a job that has ended."""
         del self._claims[id(prefilling.claim)]
         if not self._claims:
             self._idle.set()
@@ -255,7 +256,7 @@ class PrefillHandler:
         try:
             link = await self.node.link(decode.node, timeout=_RENEW_TIMEOUT)
             if link.peer.epoch != decode.epoch:
-                raise LinkLost(f"{decode.node} is another life of itself", sent=False)
+                raise LinkLost(f"{decode.node} has begun another life", sent=False)
             sent = self.node.now()
             answer = await link.request(RENEW, question, timeout=_RENEW_TIMEOUT)
         except PdserveError as error:
@@ -306,7 +307,8 @@ class PrefillHandler:
         return KvFetchReply(refused)
 
     def _refusal(self, words: KvFetch) -> str:
-        """Why it is not handed over, one word; empty: it is. Draining is no reason."""
+        """The reason, in one word, why the KV is not handed over; empty if it is. A draining worker
+        does not refuse."""
         capabilities, item = self.worker.capabilities, words.item
         if self._closed or words.epoch != self.node.epoch:
             return "source_gone"
@@ -337,6 +339,6 @@ class PrefillHandler:
         return sum(one.state is state for one in self._claims.values())
 
     def numbers(self) -> HandoffStats:
-        """For status."""
+        """KV handoff counters for status."""
         states = Counter(one.state.value for one in self._claims.values())
         return HandoffStats(mode="prefill", ended=dict(self.tally.claims), states=dict(states))

@@ -1,8 +1,8 @@
 """Runs one claim at a prefill worker, until the last block is sent.
 
-It asks the decode worker for an attempt, lets the engine compute and send, hands over, and ends;
-all within the lease, whatever happens to either end. It is the engine's sink for the prompt.
-`prefill_handler` creates it and renews its lease.
+It asks the decode worker for an attempt, lets the engine compute and send the KV, hands over, and
+ends. All of this happens under the lease, so it ends even if either side fails. It is the engine's
+sink for the prompt. `prefill_handler` creates it and renews its lease.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ __all__ = ["PrefillJob"]
 _log = logging.getLogger(__name__)
 
 _PAUSE: Final[Seconds] = 0.2
-"""Before something that did not get through is said again."""
+"""Seconds before a failed message is sent again."""
 _ANSWER: Final[Seconds] = 2.0
-"""How long an answer to a handoff is waited for before it is said again."""
+"""Seconds to wait for the reply to a handoff before it is sent again."""
 _TELL: Final[Seconds] = 1.0
-"""A decode worker that cannot be told within this learns it from the lease."""
+"""Seconds to reach the decode worker; after that it learns of the failure from the lease."""
 
 State, Event, Do = PrefillState, PrefillEvent, PrefillAction
 
 
 class PrefillJob:
-    """See above."""
+    """The state of one claim. Implements `engine.port.PrefillSink`."""
 
     def __init__(self, owner: PrefillHandler, claim: PrefillClaim) -> None:
         self.claim = claim
         self.uncached = claim.item.prompt_tokens
-        """Prompt tokens to compute, as far as is known."""
+        """Prompt tokens to compute, as far as known."""
         self.machine = StateMachine(PREFILL_TABLE)
         self.decode = NodeLife(claim.decode, claim.decode_epoch)
         self.held: HeldAttempt | None = None
@@ -80,9 +80,9 @@ class PrefillJob:
         self._opened: AttemptOpened | None = None
         self._handoff: Handoff | None = None
         self._withdrawn: set[int] = set()
-        """Attempts that were over before we had heard that they were open."""
+        """Attempts that were withdrawn before the reply that opens them arrived."""
         self._why: PdserveError | None = None
-        """Why it failed."""
+        """The error that ended the job."""
         self._task: asyncio.Task[None] | None = None
         self._timer: Timer | None = None
         self._renewed = owner.node.now()
@@ -94,15 +94,18 @@ class PrefillJob:
 
     @property
     def waiting(self) -> bool:
-        """Its prompt is not computed yet."""
+        """True until the prompt is computed."""
         return self.state in (State.CLAIMED, State.OPENING, State.COMPUTING)
 
     @property
     def progress(self) -> int:
-        """See `messages.handoff.Renew`. Until its prompt is computed, every token that the engine
-        computes counts: it works on the prompts that came before. Afterwards every block that
-        leaves does. A sequence that moves (`kv_fetch.KvFetchClaim`) computes next to nothing, and
-        its engine goes on with others whatever becomes of it: only its age counts."""
+        """The counter sent as `RenewLeases.progress`; a change means progress.
+
+        Until the prompt is computed, it counts all tokens that the engine computes, because the
+        engine may work on earlier prompts first; afterwards, all blocks sent. It is constant for a
+        sequence that moves away (`kv_fetch.KvFetchClaim`): such a job computes next to nothing, so
+        the engine's work proves nothing and only the age counts.
+        """
         stats = self._owner.worker.statistics()
         if isinstance(self.claim, KvFetchClaim):
             return 0
@@ -112,11 +115,11 @@ class PrefillJob:
         return f"<{self.claim!r} {self.state.value}>"
 
     def begin(self) -> None:
-        """Look for the decode worker."""
+        """Starts to ask the decode worker for an attempt."""
         self._spawn(self._ask())
 
     def feed(self, event: PrefillEvent) -> None:
-        """An event happens to it."""
+        """Feeds an event to the state table and performs the resulting actions."""
         before = self.state
         actions = self.machine.feed(event)
         over = self.state is State.ENDED
@@ -130,7 +133,7 @@ class PrefillJob:
     # ------------------------------------------------------------------ the lease
 
     def renewed(self, at: Seconds) -> None:
-        """The decode worker has heard us; what it heard was sent at this time."""
+        """Records a renewal that the decode worker acknowledged; `at`: the time it was sent."""
         self._renewed = max(self._renewed, at)
 
     def _watch(self) -> None:
@@ -154,14 +157,14 @@ class PrefillJob:
     # ------------------------------------------------------------------ asking for an attempt
 
     async def _link(self, timeout: Seconds) -> Link:
-        """To the very life of the decode worker that queued it. Raises `LinkError`."""
+        """The link to the life of the decode worker that queued the item. Errors: `LinkError`."""
         link = await self._owner.node.link(self.decode.node, timeout=timeout)
         if link.peer.epoch != self.decode.epoch:
-            raise LinkLost(f"{self.decode.node} is another life of itself", sent=False)
+            raise LinkLost(f"{self.decode.node} has begun another life", sent=False)
         return link
 
     async def _ask(self) -> None:
-        """Until there is an answer, or the time is up."""
+        """Asks for an attempt until there is an answer or the lease time has passed."""
         node, claim = self._owner.node, self.claim
         until = node.now() + LEASE_SECONDS
         question = OpenAttempt(
@@ -207,31 +210,32 @@ class PrefillJob:
         self.feed(Event.OPENED)
 
     def withdraw(self, request: int, attempt: int) -> bool:
-        """The answer that opens this attempt may be right behind; True if it is ours to expect."""
+        """Records that an attempt was withdrawn whose opening reply may still arrive; returns True
+        if this job waits for it."""
         expected = self.state is State.OPENING and self.claim.item.request == request
         if expected:
             self._withdrawn.add(attempt)
         return expected
 
     def _too_late(self, opened: AttemptOpened) -> None:
-        """Nobody waits for these blocks any more."""
+        """Handles an opening reply that arrived too late: reports the attempt as failed."""
         held = HeldAttempt(self.claim.item.request, opened.attempt)
         self._owner.tell(self, held, LinkLost("the answer came too late", sent=False))
 
     # ------------------------------------------------------------------ from the engine
 
     def on_prefilled(self, handoff: Handoff) -> None:
-        """See `engine.port.PrefillSink`."""
+        """Starts to hand over: the prompt is computed."""
         self._handoff = handoff
         self.feed(Event.PREFILLED)
 
     def on_sent(self) -> None:
-        """See `engine.port.PrefillSink`."""
+        """Ends the job's sending part: all KV has arrived."""
         self._handle = None
         self.feed(Event.SENT)
 
     def on_error(self, error: PdserveError) -> None:
-        """See `engine.port.PrefillSink`."""
+        """Ends the job: the engine could not compute the prompt or send its KV."""
         self._handle = None
         self._why = error
         self.feed(Event.ERROR)
@@ -239,14 +243,14 @@ class PrefillJob:
     # ------------------------------------------------------------------ what is done
 
     def _go_on(self) -> None:
-        """`_ask` asks as soon as it is linked."""
+        """Does nothing: `_ask` continues as soon as it has a link."""
 
     def _prefill(self) -> None:
         assert self._opened is not None
         opened, decode = self._opened, self.decode
         self._owner.hold(self)
         if self._owner.has_lost(self.claim, opened.request):
-            self.on_error(TransferRefused("its KV is not here any more"))
+            self.on_error(TransferRefused("its KV is no longer cached here"))
             return
         try:
             self._handle = self._owner.worker.prefill(opened.request, opened.ticket, *decode, self)
@@ -257,7 +261,8 @@ class PrefillJob:
         self._spawn(self._hand_over())
 
     async def _hand_over(self) -> None:
-        """Again and again: it may be heard twice, and counts once. The lease ends it."""
+        """Sends the handoff until the decode worker answers or the lease ends. It may arrive twice;
+        the decode worker counts it once."""
         assert self.held is not None
         assert self._handoff is not None
         words = NotifyHandoff(self.held.request, self.held.attempt, self._handoff)
@@ -292,7 +297,7 @@ class PrefillJob:
         self._owner.tell(self, self.held, self._why)
 
     async def say_failed(self, held: HeldAttempt, error: PdserveError) -> None:
-        """Once: the lease is there for what does not get through."""
+        """Reports the failure once; if the message is lost, the lease ends the attempt."""
         words = AttemptFailed(
             held.request, held.attempt, type(error).__name__, error.message[:2000]
         )

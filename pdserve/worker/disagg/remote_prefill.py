@@ -1,8 +1,8 @@
-"""Drives one request whose prompt another worker prefills, from admission to its last delta.
+"""Runs one request whose prompt another worker prefills, from admission to its last delta.
 
-Turns everything it receives into events of the state table, and performs the table's actions:
-through the engine port, the queue, and answers to prefill workers. It is the request's engine sink
-and queue listener. `decode_handler` creates it and holds it while it lives.
+It turns every message and callback into events of the state table, and performs the table's actions
+through the engine port, the queue and replies to prefill workers. It is the request's engine sink
+and queue listener. `decode_handler` creates it and owns it while it lives.
 """
 
 from __future__ import annotations
@@ -55,16 +55,18 @@ __all__ = ["MAX_PREFILL_ATTEMPTS", "RemotePrefillRequest"]
 _log = logging.getLogger(__name__)
 
 MAX_PREFILL_ATTEMPTS: Final = 3
-"""Then the prompt is prefilled here: what fails this often may be the request's own doing."""
+"""After this many failed attempts the prompt is prefilled here: the request itself may be the
+cause."""
 
 _LONGEST: Final[Seconds] = 60.0
-"""An attempt may be without progress so long, or"""
+"""Seconds that an attempt may make no progress, at least."""
 _SLOWEST: Final = 10.0
-"""so many times as long as the whole was predicted to take; then its engine is taken for stuck."""
+"""The limit without progress is this many times the predicted time, if that is longer; beyond it
+the prefill worker's engine counts as stuck."""
 
 
 class _Word(NamedTuple):
-    """What comes with an event."""
+    """The data of an event."""
 
     call: IncomingCall | None = None
     by: NodeLife | None = None
@@ -79,8 +81,8 @@ class _Word(NamedTuple):
 _NOTHING: Final = _Word()
 
 _OURS: Final = (Overloaded, NotReady)
-"""Errors of the engine here that say nothing of the attempt's worker: the pool has no free blocks,
-or its registration has not ended."""
+"""Errors for which this worker, not the prefill worker, is responsible: its pool has no free
+blocks, or is not registered yet."""
 
 _OUTCOMES: Final = {
     DecodeEvent.LOST: "lost",
@@ -92,11 +94,12 @@ _OUTCOMES: Final = {
     DecodeEvent.FIRST: "superseded",
     DecodeEvent.FENCE: "fenced",
 }
-"""Of an attempt that this event closes; all others leave it `unwanted`."""
+"""Outcome of an attempt by the event that closes it; `unwanted` for all other events."""
 
 
 class RemotePrefillRequest:
-    """See above."""
+    """The state of one request. Implements `engine.port.RemotePrefillSink` and
+    `ports.QueueListener`."""
 
     def __init__(
         self,
@@ -107,8 +110,8 @@ class RemotePrefillRequest:
         queue: PrefillQueuePort,
         before: int = 0,
     ) -> None:
-        """`queue`: who is asked, that of prefill workers or a `KvFetcher`. `before`: prompt tokens
-        that were still to come when it was decided."""
+        """`queue`: the prefill queue, or a `KvFetcher`. `before`: prompt tokens that other requests
+        were still waiting for when this decision was made."""
         self.handle: Handle = 0
         self.machine = StateMachine(DECODE_TABLE)
         self.request = request
@@ -118,36 +121,36 @@ class RemotePrefillRequest:
         self._decision = decision
         self._queue = queue
         self._moves = isinstance(queue, KvFetcher)
-        """It has run on the worker that is asked, and comes from nowhere else."""
+        """True if the request ran on the worker that is asked, so that only this worker can have
+        its KV."""
         self._before = before
         self._reason = decision.reason
-        """Why the prompt is prefilled where it is."""
+        """The reason, in one word, for where the prompt is prefilled."""
         self._choices = len(request.live)
-        """Those that have not ended."""
+        """Number of choices that have not ended."""
         self._early: list[Callable[[], None]] = []
-        """What the engine said before its handle was known."""
+        """Engine callbacks that came before the handle was known."""
         now = owner.node.now()
         self._deadline = None if request.deadline is None else now + request.deadline
         self._expiry: Timer | None = None
         if request.deadline is not None:
             self._expiry = owner.node.timers.call_later(max(0.0, request.deadline), self._expired)
         self._watch: Timer | None = None
-        """Of the present state: patience, or the lease."""
+        """The timer of the present state: patience or lease."""
         self._cached = 0
         self._rounds = 0
         self._failed = 0
-        """Attempts that came to nothing at their worker; those that found no blocks here do not
-        count."""
+        """Failed attempts, not counting those that found no free blocks here."""
         self._hindered: Seconds | None = None
-        """When the engine here first could not open an attempt."""
+        """Time when the engine here first could not open an attempt."""
         self._excluded = owner.cut_off()
         self._callers: list[IncomingCall] = []
-        """Who waits for the present attempt's ticket."""
+        """Calls that wait for the open attempt's ticket."""
         self._ticket: TransferTicket | None = None
         self._brought: tuple[NodeLife, Handoff] | None = None
-        """The last handoff that the engine was given, and from whom."""
+        """The last handoff given to the engine, and the worker that sent it."""
         self._since = now
-        """When the present phase began."""
+        """Time when the present phase began."""
         self._claimed = now
         self._line = ""
 
@@ -157,12 +160,12 @@ class RemotePrefillRequest:
 
     @property
     def coming(self) -> int:
-        """Prompt tokens that are still to come."""
+        """Prompt tokens that the prefill worker has still to deliver."""
         return tokens_of(self.request) - self._cached if self.state in _REMOTE else 0
 
     @property
     def late(self) -> float:
-        """How many times as long as predicted its attempt has taken already; 1: it is not late."""
+        """Ratio of actual to predicted time of the open attempt; 1 if it is not late."""
         if self.state not in (DecodeState.FILL, DecodeState.VERIFY) or not self._decision.fill:
             return 1.0
         return max(1.0, (self._owner.node.now() - self._claimed) / self._decision.fill)
@@ -171,7 +174,7 @@ class RemotePrefillRequest:
         return f"<{self.request.request_id} {self.handle} {self.state.value}>"
 
     def begin(self, handle: Handle) -> None:
-        """The engine has taken it under this number."""
+        """Records the engine's handle and starts to wait for admission."""
         self.handle = handle
         self._be_patient()
         early, self._early = self._early, []
@@ -179,13 +182,13 @@ class RemotePrefillRequest:
             heard()
 
     def discard(self) -> None:
-        """The engine has not taken it."""
+        """Cancels the timers: the engine refused the submission."""
         self._unwatch()
         if self._expiry is not None:
             self._expiry.cancel()
 
     def feed(self, event: DecodeEvent, word: _Word = _NOTHING) -> None:
-        """An event happens to it."""
+        """Feeds an event to the state table and performs the resulting actions."""
         before = self.state
         actions = self.machine.feed(event)
         if self.state is not before or event is DecodeEvent.CLAIM:
@@ -196,7 +199,7 @@ class RemotePrefillRequest:
     # ------------------------------------------------------------------ from the engine
 
     def on_admitted(self, cached_tokens: int) -> None:
-        """See `engine.port.RemotePrefillSink`."""
+        """Enqueues the prompt: its KV blocks are reserved."""
         if not self.handle:
             self._early.append(lambda: self.on_admitted(cached_tokens))
             return
@@ -207,20 +210,22 @@ class RemotePrefillRequest:
         self.feed(DecodeEvent.ADMITTED)
 
     def on_opened(self, attempt: int, ticket: TransferTicket) -> None:
-        """See `engine.port.RemotePrefillSink`."""
+        """Sends the ticket to the prefill worker; ignored if the attempt is no longer open."""
         if self._is_open(attempt) and self.state is DecodeState.ATTEMPT:
             self._phase("open")
             self.feed(DecodeEvent.OPENED, _Word(ticket=ticket))
 
     def on_attempt_lost(self, attempt: int, error: PdserveError) -> None:
-        """See `engine.port.RemotePrefillSink`."""
+        """Ends the open attempt, and waits for blocks or tries the next worker; ignored if the
+        attempt is no longer open."""
         if self._is_open(attempt) and self.state is not DecodeState.ACTIVE:
             _log.warning("%s: attempt %d: %s", self._name, attempt, error.message)
             ours = isinstance(error, _OURS) and self.state is DecodeState.ATTEMPT
             self.feed(DecodeEvent.HINDERED if ours else DecodeEvent.LOST, _Word(error=error))
 
     def on_delta(self, delta: TokenDelta) -> None:
-        """See `engine.port.TokenSink`."""
+        """Passes the delta on; the first token ends the open attempt, the last `finish` ends the
+        request."""
         started = delta.started
         if started is not None:
             if self.state is not DecodeState.ACTIVE:
@@ -233,29 +238,29 @@ class RemotePrefillRequest:
         self._sink.on_delta(delta)
 
     def on_error(self, error: PdserveError) -> None:
-        """See `engine.port.TokenSink`."""
+        """Ends the request with the engine's error."""
         if not self.handle:
             self._early.append(lambda: self.on_error(error))
             return
         self.feed(DecodeEvent.ERROR, _Word(error=error))
 
     def _is_open(self, attempt: int) -> bool:
-        """Not one that was given up while the engine spoke."""
+        """True if this is the open attempt and not one given up before the engine reported."""
         holder = self.fence.holder
         return holder is not None and holder.attempt == attempt
 
     # ------------------------------------------------------------------ from the queue
 
     def on_owner(self, owner: NodeId, epoch: Epoch, round: int) -> None:
-        """See `ports.QueueListener`."""
+        """Sets the fence: only claims of this router life and round are valid from now on."""
         self._rounds = round + 1
         self.fence.queued(NodeLife(owner, epoch), round)
 
     def on_queued(self, owner: NodeId, epoch: Epoch) -> None:
-        """See `ports.QueueListener`: it changes nothing, patience runs since the request came."""
+        """Does nothing: the waiting time counts from `enqueue`."""
 
     def on_refused(self, reason: str) -> None:
-        """See `ports.QueueListener`."""
+        """Prefills the prompt here if it was still queued; otherwise the refusal has no effect."""
         if self.state is DecodeState.QUEUE:
             self._reason = reason
         self.feed(DecodeEvent.REFUSED)
@@ -263,7 +268,7 @@ class RemotePrefillRequest:
     # ------------------------------------------------------------------ from prefill workers
 
     def asked(self, question: OpenAttempt, by: NodeLife, call: IncomingCall) -> None:
-        """For an attempt."""
+        """Handles a prefill worker's question for an attempt."""
         holder = self.fence.holder
         alive = holder is not None and self._owner.lives(holder.life)
         now = self._owner.node.now()
@@ -271,7 +276,7 @@ class RemotePrefillRequest:
         self.feed(event, _Word(call=call, by=by, claim=question.claim, why=why))
 
     def renewed(self, attempt: int, by: NodeLife, progress: int = 0) -> bool:
-        """False: it is over. `progress`: see `messages.handoff.Renew`."""
+        """Renews the lease; returns False if the attempt is over. `progress`: see `RenewLeases`."""
         current = self.fence.current(attempt, by) and self.state is not DecodeState.ATTEMPT
         if current:
             self._holder.note(progress, self._owner.node.now())
@@ -285,7 +290,7 @@ class RemotePrefillRequest:
         by: NodeLife,
         call: IncomingCall,
     ) -> None:
-        """`NOTIFY`, or `FAILED`."""
+        """Handles a handoff (`NOTIFY`) or a reported failure (`FAILED`) of a prefill worker."""
         handoff = None
         if not self.fence.current(words.attempt, by) or self.state is DecodeState.ATTEMPT:
             event = DecodeEvent.STALE
@@ -296,7 +301,7 @@ class RemotePrefillRequest:
         self.feed(event, _Word(call=call, by=by, handoff=handoff))
 
     def held_by(self, life: NodeLife) -> bool:
-        """The present attempt is theirs."""
+        """True if this node life holds the open attempt."""
         holder = self.fence.holder
         return holder is not None and holder.life == life
 
@@ -311,7 +316,7 @@ class RemotePrefillRequest:
         self.feed(DecodeEvent.IMPATIENT)
 
     def _lapse(self) -> None:
-        """The lease has ended, unless it was renewed since the timer was set."""
+        """Ends the attempt, unless the lease was renewed after the timer was set."""
         holder = self.fence.holder
         now = self._owner.node.now()
         if holder is not None and now < holder.lapses:
@@ -331,16 +336,16 @@ class RemotePrefillRequest:
         self._watch = self._owner.node.timers.call_at(holder.lapses, self._lapse)
 
     def _be_patient(self) -> None:
-        """With the engine's admission, or with the queue."""
+        """Starts the timer that bounds the wait for admission, or for a prefill worker."""
         patience = self._owner.chooser.patience(self._decision, self._rest())
         self._watch = self._owner.node.timers.call_later(patience, self._impatient)
 
     def _rest(self) -> Seconds | None:
-        """Until the deadline."""
+        """Seconds until the deadline; None if there is none."""
         return None if self._deadline is None else self._deadline - self._owner.node.now()
 
     def _phase(self, name: str) -> None:
-        """One is over, the next begins."""
+        """Records the duration of a phase; the next one begins."""
         now = self._owner.node.now()
         self._owner.tally.phase(name, now - self._since)
         self._since = now
@@ -349,7 +354,7 @@ class RemotePrefillRequest:
 
     @property
     def _holder(self) -> Holder:
-        """Of the attempt that is open."""
+        """The holder of the open attempt."""
         assert self.fence.holder is not None
         return self.fence.holder
 
@@ -358,8 +363,8 @@ class RemotePrefillRequest:
         return f"request {self.request.request_id} ({self.handle})"
 
     def _await(self, event: DecodeEvent, word: _Word) -> None:
-        """Computing the prompt here would wait for the same blocks: patience is that of `always`,
-        counted from the first time."""
+        """Waits for blocks. Prefilling here would wait for the same blocks, so the limit is that of
+        `always`, counted from the first time."""
         now = self._since = self._owner.node.now()
         if self._hindered is None:
             self._hindered = now
@@ -379,7 +384,7 @@ class RemotePrefillRequest:
         self._queue.enqueue(self._item(), self)
 
     def _pointless(self) -> str:
-        """Why there is no sense in asking the queue, one word; empty: there is."""
+        """The reason, in one word, not to enqueue; empty if there is none."""
         if self._moves:
             return "source_failed" if self._failed else ""
         if self._failed >= MAX_PREFILL_ATTEMPTS:
@@ -452,7 +457,7 @@ class RemotePrefillRequest:
 
     def _dismiss(self, event: DecodeEvent, word: _Word) -> None:
         callers, self._callers = self._callers, []
-        why = word.error.message if word.error else f"the request is not to be had ({event.value})"
+        why = word.error.message if word.error else f"the attempt has ended ({event.value})"
         for call in callers:
             call.fail(self._refusal(call, why))
 
@@ -496,7 +501,7 @@ class RemotePrefillRequest:
         self._failed += 1
         self._excluded.append(holder.life.node)
         _log.info(
-            "%s: attempt %d of %s came to nothing: %s",
+            "%s: attempt %d at %s failed: %s",
             self._name,
             holder.attempt,
             holder.life.node,
@@ -519,7 +524,8 @@ class RemotePrefillRequest:
         self._owner.worker.prefill_here(self.handle)
 
     def _settle(self, event: DecodeEvent, word: _Word) -> None:
-        """The engine alone knows whose work it goes on with: it may have been quicker than us."""
+        """Records where the prompt was prefilled and what it cost. Only the engine knows which KV
+        it used: a local prefill may have finished first."""
         started, brought = word.started, self._brought
         assert started is not None
         if self._expiry is not None:

@@ -1,4 +1,4 @@
-"""The handoff as two state machines, each one table: what happens when, and what is done.
+"""Defines the KV handoff as two state machines, one table each: states, events and actions.
 
     decode worker    admit ─▶ queue ─claim▶ attempt ─▶ fill ─notify▶ verify ─▶ active
                        ▲────── no blocks here ─┘
@@ -6,16 +6,16 @@
     prefill worker   claimed ─▶ opening ─▶ computing ─▶ notifying ─▶ notified
                                                            └─▶ sent ────┘
 
-The decode worker owns the request. Its machine ends with the request's last delta, and whatever
-ends it earlier (cancel, expire, error) frees both workers. An attempt that comes to nothing leads
-back to the queue, where `ENQUEUE` may find that there has been enough of it and answer `REFUSED`;
-that is how every road ends in `active` or in a prefill at home.
+The decode worker owns the request. Its machine ends with the request's last delta; if the request
+ends earlier (cancel, expire, error), both workers free its memory. A failed attempt leads back to
+the queue. There `ENQUEUE` may answer `REFUSED`, for example after too many attempts. So every path
+ends in `active`, or in a local prefill.
 
-Each pair of state and event stands in `CELLS`, or in `IMPOSSIBLE` with the reason: meeting one of
-those is a bug. Words that name another claim or attempt than the present one never reach a cell of
-their own: the fence (`fence`) has made them `STALE` before.
+Each pair of state and event is either in the cells or listed as impossible with the reason; an
+impossible pair at run time is a bug. A message that names another claim or attempt than the present
+one arrives here as `STALE`, because the fence (`fence`) has checked it.
 
-Pure: what the actions mean is `remote_prefill`'s and `prefill_job`'s; nobody is named here.
+Pure: `remote_prefill` and `prefill_job` implement the actions.
 """
 
 from __future__ import annotations
@@ -50,116 +50,116 @@ _log = logging.getLogger(__name__)
 
 
 class DecodeState(Enum):
-    """Of a request whose prompt is to be prefilled elsewhere, at its decode worker."""
+    """State, at its decode worker, of a request whose prompt is to be prefilled elsewhere."""
 
     ADMIT = "admit"
     """The engine has no room for it yet."""
     QUEUE = "queue"
-    """Room is set aside; no prefill worker has asked for its blocks."""
+    """Blocks are reserved; no prefill worker has asked for them yet."""
     ATTEMPT = "attempt"
-    """One has; the engine makes a path and binds blocks."""
+    """A prefill worker has asked; the engine sets up a path and binds blocks."""
     FILL = "fill"
     """A prefill worker computes and sends, under a lease."""
     VERIFY = "verify"
-    """The handoff is here; the engine waits for the last bytes and checks them."""
+    """The handoff has arrived; the engine waits for the last bytes and checks them."""
     LOCAL = "local"
-    """It is prefilled here after all."""
+    """The prompt is prefilled here after all."""
     ACTIVE = "active"
-    """Its first token has come."""
+    """The first token has come."""
     RELEASED = "released"
-    """Nothing is left of it."""
+    """The request has ended and its memory is free."""
 
 
 class DecodeEvent(Enum):
-    """What happens to it."""
+    """Events of such a request."""
 
     ADMITTED = "admitted"
-    """Engine: there is room."""
+    """Engine: blocks are reserved."""
     REFUSED = "refused"
-    """Queue: nobody will take it; or there is no sense in asking."""
+    """Queue: no prefill worker will take it; or enqueueing it is pointless."""
     IMPATIENT = "impatient"
-    """Nobody took it for longer than it was worth waiting for."""
+    """It waited longer than a remote prefill is worth."""
     CLAIM = "claim"
-    """A prefill worker holds a valid claim and asks for the blocks; nobody else has an attempt, or
-    whoever has is dead or silent."""
+    """A prefill worker with a valid claim asks for blocks; no other attempt is open, or the worker
+    that holds it is dead or silent."""
     AGAIN = "again"
-    """The attempt's own worker asks once more: the answer was lost."""
+    """The worker that holds the attempt asks again, because the reply was lost."""
     STALE = "stale"
-    """A claim or a word of an attempt that is not the present one."""
+    """A claim or message of another attempt than the open one."""
     OPENED = "opened"
-    """Engine: the attempt's blocks may be filled."""
+    """Engine: the attempt has its blocks."""
     LOST = "lost"
-    """Engine: nothing came of the attempt."""
+    """Engine: the attempt has failed."""
     HINDERED = "hindered"
-    """Engine: it could not open the attempt, for a cause at this worker: its pool has no free
-    blocks, or is not registered yet. It admits the request anew when it can."""
+    """Engine: it could not open the attempt for a reason at this worker: its pool has no free
+    blocks or is not registered yet. It admits the request again when it can."""
     RENEW = "renew"
-    """The attempt's worker is still at it."""
+    """The attempt's worker renews its lease."""
     NOTIFY = "notify"
-    """It hands over."""
+    """The attempt's worker hands over."""
     FAILED = "failed"
-    """It gives up."""
+    """The attempt's worker gives up."""
     LAPSE = "lapse"
-    """It was silent for as long as the lease lasts."""
+    """The lease ended without renewal."""
     DIED = "died"
-    """That life of it is over."""
+    """The life of the attempt's worker is over."""
     FIRST = "first token"
-    """Engine: of whatever choice."""
+    """Engine: the first token of any choice."""
     DONE = "done"
     """Engine: the last choice has ended."""
     ERROR = "error"
     """Engine: the request ended in an error."""
     EXPIRE = "expire"
-    """The request's deadline has passed without a first token."""
+    """The request's deadline passed before its first token."""
     CANCEL = "cancel"
-    """Its frontend wants nothing more, or is gone."""
+    """The request's frontend cancelled it or is gone."""
     FENCE = "fence"
-    """This node begins another life: claims and attempts of the old one are void."""
+    """This node begins a new life: all claims and attempts of the old one are void."""
 
 
 class DecodeAction(Enum):
-    """What is done about it."""
+    """Actions at the decode worker."""
 
     AWAIT = "await"
-    """Wait for room again."""
+    """Wait for free blocks again."""
     ENQUEUE = "enqueue"
-    """Ask the prefill queue, or answer `REFUSED` if that is pointless."""
+    """Enqueue the prompt, or answer `REFUSED` if that is pointless."""
     UNQUEUE = "unqueue"
-    """Take it out of the queue."""
+    """Take the prompt out of the queue."""
     OPEN = "open"
-    """Number an attempt, begin its lease, let the engine bind blocks."""
+    """Number an attempt, start its lease, let the engine bind blocks."""
     JOIN = "join"
-    """The caller waits for the ticket, too."""
+    """Let this caller wait for the ticket too."""
     ANSWER = "answer"
-    """Ticket and request to whoever waits for them."""
+    """Send ticket and request to all waiting callers."""
     DISMISS = "dismiss"
-    """Those who wait for a ticket hear that there is none."""
+    """Tell all waiting callers that there is no ticket."""
     TURN_AWAY = "turn away"
-    """The caller hears that it is not current."""
+    """Tell the caller that its attempt or claim is stale."""
     ACCEPT = "accept"
-    """The caller hears that it has been understood."""
+    """Acknowledge the message."""
     EXTEND = "extend"
-    """The lease begins anew."""
+    """Renew the lease."""
     ACTIVATE = "activate"
-    """The engine takes the handoff."""
+    """Give the handoff to the engine."""
     GIVE_UP = "give up"
-    """The engine wants nothing more of the attempt; its blocks are fenced."""
+    """Tell the engine to drop the attempt; its blocks go to quarantine."""
     WITHDRAW = "withdraw"
-    """Its worker is told, if it lives."""
+    """Tell the attempt's worker that it is over, if that worker lives."""
     EXCLUDE = "exclude"
-    """Its worker is not asked again for this request."""
+    """Do not ask this worker again for this request."""
     CLOSE = "close"
-    """The attempt is over: nothing it says is current any more."""
+    """Close the attempt: its later messages are stale."""
     PREFILL_HERE = "prefill here"
-    """The engine computes the prompt."""
+    """Let the engine here compute the prompt."""
     SETTLE = "settle"
-    """Note where the prompt was prefilled, and what it took."""
+    """Record where the prompt was prefilled and what it cost."""
     FREE = "free"
-    """The engine drops the request."""
+    """Abort the request at the engine."""
     FAIL = "fail"
-    """Its frontend hears the error."""
+    """Send the error to the request's frontend."""
     FORGET = "forget"
-    """Timers and entries go."""
+    """Cancel timers and drop all records of the request."""
 
 
 S = TypeVar("S", bound=Enum)
@@ -168,15 +168,15 @@ D = TypeVar("D", bound=Enum)
 
 
 class TableCell(NamedTuple, Generic[S, D]):
-    """What an event does in a state."""
+    """The effect of an event in a state."""
 
     next: S
     actions: tuple[D, ...]
-    """In this order. At most the last of them may bring about the next event."""
+    """Performed in this order. Only the last one may cause another event."""
 
 
 class StateTable(Generic[S, E, D]):
-    """One machine's rules, complete by construction."""
+    """The rules of one state machine; every pair of state and event has one."""
 
     def __init__(
         self,
@@ -188,7 +188,8 @@ class StateTable(Generic[S, E, D]):
         cells: Mapping[S, Mapping[E, tuple[S, tuple[D, ...]]]],
         impossible: Mapping[str, Mapping[S, tuple[E, ...]]],
     ) -> None:
-        """`impossible`: by reason. Raises `ValueError` for a pair that is in both or in neither."""
+        """`impossible`: pairs by the reason why they cannot happen. Errors: `ValueError` for a pair
+        that has both a cell and a reason, or neither."""
         self.name = name
         self.start, self.end = start, end
         self.cells = {
@@ -202,7 +203,7 @@ class StateTable(Generic[S, E, D]):
             for state, row in rows.items()
             for event in row
         }
-        self.impossible |= {(end, event): "it is over and forgotten" for event in events}
+        self.impossible |= {(end, event): "the state is final" for event in events}
         for pair in ((state, event) for state in states for event in events):
             if (pair in self.cells) == (pair in self.impossible):
                 raise ValueError(f"{name}: {pair} must have one meaning")
@@ -213,20 +214,20 @@ class UndefinedTransition(AssertionError):
 
 
 class StateMachine(Generic[S, E, D]):
-    """One request's state. Its owner performs what `feed` returns."""
+    """The state of one request or claim. Its owner performs the actions that `feed` returns."""
 
     __slots__ = ("state", "table")
 
     strict: ClassVar[bool] = False
-    """Raise where the table is undefined: for tests. Otherwise it is logged, and nothing done."""
+    """True in tests: an impossible event raises. Otherwise it is logged and ignored."""
 
     def __init__(self, table: StateTable[S, E, D]) -> None:
         self.table = table
         self.state: S = table.start
 
     def feed(self, event: E) -> tuple[D, ...]:
-        """The state moves on; returns what is to be done. Raises `UndefinedTransition` where
-        `strict`."""
+        """Moves to the next state and returns the actions to perform. Errors: `UndefinedTransition`
+        if `strict`."""
         cell = self.table.cells.get((self.state, event))
         if cell is None:
             self._undefined(event)
@@ -245,7 +246,7 @@ class StateMachine(Generic[S, E, D]):
 
 
 _BACK: Final = (DecodeAction.EXCLUDE, DecodeAction.CLOSE, DecodeAction.ENQUEUE)
-"""An attempt that has come to nothing."""
+"""Actions after a failed attempt."""
 
 _DECODE_CELLS: Final[
     dict[DecodeState, dict[DecodeEvent, tuple[DecodeState, tuple[DecodeAction, ...]]]]
@@ -492,8 +493,8 @@ _DECODE_IMPOSSIBLE: Final[dict[str, dict[DecodeState, tuple[DecodeEvent, ...]]]]
             DecodeState.ACTIVE,
         )
     },
-    "nobody has asked the queue yet": {DecodeState.ADMIT: (DecodeEvent.REFUSED,)},
-    "patience is for those who wait for a worker": {
+    "the prompt is not enqueued yet": {DecodeState.ADMIT: (DecodeEvent.REFUSED,)},
+    "patience only bounds the wait for a worker": {
         state: (DecodeEvent.IMPATIENT,)
         for state in (
             DecodeState.ATTEMPT,
@@ -503,11 +504,11 @@ _DECODE_IMPOSSIBLE: Final[dict[str, dict[DecodeState, tuple[DecodeEvent, ...]]]]
             DecodeState.ACTIVE,
         )
     },
-    "the fence lets nobody in who could claim it": {
+    "the fence accepts no claim in this state": {
         state: (DecodeEvent.CLAIM,)
         for state in (DecodeState.ADMIT, DecodeState.VERIFY, DecodeState.LOCAL, DecodeState.ACTIVE)
     },
-    "no attempt is open, and words of others are stale": {
+    "no attempt is open, and messages of other attempts are stale": {
         state: (
             *(
                 DecodeEvent.AGAIN,
@@ -553,7 +554,7 @@ DECODE_TABLE: Final = StateTable(
 
 
 class PrefillState(Enum):
-    """Of a claim, at its prefill worker."""
+    """State of a claim at its prefill worker."""
 
     CLAIMED = "claimed"
     """No link to the decode worker yet."""
@@ -561,60 +562,60 @@ class PrefillState(Enum):
     """The decode worker was asked for an attempt."""
     COMPUTING = "computing"
     NOTIFYING = "notifying"
-    """Computed; the decode worker has not said that it has the handoff."""
+    """The prompt is computed; the decode worker has not acknowledged the handoff."""
     NOTIFIED = "notified"
-    """It has; the blocks are still being read."""
+    """The handoff is acknowledged; blocks are still being sent."""
     SENT = "sent"
-    """The blocks have arrived, and the decode worker has not answered."""
+    """All blocks have arrived; the decode worker has not acknowledged the handoff."""
     ENDED = "ended"
-    """Nothing is left of it."""
+    """The claim has ended."""
 
 
 class PrefillEvent(Enum):
-    """What happens to it."""
+    """Events of a claim."""
 
     LINKED = "linked"
     OPENED = "opened"
-    """Decode worker: here are blocks and request."""
+    """Decode worker: sends ticket and request."""
     REFUSED = "refused"
-    """Decode worker: no."""
+    """Decode worker: refuses the attempt."""
     UNREACHED = "unreached"
-    """It did not answer."""
+    """Decode worker: could not be reached."""
     PREFILLED = "prefilled"
-    """Engine: all is computed."""
+    """Engine: the prompt is computed."""
     SENT = "sent"
-    """Engine: all has arrived."""
+    """Engine: all blocks have arrived."""
     ERROR = "error"
-    """Engine: it could not be computed, or not be brought over."""
+    """Engine: the prompt could not be computed, or its KV could not be sent."""
     TAKEN = "taken"
-    """Decode worker: I have the handoff."""
+    """Decode worker: acknowledges the handoff."""
     NOT_TAKEN = "not taken"
-    """Decode worker: that attempt is over."""
+    """Decode worker: the attempt of this handoff is over."""
     OVER = "over"
-    """Decode worker, asked or not: that attempt is over."""
+    """Decode worker: the attempt is over, in a renewal's reply or a withdrawal."""
     UNCLAIMED = "unclaimed"
     """Queue: the item was cancelled."""
     LAPSE = "lapse"
-    """The lease could not be renewed for as long as it lasts."""
+    """The lease ended without renewal."""
     DIED = "died"
-    """That life of the decode worker is over."""
+    """The life of the decode worker is over."""
     FENCE = "fence"
-    """This node ends, or begins another life."""
+    """This node closes, or begins a new life."""
 
 
 class PrefillAction(Enum):
-    """What is done about it."""
+    """Actions at the prefill worker."""
 
     ASK = "ask"
-    """For an attempt."""
+    """Ask for an attempt."""
     PREFILL = "prefill"
-    """The engine computes, the lease is renewed from now on."""
+    """Let the engine compute and send; renew the lease from now on."""
     NOTIFY = "notify"
-    """Hand over, again and again until there is an answer."""
+    """Send the handoff until there is an answer."""
     ABORT = "abort"
-    """The engine drops it."""
+    """Abort the prompt at the engine."""
     TELL = "tell"
-    """The decode worker hears that the attempt has failed."""
+    """Tell the decode worker that the attempt has failed."""
     END_DONE = "end: done"
     END_REFUSED = "end: refused"
     END_FAILED = "end: failed"
@@ -721,7 +722,7 @@ PREFILL_TABLE: Final = StateTable(
 
 
 def markdown() -> str:
-    """Both tables, as docs/disaggregation.md shows them."""
+    """Both tables in Markdown, as docs/disaggregation.md shows them."""
     return "\n".join(
         [*_section(DECODE_TABLE, DecodeState, DecodeEvent), "", *_section(PREFILL_TABLE, _P, _E)]
     )

@@ -23,21 +23,21 @@ class DisaggCounters:
         self.claims: Counter[str] = Counter()
 
     def decided(self, *, remote: bool, reason: str) -> None:
-        """A prompt has come from elsewhere, or is prefilled here."""
+        """Counts one prompt, prefilled remotely or here, and why."""
         (self.remote if remote else self.local)[reason] += 1
         where = "remote" if remote else "local"
         self._metrics.prefill_decisions.labels(where, reason).inc()
 
     def attempt(self, outcome: str) -> None:
-        """An attempt is over."""
+        """Counts one attempt that is over."""
         self.attempts[outcome] += 1
         self._metrics.handoff_attempts.labels(outcome).inc()
 
     def claim(self, outcome: str) -> None:
-        """A claim is over."""
+        """Counts one claim that is over."""
         self.claims[outcome] += 1
         self._metrics.handoff_claims.labels(outcome).inc()
 
     def phase(self, name: str, seconds: Seconds) -> None:
-        """A handoff has passed a phase."""
+        """Records the duration of one phase of a handoff."""
         self._metrics.handoff_seconds.labels(name).observe(seconds)

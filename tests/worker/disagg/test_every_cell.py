@@ -687,7 +687,7 @@ def test_workers_of_another_format_are_turned_away() -> None:
             compat_hash=compat_hash,
         )
         call: Any = Call(OPEN_ATTEMPT, P1)
-        with pytest.raises(TransferRefused, match="ours is another"):
+        with pytest.raises(TransferRefused, match="not compatible"):
             rig.decode._open(question, call)
     assert rig.remote.state is DecodeState.QUEUE
 

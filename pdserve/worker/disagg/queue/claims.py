@@ -1,16 +1,15 @@
-"""A prefill worker's end of the prefill queues: it says how much more it would take, and is given
-claims.
+"""The prefill worker's client of the prefill queues: offers credits and receives claims.
 
-Any router may own its model's queue, so it has a stream to every router and offers all of them the
-same credits: what one of them gives counts against what the others are told. Two may give at the
-same moment; what exceeds the credits goes back at once, not begun, and is never seen here.
+Any router may own its model's queue, so the client has a stream to every router and offers the same
+credits to all. A claim from one router reduces what the others are offered. Two routers may give
+claims at the same moment; claims beyond the credits go back at once and are never seen here.
 
-A claim is good until `end`, or `stop`: its router says that nobody wants the item. Once the decode
-worker has opened an attempt (`QueueClaim.opened`) that one alone says when to stop, and what
-routers say or do no longer matters. A router that dies takes nothing with it: whether the work is
-still wanted the decode worker says when it is asked for an attempt.
+A claim is valid until `end` or `stop`; its router calls for `stop` when the item is no longer
+wanted. Once the decode worker has opened an attempt (`QueueClaim.opened`), only the decode worker
+says when to stop. If a router dies its claims stay valid: the decode worker says whether the work
+is still wanted when it is asked for an attempt.
 
-It knows neither engines nor attempts. Owned by the worker's node; `close` before the node.
+It knows neither engines nor attempts. Owned by the worker's node; `close` it before the node.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class QueueClaim:
-    """The right to one item of a queue."""
+    """The right to one item of a queue. Implements `ports.PrefillClaim`."""
 
     __slots__ = ("_claims", "_opened", "connection", "decode", "decode_epoch", "item", "number")
 
@@ -47,11 +46,11 @@ class QueueClaim:
         self, claims: QueueClaimSource, connection: QueueConnection, told: ItemClaimed
     ) -> None:
         self.number = told.claim
-        """Of its router."""
+        """The router's number for it."""
         self.decode = told.decode
         self.decode_epoch = told.decode_epoch
         self.item = told.item
-        """Without names; its deadline is what remained when the router sent it."""
+        """Without block hashes; its deadline is the remaining time when the router sent it."""
         self.connection = connection
         self._claims = claims
         self._opened = False
@@ -61,7 +60,7 @@ class QueueClaim:
 
     @property
     def owner(self) -> NodeId:
-        """Whose it is."""
+        """The router that granted it."""
         return self.connection.router
 
     @property
@@ -69,7 +68,7 @@ class QueueClaim:
         return self.connection.epoch
 
     def opened(self) -> None:
-        """The decode worker has opened an attempt: `stop` is not called any more."""
+        """Records that the decode worker has opened an attempt; `stop` is not called any more."""
         self._opened = True
 
     @property
@@ -77,13 +76,14 @@ class QueueClaim:
         return self._opened
 
     def end(self, outcome: ClaimOutcome) -> None:
-        """Done with it: see `messages.handoff.Ended`. Idempotent; nothing after `stop`."""
+        """Reports the outcome to the router, see `messages.handoff.ClaimOutcome`. Idempotent; no
+        effect after `stop`."""
         self._claims.end(self, outcome)
 
 
 @dataclass(slots=True)
 class _Offered:
-    """What is left of the last word about a model."""
+    """The last offer for a model, less the claims that came since."""
 
     item_of: tuple[str, str]
     """Model and compatibility hash."""
@@ -93,29 +93,29 @@ class _Offered:
 
 @dataclass(slots=True)
 class _Router:
-    """What one router has been told, and has given."""
+    """What was offered to one router, and what came from it."""
 
     connection: QueueConnection
     received: Counter[str] = field(default_factory=Counter)
-    """Claims on its present stream, by model."""
+    """Number of claims on the present stream, by model."""
     claims: dict[int, QueueClaim] = field(default_factory=dict)
-    """Those that have not ended and were given on its present stream."""
+    """Claims given on the present stream that have not ended."""
     told: dict[str, CreditOffer] = field(default_factory=dict)
-    """On that stream, by model."""
+    """Last offer on the present stream, by model."""
     stale: bool = True
-    """It may not have heard the last word."""
+    """True if the router may not have the newest offer."""
 
 
 class QueueClaimSource:
-    """See above."""
+    """The client for all queues of one prefill worker."""
 
     def __init__(
         self, node: Node, take: Callable[[QueueClaim], None], stop: Callable[[QueueClaim], None]
     ) -> None:
-        """`take` gets each claim, `stop` those that nobody wants any more: each at most once, not
-        after it has ended and not once it is open."""
+        """`take` gets each claim; `stop` gets each claim that is no longer wanted, at most once and
+        not after it has ended or is open."""
         self.returned = 0
-        """Claims beyond the credits."""
+        """Number of claims returned because they exceeded the credits."""
         self._node = node
         self._take = take
         self._stop = stop
@@ -127,22 +127,22 @@ class QueueClaimSource:
         self._deaf = node.on_member(self._on_member)
 
     def __len__(self) -> int:
-        """Claims that have not ended, of routers that still know of them."""
+        """Number of claims that have not ended at routers that still know of them."""
         return sum(len(router.claims) for router in self._routers.values())
 
     # ------------------------------------------------------------------ the port
 
     def offer(self, model: str, compat_hash: str, credits: int, uncomputed_tokens: int) -> None:
-        """Say, whenever it changes, how many more items this worker would take beyond all that
-        `take` was given, and how many prompt tokens it has yet to compute. Between two calls both
-        follow the claims that come."""
+        """Offers to take `credits` more items; call it whenever the numbers change.
+        `uncomputed_tokens`: claimed prompt tokens still to compute. Between two calls both numbers
+        are adjusted for the claims that come."""
         offered = _Offered((model, compat_hash), max(0, credits), max(0, uncomputed_tokens))
         if offered != self._offers.get(model):
             self._offers[model] = offered
             self._tell_soon()
 
     def end(self, claim: QueueClaim, outcome: ClaimOutcome) -> None:
-        """See `QueueClaim.end`."""
+        """Reports the outcome of a claim to its router; no effect if the claim has ended."""
         router = self._routers.get(claim.owner)
         if router is None or router.claims.get(claim.number) is not claim:
             return
@@ -150,7 +150,8 @@ class QueueClaimSource:
         router.connection.post(ClaimEnded(claim.number, outcome))
 
     def close(self) -> None:
-        """Leave every queue: what is claimed and not open is given to others. Idempotent."""
+        """Leaves every queue; routers give claims that are not open to other workers.
+        Idempotent."""
         self._closed = True
         self._deaf()
         for router in self._routers.values():
@@ -160,7 +161,8 @@ class QueueClaimSource:
     # ------------------------------------------------------------------ telling
 
     def _tell_soon(self) -> None:
-        """All routers, at the end of this turn: a step of the engine changes much at once."""
+        """Schedules new offers to all routers for the end of this event-loop turn: one engine step
+        changes many numbers."""
         for router in self._routers.values():
             router.stale = True
         if not self._tells and not self._closed:
@@ -174,7 +176,8 @@ class QueueClaimSource:
                 self._tell_one(router)
 
     def _tell_one(self, router: _Router) -> None:
-        """Only to one that reads: for the others the next word will do."""
+        """Sends the newest offer to a router that can receive; a router that cannot gets a later
+        one."""
         if not router.connection.sendable:
             return
         router.stale = False
@@ -198,7 +201,7 @@ class QueueClaimSource:
         return router if router is not None and router.connection is connection else None
 
     def on_open(self, connection: QueueConnection) -> None:
-        """The router knows nothing of this worker."""
+        """Sends all offers: the router of a new stream knows nothing of this worker."""
         router = self._router(connection)
         if router is not None:
             router.received.clear()
@@ -206,7 +209,8 @@ class QueueClaimSource:
             self._tell_one(router)
 
     def on_lost(self, connection: QueueConnection) -> None:
-        """It gives our claims to others; whoever asks first for an attempt gets it."""
+        """Forgets the claims on the broken stream. The router gives them to other workers; the
+        first worker that asks for an attempt gets it."""
         router = self._router(connection)
         if router is not None:
             router.claims.clear()
@@ -247,7 +251,7 @@ class QueueClaimSource:
             return
         router.connection.post(ClaimEnded(number, "cancelled"))
         if not claim.is_open:
-            _log.debug("%r: nobody wants it any more", claim)
+            _log.debug("%r: the item was cancelled", claim)
             self._stop(claim)
 
     # ------------------------------------------------------------------ routers

@@ -1,16 +1,16 @@
-"""A decode worker's end of the prefill queue: prompts go in, and stay in while routers come and go.
+"""The decode worker's client of the prefill queues: enqueues prompts, also across router changes.
 
-    enqueue ─┬─ on_owner ── sent ── on_queued ─┬─ opened       an attempt is open: out of our hands
-             │     ▲                           ├─ cancel       nobody wants it
+    enqueue ─┬─ on_owner ── sent ── on_queued ─┬─ opened       an attempt is open: the item is done
+             │     ▲                           ├─ cancel       the item is no longer wanted
              │     └── owner or stream lost ───┤
              └─ on_refused ────────────────────┘               once, the end
 
-A model's queue belongs to one router (`queue_owner`). When that router dies, drains, is no longer
-the owner, or the stream to it breaks, whatever is here is handed in again under the next round;
-before each sending the listener hears whom a claim must come from from now on. Nothing waits for
-ever: without a router, or one that can be reached, items are refused here, with the reason.
+A model's queue belongs to one router (`queue_owner`). When that router dies, drains or stops being
+the owner, or when its stream breaks, all its items are enqueued again under the next round. Before
+each sending `on_owner` names the router life whose claims are valid from then on. Waiting is
+bounded: without a reachable router, items are refused here, with the reason.
 
-It knows neither engines nor attempts. Owned by the worker's node; `close` before the node.
+It knows neither engines nor attempts. Owned by the worker's node; `close` it before the node.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ __all__ = ["PrefillQueueClient"]
 _log = logging.getLogger(__name__)
 
 _REACH: Final[Seconds] = 2.0
-"""An item that could not be sent within this is refused: its prompt is better computed here."""
+"""Seconds after which an item that could not be sent is refused: prefilling it here is faster."""
 _MOST: Final = 4096
-"""Items in all: as many as a queue takes."""
+"""Maximum number of items; a queue takes as many."""
 _NAMES: Final[Bytes] = 64 * 1024
-"""Of names in an item: beyond so long a prefix it hardly matters who has how much."""
+"""Maximum bytes of block hashes in an item; beyond such a long prefix more hashes hardly change the
+choice of a worker."""
 
 _decode_report = decoder(QueueReport)
 
 
 class _Entry:
-    """One item, on its way or in a queue."""
+    """One item, waiting to be sent or in a queue."""
 
     __slots__ = ("connection", "deadline", "first", "item", "listener", "round", "sent", "timer")
 
@@ -67,15 +68,15 @@ class _Entry:
         self.item = item
         self.listener = listener
         self.round = item.round
-        """Under which it was, or will be, sent."""
+        """The round in which it was or will be sent."""
         self.first = now - item.waited
         self.deadline = None if item.deadline is None else now + item.deadline
         self.connection: QueueConnection | None = None
-        """Where it is, or is to go."""
+        """The connection it was or will be sent on."""
         self.sent = False
-        """That router has been sent it, under this round."""
+        """True if it was sent to that router in this round."""
         self.timer: Timer | None = None
-        """Runs while it is not sent."""
+        """Runs while the item is not sent."""
 
     def stop(self) -> None:
         if self.timer is not None:
@@ -84,22 +85,22 @@ class _Entry:
 
 
 class PrefillQueueClient:
-    """See above."""
+    """The client for all queues of one decode worker; implements `ports.PrefillQueuePort`."""
 
     def __init__(self, node: Node, topics: Topics) -> None:
         self.refused: Counter[str] = Counter()
-        """Items, by reason."""
+        """Number of refused items, by reason."""
         self.resubmitted = 0
-        """Sendings of an item that some router had been sent before."""
+        """Number of times an item was sent again to a router."""
         self._node = node
         self._entries: dict[int, _Entry] = {}
         self._connections: dict[NodeId, QueueConnection] = {}
-        """To routers that have been owners."""
+        """Connections to routers that have been owners."""
         self._reports: dict[NodeId, QueueReport] = {}
         self._leaving: set[NodeLife] = set()
-        """Routers that have said that they drain; their cards will say it too."""
+        """Routers that said that they drain; their cards will say so too."""
         self._known: list[Member] | None = None
-        """Who may own queues; None: something has changed since."""
+        """Routers that may own queues; None if membership has changed since."""
         self._refreshes = False
         self._closed = False
         self._deaf = node.on_member(self._on_member)
@@ -110,20 +111,20 @@ class PrefillQueueClient:
     # ------------------------------------------------------------------ the port
 
     def __len__(self) -> int:
-        """Items in, or on their way to, a queue."""
+        """Number of items queued or waiting to be sent."""
         return len(self._entries)
 
     def state(self, model: str) -> QueueState | None:
-        """What the owner of a model's queue last said of it; None: there is no owner, or it knows
-        of no prefill worker."""
+        """The state of the model's queue as its owner last reported it; None if there is no owner
+        or it knows no prefill worker."""
         found = self._owner(model)
         report = None if found is None else self._reports.get(found.node)
         state = None if report is None else report.queues.get(model)
         return None if state is None or not state.workers else state
 
     def enqueue(self, item: PrefillItem, listener: QueueListener) -> None:
-        """Hand it in, in place of an earlier one of the same request, whose listener hears nothing
-        more. `item.round` must be higher than any of which that one has heard."""
+        """Queues an item; replaces an earlier one of the same request, whose listener gets no
+        further calls. `item.round` must be higher than any round that the earlier one was given."""
         old = self._entries.pop(item.request, None)
         if old is not None:
             old.stop()
@@ -137,22 +138,22 @@ class PrefillQueueClient:
             self._take_back(old)  # else the router puts the one in the place of the other
 
     def cancel(self, request: int) -> None:
-        """Nobody wants it any more; the listener hears nothing more. Nothing happens if it is not
-        here."""
+        """Takes the item out of the queue; its listener gets no further calls. No effect on unknown
+        items."""
         entry = self._entries.pop(request, None)
         if entry is not None:
             entry.stop()
             self._take_back(entry)
 
     def opened(self, request: int) -> None:
-        """A prefill worker has claimed it and an attempt is open: the queue has no more to do with
-        it, whatever becomes of its owner. The listener hears nothing more."""
+        """Drops the item because an attempt is open; its listener gets no further calls, even if
+        the queue's owner changes."""
         entry = self._entries.pop(request, None)
         if entry is not None:
             entry.stop()
 
     def close(self) -> None:
-        """Refuse whatever is here, and everything from now on. Idempotent."""
+        """Refuses every item, and all later ones. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -176,7 +177,8 @@ class PrefillQueueClient:
         return queue_owner(model, self._known)
 
     def _place(self, entry: _Entry) -> None:
-        """Send it to the owner, or as soon as there is a stream; or refuse it."""
+        """Sends the item to the queue's owner, now or when there is a stream; refuses it if there
+        is no owner."""
         found = self._owner(entry.item.model)
         if found is None:
             self._refuse(entry, "no_router")
@@ -205,7 +207,8 @@ class PrefillQueueClient:
             )
 
     def _send(self, entry: _Entry, connection: QueueConnection) -> None:
-        """What is here already waits for a router that does not read; what comes anew does not."""
+        """Sends an item. Only items that were here before wait for a router that does not read; new
+        ones are refused."""
         entry.stop()
         now, item = self._node.now(), entry.item
         left = None if entry.deadline is None else entry.deadline - now
@@ -226,7 +229,8 @@ class PrefillQueueClient:
         connection.post(EnqueueItem(sending))
 
     def _move(self, entry: _Entry) -> None:
-        """To wherever it belongs now, under the next round if the last one may be in a queue."""
+        """Moves the item to the present owner, under the next round if it may be in a queue
+        already."""
         self._take_back(entry)
         if entry.sent:
             entry.sent = False
@@ -239,7 +243,7 @@ class PrefillQueueClient:
             entry.connection.post(CancelItem(entry.item.request, entry.round))
 
     def _refuse(self, entry: _Entry, reason: str) -> None:
-        """The end of it, unless it has ended."""
+        """Refuses the item, unless it has ended."""
         if self._entries.get(entry.item.request) is entry:
             del self._entries[entry.item.request]
             entry.stop()
@@ -260,7 +264,8 @@ class PrefillQueueClient:
                 self._send(entry, connection)
 
     def on_lost(self, connection: QueueConnection) -> None:
-        """The router has dropped what it had of us: hand it in again once there is a stream."""
+        """Schedules all items of the broken stream to be sent again: the router has dropped
+        them."""
         for entry in self._at(connection):
             if entry.sent:
                 entry.sent = False
@@ -288,7 +293,7 @@ class PrefillQueueClient:
             self._refuse(entry, message.reason)
 
     def on_room(self, connection: QueueConnection) -> None:
-        """Nothing waits: what could not be sent was refused."""
+        """Does nothing: no message waits, because an item that could not be sent was refused."""
 
     # ------------------------------------------------------------------ what changes
 
@@ -306,13 +311,14 @@ class PrefillQueueClient:
         self._refresh_soon()
 
     def _refresh_soon(self) -> None:
-        """At the end of this turn: one event seldom comes alone."""
+        """Schedules `_refresh` for the end of this event-loop turn: membership events often come
+        together."""
         if not self._refreshes and not self._closed:
             self._refreshes = True
             self._node.call_soon(self._refresh)
 
     def _refresh(self) -> None:
-        """Whatever is with another than its owner moves."""
+        """Moves every item that is not with its queue's owner."""
         self._refreshes = False
         if self._closed:
             return

@@ -1,8 +1,8 @@
 """Keeps one stream to one life of a router open, and reconnects when it breaks.
 
-At any time there is a stream, a task that opens one, or a retry timer; none after `close`. Messages
-that cannot be sent at once wait here, up to a bound; beyond it the stream is closed and reopened,
-and both ends start afresh. Owned by `client` or `claims`, which define the messages.
+Until `close` there is always a stream, a task that opens one, or a retry timer. Messages that
+cannot be sent at once wait here, up to a bound; beyond it the stream is closed and reopened, and
+both ends start from an empty state. Owned by `client` or `claims`, which define the messages.
 """
 
 from __future__ import annotations
@@ -33,34 +33,36 @@ __all__ = ["QueueConnection", "QueueConnectionListener"]
 _log = logging.getLogger(__name__)
 
 _WINDOW: Final = 1 << 20
-"""Credit for the router's messages, which are small."""
+"""Flow-control credit in bytes for the router's messages, which are small."""
 _MOST_WAITING: Final = 8192
-"""Messages for a router that does not read."""
+"""Maximum number of messages that wait for a router that does not read."""
 _LINK_TIMEOUT: Final[Seconds] = 3.0
 
 _decode: Callable[[Buffer], FromQueue] = decoder(cast("Any", FromQueue))
 
 
 class QueueConnectionListener(Protocol):
-    """Who uses a connection. May call `post` and `close` from each of these."""
+    """The user of a connection. May call `post` and `close` from each of these methods."""
 
     def on_open(self, connection: QueueConnection) -> None:
-        """A stream is up; the router knows nothing of what an earlier one carried."""
+        """A stream is open; the router remembers nothing of an earlier one."""
         ...
 
     def on_lost(self, connection: QueueConnection) -> None:
-        """It has broken; another will be opened. Once for each `on_open`, unless closed."""
+        """The stream has broken; the connection will reopen it. Called once for each `on_open`,
+        unless closed."""
         ...
 
     def on_message(self, connection: QueueConnection, message: FromQueue) -> None: ...
 
     def on_room(self, connection: QueueConnection) -> None:
-        """`sendable` again."""
+        """`sendable` is true again."""
         ...
 
 
 class QueueConnection:
-    """See above. Connects at once."""
+    """A connection to one life of a router; it connects at once. Implements
+    `net.base.StreamSink`."""
 
     def __init__(
         self, node: Node, router: NodeId, epoch: Epoch, user: QueueConnectionListener
@@ -68,9 +70,9 @@ class QueueConnection:
         self.router = router
         self.epoch = epoch
         self.streams = 0
-        """Ever taken by the router."""
+        """Number of streams that the router has accepted."""
         self.open = False
-        """There is a stream, and the router reads it."""
+        """True while there is a stream that the router has accepted."""
         self._node = node
         self._user = user
         self._redial = Redial(node.random)
@@ -86,7 +88,7 @@ class QueueConnection:
 
     @property
     def sendable(self) -> bool:
-        """The next message would leave at once."""
+        """True if the next message would leave at once."""
         return self._stream is not None and not self._waiting and self._stream.sendable
 
     # ------------------------------------------------------------------ coming and going
@@ -102,7 +104,7 @@ class QueueConnection:
         try:
             link = await self._node.link(self.router, timeout=_LINK_TIMEOUT)
             if link.peer.epoch != self.epoch:
-                raise LinkLost(f"{self.router} is linked in another life", sent=False)
+                raise LinkLost(f"{self.router} has begun another life", sent=False)
             self._stream = link.open_stream(PREFILL_QUEUE, b"", self, window=_WINDOW)
         except PdserveError as error:
             _log.debug("%r cannot be opened: %s", self, error)
@@ -111,7 +113,7 @@ class QueueConnection:
         self.on_unblocked()
 
     def _later(self, error: BaseException | None) -> None:
-        """Try again, in a while."""
+        """Schedules the next try to connect."""
         if self._over:
             return
         if isinstance(error, DialFailed):
@@ -121,7 +123,7 @@ class QueueConnection:
         self._timer = self._node.timers.call_later(delay, self._connect)
 
     def _broken(self, error: BaseException | None) -> None:
-        """There was a stream."""
+        """Handles the end of a stream."""
         if self._stream is None or self._over:
             return
         _log.debug("%r has broken: %s", self, error)
@@ -133,7 +135,7 @@ class QueueConnection:
             self._user.on_lost(self)
 
     def close(self) -> None:
-        """End it for good; nobody hears of it. Idempotent."""
+        """Ends the connection without a call to its user. Idempotent."""
         self._over = True
         self.open = False
         if self._timer is not None:
@@ -148,7 +150,8 @@ class QueueConnection:
     # ------------------------------------------------------------------ to the router
 
     def post(self, message: ToQueue) -> None:
-        """Send it, in order, as soon as the router reads; dropped unless `open`."""
+        """Sends a message, in order, as soon as the router reads; drops it unless `open`. If too
+        many wait, the stream is closed and reopened."""
         stream = self._stream
         if stream is None or not self.open:
             return
@@ -170,7 +173,8 @@ class QueueConnection:
     # ------------------------------------------------------------------ net.base.Sink
 
     def on_data(self, body: Buffer) -> None:
-        """What is not understood ends the stream: both ends start afresh."""
+        """Passes a message to the user. A message that cannot be decoded ends the stream: both ends
+        start again from an empty state."""
         stream = self._stream
         if stream is None:
             return
@@ -182,14 +186,14 @@ class QueueConnection:
             self._broken(error)
         except Exception:
             _log.exception("%r", self)
-            stream.abort(Cancelled("the worker failed at a message"))
+            stream.abort(Cancelled("the worker failed to process a message"))
             self._broken(None)
 
     def on_payload(self, meta: bytes, size: int) -> memoryview | None:
         return None
 
     def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        """Nothing travels raw here."""
+        """Ignores raw frames: the protocol has none on this stream."""
 
     def on_end(self, error: BaseException | None) -> None:
         stream = self._stream
@@ -198,7 +202,8 @@ class QueueConnection:
             stream.end()
 
     def on_unblocked(self) -> None:
-        """The first credit says that the router takes the stream."""
+        """Opens the connection with the first flow-control credit, by which the router accepts the
+        stream; then sends what waits."""
         stream = self._stream
         if stream is None:
             return

@@ -1,9 +1,9 @@
 """Chooses the router that owns a model's prefill queue, by rendezvous hashing of the model name.
 
-Every decode worker computes it from its own view of the cluster. Views may differ for moments, and
-then a model has two queues. That costs a little ordering and nothing else: prefill workers draw
-from every router, and a decode worker accepts a claim only of the router that it queued with last.
-Pure.
+Every decode worker computes the owner from its own view of the cluster. Views may differ for a
+moment, and then a model has two queues. This costs a little ordering and nothing else: prefill
+workers take claims from every router, and a decode worker accepts only claims of the router that it
+queued with last. Pure.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["owner_candidates", "queue_owner"]
 
 
 def owner_candidates(members: Iterable[Member]) -> list[Member]:
-    """Routers that may own a queue: they have settled (their card is there) and do not drain; those
-    in doubt only if nobody else is left."""
+    """Routers that may own a queue: those that have published a card and do not drain. Suspected or
+    unreachable routers count only if there are no others."""
     settled = [
         member
         for member in members
@@ -33,8 +33,8 @@ def owner_candidates(members: Iterable[Member]) -> list[Member]:
 
 
 def queue_owner(model: str, routers: Iterable[Member]) -> Member | None:
-    """Who of these owns the model's queue; None: there is nobody. Its epoch is the fence: a claim
-    of an earlier life is void."""
+    """The router that owns the model's queue; None if there are no routers. The owner's epoch is
+    part of the fence: claims of its earlier lives are void."""
     key = _key(model)
     return max(routers, key=lambda member: (score(key, member.node), member.node), default=None)
 
