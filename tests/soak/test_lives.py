@@ -34,7 +34,7 @@ def test_requests_leave_nothing_behind(seed):
 
 
 def test_what_is_left_behind_is_seen(seed, monkeypatch):
-    """One errand of each request."""
+    """One dispatched request of each request."""
     kept = []
     usual = ClusterClient.open
 
@@ -79,9 +79,9 @@ def test_an_entry_for_each_request_is_seen(seed, monkeypatch):
     usual, kept = ClusterClient.open, []
 
     async def keep(self, *args, **options):
-        errand = await usual(self, *args, **options)
-        kept.append(errand.request.request_id)
-        return errand
+        dispatched = await usual(self, *args, **options)
+        kept.append(dispatched.request.request_id)
+        return dispatched
 
     monkeypatch.setattr(ClusterClient, "kept", kept, raising=False)
     monkeypatch.setattr("tests.worlds.roles.ClusterClient.open", keep)

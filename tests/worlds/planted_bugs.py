@@ -361,7 +361,7 @@ def _steps_cost_requests(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _begins_anew(original: property) -> property:
     """`DispatchedRequest.remaining`, of the whole deadline."""
-    return property(lambda errand: errand.request.deadline)
+    return property(lambda dispatched: dispatched.request.deadline)
 
 
 BUGS: Final[dict[str, PlantedBug]] = {

@@ -176,26 +176,26 @@ class ClusterClient:
         on_placed: Callable[[Placement], None] = lambda placement: None,
     ) -> DispatchedRequest:
         """See `backend.Backend`. Besides: `NoRouter`, `WorkerLost`."""
-        errand = DispatchedRequest(self, request, sink, hints, on_placed)
-        await errand.dispatch()
-        return errand
+        dispatched = DispatchedRequest(self, request, sink, hints, on_placed)
+        await dispatched.dispatch()
+        return dispatched
 
     async def explain(
         self, request: GenerateRequest, hints: RoutingHints = NO_HINTS
     ) -> tuple[NodeId, RoutingPreview]:
         """See `backend.Backend`."""
-        errand = DispatchedRequest(self, request, _NOBODY, hints, lambda placement: None)
-        search = self._search(errand)
+        dispatched = DispatchedRequest(self, request, _NOBODY, hints, lambda placement: None)
+        search = self._search(dispatched)
         while True:
             router = await self._next_router(search)
             try:
                 link = await self._node.link(router, timeout=_LINK_TIMEOUT)
-                question = errand.question()
+                question = dispatched.question()
                 return router, await link.request(EXPLAIN, question, timeout=_EXPLAIN_TIMEOUT)
             except _DECISIONS:
                 raise
             except PdserveError as error:
-                if errand.remaining is not None and errand.remaining <= 0:
+                if dispatched.remaining is not None and dispatched.remaining <= 0:
                     raise
                 self._leave_router(router, error, search)
 
@@ -216,9 +216,9 @@ class ClusterClient:
     def close(self, error: PdserveError) -> None:
         """End every channel; requests on them end with `error`."""
         self._closed = error
-        errands = [attempt.errand for attempt in self._booked.values()]
-        for errand in (*self._again.values(), *errands):
-            errand.fail(error)
+        placed = [attempt.dispatched for attempt in self._booked.values()]
+        for dispatched in (*self._again.values(), *placed):
+            dispatched.fail(error)
         for channel in (*self._channels.values(), *self._retired):
             channel.close(error)
 
@@ -262,30 +262,30 @@ class ClusterClient:
         return not set(ways[0]).isdisjoint(ways[1])
 
     def run(
-        self, errand: DispatchedRequest, work: Coroutine[None, None, None]
+        self, dispatched: DispatchedRequest, work: Coroutine[None, None, None]
     ) -> asyncio.Task[None]:
         """See `dispatched_request.ClusterPort`."""
         if self._closed is not None:
             work.close()
             raise self._closed
-        task = self._node.tasks.spawn(work, f"another worker for {errand.request.request_id}")
-        self._again[task] = errand
+        task = self._node.tasks.spawn(work, f"another worker for {dispatched.request.request_id}")
+        self._again[task] = dispatched
         task.add_done_callback(lambda done: self._again.pop(done, None))
         return task
 
-    async def route(self, errand: DispatchedRequest) -> tuple[NodeId, RouteDecision]:
+    async def route(self, dispatched: DispatchedRequest) -> tuple[NodeId, RouteDecision]:
         """A router's answer. Raises `NoRouter`, `DeadlineExceeded`, and what routers decide:
         `NoWorker`, `Overloaded`, `RequestError`."""
         now = self._node.now
-        search = self._search(errand)
+        search = self._search(dispatched)
         while True:
             router = await self._next_router(search)
             asked = now()
             try:
-                routed = await self._ask(router, errand)
+                routed = await self._ask(router, dispatched)
             except (ModelNotFound, NoWorker) as error:
                 self._note_answer(router)
-                self._check_behind(error, errand, search)
+                self._check_behind(error, dispatched, search)
                 search.behind.add(router)
             except _DECISIONS:
                 self._note_answer(router)
@@ -301,27 +301,27 @@ class ClusterClient:
                 return router, routed
 
     def _check_behind(
-        self, error: PdserveError, errand: DispatchedRequest, search: RouterSearch
+        self, error: PdserveError, dispatched: DispatchedRequest, search: RouterSearch
     ) -> None:
         """The router knows no worker: return if it may just have joined, and raise otherwise."""
-        model = errand.request.model
-        takes = self._takes(model, errand.hints)
-        if isinstance(error, NoWorker) and (errand.excluded() or not takes):
+        model = dispatched.request.model
+        takes = self._takes(model, dispatched.hints)
+        if isinstance(error, NoWorker) and (dispatched.excluded() or not takes):
             raise error
         # This node sees a worker, or would not ask: the router has just joined.
         if self._node.now() - search.start > _CATCH_UP or not takes:
             raise no_worker_error(model, None) from None
 
-    async def _ask(self, router: NodeId, errand: DispatchedRequest) -> RouteDecision:
+    async def _ask(self, router: NodeId, dispatched: DispatchedRequest) -> RouteDecision:
         """Wait for the answer as long as the request may, and the router is not in doubt."""
         try:
             link = await self._node.link(router, timeout=_LINK_TIMEOUT)
         except DeadlineExceeded as error:  # the request has time left
             raise DialTimeout(error.message) from None
-        question = errand.question()
+        question = dispatched.question()
         timeout = question.deadline or self.config.request_timeout
-        if errand.patience is not None:
-            timeout = min(timeout, errand.patience)
+        if dispatched.patience is not None:
+            timeout = min(timeout, dispatched.patience)
         asking = self._asking.setdefault(router, {})
         try:
             async with asyncio.timeout(None) as patience:
@@ -371,9 +371,9 @@ class ClusterClient:
                 "asked first; the log of the router says why, a restart may help",
             )
 
-    def _search(self, errand: DispatchedRequest) -> RouterSearch:
+    def _search(self, dispatched: DispatchedRequest) -> RouterSearch:
         """One that begins now."""
-        now, left = self._node.now(), errand.remaining
+        now, left = self._node.now(), dispatched.remaining
         return RouterSearch(now) if left is None else RouterSearch(now, now + left)
 
     async def _next_router(self, search: RouterSearch) -> NodeId:

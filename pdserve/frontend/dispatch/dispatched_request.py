@@ -87,7 +87,7 @@ _ELSEWHERE: Final = (LinkError, Unavailable, Overloaded, EngineDied)
 
 
 class ClusterPort(Protocol):
-    """What an errand needs of the cluster."""
+    """What a dispatched request needs of the cluster."""
 
     rerouted: int
     config: FrontendConfig
@@ -114,7 +114,7 @@ class ClusterPort(Protocol):
         """KV can be moved between the two."""
         ...
 
-    async def route(self, errand: DispatchedRequest) -> tuple[NodeId, RouteDecision]:
+    async def route(self, dispatched: DispatchedRequest) -> tuple[NodeId, RouteDecision]:
         """A router and its answer."""
         ...
 
@@ -140,7 +140,7 @@ class ClusterPort(Protocol):
     async def wait_news(self, *, timeout: Seconds = 1.0, at_least: Seconds = 0.0) -> None: ...
 
     def run(
-        self, errand: DispatchedRequest, work: Coroutine[None, None, None]
+        self, dispatched: DispatchedRequest, work: Coroutine[None, None, None]
     ) -> asyncio.Task[None]:
         """In the background; `DispatchedRequest.fail` if it is cut short."""
         ...
@@ -155,7 +155,7 @@ class Assignment:
         "_tails",
         "begun",
         "booking",
-        "errand",
+        "dispatched",
         "life",
         "moving",
         "plain",
@@ -165,12 +165,12 @@ class Assignment:
 
     def __init__(
         self,
-        errand: DispatchedRequest,
+        dispatched: DispatchedRequest,
         sink: TokenSink,
         received: ReceivedTokens,
         routed: RouteDecision,
     ) -> None:
-        self.errand = errand
+        self.dispatched = dispatched
         self._sink = sink
         self._received = received
         self._tails = received.tails
@@ -189,7 +189,7 @@ class Assignment:
 
     def on_delta(self, delta: TokenDelta) -> None:
         if not self.plain or delta.finish is not None:
-            seen = self.errand.heard(self, delta)
+            seen = self.dispatched.heard(self, delta)
             if seen is None:
                 return
             delta = seen
@@ -201,11 +201,11 @@ class Assignment:
         self._sink.on_delta(delta)
 
     def on_error(self, error: PdserveError) -> None:
-        self.errand.failed(self, error)
+        self.dispatched.failed(self, error)
 
     def on_moving(self, reason: MigrationHintReason) -> None:
         """The worker would rather not have it."""
-        self.errand.unwanted(self, reason)
+        self.dispatched.unwanted(self, reason)
 
 
 @dataclass(slots=True)

@@ -37,7 +37,9 @@ _NEWS: Final[Seconds] = 5.0
 _PAUSE: Final[Seconds] = 0.05
 
 
-async def migrate_live(errand: DispatchedRequest, ways: ClusterPort, attempt: Assignment) -> None:
+async def migrate_live(
+    dispatched: DispatchedRequest, ways: ClusterPort, attempt: Assignment
+) -> None:
     """Until it is elsewhere, or stays where it is, for `attempt.moving`. Where it has left and was
     not taken, it is nowhere.
 
@@ -45,10 +47,10 @@ async def migrate_live(errand: DispatchedRequest, ways: ClusterPort, attempt: As
     """
     while True:
         reason = attempt.moving
-        answer = await _ask(errand, ways)
-        if answer is not None and await _go(errand, ways, attempt, *answer):
+        answer = await _ask(dispatched, ways)
+        if answer is not None and await _go(dispatched, ways, attempt, *answer):
             return
-        if errand.attempt is not attempt:
+        if dispatched.attempt is not attempt:
             return
         if attempt.moving == "drain":
             await ways.wait_news(timeout=_NEWS, at_least=_PAUSE)
@@ -56,16 +58,18 @@ async def migrate_live(errand: DispatchedRequest, ways: ClusterPort, attempt: As
             return
 
 
-async def _ask(errand: DispatchedRequest, ways: ClusterPort) -> tuple[NodeId, RouteDecision] | None:
+async def _ask(
+    dispatched: DispatchedRequest, ways: ClusterPort
+) -> tuple[NodeId, RouteDecision] | None:
     try:
-        return await ways.route(errand)
+        return await ways.route(dispatched)
     except PdserveError as error:
         _log.debug("a request stays where it is: %s", error)
         return None
 
 
 async def _go(
-    errand: DispatchedRequest,
+    dispatched: DispatchedRequest,
     ways: ClusterPort,
     attempt: Assignment,
     router: NodeId,
@@ -74,7 +78,7 @@ async def _go(
     """Whether the worker that was named has it."""
     try:
         if attempt.moving != "queue":
-            await _warm(errand, ways, attempt, routed)
+            await _warm(dispatched, ways, attempt, routed)
         elif attempt.begun:  # a token came while the router was asked
             ways.give_back(router, routed)
             return False
@@ -82,18 +86,18 @@ async def _go(
         ways.give_back(router, routed)
         raise
     try:
-        return await errand.place(router, routed, leave=attempt)
+        return await dispatched.place(router, routed, leave=attempt)
     except PdserveError as error:
-        errand.count_out(NodeLife(routed.worker, routed.epoch), error)
+        dispatched.count_out(NodeLife(routed.worker, routed.epoch), error)
         return False
 
 
 async def _warm(
-    errand: DispatchedRequest, ways: ClusterPort, attempt: Assignment, routed: RouteDecision
+    dispatched: DispatchedRequest, ways: ClusterPort, attempt: Assignment, routed: RouteDecision
 ) -> None:
     """Have the worker get the KV of all that has come. It may fail: then it computes it when it has
     the request."""
-    request, received = errand.request, errand.received
+    request, received = dispatched.request, dispatched.received
     tokens = len(request.prompt) + received.longest
     if tokens < _BLOCKS * ways.block_size(request.model) or not attempt.begun:
         return

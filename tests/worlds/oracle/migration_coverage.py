@@ -18,7 +18,7 @@ __all__ = ["PROBES", "REQUEST_CELLS"]
 
 _LOST: Final = ("worker_lost", "engine_died", "engine_stalled", "step_failed")
 
-_ERRAND: Final[dict[str, tuple[str, ...]]] = {
+_DISPATCHED: Final[dict[str, tuple[str, ...]]] = {
     "asking": ("fail",),
     "accepted": (*_LOST, "overloaded", "asked drain", "asked queue", "begins", "cancel"),
     "streaming": (*_LOST, "asked drain", "asked kv", "cancel", "finish"),
@@ -44,72 +44,74 @@ _ENDS: Final[dict[str, tuple[str, ...]]] = {
 
 REQUEST_CELLS: Final = frozenset(
     (f"{what} {state}", event)
-    for what, table in (("request", _ERRAND), ("migration", _ENDS))
+    for what, table in (("request", _DISPATCHED), ("migration", _ENDS))
     for state, events in table.items()
     for event in events
 )
 
 
-def _state(errand: DispatchedRequest) -> str:
-    attempt = errand.attempt
+def _state(dispatched: DispatchedRequest) -> str:
+    attempt = dispatched.attempt
     if attempt is None:
-        return "asking" if errand._migration is None else "between"
+        return "asking" if dispatched._migration is None else "between"
     if attempt.moving is not None:
         return "leaving"
     if attempt.begun:
         return "streaming"
-    return "between" if attempt.sequence is None and errand._migration is not None else "accepted"
+    return (
+        "between" if attempt.sequence is None and dispatched._migration is not None else "accepted"
+    )
 
 
-def _note(cells: Any, errand: DispatchedRequest, event: str) -> None:
-    cells[f"request {_state(errand)}", event] += 1
+def _note(cells: Any, dispatched: DispatchedRequest, event: str) -> None:
+    cells[f"request {_state(dispatched)}", event] += 1
 
 
 def _failed(
-    cells: Any, errand: DispatchedRequest, attempt: Assignment, error: PdserveError
+    cells: Any, dispatched: DispatchedRequest, attempt: Assignment, error: PdserveError
 ) -> None:
-    if not errand._over and attempt is errand.attempt:
+    if not dispatched._over and attempt is dispatched.attempt:
         reason = migration_reason(error) or type(error).__name__.lower()
-        _note(cells, errand, reason)
+        _note(cells, dispatched, reason)
 
 
-def _unwanted(cells: Any, errand: DispatchedRequest, attempt: Assignment, reason: str) -> None:
-    if not errand._over and attempt is errand.attempt:
-        _note(cells, errand, f"asked {reason}")
+def _unwanted(cells: Any, dispatched: DispatchedRequest, attempt: Assignment, reason: str) -> None:
+    if not dispatched._over and attempt is dispatched.attempt:
+        _note(cells, dispatched, f"asked {reason}")
 
 
-def _progressed(cells: Any, errand: DispatchedRequest) -> None:
-    attempt = errand.attempt
+def _progressed(cells: Any, dispatched: DispatchedRequest) -> None:
+    attempt = dispatched.attempt
     leaving = attempt is not None and attempt.moving is not None
-    state = "between" if errand._migration is not None else "accepted"
+    state = "between" if dispatched._migration is not None else "accepted"
     cells[f"request {'leaving' if leaving else state}", "begins"] += 1
-    if errand._migration is not None:
-        cells[f"migration {errand._migration.reason}", "completed"] += 1
+    if dispatched._migration is not None:
+        cells[f"migration {dispatched._migration.reason}", "completed"] += 1
 
 
-def _left(cells: Any, errand: DispatchedRequest, attempt: Assignment) -> None:
-    _note(cells, errand, "leaves")
+def _left(cells: Any, dispatched: DispatchedRequest, attempt: Assignment) -> None:
+    _note(cells, dispatched, "leaves")
 
 
-def _ended(cells: Any, errand: DispatchedRequest, error: PdserveError) -> None:
-    if errand._over:
+def _ended(cells: Any, dispatched: DispatchedRequest, error: PdserveError) -> None:
+    if dispatched._over:
         return
-    state = _state(errand)
+    state = _state(dispatched)
     cells[f"request {state}", f"fail {type(error).__name__}" if state == "between" else "fail"] += 1
 
 
-def _closed(cells: Any, errand: DispatchedRequest, outcome: str) -> None:
-    if errand._migration is not None:
-        cells[f"migration {errand._migration.reason}", outcome] += 1
+def _closed(cells: Any, dispatched: DispatchedRequest, outcome: str) -> None:
+    if dispatched._migration is not None:
+        cells[f"migration {dispatched._migration.reason}", outcome] += 1
 
 
-def _cancelled(cells: Any, errand: DispatchedRequest) -> None:
-    if not errand._over:
-        _note(cells, errand, "cancel")
+def _cancelled(cells: Any, dispatched: DispatchedRequest) -> None:
+    if not dispatched._over:
+        _note(cells, dispatched, "cancel")
 
 
-def _finished(cells: Any, errand: DispatchedRequest) -> None:
-    _note(cells, errand, "finish")
+def _finished(cells: Any, dispatched: DispatchedRequest) -> None:
+    _note(cells, dispatched, "finish")
 
 
 PROBES: Final[tuple[tuple[type, str, Callable[..., None]], ...]] = (

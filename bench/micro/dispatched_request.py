@@ -1,10 +1,10 @@
-"""What it costs that a request can go on elsewhere: the errand between channel and answer.
+"""What it costs that a request can go on elsewhere: what stands between stream and answer.
 
-    python bench/micro/errand.py
+    python bench/micro/dispatched_request.py
 
 Each token passes through it and is kept until the request ends. Measured: nanoseconds per delta of
 one token, against handing the delta to its sink at once, in the same rounds; bytes per token kept.
-Writes bench/results/errand.md.
+Writes bench/results/dispatched_request.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TOKENS = 20_000
 ROUNDS = 9
-RESULT = Path(__file__).parent.parent / "results" / "errand.md"
+RESULT = Path(__file__).parent.parent / "results" / "dispatched_request.md"
 
 
 class Sink:
@@ -49,12 +49,12 @@ def attempt() -> Assignment:
     request = GenerateRequest(
         request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=2 * TOKENS)
     )
-    errand = DispatchedRequest(
+    dispatched = DispatchedRequest(
         cast("Any", Ways()), request, Sink(), NO_HINTS, lambda placement: None
     )
-    made = Assignment(errand, Sink(), errand.received, RouteDecision(NodeId("w"), 1, 1))
+    made = Assignment(dispatched, Sink(), dispatched.received, RouteDecision(NodeId("w"), 1, 1))
     made.begun = made.plain = True
-    errand.attempt = made
+    dispatched.attempt = made
     return made
 
 
@@ -80,9 +80,9 @@ def main() -> None:
     size = (tracemalloc.get_traced_memory()[0] - before) / TOKENS
     tracemalloc.stop()
     lines = [
-        "# An errand in the path of tokens",
+        "# A dispatched request in the path of tokens",
         "",
-        "`bench/micro/errand.py`: nanoseconds per delta of one token, the best of "
+        "`bench/micro/dispatched_request.py`: nanoseconds per delta of one token, the best of "
         f"{ROUNDS} rounds of {TOKENS}.",
         "",
         *(f"- {fact}" for fact in facts()),
