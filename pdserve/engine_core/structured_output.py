@@ -98,7 +98,7 @@ class GrammarState:
     def __init__(
         self, sampling: SamplingParams, matcher: LLMatcher | None, vocab_size: int
     ) -> None:
-        """`matcher`: at its beginning, and this guide's own; None: there is no grammar.
+        """`matcher`: at its beginning, and this state's own; None: there is no grammar.
 
         Errors: `GrammarError`.
         """
@@ -299,12 +299,12 @@ def _without(mask: bytes | bytearray, tokens: Iterable[TokenId]) -> bytearray:
 
 
 class _Followed:
-    """A guide and how many output tokens it has seen."""
+    """A grammar state and how many output tokens it has seen."""
 
-    __slots__ = ("guide", "seen")
+    __slots__ = ("seen", "state")
 
-    def __init__(self, guide: GrammarState) -> None:
-        self.guide = guide
+    def __init__(self, state: GrammarState) -> None:
+        self.state = state
         self.seen = 0
 
 
@@ -399,12 +399,12 @@ class StructuredOutputManager:
         followed = self._follow(sequence)
         if followed is None:
             return None
-        return _guarded(followed.guide.allowed)
+        return _guarded(followed.state.allowed)
 
     def forced(self, sequence: Sequence) -> bool:
         """See `GrammarState.forced`."""
         followed = self._followed.get(sequence.key)
-        return followed is not None and followed.guide.forced
+        return followed is not None and followed.state.forced
 
     def release(self, key: SequenceKey) -> None:
         """Forget a sequence; unknown ones are ignored."""
@@ -430,7 +430,7 @@ class StructuredOutputManager:
             self._followed[sequence.key] = followed
         fresh = sequence.tokens[sequence.prompt_len + followed.seen :]
         if fresh:
-            _guarded(partial(followed.guide.take_all, fresh))
+            _guarded(partial(followed.state.take_all, fresh))
             followed.seen += len(fresh)
         return followed
 

@@ -26,10 +26,10 @@ TOKENIZER = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
-def guides():
-    guides = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,), inline=True)
-    yield guides
-    guides.close()
+def manager():
+    manager = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,), inline=True)
+    yield manager
+    manager.close()
 
 
 def sequence(schema: Schema) -> Sequence:
@@ -40,35 +40,35 @@ def sequence(schema: Schema) -> Sequence:
     return Sequence(1, 0, request, [5], 1, arrival=0.0)
 
 
-def walk(guides: StructuredOutputManager, schema: Schema, seed: int) -> str | None:
+def walk(manager: StructuredOutputManager, schema: Schema, seed: int) -> str | None:
     """An output, if it has come to its end."""
     rng, one = random.Random(seed), sequence(schema)
     try:
         while one.num_output < MOST:
-            mask = guides.allowed(one)
+            mask = manager.allowed(one)
             assert mask is not None
             token = pick_allowed_token(mask, range(4, VOCAB), rng.getrandbits(60), (END,))
             if token == END:
                 return TOKENIZER.decode(one.output)
             one.tokens.append(token)
     finally:
-        guides.release(one.key)
+        manager.release(one.key)
     return None
 
 
 @pytest.mark.parametrize("name", ENFORCED)
-def test_every_output_that_ends_is_valid(guides, name):
-    outputs = [walk(guides, ENFORCED[name], seed) for seed in range(6)]
+def test_every_output_that_ends_is_valid(manager, name):
+    outputs = [walk(manager, ENFORCED[name], seed) for seed in range(6)]
     whole = [output for output in outputs if output is not None]
     assert whole, "none has come to its end"
     assert [output for output in whole if not valid(ENFORCED[name], output)] == []
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_enforced_is_not_passed_over(guides, name):
+def test_what_cannot_be_enforced_is_not_passed_over(manager, name):
     with pytest.raises(GrammarError):
-        guides.allowed(sequence(REFUSED[name]))
-    guides.release((1, 0))
+        manager.allowed(sequence(REFUSED[name]))
+    manager.release((1, 0))
 
 
 def test_there_are_enough_of_them():

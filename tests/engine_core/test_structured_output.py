@@ -1,4 +1,4 @@
-"""Where a guide lets a sequence go, whatever it has come through."""
+"""Where a grammar lets a sequence go, whatever it has come through."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ GRAMMAR = LLMatcher.grammar_from_json_schema(SCHEMA, {"whitespace_flexible": Fal
 
 
 @pytest.fixture(scope="module")
-def guides():
-    guides = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,), inline=True)
-    yield guides
-    guides.close()
+def manager():
+    manager = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,), inline=True)
+    yield manager
+    manager.close()
 
 
 def sequence(text: str = "", handle: int = 1, output: list[int] | None = None, **sampling: Any):
@@ -72,11 +72,11 @@ def ids(mask: bytes | None) -> set[int]:
     return {token for token in range(VOCAB) if mask[token >> 3] >> (token & 7) & 1}
 
 
-def allowed(guides: StructuredOutputManager, one: Sequence) -> set[int]:
+def allowed(manager: StructuredOutputManager, one: Sequence) -> set[int]:
     try:
-        return ids(guides.allowed(one))
+        return ids(manager.allowed(one))
     finally:
-        guides.release(one.key)
+        manager.release(one.key)
 
 
 def begins(text: str) -> set[int]:
@@ -84,66 +84,66 @@ def begins(text: str) -> set[int]:
     return {token for token in range(4, VOCAB) if text.startswith(TOKENIZER.decode([token]) or "x")}
 
 
-def test_a_grammar_says_what_may_come_next(guides):
-    assert allowed(guides, sequence()) == begins('{"a":') - {END}
-    assert allowed(guides, sequence('{"a":')) >= set(tokens("1"))
-    assert END not in allowed(guides, sequence('{"a":1'))
-    assert allowed(guides, sequence('{"a":1}')) == {END}
+def test_a_grammar_says_what_may_come_next(manager):
+    assert allowed(manager, sequence()) == begins('{"a":') - {END}
+    assert allowed(manager, sequence('{"a":')) >= set(tokens("1"))
+    assert END not in allowed(manager, sequence('{"a":1'))
+    assert allowed(manager, sequence('{"a":1}')) == {END}
 
 
-def test_a_sequence_without_anything_to_follow_is_free(guides):
-    assert guides.allowed(sequence("x", grammar="")) is None
-    assert guides.allowed(sequence("x", grammar="", thinking=thinking(begun=True))) is None
-    assert len(guides) == 0
+def test_a_sequence_without_anything_to_follow_is_free(manager):
+    assert manager.allowed(sequence("x", grammar="")) is None
+    assert manager.allowed(sequence("x", grammar="", thinking=thinking(begun=True))) is None
+    assert len(manager) == 0
 
 
-def test_every_end_that_the_request_knows_is_one(guides):
-    assert allowed(guides, sequence('{"a":1}', eos_token_ids=(END, 1))) == {END, 1}
-    assert guides._vocabulary().eos_tokens == [END]
-    other = allowed(guides, sequence('{"a":1}', eos_token_ids=(1,)))
+def test_every_end_that_the_request_knows_is_one(manager):
+    assert allowed(manager, sequence('{"a":1}', eos_token_ids=(END, 1))) == {END, 1}
+    assert manager._vocabulary().eos_tokens == [END]
+    other = allowed(manager, sequence('{"a":1}', eos_token_ids=(1,)))
     assert 1 in other
 
 
-def test_an_end_that_is_ignored_repeats(guides):
+def test_an_end_that_is_ignored_repeats(manager):
     one = sequence(output=[*tokens('{"a":1}'), END, END], ignore_eos=True)
-    assert ids(guides.allowed(one)) == {END}
-    assert guides.forced(one)
-    guides.release(one.key)
+    assert ids(manager.allowed(one)) == {END}
+    assert manager.forced(one)
+    manager.release(one.key)
 
 
-def test_at_an_end_without_a_token_for_it_the_sequence_fails(guides):
+def test_at_an_end_without_a_token_for_it_the_sequence_fails(manager):
     bare = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (), inline=True)
     with pytest.raises(GrammarError, match="no end token"):
         bare.allowed(sequence('{"a":1}', eos_token_ids=()))
 
 
-def test_it_follows_tokens_however_they_come(guides):
+def test_it_follows_tokens_however_they_come(manager):
     """One by one, all at once after a preemption, or shorter after another one."""
     whole = tokens('{"a":123,"b":[1]}')
     one = sequence()
     seen = []
     for token in whole:
-        seen.append(guides.allowed(one))
+        seen.append(manager.allowed(one))
         one.tokens.append(token)
-    guides.release(one.key)
+    manager.release(one.key)
     for cut in (3, 9, 5, 0, len(whole) - 1):
         again = sequence(output=whole[:cut] or None)
-        assert guides.allowed(again) == seen[cut]
-    guides.release(one.key)
-    assert len(guides) == 0
+        assert manager.allowed(again) == seen[cut]
+    manager.release(one.key)
+    assert len(manager) == 0
 
 
-def test_an_output_that_does_not_fit_fails_alone(guides):
+def test_an_output_that_does_not_fit_fails_alone(manager):
     with pytest.raises(GrammarError, match="does not fit"):
-        guides.allowed(sequence("hello", handle=7))
-    assert allowed(guides, sequence()) == begins('{"a":') - {END}
-    guides.release((7, 0))
+        manager.allowed(sequence("hello", handle=7))
+    assert allowed(manager, sequence()) == begins('{"a":') - {END}
+    manager.release((7, 0))
 
 
 @pytest.mark.parametrize("grammar", ['start: "a', "start: nowhere", '{"grammars": 1}'])
-def test_a_grammar_that_cannot_be_compiled_says_why(guides, grammar):
+def test_a_grammar_that_cannot_be_compiled_says_why(manager, grammar):
     with pytest.raises(GrammarError, match="cannot be compiled"):
-        guides.allowed(sequence(grammar=grammar))
+        manager.allowed(sequence(grammar=grammar))
 
 
 def test_a_vocabulary_that_cannot_be_read_is_nobodys_crash():
@@ -157,50 +157,50 @@ def test_a_vocabulary_that_cannot_be_read_is_nobodys_crash():
 # ---------------------------------------------------------------- reasoning
 
 
-def test_inside_of_reasoning_anything_but_the_end_may_come(guides):
+def test_inside_of_reasoning_anything_but_the_end_may_come(manager):
     inside = set(range(VOCAB)) - {END}
-    assert allowed(guides, sequence(thinking=thinking(begun=True))) == inside
-    assert allowed(guides, sequence("<think>hm", thinking=thinking())) == inside
-    assert allowed(guides, sequence("hm {", thinking=thinking(begun=True))) == inside
+    assert allowed(manager, sequence(thinking=thinking(begun=True))) == inside
+    assert allowed(manager, sequence("<think>hm", thinking=thinking())) == inside
+    assert allowed(manager, sequence("hm {", thinking=thinking(begun=True))) == inside
     after = sequence("hm</think>", thinking=thinking(begun=True))
-    assert allowed(guides, after) == begins('{"a":') - {END}
+    assert allowed(manager, after) == begins('{"a":') - {END}
 
 
-def test_reasoning_may_begin_or_be_left_out(guides):
-    first = allowed(guides, sequence(thinking=thinking()))
+def test_reasoning_may_begin_or_be_left_out(manager):
+    first = allowed(manager, sequence(thinking=thinking()))
     assert first == begins('{"a":') - {END} | {START[0]}
     second = sequence(output=list(START[:2]), thinking=thinking())
-    assert allowed(guides, second) == {START[2]}
-    assert START[0] not in allowed(guides, sequence("{", thinking=thinking()))
+    assert allowed(manager, second) == {START[2]}
+    assert START[0] not in allowed(manager, sequence("{", thinking=thinking()))
 
 
-def test_a_beginning_that_could_be_both_stays_both(guides):
+def test_a_beginning_that_could_be_both_stays_both(manager):
     lark = 'start: "<think" /[a-z]+/'
-    both = allowed(guides, sequence(output=list(START[:-1]), thinking=thinking(), grammar=lark))
+    both = allowed(manager, sequence(output=list(START[:-1]), thinking=thinking(), grammar=lark))
     assert both > {START[-1]}
     gone = sequence(output=[*START[:-1], *tokens("x")], thinking=thinking(), grammar=lark)
-    assert START[-1] not in allowed(guides, gone)
+    assert START[-1] not in allowed(manager, gone)
 
 
 @pytest.mark.parametrize("grammar", ["", GRAMMAR])
 @pytest.mark.parametrize("budget", [0, 1, 4])
-def test_a_budget_that_is_used_up_forces_the_end_of_reasoning(guides, grammar, budget):
+def test_a_budget_that_is_used_up_forces_the_end_of_reasoning(manager, grammar, budget):
     one = sequence(thinking=thinking(begun=True, budget=budget), grammar=grammar)
     one.tokens += [300] * budget
     for token in STOP:
-        assert ids(guides.allowed(one)) == {token}
+        assert ids(manager.allowed(one)) == {token}
         one.tokens.append(token)
-    after = guides.allowed(one)
+    after = manager.allowed(one)
     assert after is None if not grammar else ids(after) == begins('{"a":') - {END}
-    guides.release(one.key)
+    manager.release(one.key)
 
 
-def test_an_end_that_had_begun_counts_and_is_not_begun_again(guides):
+def test_an_end_that_had_begun_counts_and_is_not_begun_again(manager):
     budget = thinking(begun=True, budget=3)
     begun = sequence(output=[300, 300, 300, *STOP[:2]], thinking=budget)
-    assert allowed(guides, begun) == {STOP[2]}
+    assert allowed(manager, begun) == {STOP[2]}
     inside = sequence(output=[300, *STOP[:2], 300], thinking=budget)
-    assert allowed(guides, inside) == {STOP[0]}
+    assert allowed(manager, inside) == {STOP[0]}
 
 
 CALL = tuple(tokens("<tool_call>"))
@@ -215,7 +215,7 @@ BEHIND = f"start: %json {json.dumps(SCHEMA)}"
 
 @pytest.mark.parametrize("lark", [CALLS, FREE, BEHIND])
 @pytest.mark.parametrize("fields", [{"begun": True}, {}, {"begun": True, "budget": 20}])
-def test_a_call_ends_the_reasoning_and_follows_the_grammar(guides, lark, fields):
+def test_a_call_ends_the_reasoning_and_follows_the_grammar(manager, lark, fields):
     """Whether the grammar has the marker or begins behind it."""
     before = () if fields else START
     thoughts = [*before, 300, *CALL[:-1], *tokens("no"), 300]
@@ -223,34 +223,34 @@ def test_a_call_ends_the_reasoning_and_follows_the_grammar(guides, lark, fields)
 
     def after(text: str) -> set[int]:
         output = [*thoughts, *CALL, *tokens(text)]
-        return allowed(guides, sequence(output=output, thinking=marked, grammar=lark))
+        return allowed(manager, sequence(output=output, thinking=marked, grammar=lark))
 
     inside = sequence(output=thoughts, thinking=marked, grammar=lark)
-    assert len(allowed(guides, inside)) == VOCAB - 1
+    assert len(allowed(manager, inside)) == VOCAB - 1
     assert set(tokens("{")) <= after("") <= begins('{"a":') | begins("{ ") | begins("{\n")
     assert not after('{"a":') & set(tokens("x"))
     with pytest.raises(GrammarError, match="does not fit"):
         after('{"zzz"')
 
 
-def test_the_last_token_of_an_enforced_call_may_be_followed_by_the_end(guides):
+def test_the_last_token_of_an_enforced_call_may_be_followed_by_the_end(manager):
     output = [300, *CALL, *tokens('{"a":1}</tool_call>')]
     marked = thinking(begun=True, call=CALL)
-    assert allowed(guides, sequence(output=output, thinking=marked, grammar=CALLS)) == {END}
+    assert allowed(manager, sequence(output=output, thinking=marked, grammar=CALLS)) == {END}
 
 
-def test_a_budget_does_not_count_in_a_call(guides):
+def test_a_budget_does_not_count_in_a_call(manager):
     marked = thinking(begun=True, budget=len(CALL) + 2, call=CALL)
     free = sequence(output=[300, *CALL, *[300] * 20], thinking=marked, grammar="")
-    assert guides.allowed(free) is None
-    guides.release(free.key)
+    assert manager.allowed(free) is None
+    manager.release(free.key)
     thought = sequence(output=[300] * 20, thinking=marked, grammar="")
-    assert allowed(guides, thought) == {STOP[0]}
+    assert allowed(manager, thought) == {STOP[0]}
 
 
-def test_without_tools_a_call_stays_reasoning(guides):
+def test_without_tools_a_call_stays_reasoning(manager):
     one = sequence(output=[300, *CALL], thinking=thinking(begun=True), grammar=CALLS)
-    assert allowed(guides, one) == set(range(VOCAB)) - {END}
+    assert allowed(manager, one) == set(range(VOCAB)) - {END}
 
 
 # ---------------------------------------------------------------- bounds
@@ -258,34 +258,34 @@ def test_without_tools_a_call_stays_reasoning(guides):
 
 def test_what_is_kept_is_bounded(monkeypatch):
     monkeypatch.setattr(structured_output, "MAX_COMPILED", 3)
-    guides = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,), inline=True)
+    manager = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,), inline=True)
     for number in range(6):
-        guides.expect(sequence(grammar=f'start: "{number}"').sampling)
-    assert guides.compiled == 3
+        manager.expect(sequence(grammar=f'start: "{number}"').sampling)
+    assert manager.compiled == 3
     monkeypatch.setattr(structured_output, "MAX_COMPILED_BYTES", 20)
-    guides.expect(sequence(grammar='start: "more"').sampling)
-    assert guides.compiled == 0
-    assert ids(guides.allowed(sequence(grammar='start: "0"'))) >= set(tokens("0"))
+    manager.expect(sequence(grammar='start: "more"').sampling)
+    assert manager.compiled == 0
+    assert ids(manager.allowed(sequence(grammar='start: "0"'))) >= set(tokens("0"))
 
 
 def test_a_grammar_that_takes_too_long_is_not_waited_for_for_ever(monkeypatch):
-    guides = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,), patience=0.0)
-    guides.expect(sequence().sampling)
+    manager = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,), patience=0.0)
+    manager.expect(sequence().sampling)
     with pytest.raises(GrammarError, match="not compiled within"):
-        guides.allowed(sequence(grammar=json.dumps({"grammars": [{"json_schema": SCHEMA}]})))
-    guides.close()
+        manager.allowed(sequence(grammar=json.dumps({"grammars": [{"json_schema": SCHEMA}]})))
+    manager.close()
 
 
 def test_what_took_long_to_compile_counts_for_more(monkeypatch):
     """A short grammar may come to megabytes."""
     monkeypatch.setattr(structured_output, "MAX_COMPILED_BYTES", 1 << 20)
-    guides = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,), inline=True)
+    manager = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,), inline=True)
     for number in range(6):
-        guides.expect(sequence(grammar=f'start: "{number}"').sampling)
-    assert guides.compiled == 6
+        manager.expect(sequence(grammar=f'start: "{number}"').sampling)
+    assert manager.compiled == 6
     divisor = json.dumps({"grammars": [{"json_schema": {"type": "integer", "multipleOf": 9973}}]})
-    guides.expect(sequence(grammar=divisor).sampling)
-    assert guides.compiled == 0
+    manager.expect(sequence(grammar=divisor).sampling)
+    assert manager.compiled == 0
 
 
 def test_what_waits_to_be_compiled_is_bounded_and_comes(monkeypatch):
@@ -299,27 +299,27 @@ def test_what_waits_to_be_compiled_is_bounded_and_comes(monkeypatch):
         raise GrammarError("enough is known")
 
     monkeypatch.setattr(StructuredOutputManager, "_make", make)
-    guides = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,))
+    manager = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,))
     many = [sequence(grammar=f'start: "{number}"', handle=number) for number in range(9)]
     for one in many:
-        guides.expect(one.sampling)
-    assert guides.compiled == 3
-    assert not any([guides.ready(one) for one in many])
-    assert guides.compiled == 5
+        manager.expect(one.sampling)
+    assert manager.compiled == 3
+    assert not any([manager.ready(one) for one in many])
+    assert manager.compiled == 5
     go.set()
-    while not all([guides.ready(one) for one in many]):
-        guides.wait_ready(50.0)
+    while not all([manager.ready(one) for one in many]):
+        manager.wait_ready(50.0)
     assert set(made) == {one.sampling.grammar for one in many}
-    guides.close()
+    manager.close()
 
 
 def test_a_thread_compiles_what_is_expected():
-    guides = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,))
-    guides.warm()
-    guides.expect(sequence().sampling)
-    assert allowed(guides, sequence('{"a":1}')) == {END}
-    guides.close()
-    guides.close()
+    manager = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,))
+    manager.warm()
+    manager.expect(sequence().sampling)
+    assert allowed(manager, sequence('{"a":1}')) == {END}
+    manager.close()
+    manager.close()
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 130])
@@ -337,20 +337,20 @@ def test_features_follow_from_what_a_checkpoint_has(tmp_path):
     assert structured_output_features(tmp_path) == ("thinking",)
 
 
-def test_invented_words_come_to_an_end(guides):
+def test_invented_words_come_to_an_end(manager):
     """And the same ones for the same numbers."""
     for seed in range(5):
-        outputs = [invented(guides, seed) for _ in range(2)]
+        outputs = [invented(manager, seed) for _ in range(2)]
         assert outputs[0] == outputs[1]
         assert outputs[0][-1] == END
         assert isinstance(json.loads(TOKENIZER.decode(outputs[0][:-1]))["a"], int)
 
 
-def invented(guides: StructuredOutputManager, seed: int) -> list[int]:
+def invented(manager: StructuredOutputManager, seed: int) -> list[int]:
     rng, one = random.Random(seed), sequence()
     while one.tokens[-1] != END and one.num_output < 2000:
-        mask = guides.allowed(one)
+        mask = manager.allowed(one)
         assert mask is not None
         one.tokens.append(pick_allowed_token(mask, WORDS, rng.getrandbits(64), (END,)))
-    guides.release(one.key)
+    manager.release(one.key)
     return one.output

@@ -60,7 +60,7 @@ class SimExecutor:
     def __init__(self) -> None:
         self.content: BlockContent | None = None
         self._capacity = 1
-        self._guides: StructuredOutputManager | None = None
+        self._structured_output: StructuredOutputManager | None = None
         """None with an invented vocabulary: it has no text that could fit anything."""
 
     def make_core(self, clock: Clock, mover: KvConnector | None = None) -> SimCore:
@@ -87,7 +87,7 @@ class SimExecutor:
         info = _model_info(spec, options, preset, self.vocabulary)
         if info.features:
             # In the core's thread, for time here is what the clock says.
-            self._guides = StructuredOutputManager(
+            self._structured_output = StructuredOutputManager(
                 read_tokenizer(Path(spec.model)), info.vocab_size, info.eos_token_ids, inline=True
             )
         self._region_layout = layout_of(info)
@@ -141,12 +141,12 @@ class SimExecutor:
     def release(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
             self._content.release(sequence)
-            if self._guides is not None:
-                self._guides.release(sequence.key)
+            if self._structured_output is not None:
+                self._structured_output.release(sequence.key)
 
     def close(self) -> None:
-        if self._guides is not None:
-            self._guides.close()
+        if self._structured_output is not None:
+            self._structured_output.close()
         if self.content is not None:
             self.content.close()
             self.content = None
@@ -190,9 +190,9 @@ class SimExecutor:
     def _guided(self, sequence: Sequence, word: TokenId) -> TokenId:
         """The word, or what may come instead. Errors: `GrammarError`."""
         sampling = sequence.request.sampling
-        if self._guides is None or not uses_structured_output(sampling):
+        if self._structured_output is None or not uses_structured_output(sampling):
             return word
-        mask = self._guides.allowed(sequence)
+        mask = self._structured_output.allowed(sequence)
         if mask is None:
             return word
         return constrained_word(self.vocabulary.words, word, mask, sampling, sequence.num_output)

@@ -114,7 +114,7 @@ def chosen(words: Seq[TokenId], number: int, sampling: SamplingParams, position:
     return words[number % size]
 
 
-# ---------------------------------------------------------------- with a guide
+# ---------------------------------------------------------------- with a grammar
 
 
 def constrained_word(
@@ -153,11 +153,12 @@ def reference_tokens(
     choice: int = 0,
     *,
     content: bool,
-    guides: StructuredOutputManager | None = None,
+    structured_output: StructuredOutputManager | None = None,
 ) -> list[TokenId]:
     """The output of one choice, computed alone and without blocks; includes given output.
 
-    `guides`: for a request that follows a grammar or a bound on its reasoning; nobody else's.
+    `structured_output`: for a request that follows a grammar or a bound on its reasoning; nobody
+    else's.
     """
     sampling, words = request.sampling, vocabulary.words
     output = list(request.output[choice]) if request.output else []
@@ -179,7 +180,11 @@ def reference_tokens(
             word = chosen(words, number, sampling, position)
         else:
             word = word_at(words, start, position, sampling)
-        mask = None if guides is None else guides.allowed(_alone(request, choice, output))
+        mask = (
+            None
+            if structured_output is None
+            else structured_output.allowed(_alone(request, choice, output))
+        )
         output.append(
             word if mask is None else constrained_word(words, word, mask, sampling, position)
         )

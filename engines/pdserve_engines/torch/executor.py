@@ -122,10 +122,10 @@ class TorchExecutor:
             loaded.room,
             loaded.model.exact,
         )
-        self._sampler.masks.guides = guides = StructuredOutputManager(
+        self._sampler.masks.structured_output = structured_output = StructuredOutputManager(
             read_tokenizer(Path(spec.model)), self.info.vocab_size, self.info.eos_token_ids
         )
-        guides.warm()
+        structured_output.warm()
         return self.info
 
     def _read(self, spec: EngineSpec, progress: ProgressFn) -> _Loaded:
@@ -221,18 +221,18 @@ class TorchExecutor:
 
     def expect(self, sampling: SamplingParams) -> None:
         """Begins to compile the grammar of such a request; returns at once."""
-        if self._sampler.masks.guides is not None:
-            self._sampler.masks.guides.expect(sampling)
+        if self._sampler.masks.structured_output is not None:
+            self._sampler.masks.structured_output.expect(sampling)
 
     def ready(self, sequence: Sequence) -> bool:
         """Whether the grammar of the sequence is compiled, has failed, or is not needed."""
-        guides = self._sampler.masks.guides
-        return guides is None or guides.ready(sequence)
+        structured_output = self._sampler.masks.structured_output
+        return structured_output is None or structured_output.ready(sequence)
 
     def wait_ready(self, seconds: Seconds) -> None:
         """Blocks until another grammar is compiled, at most `seconds`."""
-        if self._sampler.masks.guides is not None:
-            self._sampler.masks.guides.wait_ready(seconds)
+        if self._sampler.masks.structured_output is not None:
+            self._sampler.masks.structured_output.wait_ready(seconds)
 
     def release(self, sequences: Seq[Sequence]) -> None:
         self._sampler.forget(sequence.key for sequence in sequences)

@@ -52,11 +52,13 @@ def test_outputs_are_valid_and_those_of_the_reference(engine: InlineEngine) -> N
     vocabulary = engine.core._executor.vocabulary  # type: ignore[attr-defined]
     whole = 0
     for name, one, (output,) in zip(NAMES, requests, outputs, strict=True):
-        guides = StructuredOutputManager(
+        structured_output = StructuredOutputManager(
             read_tokenizer(BUNDLED), vocabulary.size, (END,), inline=True
         )
         content = engine.content  # type: ignore[attr-defined]
-        assert output == reference_tokens(one, vocabulary, content=content, guides=guides)
+        assert output == reference_tokens(
+            one, vocabulary, content=content, structured_output=structured_output
+        )
         if output[-1] == END:
             whole += 1
             assert valid(ENFORCED[name], TOKENIZER.decode(output[:-1])), name

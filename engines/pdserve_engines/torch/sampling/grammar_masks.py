@@ -21,7 +21,7 @@ class GrammarMasks:
     """Follows the sequences that are steered, until `forget`."""
 
     def __init__(self) -> None:
-        self.guides: StructuredOutputManager | None = None
+        self.structured_output: StructuredOutputManager | None = None
         """Set once the vocabulary is known; without it, nobody has been promised anything."""
         self.faults: dict[SequenceKey, str] = {}
         """Why sequences of the last step cannot go on; their rows hold no number."""
@@ -54,15 +54,15 @@ class GrammarMasks:
         """Drop what is remembered of this sequence; unknown ones are ignored."""
         self.faults.pop(key, None)
         self.lasting.discard(key)
-        if self.guides is not None:
-            self.guides.release(key)
+        if self.structured_output is not None:
+            self.structured_output.release(key)
 
     def _mask(self, sequence: Sequence) -> bytes | None:
         """Empty for one that cannot go on."""
         try:
-            if self.guides is None:
+            if self.structured_output is None:
                 raise GrammarError("this engine follows no grammars")
-            return self.guides.allowed(sequence)
+            return self.structured_output.allowed(sequence)
         except GrammarError as fault:
             self.faults[sequence.key] = str(fault)
             if fault.lasting:
@@ -70,7 +70,7 @@ class GrammarMasks:
             return b""
 
     def _is_forced(self, sequence: Sequence) -> bool:
-        return self.guides is not None and self.guides.forced(sequence)
+        return self.structured_output is not None and self.structured_output.forced(sequence)
 
 
 def _apply(logits: torch.Tensor, masks: dict[int, bytes]) -> None:

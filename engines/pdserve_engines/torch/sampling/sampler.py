@@ -112,8 +112,8 @@ class Sampler:
 
     def close(self) -> None:
         """End what goes on besides; idempotent."""
-        if self.masks.guides is not None:
-            self.masks.guides.close()
+        if self.masks.structured_output is not None:
+            self.masks.structured_output.close()
 
     def _adjust(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
         """Bias, masks and penalties, in place."""

@@ -169,7 +169,7 @@ def test_who_waits_for_a_grammar_holds_nobody_up(
 def test_a_grammar_that_never_comes_is_its_requests_end_alone(
     engine: InlineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guides = engine.core._executor._sampler.masks.guides  # type: ignore[attr-defined]
+    structured_output = engine.core._executor._sampler.masks.structured_output  # type: ignore[attr-defined]
     over = threading.Event()
 
     def never(self: StructuredOutputManager, grammar: str) -> Any:
@@ -177,7 +177,7 @@ def test_a_grammar_that_never_comes_is_its_requests_end_alone(
         raise GrammarError("nobody hears it")
 
     monkeypatch.setattr(StructuredOutputManager, "_make", never)
-    monkeypatch.setattr(guides, "_patience", 0.05)
+    monkeypatch.setattr(structured_output, "_patience", 0.05)
     late, plain = engine.submit(request(grammar=LONG + "   ")), engine.submit(request(grammar=""))
     engine.run()
     over.set()
@@ -206,7 +206,7 @@ def test_what_is_over_is_forgotten(engine: InlineEngine) -> None:
     executor = engine.core._executor  # type: ignore[attr-defined]
     engine.run()
     engine.generate([request(grammar="", max_tokens=1)])  # a step releases what ended before it
-    assert len(executor._sampler.masks.guides) == 0
+    assert len(executor._sampler.masks.structured_output) == 0
 
 
 # ---------------------------------------------------------------- the same on every road
@@ -250,7 +250,9 @@ def test_the_tokens_are_the_same_on_every_road(engine: InlineEngine, name: str) 
 
 def test_only_rows_that_follow_something_are_touched() -> None:
     masks = GrammarMasks()
-    masks.guides = StructuredOutputManager(read_tokenizer(BUNDLED), VOCAB, (END,), inline=True)
+    masks.structured_output = StructuredOutputManager(
+        read_tokenizer(BUNDLED), VOCAB, (END,), inline=True
+    )
     grammar = from_choice(["yes", "no"], "x").text
     steered = SamplingParams(max_tokens=9, grammar=grammar, eos_token_ids=(END,))
     free = SamplingParams(max_tokens=9)
@@ -271,7 +273,7 @@ def test_only_rows_that_follow_something_are_touched() -> None:
 @pytest.mark.parametrize("rows", [VOCAB - 3, VOCAB, VOCAB + 9])
 def test_a_model_may_have_more_or_fewer_rows_than_its_vocabulary(rows: int) -> None:
     sampler = Sampler()
-    sampler.masks.guides = StructuredOutputManager(
+    sampler.masks.structured_output = StructuredOutputManager(
         read_tokenizer(BUNDLED), rows, (END,), inline=True
     )
     steered = SamplingParams(
@@ -295,7 +297,7 @@ def test_a_model_may_have_more_or_fewer_rows_than_its_vocabulary(rows: int) -> N
 )
 def test_an_end_that_has_to_come_comes_whatever_is_wished_besides(wish: dict[str, Any]) -> None:
     sampler = Sampler()
-    sampler.masks.guides = StructuredOutputManager(
+    sampler.masks.structured_output = StructuredOutputManager(
         read_tokenizer(BUNDLED), VOCAB, (END,), inline=True
     )
     fields: dict[str, Any] = {"max_tokens": 30, "eos_token_ids": (END,), "thinking": THINKING}

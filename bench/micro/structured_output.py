@@ -1,6 +1,6 @@
 """What grammars cost: compiling, a mask per token, and putting it on logits, beside a model's step.
 
-    python bench/micro/guide.py [--model DIRECTORY] [--vocab N]
+    python bench/micro/structured_output.py [--model DIRECTORY] [--vocab N]
 
 `--model`: whose tokenizer and step; the bundled one without it. `--vocab`: rows of the logits that
 masks are put on, for vocabularies that this machine has no model of.
@@ -64,16 +64,16 @@ def sequence(grammar: str) -> Sequence:
     return Sequence(1, 0, request, [5], 1, arrival=0.0)
 
 
-def masks(guides: StructuredOutputManager, grammar: str, vocab: int) -> Iterator[float]:
+def masks(manager: StructuredOutputManager, grammar: str, vocab: int) -> Iterator[float]:
     """Seconds of each mask on the way to the end, the matcher's own steps included."""
     rng, one = random.Random(1), sequence(grammar)
     while one.num_output < 200 and one.tokens[-1] != END:
         begin = time.perf_counter()
-        mask = guides.allowed(one)
+        mask = manager.allowed(one)
         yield time.perf_counter() - begin
         assert mask is not None
         one.tokens.append(pick_allowed_token(mask, range(4, vocab), rng.getrandbits(60), (END,)))
-    guides.release(one.key)
+    manager.release(one.key)
 
 
 def step_seconds(model: Path) -> float:
@@ -129,15 +129,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _line(name: str, source: Any, arguments: argparse.Namespace, step: float) -> str:
-    guides = StructuredOutputManager(
+    manager = StructuredOutputManager(
         read_tokenizer(arguments.model), arguments.vocab, (END,), inline=True
     )
-    guides.allowed(sequence(from_choice(["a"], "x").text))  # the vocabulary is read
-    guides.release((1, 0))
+    manager.allowed(sequence(from_choice(["a"], "x").text))  # the vocabulary is read
+    manager.release((1, 0))
     begin = time.perf_counter()
-    guides.expect(sequence(source.text).sampling)
+    manager.expect(sequence(source.text).sampling)
     compiled = time.perf_counter() - begin
-    taken = [seconds for _ in range(5) for seconds in masks(guides, source.text, arguments.vocab)]
+    taken = [seconds for _ in range(5) for seconds in masks(manager, source.text, arguments.vocab)]
     median, most = statistics.median(taken), sorted(taken)[int(len(taken) * 0.99)]
     return (
         f"{name}: compiled in {compiled * 1e3:.2f} ms ({compiled / step:.1f} steps); a mask "
