@@ -3,9 +3,9 @@
     python bench/router.py [--seconds 5] [--decisions 2000]
 
 First the whole role over the bus: one process is a router, on a core of its own; another plays
-frontends and workers, over TCP on this machine. Then a desk alone, by policy and size of cluster.
-Where the machine has other work, CPU times are what to compare: of the router's process, and of the
-thread that decides. Writes bench/results/router_role.md.
+frontends and workers, over TCP on this machine. Then a router core alone, by policy and size of
+cluster. Where the machine has other work, CPU times are what to compare: of the router's process,
+and of the thread that decides. Writes bench/results/router_role.md.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.machine import facts
 from bench.router_arms.bus import Bus, Seen, measure
-from bench.router_arms.desk import DeskArm, policies
+from bench.router_arms.core import CoreArm, policies
 
 RESULT: Final = Path(__file__).parent / "results" / "router_role.md"
 RATES: Final = {40: 100.0, 4096: 20.0}
 """Low: a few percent of what is possible."""
 SIZES: Final = ((8, 40), (64, 40), (512, 40), (256, 4096))
-"""Workers and blocks of a prompt, for the desk alone."""
+"""Workers and blocks of a prompt, for the core alone."""
 
 
 def over_the_bus(seconds: float) -> list[str]:
@@ -60,7 +60,7 @@ def by_function(blocks: int, seconds: float) -> list[str]:
 
 
 def alone(decisions: int) -> list[str]:
-    """A desk's table: a row for each policy."""
+    """A core's table: a row for each policy."""
     heads = [f"{workers} x {blocks}" for workers, blocks in SIZES]
     made = [
         f"| policy | {' | '.join(f'{head} p50 | p99' for head in heads)} |",
@@ -69,7 +69,7 @@ def alone(decisions: int) -> list[str]:
     for policy in policies():
         cells = []
         for workers, blocks in SIZES:
-            p50, p99 = DeskArm(policy, workers, blocks).measure(decisions)
+            p50, p99 = CoreArm(policy, workers, blocks).measure(decisions)
             cells.append(f"{p50 * 1e6:.0f} | {p99 * 1e6:.0f}")
         made.append(f"| {policy} | {' | '.join(cells)} |")
         print(made[-1], flush=True)
@@ -95,7 +95,7 @@ it). Prompts of 40 blocks:
 ALONE: Final = """
 ## One decision
 
-`Desk.offer` alone: index walk, view, policy, booking, prediction of what will be cached; no
+`RouterCore.offer` alone: index walk, view, policy, booking, prediction of what will be cached; no
 decoding, no network. Microseconds of the thread's CPU, of {decisions} decisions, by workers x
 blocks of a prompt (4,096 are 131,072 tokens); two requests under way at each worker. Aim: p99
 below 1,000 with 256 x 4096.

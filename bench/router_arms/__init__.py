@@ -1,1 +1,1 @@
-"""What `bench/router.py` measures: a desk alone, and a router behind its bus."""
+"""What `bench/router.py` measures: a router core alone, and a router behind its bus."""

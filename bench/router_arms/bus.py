@@ -146,9 +146,9 @@ async def _route(pipe: Connection, policy: str, profile: cProfile.Profile | None
                 profile.enable()
             elif profile is not None:
                 profile.disable()
-            numbers = service.desk.numbers
-            serving = sum(service.desk.pool.models().get("m", {}).values())
-            events = service.desk.index.counters["events"]
+            numbers = service.core.numbers
+            serving = sum(service.core.pool.models().get("m", {}).values())
+            events = service.core.index.counters["events"]
             pipe.send((time.process_time(), numbers.placed, numbers.held, events, serving))
 
 

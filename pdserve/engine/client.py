@@ -188,7 +188,7 @@ class CoreClient:
         self._prefills: dict[Handle, PrefillSink] = {}
         self._cancelled: dict[Handle, Seconds] = {}
         """When submissions were aborted of which the core has not let go yet."""
-        self._desk = TransferController(self._post)
+        self._transfer_control = TransferController(self._post)
         self._last_handle = 0
         self._worked_at: Seconds = self._clock.now()
         """When the core was last known to have work."""
@@ -405,25 +405,25 @@ class CoreClient:
 
     def attach(self, node: NodeId, epoch: Epoch) -> None:
         """See `Engine`."""
-        self._desk.attach(node, epoch)
+        self._transfer_control.attach(node, epoch)
 
     def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
         """See `Engine`."""
-        self._desk.peer_gone(node, epoch)
+        self._transfer_control.peer_gone(node, epoch)
 
     def transfer_call(
         self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
     ) -> None:
         """See `Engine`."""
-        self._desk.call(node, epoch, ask, reply)
+        self._transfer_control.call(node, epoch, ask, reply)
 
     def on_transfer(self, ask: AskPeer) -> None:
         """See `Engine`."""
-        self._desk.on_transfer(ask)
+        self._transfer_control.on_transfer(ask)
 
     def paths(self) -> Sequence[PathState]:
         """See `Engine`."""
-        return self._desk.paths
+        return self._transfer_control.paths
 
     def _post(self, command: Command) -> None:
         if self._life is not None:
@@ -455,7 +455,7 @@ class CoreClient:
             case PrefillSent():
                 self._sent(event)
             case OutboundControl() | InboundControlReply() | PathStates():
-                self._desk.take(event)
+                self._transfer_control.take(event)
             case BlocksFreed():
                 self._note_freed(event)
             case CoreFailed():  # what the life was lost to; it says so when it has ended
@@ -549,7 +549,7 @@ class CoreClient:
         if self._life is not None and self._spec.hash_secret != self._secret:
             self._life.post(SetHashSecret(hash_secret=self._spec.hash_secret))
         if event.capabilities.transfers:
-            self._desk.begin()
+            self._transfer_control.begin()
         self._set_state(EngineState.READY, "ready")
         if self._restarts.total:
             _log.info("the engine is ready again, after restart %d", self._restarts.total)
@@ -570,7 +570,7 @@ class CoreClient:
             self._idle.set()
 
     def _fail_all(self, error: PdserveError) -> None:
-        self._desk.end(error)
+        self._transfer_control.end(error)
         in_flight, self._in_flight = self._in_flight, {}
         prefills, self._prefills = self._prefills, {}
         for entry in in_flight.values():
@@ -640,7 +640,7 @@ class CoreClient:
         self._capabilities = None
         self._stats = EngineStats()
         self._cancelled.clear()
-        self._desk.end(EngineDied("the engine process ended", retry_after=1.0))
+        self._transfer_control.end(EngineDied("the engine process ended", retry_after=1.0))
         if self.state is EngineState.READY:
             reason = "the engine process ended" if stalled is None else stalled.message
             self._set_state(EngineState.RESTARTING, reason)

@@ -8,7 +8,7 @@ A question that waits too long is refused as soon as that shows, not when it is 
 an answer that comes too late is taken from those that could still come in time, and under overload
 everything would be late.
 
-Pure functions; the desk acts on what they say.
+Pure functions; the core acts on what they say.
 """
 
 from __future__ import annotations

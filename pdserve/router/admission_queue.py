@@ -12,7 +12,7 @@ which requests are begun is decided here:
 
 It knows neither workers nor why somebody waits: `take` is told which questions could be placed now.
 Nothing is bounded here but the memory of tenants; `admission_control` bounds what comes in. Pure;
-the desk owns one per model.
+the core owns one per model.
 """
 
 from __future__ import annotations

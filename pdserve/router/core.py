@@ -13,7 +13,7 @@ placed with an open worker or refused. The service calls `look` when something h
 (`stirred`) and at the moment `next_look` names, so that nobody is forgotten when nothing happens.
 
 The service turns what arrives into calls here, and what comes back into answers and publications.
-News of members and load goes through the desk, because all parts must hear it; what other routers
+News of members and load goes through the core, because all parts must hear it; what other routers
 say of single bookings goes to `bookings` itself.
 """
 

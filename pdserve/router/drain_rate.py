@@ -3,7 +3,7 @@
 A worker that also decodes begins less than a second of work in a second, and how much less nobody
 predicts: it is seen. Only time in which somebody waited counts; what was seen fades within seconds.
 
-Pure; the desk owns one per hold queue.
+Pure; the core owns one per hold queue.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Everything is decided by `core`; this file turns messages and topics into calls of it, and looks
 after the questions that wait: once at the end of each turn of the loop in which something happened
-that may let one go, and by a timer at the moment the desk names. Owned by whoever starts the role;
+that may let one go, and by a timer at the moment the core names. Owned by whoever starts the role;
 `close` before the node.
 """
 
@@ -115,7 +115,7 @@ class RouterService:
         worker would begin sooner, once its frontend has been told."""
         self._queues: dict[NodeId, QueueReport] = {}
         """Prefill queues of other routers."""
-        self.desk = RouterCore(
+        self.core = RouterCore(
             config, policy, node.random, self._booking_ended, node.now, queue_of=self._queue_of
         )
         self._config = config
@@ -152,7 +152,7 @@ class RouterService:
         topics.subscribe_state(PREFILL_TOPIC, _decode_queues, self._on_queues, self._on_queues_gone)
         topics.subscribe_log(SEQUENCES, self._follow_sequences)
         topics.subscribe_log(BOOKINGS, self._follow_bookings)
-        topics.subscribe_log(KV, self.desk.index.target)
+        topics.subscribe_log(KV, self.core.index.target)
         self._sweep()
         self._beat()
         if config.rebalance:
@@ -168,12 +168,12 @@ class RouterService:
         self._card = replace(self._card, draining=True)
         self._node.publish_card(self._card, {})
         if self._others():
-            self.desk.close()
+            self.core.close()
             self.prefill.drain()
 
     def close(self) -> None:
         """Answer whoever still waits. Idempotent."""
-        self.desk.close()
+        self.core.close()
         self.prefill.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -196,7 +196,7 @@ class RouterService:
         peer = call.link.peer
         asker = NodeLife(peer.node, peer.epoch)
         try:
-            outcome = self.desk.offer(
+            outcome = self.core.offer(
                 self._node.now(), asker, question, partial(self._answer, call)
             )
         except Exception:
@@ -223,20 +223,20 @@ class RouterService:
             self.refused += 1
             call.fail(outcome)
         elif call.done:
-            self.desk.bookings.release(outcome.booking.id)
+            self.core.bookings.release(outcome.booking.id)
         else:
             call.reply(self._placed(outcome))
 
     def _withdraw(self, item: QueuedRequest) -> None:
-        self.desk.withdraw(item)
+        self.core.withdraw(item)
 
     def _explain(self, question: RouteRequest, call: IncomingCall) -> RoutingPreview:
-        return self.desk.explain(self._node.now(), question)
+        return self.core.explain(self._node.now(), question)
 
     def _released(self, link: Link, body: Buffer) -> None:
         booking = _decode_release(body).booking
         self.released += 1
-        self.desk.bookings.release(booking)
+        self.core.bookings.release(booking)
         self._stir()
 
     def _booking_ended(self, booking: Booking, why: BookingEnd) -> None:
@@ -255,22 +255,22 @@ class RouterService:
 
     def numbers(self) -> RouterStats:
         """For status and top."""
-        desk = self.desk
-        numbers, ratios = desk.numbers, desk.prediction()
+        core = self.core
+        numbers, ratios = core.numbers, core.prediction()
         return RouterStats(
             routed=self.routed,
             refused=self.refused,
-            bookings=len(desk.bookings),
-            held=desk.held,
+            bookings=len(core.bookings),
+            held=core.held,
             ever_held=numbers.held,
             held_seconds=numbers.held_seconds,
             policy=self._config.policy,
-            decisions=dict(desk.decisions),
+            decisions=dict(core.decisions),
             prompt_tokens=numbers.prompt_tokens,
             expected_tokens=numbers.expected_tokens,
             cached_tokens=numbers.cached_tokens,
             prediction=0.0 if ratios is None else ratios.p50,
-            index_blocks=desk.index.counters["blocks"],
+            index_blocks=core.index.counters["blocks"],
             prefill=self.prefill.states(),
             prefill_events=dict(self.prefill.counters),
             moves_asked=numbers.moves_asked,
@@ -283,7 +283,7 @@ class RouterService:
         self._node.timers.call_later(_REBALANCE, self._rebalance)
         if self._draining:
             return
-        for booking in self.desk.rebalance(self._node.now()):
+        for booking in self.core.rebalance(self._node.now()):
             asker = booking.asker
             link = None if asker is None else self._node.link_nowait(asker.node)
             if asker is None or link is None or link.peer.epoch != asker.epoch:
@@ -301,13 +301,13 @@ class RouterService:
         """Who has how many leading blocks; the prompt's last token is always computed."""
         blocks = (item.prompt_tokens - 1) // item.block_size if item.block_size else 0
         names = item.names[: SHORT_HASH_BYTES * max(0, blocks)]
-        return self.desk.index.find(now, names, item.names_id).overlaps
+        return self.core.index.find(now, names, item.names_id).overlaps
 
     def _prefills(self, now: Seconds, item: PrefillItem, worker: QueueStreamId) -> None:
         """What is computed there counts as cached at once."""
         life = NodeLife(worker.node, worker.epoch)
         try:
-            self.desk.index.placed(now, life, item.names, item.names_id)
+            self.core.index.placed(now, life, item.names, item.names_id)
         except Overloaded as error:
             _log.debug("a prefill at %s is not predicted: %s", worker.node, error)
 
@@ -328,22 +328,22 @@ class RouterService:
 
     def _stir(self) -> None:
         """Look at the end of this turn, if that may help anybody."""
-        if self.desk.stirred and not self._looks and self.desk.held:
+        if self.core.stirred and not self._looks and self.core.held:
             self._looks = True
             self._node.call_soon(self._look)
 
     def _look(self) -> None:
         self._looks = False
         try:
-            self.desk.look(self._node.now())
+            self.core.look(self._node.now())
         except Exception:  # a bug: no question waits here for what does not come
             _log.exception("the questions that wait could not be looked at")
-            self.desk.send_away()
+            self.core.send_away()
         self._arm()
 
     def _arm(self) -> None:
-        """Look again when the desk says, at the latest."""
-        when = self.desk.next_look(self._node.now())
+        """Look again when the core says, at the latest."""
+        when = self.core.next_look(self._node.now())
         if when is None or (self._timer is not None and self._timer_at <= when):
             return
         if self._timer is not None:
@@ -361,15 +361,15 @@ class RouterService:
         member, now = event.member, self._node.now()
         life = NodeLife(member.node, member.epoch)
         if isinstance(event, MemberGone):
-            self.desk.gone(now, life)
+            self.core.gone(now, life)
             self._judge_index()
         elif member.role == "router":
-            self.desk.bookings.peer_up(life)
+            self.core.bookings.peer_up(life)
         if member.role == "worker":
             if not isinstance(event, MemberChanged) or event.before.card is not member.card:
                 self._judge_models()
             if not isinstance(event, MemberGone):
-                self._tell_desk(member)
+                self._tell_core(member)
         self._stir()
 
     def _judge_models(self) -> None:
@@ -380,7 +380,7 @@ class RouterService:
         for node in changed:
             member = self._node.registry.get(node)
             if member is not None:
-                self._tell_desk(member)
+                self._tell_core(member)
         words = "; ".join(f"worker {node}: {why}" for node, why in sorted(conflicts.items()))
         if words != self._conflict_words:
             self._conflict_words = words
@@ -388,11 +388,11 @@ class RouterService:
             if words:
                 self._degradations.add("model_conflict", words)
 
-    def _tell_desk(self, member: Member) -> None:
+    def _tell_core(self, member: Member) -> None:
         facts = WorkerFacts.of(member)
         if member.node in self._conflicts:
             facts = WorkerFacts(facts.worker, ())
-        self.desk.worker(self._node.now(), facts)
+        self.core.worker(self._node.now(), facts)
         self._tell_index(member)
 
     def _tell_index(self, member: Member) -> None:
@@ -402,12 +402,12 @@ class RouterService:
             return
         events = KV in card.topics if card.models else None
         life = NodeLife(member.node, member.epoch)
-        self.desk.index.worker_up(life, events=events, names_id=card.names_id)
+        self.core.index.worker_up(life, events=events, names_id=card.names_id)
         self._judge_index()
 
     def _judge_index(self) -> None:
         """Say which workers' content is guessed."""
-        blind = frozenset(self.desk.index.approximate)
+        blind = frozenset(self.core.index.approximate)
         if blind != self._blind:
             self._blind = blind
             self._degradations.clear("approximate_index")
@@ -421,29 +421,29 @@ class RouterService:
     # ------------------------------------------------------------------ workers and routers
 
     def _on_load(self, member: Member, load: WorkerLoad) -> None:
-        self.desk.load(NodeLife(member.node, member.epoch), load, self._node.now())
+        self.core.load(NodeLife(member.node, member.epoch), load, self._node.now())
         self._stir()
 
     def _on_load_gone(self, member: Member) -> None:
-        self.desk.load(NodeLife(member.node, member.epoch), None)
+        self.core.load(NodeLife(member.node, member.epoch), None)
         self._stir()
 
     def _follow_sequences(self, member: Member) -> SetView:
-        worker, desk = NodeLife(member.node, member.epoch), self.desk
+        worker, core = NodeLife(member.node, member.epoch), self.core
 
         def changed(puts: Mapping[bytes, bytes], drops: Collection[bytes]) -> None:
             now = self._node.now()
             for key, value in puts.items():
                 started = _decode_started(value) if value else None
-                desk.holds(now, worker, booking_of(key), started)
+                core.holds(now, worker, booking_of(key), started)
             for key in drops:
-                desk.let_go(worker, booking_of(key))
+                core.let_go(worker, booking_of(key))
             self._stir()
 
         return SetView(changed)
 
     def _follow_bookings(self, member: Member) -> SetView:
-        router, bookings = NodeLife(member.node, member.epoch), self.desk.bookings
+        router, bookings = NodeLife(member.node, member.epoch), self.core.bookings
 
         def changed(puts: Mapping[bytes, bytes], drops: Collection[bytes]) -> None:
             beat = puts.get(_BEAT_KEY)
@@ -454,21 +454,21 @@ class RouterService:
             for key in drops:
                 if key != _BEAT_KEY:
                     bookings.peer_ended(router, booking_of(key))
-            self.desk.stirred = True
+            self.core.stirred = True
             self._stir()
 
         return SetView(changed)
 
     def _sweep(self) -> None:
         self._node.timers.call_later(self._config.sweep_interval, self._sweep)
-        self.desk.sweep(self._node.now())
+        self.core.sweep(self._node.now())
         self._note_degraded()
         self._stir()
 
     def _beat(self) -> None:
         """Say that there is work here, and see who has fallen silent."""
         self._node.timers.call_later(_BEAT, self._beat)
-        now, bookings = self._node.now(), self.desk.bookings
+        now, bookings = self._node.now(), self.core.bookings
         bookings.judge_peers(now)
         busy = len(bookings) > 0 or now - self._decided < _BUSY_FOR
         if busy and any(True for _ in self._node.registry.by_role("router")):
@@ -482,12 +482,12 @@ class RouterService:
 
     def _note_degraded(self) -> None:
         """What runs poorer than it could, once when it begins and once when it ends."""
-        predictor = self.desk.predictor
+        predictor = self.core.predictor
         poor = (predictor.poor(each.model) for each in predictor.calibration())
         full = f"blocks of some workers are not indexed: {self._config.index_max_blocks} are known"
         notes = {
             "prediction_poor": "; ".join(why for why in poor if why),
-            "index_full": full if self.desk.index.full else "",
+            "index_full": full if self.core.index.full else "",
         }
         for name, words in notes.items():
             if self._noted.get(name, "") != words:

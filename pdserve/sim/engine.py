@@ -123,7 +123,7 @@ class VirtualTimeEngine:
         self._remotes: dict[Handle, RemotePrefillSink] = {}
         """Those sinks whose prompt is prefilled elsewhere."""
         self._prefills: dict[Handle, PrefillSink] = {}
-        self._desk = TransferController(self._post)
+        self._transfer_control = TransferController(self._post)
         self._fabric = fabric
         self._key: NodeLife | None = None
         """In whose name it moves KV."""
@@ -169,7 +169,7 @@ class VirtualTimeEngine:
         self._guard.core = core if isinstance(core, EngineCore) else None
         self.state, self.state_reason = EngineState.READY, ""
         if self.capabilities.transfers:
-            self._desk.begin()
+            self._transfer_control.begin()
 
     def _make_core(self, spec: EngineSpec, mover: KvConnector | None) -> Core:
         return EngineCore(ScriptedExecutor(), self, mover)
@@ -237,7 +237,7 @@ class VirtualTimeEngine:
                 self._mover = None
 
     def _fail_all(self, error: PdserveError) -> None:
-        self._desk.end(error)
+        self._transfer_control.end(error)
         sinks, self._sinks = self._sinks, {}
         prefills, self._prefills = self._prefills, {}
         self._choices.clear()
@@ -341,25 +341,25 @@ class VirtualTimeEngine:
     def attach(self, node: NodeId, epoch: Epoch) -> None:
         """Exchange KV as (node, epoch) from now on, also after a restart of the core."""
         self._key = NodeLife(node, epoch)
-        self._desk.attach(node, epoch)
+        self._transfer_control.attach(node, epoch)
 
     def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
         """End the transfers with a peer that gossip calls dead, and fence its writes."""
-        self._desk.peer_gone(node, epoch)
+        self._transfer_control.peer_gone(node, epoch)
 
     def transfer_call(
         self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
     ) -> None:
         """Pass a peer's control call to the core's transports; `reply` is called once."""
-        self._desk.call(node, epoch, ask, reply)
+        self._transfer_control.call(node, epoch, ask, reply)
 
     def on_transfer(self, ask: AskPeer) -> None:
         """Set the function by which the core's transports call their peers."""
-        self._desk.on_transfer(ask)
+        self._transfer_control.on_transfer(ask)
 
     def paths(self) -> Sequence[PathState]:
         """The state of every KV path, as last reported by the core."""
-        return self._desk.paths
+        return self._transfer_control.paths
 
     # ------------------------------------------------------------------ the rest of the port
 
@@ -421,7 +421,7 @@ class VirtualTimeEngine:
         elif isinstance(event, KvEvents):
             self._tell_listeners(event.events)
         elif isinstance(event, OutboundControl | InboundControlReply | PathStates):
-            self._desk.take(event)
+            self._transfer_control.take(event)
         elif isinstance(event, Admitted | AttemptBlocksOpened | AttemptLost):
             assert not self._spoilt(event), f"bytes were wrong and nobody spoilt them: {event}"
             remote = self._remotes.get(event.handle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.engine import transfer_control as desk_module
+from pdserve.engine import transfer_control as transfer_control
 from pdserve.engine.transfer_control import TransferController
 from pdserve.errors import EngineDied, LinkLost, NotReady, Overloaded, TransferRefused
 from pdserve.ids import NodeId
@@ -25,72 +25,72 @@ QUESTION = OutboundControl(
 )
 
 
-class Desk:
-    """A desk and all that passes over it."""
+class Controlled:
+    """A controller and all that passes over it."""
 
     def __init__(self) -> None:
         self.posted: list[object] = []
         self.asked: list[tuple] = []
-        self.desk = TransferController(self.posted.append)
-        self.desk.on_transfer(lambda *question: self.asked.append(question))
+        self.control = TransferController(self.posted.append)
+        self.control.on_transfer(lambda *question: self.asked.append(question))
 
     def call(self) -> list[object]:
         replies: list[object] = []
-        self.desk.call(PEER, 3, TransportCall(1, "shm", PathReady(2)), replies.append)
+        self.control.call(PEER, 3, TransportCall(1, "shm", PathReady(2)), replies.append)
         return replies
 
 
 def test_a_call_is_replied_to_once() -> None:
-    d = Desk()
-    d.desk.begin()
+    d = Controlled()
+    d.control.begin()
     first, second = d.call(), d.call()
     numbers = [command.number for command in d.posted if isinstance(command, InboundControl)]
     assert len(set(numbers)) == 2
-    d.desk.take(InboundControlReply(number=numbers[1], control=ControlDone()))
+    d.control.take(InboundControlReply(number=numbers[1], control=ControlDone()))
     assert (first, second) == ([], [TransportReply(ControlDone())])
-    d.desk.take(
+    d.control.take(
         InboundControlReply(number=numbers[0], control=None, kind="TransferRefused", message="no")
     )
-    d.desk.take(InboundControlReply(number=numbers[0], control=ControlDone()))
+    d.control.take(InboundControlReply(number=numbers[0], control=ControlDone()))
     (error,) = first
     assert isinstance(error, TransferRefused)
     assert error.message == "no"
 
 
 def test_without_a_core_nothing_waits() -> None:
-    d = Desk()
+    d = Controlled()
     assert isinstance(d.call()[0], NotReady)
-    d.desk.begin()
+    d.control.begin()
     waiting = d.call()
-    d.desk.end(EngineDied("gone"))
+    d.control.end(EngineDied("gone"))
     assert isinstance(waiting[0], EngineDied)
     assert isinstance(d.call()[0], NotReady)
-    d.desk.end(EngineDied("gone again"))
+    d.control.end(EngineDied("gone again"))
     assert len(waiting) == 1
 
 
 def test_calls_are_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(desk_module, "MAX_CALLS", 2)
-    d = Desk()
-    d.desk.begin()
+    monkeypatch.setattr(transfer_control, "MAX_CALLS", 2)
+    d = Controlled()
+    d.control.begin()
     waiting = [d.call() for _ in range(3)]
     assert waiting[:2] == [[], []]
     assert isinstance(waiting[2][0], Overloaded)
 
 
 def test_an_answer_reaches_the_core_that_asked_and_no_other() -> None:
-    d = Desk()
-    d.desk.begin()
-    d.desk.take(QUESTION)
+    d = Controlled()
+    d.control.begin()
+    d.control.take(QUESTION)
     ((node, epoch, ask, timeout, answered),) = d.asked
     assert (node, epoch, timeout) == ("p", 3, 2.0)
     assert ask == TransportCall(3, "shm", PathReady(1))
-    d.desk.end(EngineDied("gone"))
+    d.control.end(EngineDied("gone"))
     answered(TransportReply(ControlDone()))
-    d.desk.begin()
+    d.control.begin()
     answered(LinkLost("late"))
     assert d.posted == []
-    d.desk.take(QUESTION)
+    d.control.take(QUESTION)
     d.asked[1][4](LinkLost("nobody is there"))
     assert d.posted == [
         OutboundControlReply(number=7, control=None, kind="LinkLost", message="nobody is there")
@@ -98,15 +98,15 @@ def test_an_answer_reaches_the_core_that_asked_and_no_other() -> None:
 
 
 def test_every_core_is_attached_in_the_newest_name() -> None:
-    d = Desk()
-    d.desk.attach(NodeId("d"), 1)
-    d.desk.peer_gone(PEER, 3)
+    d = Controlled()
+    d.control.attach(NodeId("d"), 1)
+    d.control.peer_gone(PEER, 3)
     assert d.posted == []
-    d.desk.begin()
-    d.desk.attach(NodeId("d"), 2)
-    d.desk.peer_gone(PEER, 3)
-    d.desk.end(EngineDied("gone"))
-    d.desk.begin()
+    d.control.begin()
+    d.control.attach(NodeId("d"), 2)
+    d.control.peer_gone(PEER, 3)
+    d.control.end(EngineDied("gone"))
+    d.control.begin()
     assert d.posted == [
         SetNodeLife(node="d", epoch=1),
         SetNodeLife(node="d", epoch=2),
@@ -117,18 +117,18 @@ def test_every_core_is_attached_in_the_newest_name() -> None:
 
 def test_a_node_that_cannot_ask_says_so() -> None:
     posted: list[object] = []
-    desk = TransferController(posted.append)
-    desk.begin()
-    desk.take(QUESTION)
+    control = TransferController(posted.append)
+    control.begin()
+    control.take(QUESTION)
     (answer,) = posted
     assert isinstance(answer, OutboundControlReply)
     assert answer.kind == "TransferRefused"
 
 
 def test_paths_are_those_of_the_present_core() -> None:
-    d = Desk()
-    d.desk.begin()
-    d.desk.take(PathStates([PathState(node="p", epoch=3, backend="shm")]))
-    assert [path.backend for path in d.desk.paths] == ["shm"]
-    d.desk.end(EngineDied("gone"))
-    assert d.desk.paths == []
+    d = Controlled()
+    d.control.begin()
+    d.control.take(PathStates([PathState(node="p", epoch=3, backend="shm")]))
+    assert [path.backend for path in d.control.paths] == ["shm"]
+    d.control.end(EngineDied("gone"))
+    assert d.control.paths == []

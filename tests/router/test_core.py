@@ -26,30 +26,30 @@ if TYPE_CHECKING:
 F, W1, W2, R = life("f"), life("w1"), life("w2"), life("r")
 
 
-def placed(desk: RouterCore, now: float, asker: NodeLife, question: RouteRequest) -> Booking:
+def placed(core: RouterCore, now: float, asker: NodeLife, question: RouteRequest) -> Booking:
     """Of a question that is not held."""
-    answer = desk.offer(now, asker, question, lambda _: None)
+    answer = core.offer(now, asker, question, lambda _: None)
     assert isinstance(answer, PlacedRequest)
     return answer.booking
 
 
 class World:
-    """A desk with workers, and a clock."""
+    """A router core with workers, and a clock."""
 
     def __init__(self, *nodes: str, **changes):
         self.now = 0.0
         self.ends: list[tuple[int, BookingEnd]] = []
         config = RouterConfig(booking_ttl=10.0, gone_model_memory=300.0, hold_work=0, **changes)
-        self.desk = RouterCore(config, choose, Random(1), self.ended)
+        self.core = RouterCore(config, choose, Random(1), self.ended)
         for node in nodes:
-            self.desk.worker(self.now, facts(node))
+            self.core.worker(self.now, facts(node))
 
     def ended(self, booking: Booking, why: BookingEnd) -> None:
         self.ends.append((booking.id, why))
 
     def ask(self, model="m", *excluded: str, asker=F, n=1) -> Booking:
-        booking = placed(self.desk, self.now, asker, route(model, *excluded, n=n))
-        self.desk.bookings.check()
+        booking = placed(self.core, self.now, asker, route(model, *excluded, n=n))
+        self.core.bookings.check()
         return booking
 
     def spread(self, count: int) -> Counter[str]:
@@ -64,11 +64,11 @@ def test_a_burst_between_two_reports_is_spread_although_workers_take_at_once():
     """The report is old, and every booking is seen: none may be forgotten in between."""
     world = World("w1", "w2")
     for worker in (W1, W2):
-        world.desk.load(worker, load())
+        world.core.load(worker, load())
     placed: Counter[str] = Counter()
     for _ in range(40):
         booking = world.ask()
-        world.desk.bookings.held(booking.worker, booking.id)
+        world.core.bookings.held(booking.worker, booking.id)
         placed[booking.worker.node] += 1
     assert set(placed.values()) == {20}
 
@@ -77,17 +77,17 @@ def test_idle_workers_take_turns_even_if_each_request_ends_before_the_next():
     world, chosen = World("w1", "w2", "w3"), Counter[str]()
     for _ in range(9):
         booking = world.ask()
-        world.desk.bookings.release(booking.id)
+        world.core.bookings.release(booking.id)
         chosen[booking.worker.node] += 1
     assert set(chosen.values()) == {3}
 
 
 def test_work_of_others_and_size_count():
     world = World("w1", "w2")
-    world.desk.load(W1, load(4))
-    world.desk.load(W2, load(4, max_sequences=16))
-    world.desk.bookings.peer_up(R)
-    world.desk.bookings.peer_placed(R, booked(5, W2, 2))
+    world.core.load(W1, load(4))
+    world.core.load(W2, load(4, max_sequences=16))
+    world.core.bookings.peer_up(R)
+    world.core.bookings.peer_placed(R, booked(5, W2, 2))
     assert world.spread(8) == {"w2": 6, "w1": 2}  # 12 of 16, 6 of 8
 
 
@@ -100,7 +100,7 @@ def test_choices_count_each():
 def test_a_retry_goes_elsewhere_and_the_last_worker_left_says_so():
     world = World("w1", "w2")
     first = world.ask()
-    world.desk.bookings.release(first.id)
+    world.core.bookings.release(first.id)
     second = world.ask("m", first.worker.node)
     assert second.worker != first.worker
     with pytest.raises(NoWorker, match="excludes it, or has failed there"):
@@ -109,11 +109,11 @@ def test_a_retry_goes_elsewhere_and_the_last_worker_left_says_so():
 
 def test_one_in_doubt_is_asked_only_when_nobody_else_is_left():
     world = World("w1", "w2")
-    world.desk.worker(0.0, facts("w1", suspect=True))
+    world.core.worker(0.0, facts("w1", suspect=True))
     assert world.spread(5) == {"w2": 5}
-    world.desk.load(W2, load(ready=False))
+    world.core.load(W2, load(ready=False))
     assert world.spread(2) == {"w1": 2}
-    world.desk.worker(0.0, facts("w1", draining=True))
+    world.core.worker(0.0, facts("w1", draining=True))
     with pytest.raises(NotReady):
         world.ask()
 
@@ -122,18 +122,18 @@ def test_a_model_from_start_to_oblivion():
     world = World()
     with pytest.raises(ModelNotFound):
         world.ask()
-    world.desk.worker(0.0, WorkerFacts(W1, ()))
+    world.core.worker(0.0, WorkerFacts(W1, ()))
     with pytest.raises(ModelNotFound):
         world.ask()
-    world.desk.worker(0.0, facts("w1"))
+    world.core.worker(0.0, facts("w1"))
     booking = world.ask()
-    world.desk.gone(0.0, W1)
+    world.core.gone(0.0, W1)
     assert world.ends == [(booking.id, BookingEnd.WORKER_GONE)]
     with pytest.raises(NoWorker) as caught:
         world.ask()
     assert caught.value.retry_after == RouterConfig().retry_after
     world.now = 300.0
-    world.desk.sweep(world.now)
+    world.core.sweep(world.now)
     with pytest.raises(ModelNotFound):
         world.ask()
 
@@ -144,7 +144,7 @@ def test_a_full_ledger_is_overload():
     with pytest.raises(Overloaded) as caught:
         world.ask()
     assert caught.value.retry_after is not None
-    world.desk.bookings.release(booking.id)
+    world.core.bookings.release(booking.id)
     world.ask()
 
 
@@ -152,44 +152,44 @@ def test_a_worker_that_never_takes_its_requests_is_not_avoided_for_ever():
     world = World("w1", "w2")
     lost = world.ask()
     world.now = 10.0
-    world.desk.sweep(world.now)
+    world.core.sweep(world.now)
     assert world.ends == [(lost.id, BookingEnd.NEVER_SEEN)]
     assert set(world.spread(2).values()) == {1}
 
 
 def test_a_new_life_starts_with_nothing():
     world = World("w1")
-    world.desk.load(W1, load(8))
+    world.core.load(W1, load(8))
     old = world.ask()
-    world.desk.worker(0.0, facts("w1", epoch=2))
+    world.core.worker(0.0, facts("w1", epoch=2))
     assert world.ends == [(old.id, BookingEnd.WORKER_GONE)]
     assert world.ask().worker == life("w1", 2)
-    world.desk.gone(0.0, W1)  # late word of the old one
+    world.core.gone(0.0, W1)  # late word of the old one
     assert world.ask().worker == life("w1", 2)
 
 
 def test_whoever_dies_takes_his_bookings_along():
     world = World("w1", "w2")
     other = life("g")
-    world.desk.bookings.peer_up(R)
-    world.desk.bookings.peer_placed(R, booked(5, W1))
+    world.core.bookings.peer_up(R)
+    world.core.bookings.peer_placed(R, booked(5, W1))
     mine, theirs = world.ask(asker=F), world.ask(asker=other)
     for gone in (F, R):
-        world.desk.gone(0.0, gone)
+        world.core.gone(0.0, gone)
     assert world.ends == [(mine.id, BookingEnd.ASKER_GONE)]
-    assert world.desk.bookings.release(theirs.id)
+    assert world.core.bookings.release(theirs.id)
     for worker in (W1, W2):
-        assert world.desk.bookings.load(worker.node) == (0, 0)
+        assert world.core.bookings.load(worker.node) == (0, 0)
 
 
 def test_without_reports_all_bookings_count_again():
     world = World("w1", "w2")
     for worker in (W1, W2):
-        world.desk.load(worker, load())
+        world.core.load(worker, load())
     for booking in (world.ask("m", "w2"), world.ask("m", "w2")):
-        world.desk.bookings.held(booking.worker, booking.id)
-    world.desk.load(W1, load(2))
-    world.desk.load(W1, None)
+        world.core.bookings.held(booking.worker, booking.id)
+    world.core.load(W1, load(2))
+    world.core.load(W1, None)
     assert world.spread(2) == {"w2": 2}
 
 
@@ -199,29 +199,29 @@ def test_what_a_policy_raises_leaves_no_booking():
     def broken(question, state, random):
         raise ZeroDivisionError
 
-    world.desk = RouterCore(RouterConfig(hold_work=0), broken, Random(1))
-    world.desk.worker(0.0, facts("w1"))
+    world.core = RouterCore(RouterConfig(hold_work=0), broken, Random(1))
+    world.core.worker(0.0, facts("w1"))
     with pytest.raises(ConfigError, match="policy ttft failed"):
         world.ask()
-    assert len(world.desk.bookings) == 0
+    assert len(world.core.bookings) == 0
 
 
 def test_policies_that_take_turns_by_size_are_told_how_many_there_were():
     """Shares are those of the sizes only if the count moves on."""
-    desk = RouterCore(RouterConfig(hold_work=0), weighted_round_robin.choose, Random(1))
+    core = RouterCore(RouterConfig(hold_work=0), weighted_round_robin.choose, Random(1))
     for node, size in (("w1", 8), ("w2", 24)):
-        desk.worker(0.0, facts(node, max_sequences=size))
-    shares = Counter(str(placed(desk, 0.0, F, route("m")).worker.node) for _ in range(64))
+        core.worker(0.0, facts(node, max_sequences=size))
+    shares = Counter(str(placed(core, 0.0, F, route("m")).worker.node) for _ in range(64))
     assert abs(shares["w2"] - 48) <= 2
 
 
 def test_the_block_with_the_last_token_is_never_believed_to_be_reusable():
     """An engine computes the last token of every prompt, for its logits."""
-    desk = RouterCore(RouterConfig(), choose, Random(1))
-    desk.worker(0.0, facts("w1"))
+    core = RouterCore(RouterConfig(), choose, Random(1))
+    core.worker(0.0, facts("w1"))
     names = bytes(range(16))
     for tokens, overlap in ((64, 0), (64, 1), (65, 2)):
         question = replace(route("m"), prompt_tokens=tokens, names=names, block_size=32)
-        answer = desk.offer(0.0, F, question, lambda _: None)
+        answer = core.offer(0.0, F, question, lambda _: None)
         assert isinstance(answer, PlacedRequest)
         assert answer.routed.overlap_blocks == overlap

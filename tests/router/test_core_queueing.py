@@ -1,4 +1,4 @@
-"""The desk when workers have enough to do: who waits, who goes, and that nobody is forgotten."""
+"""The router core when workers have enough to do: who waits, who goes; nobody is forgotten."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STARTED = FirstTokenStats(0, 0.0, 0.0, 0.0)
 
 
 class World:
-    """A desk with workers of eight sequences, a clock, and the outcome of every question."""
+    """A router core with workers of eight sequences, a clock, and the outcome of every question."""
 
     def __init__(self, *nodes: str, policy: Any = choose, **changes: Any) -> None:
         self.now = 100.0
@@ -43,12 +43,12 @@ class World:
         self.items: dict[str, QueuedRequest] = {}
         self.asked = 0
         config = RouterConfig(**{"hold_work": 0.1, **changes})
-        self.desk = RouterCore(config, policy, Random(1), clock=lambda: self.now)
+        self.core = RouterCore(config, policy, Random(1), clock=lambda: self.now)
         for node in nodes:
             self.worker(node)
 
     def worker(self, node: str, **changes: Any) -> None:
-        self.desk.worker(self.now, facts(node, max_sequences=8, **changes))
+        self.core.worker(self.now, facts(node, max_sequences=8, **changes))
 
     def ask(self, asker: NodeLife = F, prompt_tokens: int = 1000, **wants: Any) -> str:
         self.asked += 1
@@ -58,7 +58,7 @@ class World:
         )
         told = self.outcomes[name] = []
         try:
-            outcome = self.desk.offer(self.now, asker, question, told.append)
+            outcome = self.core.offer(self.now, asker, question, told.append)
         except PdserveError as error:
             told.append(error)
         else:
@@ -66,12 +66,12 @@ class World:
                 self.items[name] = outcome
             else:
                 told.append(outcome)
-        self.desk.check()
+        self.core.check()
         return name
 
     def look(self) -> None:
-        self.desk.look(self.now)
-        self.desk.check()
+        self.core.look(self.now)
+        self.core.check()
 
     def placed(self, name: str) -> PlacedRequest:
         (outcome,) = self.outcomes[name]
@@ -92,17 +92,17 @@ class World:
     def start(self, name: str) -> None:
         """Its first token comes."""
         booking = self.placed(name).booking
-        self.desk.holds(self.now, booking.worker, booking.id, STARTED)
-        self.desk.check()
+        self.core.holds(self.now, booking.worker, booking.id, STARTED)
+        self.core.check()
 
     def end(self, name: str) -> None:
         booking = self.placed(name).booking
-        self.desk.let_go(booking.worker, booking.id)
-        self.desk.check()
+        self.core.let_go(booking.worker, booking.id)
+        self.core.check()
 
     def pass_to(self, when: float) -> None:
-        """Live until then by the desk's own timer alone."""
-        while (due := self.desk.next_look(self.now)) is not None and due <= when:
+        """Live until then by the core's own timer alone."""
+        while (due := self.core.next_look(self.now)) is not None and due <= when:
             self.now = due
             self.look()
         self.now = when
@@ -114,10 +114,10 @@ def test_one_goes_to_each_worker_and_the_rest_waits_for_first_tokens():
     assert {world.placed(name).booking.worker.node for name in first} == {"w1", "w2"}
     third, fourth = world.ask(), world.ask()
     assert world.waits(third, fourth)
-    assert world.desk.held == 2
+    assert world.core.held == 2
     world.now += 0.01
     world.start(first[0])
-    assert world.desk.stirred
+    assert world.core.stirred
     world.look()
     held = world.placed(third)
     assert held.booking.worker == world.placed(first[0]).booking.worker
@@ -155,7 +155,7 @@ def test_a_deadline_passes_although_nothing_happens():
     error = world.error(waiting)
     assert isinstance(error, DeadlineExceeded)
     assert "waited 5.0 s in the router" in error.message
-    assert world.desk.numbers.expired == 1
+    assert world.core.numbers.expired == 1
 
 
 def test_several_whose_time_has_come_expire_together_and_none_of_them_is_placed():
@@ -171,14 +171,14 @@ def test_several_whose_time_has_come_expire_together_and_none_of_them_is_placed(
     world.placed(patient)
     world.pass_to(105.1)
     assert all(isinstance(world.error(name), DeadlineExceeded) for name in names)
-    assert (world.desk.numbers.expired, world.desk.held) == (20, 0)
+    assert (world.core.numbers.expired, world.core.held) == (20, 0)
 
 
 def test_who_comes_without_time_is_placed_nowhere():
     world = World("w1")
     for deadline in (0.0, -1.0):
         assert isinstance(world.error(world.ask(deadline=deadline)), DeadlineExceeded)
-    assert len(world.desk.bookings) == 0
+    assert len(world.core.bookings) == 0
 
 
 def test_who_has_a_place_is_not_held_but_refused_while_nobody_else_is_open():
@@ -192,7 +192,7 @@ def test_who_has_a_place_is_not_held_but_refused_while_nobody_else_is_open():
         assert isinstance(error, Overloaded)
         assert error.retry_after is not None
     assert isinstance(world.error(world.ask(hold=False, excluded=(here, there))), NoWorker)
-    assert world.desk.held == 0
+    assert world.core.held == 0
 
 
 def test_who_has_a_place_goes_to_an_open_worker_even_if_the_policy_likes_another():
@@ -245,7 +245,7 @@ def test_short_ones_go_first_and_priority_before_them():
         world.look()
         world.placed(name)
         running = name
-    assert world.desk.held == 0
+    assert world.core.held == 0
 
 
 def test_a_new_worker_takes_those_who_wait():
@@ -259,11 +259,11 @@ def test_a_new_worker_takes_those_who_wait():
 
 def test_work_of_other_routers_closes_a_worker():
     world = World("w1")
-    world.desk.bookings.peer_up(R)
-    world.desk.bookings.peer_placed(R, booked(77, life("w1"), prompt_tokens=1000))
+    world.core.bookings.peer_up(R)
+    world.core.bookings.peer_placed(R, booked(77, life("w1"), prompt_tokens=1000))
     waiting = world.ask()
     assert world.waits(waiting)
-    world.desk.holds(world.now, life("w1"), 77, STARTED)
+    world.core.holds(world.now, life("w1"), 77, STARTED)
     world.look()
     world.placed(waiting)
 
@@ -285,11 +285,11 @@ def test_whom_nobody_can_take_any_more_hears_it():
     world.ask()
     world.ask()
     pinned, free = world.ask(allowed=("w1",)), world.ask()
-    world.desk.gone(world.now, life("w1"))
+    world.core.gone(world.now, life("w1"))
     world.look()
     assert isinstance(world.error(pinned), NoWorker)
     assert world.waits(free)
-    world.desk.load(life("w2"), load(ready=False))
+    world.core.load(life("w2"), load(ready=False))
     world.look()
     assert world.error(free).http_status == 503
 
@@ -326,25 +326,25 @@ def test_who_turns_away_is_gone_without_a_trace():
     world = World("w1")
     world.ask()
     name = world.ask()
-    assert world.desk.withdraw(world.items[name])
-    assert not world.desk.withdraw(world.items[name])
-    world.desk.check()
+    assert world.core.withdraw(world.items[name])
+    assert not world.core.withdraw(world.items[name])
+    world.core.check()
     world.start("q1")
     world.look()
     assert world.waits(name)
-    assert world.desk.numbers.withdrawn == 1
-    assert world.desk.next_look(world.now) is None
+    assert world.core.numbers.withdrawn == 1
+    assert world.core.next_look(world.now) is None
 
 
 def test_a_frontend_that_dies_takes_its_questions_along():
     world = World("w1")
     world.ask()
     mine, other = world.ask(F), world.ask(G)
-    world.desk.gone(world.now, F)
-    world.desk.check()
+    world.core.gone(world.now, F)
+    world.core.check()
     world.look()
     assert world.waits(mine)
-    assert world.desk.numbers.withdrawn == 1
+    assert world.core.numbers.withdrawn == 1
     world.placed(other)
 
 
@@ -352,7 +352,7 @@ def test_a_router_that_leaves_answers_and_holds_nobody():
     world = World("w1")
     world.ask()
     name = world.ask()
-    world.desk.close()
+    world.core.close()
     assert isinstance(world.error(name), Draining)
     assert isinstance(world.error(world.ask()), Draining)
     world.end("q1")
@@ -380,7 +380,7 @@ def test_a_bug_costs_one_question_that_had_waited(monkeypatch):
     """It is answered, so that its frontend can ask another router."""
     world = World("w1")
     first, second, third = world.ask(), world.ask(), world.ask()
-    place, calls = world.desk._place, []
+    place, calls = world.core._place, []
 
     def fragile(*args, **kwargs):
         calls.append(args)
@@ -388,7 +388,7 @@ def test_a_bug_costs_one_question_that_had_waited(monkeypatch):
             raise KeyError("sk-secret")
         return place(*args, **kwargs)
 
-    monkeypatch.setattr(world.desk, "_place", fragile)
+    monkeypatch.setattr(world.core, "_place", fragile)
     world.start(first)
     world.look()
     assert type(world.error(second)) is PdserveError
@@ -400,8 +400,8 @@ def test_who_waits_is_sent_away_from_a_broken_router():
     world = World("w1")
     world.ask()
     waiting = [world.ask() for _ in range(3)]
-    world.desk.send_away()
-    world.desk.check()
+    world.core.send_away()
+    world.core.check()
     assert {type(world.error(name)) for name in waiting} == {PdserveError}
 
 
@@ -409,7 +409,7 @@ def test_bad_predictions_hold_nobody():
     world = World("w1")
     world.ask()
     waiting = world.ask()
-    world.desk.predictor.poor = lambda model: "it is off"  # type: ignore[method-assign]
+    world.core.predictor.poor = lambda model: "it is off"  # type: ignore[method-assign]
     world.look()
     assert world.placed(waiting).routed.policy == "ttft (tokens)"
     world.placed(world.ask())
@@ -425,7 +425,7 @@ def learnt(world: World) -> None:
         name = world.ask(prompt_tokens=1000 + n)
         booking = world.placed(name).booking
         took = LatencyModel().prefill(1000 + n)
-        world.desk.holds(world.now, booking.worker, booking.id, FirstTokenStats(0, 0.0, took, took))
+        world.core.holds(world.now, booking.worker, booking.id, FirstTokenStats(0, 0.0, took, took))
         world.end(name)
 
 
@@ -442,9 +442,9 @@ def test_what_cannot_come_in_time_is_refused_at_once():
     assert world.waits(world.ask(slo_ttft=10.0))
     error = world.error(world.ask(slo_ttft=10.0, waited=9.99))
     assert isinstance(error, Overloaded)
-    told = world.desk.explain(world.now, replace(route("m"), slo_ttft=0.001))
+    told = world.core.explain(world.now, replace(route("m"), slo_ttft=0.001))
     assert (told.worker, "cannot be had" in told.refusal) == (None, True)
-    world.desk.check()
+    world.core.check()
 
 
 def test_who_states_no_limit_is_never_refused_for_it():
@@ -462,8 +462,8 @@ def test_an_explanation_changes_nothing():
     world = World("w1", "w2")
     world.worker("w3", draining=True)
     question = replace(route("m", "w2"), request_id="x")
-    before = world.desk.numbers.offered
-    told = world.desk.explain(world.now, question)
+    before = world.core.numbers.offered
+    told = world.core.explain(world.now, question)
     assert (told.worker, told.refusal, told.held) == ("w1", "", 0)
     assert [(c.worker, c.standing, c.chosen) for c in told.candidates] == [
         ("w1", "sound", True),
@@ -471,16 +471,16 @@ def test_an_explanation_changes_nothing():
         ("w3", "draining", False),
     ]
     assert told.predicted_ttft == pytest.approx(LatencyModel().prefill(100))
-    world.desk.check()
-    assert world.desk.numbers.offered == before
+    world.core.check()
+    assert world.core.numbers.offered == before
     world.ask(allowed=("w1",))
     waiting = world.ask(allowed=("w1",))
-    told = world.desk.explain(world.now, replace(question, excluded=("w2",)))
+    told = world.core.explain(world.now, replace(question, excluded=("w2",)))
     assert told.worker is None
     assert "held" in told.refusal
     assert told.held == 1
     assert world.waits(waiting)
-    assert "not served" in world.desk.explain(world.now, route("unknown")).refusal
+    assert "not served" in world.core.explain(world.now, route("unknown")).refusal
 
 
 # ------------------------------------------------------------------------ whatever happens
@@ -491,8 +491,8 @@ def test_every_question_ends_once_and_nothing_is_left(seed):
     random = Random(seed)
     hold_work = random.choice((0.0, 0.01, 0.1))
     world = World("w1", "w2", "w3", hold_work=hold_work, hold_limit=random.choice((3, 50)))
-    desk, ids, epoch = world.desk, 1, 1
-    desk.bookings.peer_up(R)
+    core, ids, epoch = world.core, 1, 1
+    core.bookings.peer_up(R)
     held: dict[str, NodeLife] = {}
     for _ in range(400):
         world.now += random.choice((0.0, 0.001, 0.05, 0.4))
@@ -513,69 +513,69 @@ def test_every_question_ends_once_and_nothing_is_left(seed):
         elif what < 0.7 and placed:
             world.end(random.choice(placed))
         elif what < 0.75 and placed:
-            desk.bookings.release(world.placed(random.choice(placed)).booking.id)
+            core.bookings.release(world.placed(random.choice(placed)).booking.id)
         elif what < 0.8 and world.items:
-            desk.withdraw(world.items[random.choice(list(world.items))])
+            core.withdraw(world.items[random.choice(list(world.items))])
         elif what < 0.84:
             ids += 1
             worker = life(random.choice(("w1", "w2")), epoch)
-            desk.bookings.peer_placed(R, booked(ids, worker))
+            core.bookings.peer_placed(R, booked(ids, worker))
             held[str(ids)] = worker
         elif what < 0.88 and held:
             id = random.choice(list(held))
-            desk.holds(world.now, held[id], int(id), random.choice((None, STARTED)))
+            core.holds(world.now, held[id], int(id), random.choice((None, STARTED)))
         elif what < 0.91:
-            desk.bookings.peer_beat(world.now, R, random.random() < 0.5)
-            desk.bookings.judge_peers(world.now + random.choice((0.0, 0.5, 2.0)))
+            core.bookings.peer_beat(world.now, R, random.random() < 0.5)
+            core.bookings.judge_peers(world.now + random.choice((0.0, 0.5, 2.0)))
         elif what < 0.95:
             worker = life(random.choice(("w1", "w2", "w3")), epoch)
             reported = random.choice((None, load(random.randrange(9)), load(ready=False)))
-            desk.load(worker, reported, world.now)
+            core.load(worker, reported, world.now)
         elif what < 0.97:
             epoch += 1
             for node in ("w1", "w2", "w3"):
                 world.worker(node, epoch=epoch)
         else:
-            desk.gone(world.now, random.choice((F, R)))
-            desk.bookings.peer_up(R)
-        desk.sweep(world.now)
+            core.gone(world.now, random.choice((F, R)))
+            core.bookings.peer_up(R)
+        core.sweep(world.now)
         world.look()
-        desk.check()
+        core.check()
     _finish(world, epoch)
 
 
 def _open(world: World, outcome: PlacedRequest | PdserveError) -> bool:
-    return isinstance(outcome, PlacedRequest) and outcome.booking.id in world.desk.bookings._own
+    return isinstance(outcome, PlacedRequest) and outcome.booking.id in world.core.bookings._own
 
 
 def _finish(world: World, epoch: int) -> None:
-    desk = world.desk
+    core = world.core
     for node in ("w1", "w2", "w3"):
         world.worker(node, epoch=epoch)
-        desk.load(life(node, epoch), load(), world.now)
-    desk.gone(world.now, R)
+        core.load(life(node, epoch), load(), world.now)
+    core.gone(world.now, R)
     for _ in range(500):
         world.pass_to(world.now + 0.5)
         for told in list(world.outcomes.values()):
             if told and _open(world, told[0]):
                 assert isinstance(told[0], PlacedRequest)
-                desk.bookings.release(told[0].booking.id)
-        if not desk.held:
+                core.bookings.release(told[0].booking.id)
+        if not core.held:
             break
-    desk.check()
-    assert desk.held == 0
-    assert len(desk.bookings) == 0
+    core.check()
+    assert core.held == 0
+    assert len(core.bookings) == 0
     for node in ("w1", "w2", "w3"):
-        desk.bookings.holds(life(node, epoch), ())
-        prefills = desk.bookings.prefills(life(node).node)
+        core.bookings.holds(life(node, epoch), ())
+        prefills = core.bookings.prefills(life(node).node)
         assert (prefills.requests, prefills.tokens, prefills.work) == (0, 0, 0.0)
         assert prefills.strangers == 0
-        assert desk.bookings.load(life(node).node) == (0, 0)
-    desk.check()
+        assert core.bookings.load(life(node).node) == (0, 0)
+    core.check()
     ends = {name: len(told) for name, told in world.outcomes.items()}
     assert max(ends.values()) == 1
     silent = [name for name, count in ends.items() if not count]
-    assert len(silent) == desk.numbers.withdrawn
+    assert len(silent) == core.numbers.withdrawn
 
 
 def test_idle_workers_do_not_keep_the_timer_busy():
@@ -584,7 +584,7 @@ def test_idle_workers_do_not_keep_the_timer_busy():
     world.ask(prompt_tokens=100_000, allowed=("w1",))
     pinned = world.ask(allowed=("w1",))
     looks = 0
-    while (due := world.desk.next_look(world.now)) is not None and due < 105.0:
+    while (due := world.core.next_look(world.now)) is not None and due < 105.0:
         world.now, looks = due, looks + 1
         world.look()
     assert world.waits(pinned)
@@ -594,7 +594,7 @@ def test_idle_workers_do_not_keep_the_timer_busy():
 def test_an_answer_that_makes_others_go_away_is_no_trouble():
     """A link that breaks while it is written to takes all of its questions along."""
     world = World("w1", booking_ttl=1000.0)
-    world.desk.worker(world.now, facts("x", "n", max_sequences=1))
+    world.core.worker(world.now, facts("x", "n", max_sequences=1))
     for model in "mn":
         world.ask(prompt_tokens=100_000, model=model)
     names = [world.ask(deadline=1.0, model=model) for model in "mmn"]
@@ -603,14 +603,14 @@ def test_an_answer_that_makes_others_go_away_is_no_trouble():
     def answer(error):
         told.append(error)
         for name in names:
-            world.desk.withdraw(world.items[name])
+            world.core.withdraw(world.items[name])
 
     for name in names:
         world.items[name].answer = answer
     world.now += 2.0
     world.look()
     assert len(told) == 1
-    assert (world.desk.numbers.expired, world.desk.numbers.withdrawn) == (1, 2)
+    assert (world.core.numbers.expired, world.core.numbers.withdrawn) == (1, 2)
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -624,9 +624,9 @@ def test_a_policy_may_only_choose_who_was_offered(held):
     world = World("w1", "w2", policy=stubborn)
     if held:
         world.ask(prompt_tokens=100_000)
-        world.desk.load(life("w2"), load(waiting=8))
+        world.core.load(life("w2"), load(waiting=8))
         name = world.ask(allowed=("w2",))
-        world.desk.load(life("w2"), load())
+        world.core.load(life("w2"), load())
         world.look()
     else:
         world.ask()
@@ -634,8 +634,8 @@ def test_a_policy_may_only_choose_who_was_offered(held):
     error = world.error(name)
     assert isinstance(error, ConfigError)
     assert "not offered" in str(error.__cause__)
-    world.desk.check()
-    assert len(world.desk.bookings) == 1
+    world.core.check()
+    assert len(world.core.bookings) == 1
 
 
 def test_equal_wishes_are_looked_up_once(monkeypatch):
@@ -644,13 +644,13 @@ def test_equal_wishes_are_looked_up_once(monkeypatch):
     names = [world.ask(prompt_tokens=100_000, allowed=(node,)) for node in ("w1", "w2")]
     names += [world.ask(excluded=("w3",)) for _ in range(100)]
     asked = []
-    among = world.desk._among
+    among = world.core._among
 
     def counted(question, view):
         asked.append(question)
         return among(question, view)
 
-    monkeypatch.setattr(world.desk, "_among", counted)
+    monkeypatch.setattr(world.core, "_among", counted)
     world.look()
     assert world.waits(*names[2:])
     assert len(asked) <= 3  # the second of `names` was held for a moment, and decided once more

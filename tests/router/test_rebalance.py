@@ -150,7 +150,7 @@ def test_nothing_is_remembered_of_bookings_that_are_gone():
     assert balancer._since == balancer._told == {}
 
 
-# ---------------------------------------------------------------------- with a desk
+# ---------------------------------------------------------------------- with a router core
 
 
 class World:
@@ -158,51 +158,51 @@ class World:
 
     def __init__(self, uncomputed: int = 0, decode: bool = False, **question) -> None:
         self.now = 100.0
-        self.desk = RouterCore(
+        self.core = RouterCore(
             RouterConfig(hold_work=0.0), choose, Random(1), clock=lambda: self.now
         )
-        self.desk.worker(self.now, facts("w1", max_sequences=64, decode=decode))
+        self.core.worker(self.now, facts("w1", max_sequences=64, decode=decode))
         self.ids = []
         for _ in range(6):
-            outcome = self.desk.offer(
+            outcome = self.core.offer(
                 self.now, F, replace(route(prompt_tokens=10_000), **question), lambda outcome: None
             )
             assert isinstance(outcome, PlacedRequest)
             self.ids.append(outcome.booking.id)
-            self.desk.holds(self.now, life("w1"), outcome.booking.id, None)
+            self.core.holds(self.now, life("w1"), outcome.booking.id, None)
         report = load(2, waiting=4, uncomputed_tokens=uncomputed)
-        self.desk.load(life("w1"), report, self.now)
-        self.desk.worker(self.now, facts("w2", max_sequences=64))
+        self.core.load(life("w1"), report, self.now)
+        self.core.worker(self.now, facts("w2", max_sequences=64))
 
     def moves(self) -> list[int]:
         """Over a second."""
         found = []
         for _ in range(5):
-            found += [booking.id for booking in self.desk.rebalance(self.now)]
+            found += [booking.id for booking in self.core.rebalance(self.now)]
             self.now += 0.25
-        self.desk.check()
+        self.core.check()
         return found
 
 
 def test_the_last_ones_in_a_long_queue_move_to_a_worker_that_has_come():
     world = World()
     assert world.moves() == [world.ids[5], world.ids[4]]  # the next would gain too little
-    assert world.desk.numbers.moves_asked == 2
+    assert world.core.numbers.moves_asked == 2
 
 
 def test_nobody_moves_without_another_worker_or_without_a_reason():
     world = World()
-    world.desk.gone(world.now, life("w2"))
+    world.core.gone(world.now, life("w2"))
     assert world.moves() == []
     world = World()
-    world.desk.load(life("w1"), load(6, waiting=0), world.now)
+    world.core.load(life("w1"), load(6, waiting=0), world.now)
     assert world.moves() == []
 
 
 def test_whom_the_worker_has_not_got_yet_or_has_begun_stays():
     world = World()
-    world.desk.holds(world.now, life("w1"), world.ids[5], STARTED)
-    outcome = world.desk.offer(
+    world.core.holds(world.now, life("w1"), world.ids[5], STARTED)
+    outcome = world.core.offer(
         world.now, F, replace(route(prompt_tokens=10_000), allowed=("w1",)), lambda outcome: None
     )
     assert isinstance(outcome, PlacedRequest)
@@ -225,5 +225,5 @@ def test_who_may_wait_for_kv_that_another_worker_sends_stays():
 
 def test_a_worker_whose_pool_is_full_is_no_place():
     world = World()
-    world.desk.load(life("w2"), load(blocks_total=100, blocks_used=95), world.now)
+    world.core.load(life("w2"), load(blocks_total=100, blocks_used=95), world.now)
     assert world.moves() == []

@@ -60,13 +60,13 @@ class Router:
             NodeCard(role="router"),
             self.degradations,
         )
-        self.bookings = self.service.desk.bookings
+        self.bookings = self.service.core.bookings
 
     def charged(self, worker: str) -> int:
         return self.bookings.load(NodeId(worker)).sequences
 
     def workers(self, name: str = "tiny") -> list[str]:
-        return [w.node for w in self.service.desk.pool.view(self.node.now(), name).sound]
+        return [w.node for w in self.service.core.pool.view(self.node.now(), name).sound]
 
 
 class Worker:
@@ -150,7 +150,7 @@ async def test_a_booking_lives_as_long_as_its_request() -> None:
         assert (len(router.bookings), router.charged("a")) == (1, 1)
         # Once the worker's report contains it, it counts there and not here as well.
         await w.nodes.until(lambda: router.charged("a") == 0)
-        view = router.service.desk.pool.view(router.node.now(), "tiny").sound
+        view = router.service.core.pool.view(router.node.now(), "tiny").sound
         assert [one.sequences for one in view] == [1]
         await asyncio.sleep(60.0)  # a live request is never ended by its age
         assert len(router.bookings) == 1
@@ -260,7 +260,7 @@ async def test_a_router_that_joins_late_learns_of_everything() -> None:
         late = await w.router("r2")
         await w.settled()
         await asyncio.sleep(1.0)
-        view = late.service.desk.pool.view(late.node.now(), "tiny").sound
+        view = late.service.core.pool.view(late.node.now(), "tiny").sound
         assert [one.sequences for one in view] == [2, 2]
 
 
@@ -308,7 +308,7 @@ async def test_workers_that_do_not_tell_what_they_hold_are_named() -> None:
         await w.nodes.until(lambda: "approximate_index" in router.degradations.reasons())
         words = router.degradations.reasons()["approximate_index"]
         assert "from b:" in words
-        assert router.service.desk.index.approximate == {NodeId("b")}
+        assert router.service.core.index.approximate == {NodeId("b")}
         blind.service.tells_kv = True
         await w.nodes.until(lambda: "approximate_index" not in router.degradations.reasons())
 
@@ -373,7 +373,7 @@ async def test_a_router_held_for_dead_begins_with_an_empty_ledger() -> None:
 
 
 def _sequences(router: Router) -> list[int]:
-    view = router.service.desk.pool.view(router.node.now(), "tiny").sound
+    view = router.service.core.pool.view(router.node.now(), "tiny").sound
     return [one.sequences for one in view]
 
 
@@ -407,14 +407,14 @@ async def test_who_waits_goes_with_the_first_token_of_another() -> None:
         await backend.open(request(prompt=[7] * 2000), Sink())
         asking = await _asks(w, _large())
         assert not asking.done()
-        assert router.service.desk.held == 1
+        assert router.service.core.held == 1
         asked = router.node.now()
         _start(worker, 1)
         routed = await asking
         assert router.node.now() - asked < 0.01  # told at once, not with the next report
         assert routed.worker == "a"
         assert routed.held > 0.04
-        router.service.desk.check()
+        router.service.core.check()
 
 
 @virtually
@@ -426,7 +426,7 @@ async def test_who_waits_goes_at_the_predicted_moment_if_nothing_is_heard() -> N
         asking = await _asks(w, _large())
         assert not asking.done()
         assert (await asyncio.wait_for(asking, 1.0)).worker == "a"
-        assert router.service.desk.next_look(0.0) is None
+        assert router.service.core.next_look(0.0) is None
 
 
 @virtually
@@ -441,11 +441,11 @@ async def test_who_waits_in_a_router_that_fails_inside_is_answered() -> None:
         def look(now: float) -> None:
             raise KeyError("sk-secret")
 
-        router.service.desk.look = look  # type: ignore[method-assign]
+        router.service.core.look = look  # type: ignore[method-assign]
         router.service._look()
         with pytest.raises(PdserveError, match="failed inside"):
             await asking
-        assert router.service.desk.held == 0
+        assert router.service.core.held == 0
 
 
 @virtually
@@ -457,8 +457,8 @@ async def test_who_turns_away_while_it_waits_leaves_nothing_behind() -> None:
         asking = await _asks(w, _large())
         asking.cancel()
         await asyncio.sleep(0.05)
-        assert router.service.desk.numbers.withdrawn == 1
-        assert (router.service.desk.held, len(router.bookings)) == (0, 1)
+        assert router.service.core.numbers.withdrawn == 1
+        assert (router.service.core.held, len(router.bookings)) == (0, 1)
 
 
 @virtually
@@ -489,11 +489,11 @@ async def test_a_router_that_leaves_sends_those_who_wait_to_another() -> None:
         sink = Sink()
         opening = asyncio.ensure_future(backend.open(request(prompt=[7] * 2000), sink))
         await asyncio.sleep(0.05)
-        holder = next(r for r in w.routers.values() if r.service.desk.held)
+        holder = next(r for r in w.routers.values() if r.service.core.held)
         other = next(r for r in w.routers.values() if r is not holder)
         holder.service.drain()
         await asyncio.wait_for(opening, 2.0)
-        assert holder.service.desk.held == 0
+        assert holder.service.core.held == 0
         assert len(other.bookings) >= 1
         assert worker.service.sinks
 
@@ -534,7 +534,7 @@ async def test_a_prefill_worker_gets_no_requests_but_its_blocks_are_known() -> N
         router = await w.router("r")
         worker = await w.worker("p", mode="prefill")
         await w.frontend("f")
-        known = router.service.desk.pool.models
+        known = router.service.core.pool.models
         await w.nodes.until(lambda: known() == {"tiny": {WorkerEligibility.PREFILL: 1}})
         with pytest.raises(NoWorker, match="only prefill workers"):
             await w.ask("f", "r")
@@ -545,7 +545,7 @@ async def test_a_prefill_worker_gets_no_requests_but_its_blocks_are_known() -> N
         backend = w.frontends["f"]
         await w.nodes.until(lambda: "prefill workers" in str(backend.unready_reason()))
         worker.service.say(BlockStored([b"x" * 16], b"y" * 16))
-        index = router.service.desk.index
+        index = router.service.core.index
         await w.nodes.until(lambda: index.known_blocks(NodeId("p")) == 1)
         await w.worker("d", mode="decode")
         await w.nodes.until(lambda: router.workers() == ["d"])
@@ -586,7 +586,7 @@ async def test_a_restarted_router_knows_what_runs_within_a_second() -> None:
         await w.nodes.crash("r1")
         late = await w.router("r2")
         await asyncio.sleep(1.0)
-        (view,) = late.service.desk.pool.view(late.node.now(), "tiny").sound
+        (view,) = late.service.core.pool.view(late.node.now(), "tiny").sound
         assert (view.sequences, view.prefills, view.decodes) == (3, 2, 1)
         assert view.prefill_tokens == 5000
         assert view.work == pytest.approx(LatencyModel().prefill(5000))
@@ -594,9 +594,9 @@ async def test_a_restarted_router_knows_what_runs_within_a_second() -> None:
             _start(worker, handle)
         worker.service.stats = EngineStats(running=3)
         await asyncio.sleep(0.3)
-        (view,) = late.service.desk.pool.view(late.node.now(), "tiny").sound
+        (view,) = late.service.core.pool.view(late.node.now(), "tiny").sound
         assert (view.prefills, view.decodes, view.work) == (0, 3, 0.0)
-        late.service.desk.check()
+        late.service.core.check()
 
 
 @virtually
@@ -633,14 +633,14 @@ async def test_who_waits_in_a_long_queue_goes_to_a_worker_that_has_joined() -> N
         second = await w.worker("b")
         await w.nodes.until(lambda: len(second.service.sinks) == 2)
         await asyncio.sleep(2.0)  # nobody goes to and fro
-        desk = router.service.desk
-        assert desk.numbers.moves_asked == len(second.service.sinks) == len(first.service.aborted)
+        core = router.service.core
+        assert core.numbers.moves_asked == len(second.service.sinks) == len(first.service.aborted)
         assert set(first.service.aborted) <= {3, 4, 5, 6}, "of those that had not begun"
-        assert router.service.numbers().moves_asked == desk.numbers.moves_asked
+        assert router.service.numbers().moves_asked == core.numbers.moves_asked
         for one in opened:
             one.cancel()
         await asyncio.sleep(0.5)
-        desk.check()
+        core.check()
 
 
 @virtually

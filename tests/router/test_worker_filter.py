@@ -87,40 +87,40 @@ def test_an_adapter_narrows_the_crowd() -> None:
     assert everybody.having("fr") is everybody.having("fr")
 
 
-def busy_desk(workers: int, held: int, many: int) -> RouterCore:
+def busy_core(workers: int, held: int, many: int) -> RouterCore:
     """Workers with enough to do, and questions that wait, each with so many names of its own."""
-    desk = RouterCore(RouterConfig(), choose, Random(1), clock=lambda: 100.0)
+    core = RouterCore(RouterConfig(), choose, Random(1), clock=lambda: 100.0)
     for i in range(workers):
-        desk.worker(100.0, facts(f"w{i}", max_sequences=1))
-        desk.offer(100.0, life("f"), route(prompt_tokens=1000), lambda outcome: None)
+        core.worker(100.0, facts(f"w{i}", max_sequences=1))
+        core.offer(100.0, life("f"), route(prompt_tokens=1000), lambda outcome: None)
     for i in range(held):
         wish = names(*(f"x{i}-{j}" for j in range(many)))
         question = replace(route(prompt_tokens=1000), excluded=wish)
         assert isinstance(
-            desk.offer(100.0, life("f"), question, lambda outcome: None), QueuedRequest
+            core.offer(100.0, life("f"), question, lambda outcome: None), QueuedRequest
         )
-    return desk
+    return core
 
 
 def test_a_look_costs_no_more_than_the_wishes_that_wait() -> None:
     """It was workers times names times wishes: a fifth of a second with each first token."""
-    desk = busy_desk(workers=8, held=20, many=64)
-    (queue,) = desk._queues.values()
-    desk.look(100.0)
+    core = busy_core(workers=8, held=20, many=64)
+    (queue,) = core._queues.values()
+    core.look(100.0)
     assert queue.wishes.judged <= 2 * 20
     before = queue.wishes.judged
     for _ in range(10):
-        desk.look(100.0)
+        core.look(100.0)
     assert queue.wishes.judged == before, "neither the workers nor who is open have changed"
-    desk.worker(100.0, facts("another", max_sequences=1))
-    desk.look(100.0)
+    core.worker(100.0, facts("another", max_sequences=1))
+    core.look(100.0)
     assert queue.wishes.judged <= before + 3 * 20
-    desk.check()
+    core.check()
 
 
 def test_the_names_of_a_wish_count_as_memory() -> None:
-    plain = busy_desk(workers=1, held=1, many=0)
-    wishing = busy_desk(workers=1, held=1, many=100)
-    (less,), (more,) = ([q.bytes for q in desk._queues.values()] for desk in (plain, wishing))
+    plain = busy_core(workers=1, held=1, many=0)
+    wishing = busy_core(workers=1, held=1, many=100)
+    (less,), (more,) = ([q.bytes for q in core._queues.values()] for core in (plain, wishing))
     question = replace(route(), excluded=names(*(f"x0-{j}" for j in range(100))))
     assert more - less == filter_bytes(question) > 100 * 100

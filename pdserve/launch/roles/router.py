@@ -48,7 +48,7 @@ class RouterRole:
 
     def _sample(self) -> NodeSample:
         service = self.service
-        ledger = service.desk.bookings
+        ledger = service.core.bookings
         return sample_node(
             self.node,
             self.topics,
@@ -76,7 +76,7 @@ class RouterRole:
     @property
     def left(self) -> int:
         """Questions that wait here."""
-        return self.service.desk.held
+        return self.service.core.held
 
     async def close(self) -> None:
         self.service.close()
@@ -89,11 +89,11 @@ class RouterRole:
 
 
 def _sampled(service: RouterService) -> RouterSample:
-    desk, queues = service.desk, service.prefill.states()
-    numbers, index, ratios = desk.numbers, desk.index.counters, desk.prediction()
+    core, queues = service.core, service.prefill.states()
+    numbers, index, ratios = core.numbers, core.index.counters, core.prediction()
     return RouterSample(
-        decisions=dict(desk.decisions),
-        held=desk.held,
+        decisions=dict(core.decisions),
+        held=core.held,
         ever_held=numbers.held,
         held_seconds=numbers.held_seconds,
         held_ended={"expired": numbers.expired, "withdrawn": numbers.withdrawn},
@@ -114,7 +114,7 @@ def _sampled(service: RouterService) -> RouterSample:
         },
         index_bytes=index["bytes"],
         approximate_workers=index["approximate_workers"],
-        silent_routers=len(desk.bookings.silent_peers),
+        silent_routers=len(core.bookings.silent_peers),
         prefill_items={model: queue.waiting for model, queue in queues.items()},
         prefill_tokens={model: queue.waiting_tokens for model, queue in queues.items()},
         prefill_claims={model: queue.claimed for model, queue in queues.items()},

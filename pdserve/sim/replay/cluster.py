@@ -338,9 +338,9 @@ class ReplayCluster:
     def leftovers(self) -> list[str]:
         """What is still counted as under way; nothing, once all requests have ended."""
         found = [
-            (f"{len(router.service.desk.bookings)} bookings of {router.node.id}")
+            (f"{len(router.service.core.bookings)} bookings of {router.node.id}")
             for router in self.routers
-            if len(router.service.desk.bookings)
+            if len(router.service.core.bookings)
         ]
         return found + [left for worker in self.workers if (left := worker.leftovers())]
 

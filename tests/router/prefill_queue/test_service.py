@@ -45,7 +45,7 @@ async def test_prefixes_are_those_of_the_routers_index() -> None:
         kv.connect(topics.publish_log(KV, kv).append)
         q.node.publish_card(NodeCard(role="worker", mode="prefill", topics=topics.names), {})
         kv.apply([BlockStored([HASH], b"p" * 16)])
-        index = w.routers["r"].service.desk.index
+        index = w.routers["r"].service.core.index
         await w.until(lambda: index.known_blocks(q.node.id) == 1)
         w.prefillers["p"].offer(1)
         q.offer(1)
@@ -65,7 +65,7 @@ async def test_what_was_given_counts_as_cached_at_once() -> None:
         q = await w.prefiller("q")
         for prefiller in (w.prefillers["p"], q):
             prefiller.node.publish_card(NodeCard(role="worker", mode="prefill"), {})
-        index = w.routers["r"].service.desk.index
+        index = w.routers["r"].service.core.index
         await w.until(lambda: {life.node for life in index.lives} >= {"p", "q"})
         for prefiller in (w.prefillers["p"], q):
             prefiller.offer(9)
@@ -180,7 +180,7 @@ async def test_names_that_are_none_cost_nobody_a_stream() -> None:
         await one_router(w)
         p, d = w.prefillers["p"], w.decoders["d"]
         p.node.publish_card(NodeCard(role="worker", mode="prefill"), {})
-        index = w.routers["r"].service.desk.index
+        index = w.routers["r"].service.core.index
         await w.until(lambda: {life.node for life in index.lives} >= {"p"})
         odd = [(names(3) + b"123", 32), (b"123", 32), (names(100), 1), (names(3), 0)]
         for request, (wrong, size) in enumerate(odd):

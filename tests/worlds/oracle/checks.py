@@ -91,12 +91,12 @@ def at_rest(world: World) -> Iterator[str]:
 
 
 def _router(world: World, host: VirtualHost, router: Router) -> Iterator[str]:
-    desk, bookings = router.service.desk, router.service.desk.bookings
+    core, bookings = router.service.core, router.service.core.bookings
     for model, queue in router.service.prefill.states().items():
         if queue.waiting or queue.claimed:
             yield f"router {host.name} queues {queue.waiting} and {queue.claimed} of {model}"
-    if desk.held:
-        yield f"router {host.name} holds {desk.held} questions"
+    if core.held:
+        yield f"router {host.name} holds {core.held} questions"
     if len(bookings):
         yield f"router {host.name} keeps {len(bookings)} bookings"
     for other in _up(world):
@@ -110,15 +110,15 @@ def _router(world: World, host: VirtualHost, router: Router) -> Iterator[str]:
             yield from _follows(host, router.topics, other, SEQUENCES, other.part.topics)
             yield from _follows(host, router.topics, other, LOAD, other.part.topics)
             yield from _follows(host, router.topics, other, KV, other.part.topics)
-            index = router.service.desk.index
+            index = router.service.core.index
             yield from _indexed(f"{host.name} of {other.name}", index, other.part)
         elif isinstance(other.part, Router) and other is not host:
             yield from _follows(host, router.topics, other, BOOKINGS, other.part.topics)
     try:
-        desk.check()
+        core.check()
     except AssertionError as error:
         yield f"the ledger of {host.name} contradicts itself: {error}"
-    yield from _index(world, host, router.service.desk.index)
+    yield from _index(world, host, router.service.core.index)
 
 
 def _index(world: World, host: VirtualHost, index: PrefixIndex) -> Iterator[str]:

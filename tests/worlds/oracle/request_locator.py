@@ -32,7 +32,7 @@ def locate_request(world: World, name: str) -> Iterator[tuple[str, str]]:
         if not host.up:
             continue
         if isinstance(host.part, Router):
-            queues = host.part.service.desk._queues.values()
+            queues = host.part.service.core._queues.values()
             if any(_is(item.question.request_id, name) for queue in queues for item in queue):
                 yield host.name, "held"
         elif isinstance(host.part, Worker):

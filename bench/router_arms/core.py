@@ -25,13 +25,13 @@ from pdserve.wire.codec import encode
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
 
-__all__ = ["DeskArm", "policies"]
+__all__ = ["CoreArm", "policies"]
 
 _ASKER: Final = NodeLife(NodeId("frontend"), 1)
 _OPEN_PER_WORKER: Final = 2
 _WARM: Final = 200
 _EACH: Final[Seconds] = 0.001
-"""Of the desk's own clock, between two questions."""
+"""Of the core's own clock, between two questions."""
 
 
 def policies() -> list[str]:
@@ -39,8 +39,8 @@ def policies() -> list[str]:
     return sorted(entry.name for entry in entry_points(group="pdserve.policies"))
 
 
-class DeskArm:
-    """One router's desk, whose workers hold prefixes and have work."""
+class CoreArm:
+    """One router's core, whose workers hold prefixes and have work."""
 
     def __init__(self, policy: str, workers: int, blocks: int) -> None:
         self._random = Random(1)
@@ -48,7 +48,7 @@ class DeskArm:
         self._blocks = blocks
         self._prompts = Prompts(blocks, seed=1)
         config = RouterConfig(policy=policy)
-        self._desk = RouterCore(config, load_policy(policy), self._random, clock=lambda: self._now)
+        self._core = RouterCore(config, load_policy(policy), self._random, clock=lambda: self._now)
         self._workers = [NodeLife(NodeId(f"worker-{i:03}"), 1) for i in range(workers)]
         for worker in self._workers:
             self._start(worker)
@@ -57,10 +57,10 @@ class DeskArm:
             self._turn(_OPEN_PER_WORKER * workers)
 
     def _start(self, worker: NodeLife) -> None:
-        desk = self._desk
-        desk.worker(0.0, WorkerFacts(worker, ("m",), max_sequences=256))
-        desk.index.worker_up(worker, events=True)
-        feed = desk.index.target(Member(node=worker.node, epoch=1, address="", role="worker"))
+        core = self._core
+        core.worker(0.0, WorkerFacts(worker, ("m",), max_sequences=256))
+        core.index.worker_up(worker, events=True)
+        feed = core.index.target(Member(node=worker.node, epoch=1, address="", role="worker"))
         stored = [
             HashesStored(tier=0, parent=bytes(8), names=prefix)
             for prefix in self._random.sample(self._prompts.prefixes, 4)
@@ -78,7 +78,7 @@ class DeskArm:
             blocks_cached=20_000,
             kv_tokens=self._random.randrange(500_000),
         )
-        self._desk.load(worker, load, self._now)
+        self._core.load(worker, load, self._now)
 
     def _question(self) -> RouteRequest:
         names = self._prompts.draw()
@@ -94,22 +94,22 @@ class DeskArm:
 
     def _turn(self, most: int) -> Seconds:
         """One question and all that comes of it; how long this thread computed for the decision."""
-        desk, question = self._desk, self._question()
+        core, question = self._core, self._question()
         self._now += _EACH
         begin = time.thread_time()
-        outcome = desk.offer(self._now, _ASKER, question, lambda outcome: None)
+        outcome = core.offer(self._now, _ASKER, question, lambda outcome: None)
         took = time.thread_time() - begin
         if not isinstance(outcome, PlacedRequest):
             raise TypeError("a worker should be open")
         booking = outcome.booking
         work = 0.005 + 1e-6 * (booking.prompt_tokens - booking.cached_tokens)
         started = FirstTokenStats(booking.cached_tokens, 0.0, work, work)
-        desk.holds(self._now, booking.worker, booking.id, started)
+        core.holds(self._now, booking.worker, booking.id, started)
         self._open.append(outcome)
         if len(self._open) > most:
             done = self._open.pop(self._random.randrange(len(self._open))).booking
-            desk.bookings.release(done.id)
-            desk.let_go(done.worker, done.id)
+            core.bookings.release(done.id)
+            core.let_go(done.worker, done.id)
         if self._random.random() < 0.1:
             self._report(self._random.choice(self._workers))
         return took
