@@ -1,14 +1,14 @@
-"""`CoreClient`: the engine port in front of a core that runs elsewhere, kept alive.
+"""Implements the engine port over an engine core that runs elsewhere: `CoreClient`.
 
-It starts the core (a child process), posts submissions to it, fans out what comes back to their
-sinks, and starts it again when it dies. One supervisor task owns each life of the core from launch
-to exit; everything else is synchronous and runs on the event loop's thread.
+It starts the core (a child process), posts submissions to it, passes each event to the sink of its
+submission, and restarts the core when it dies. One supervisor task owns each run of the core from
+launch to exit; everything else is synchronous and runs on the event loop's thread.
 
-What happens when the core dies: every submission in flight ends with one `EngineDied` that names
-the exit and the last line of its stderr, so does every prompt computed for a peer; its KV is
-reported as cleared; until the successor is ready `submit` raises `NotReady`; after too many deaths
-in a row `EngineDied` for good. A core that makes no progress for `stall_timeout` although it could
-is killed, and has died of that: those who waited for it hear `EngineStalled` at once.
+When the core dies, every submission in flight and every prompt computed for a peer ends with one
+`EngineDied` that names the exit and the last line of its stderr. Its KV is reported as cleared.
+Until the next core is ready `submit` raises `NotReady`; after too many deaths it raises
+`EngineDied` for good. A core that has work but makes no progress for `stall_timeout` is killed, and
+its submissions end with `EngineStalled` at once.
 
 It knows neither HTTP nor text, nor what a token means. A worker owns one client per engine.
 """
@@ -116,38 +116,38 @@ _CANARY = GenerateRequest(
 )
 
 _CANCELLED = 1 << 16
-"""Aborts that are measured at one time."""
+"""Most aborts whose time until the blocks are free is measured at once."""
 
 _Escalation = list[tuple["Callable[[CoreRun], None]", "Seconds"]]
-"""What to do to a core, and how long to wait for its end before the next."""
+"""Each action that ends a core, and how long to wait for its effect before the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreClientOptions(CoreTimeouts):
-    """How a core is run and watched; nothing in here changes what it computes."""
+    """How a core is run and watched; nothing here changes what it computes."""
 
     log_format: str = "text"
     log_level: str = "info"
-    """Of the child process, whose lines come out on our stderr."""
+    """Log level of the child process, whose log lines go to this process's stderr."""
     restart: CoreRestartPolicy = field(default_factory=CoreRestartPolicy)
     canary_interval: Seconds = 0.0
-    """A core that has been idle for so long gets a token to compute, so that one which cannot is
-    found out before a request meets it; 0: never."""
+    """Seconds without requests after which the core gets a one-token request, which detects a core
+    that cannot compute before a user's request meets it. 0: never."""
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """One submission whose end we owe to a sink."""
+    """One submission whose sink still waits for its end."""
 
     sink: TokenSink
     choices: int
-    """That have not ended."""
+    """Number of choices that have not ended."""
     remote: RemotePrefillSink | None = None
-    """The same sink, of a prompt that is prefilled elsewhere."""
+    """The same sink if another worker prefills the prompt, else None."""
 
 
 class CoreClient:
-    """An `Engine` over a core in a process of its own."""
+    """An `Engine` whose core runs in a process of its own."""
 
     def __init__(
         self,
@@ -161,10 +161,11 @@ class CoreClient:
         rng: random.Random | None = None,
         oom_kills: Callable[[], int] = oom_kills,
     ) -> None:
-        """`on_state` is called at every change of state with the reason in words, `on_cancelled`
-        when an aborted submission's blocks are free: what it was doing, and how long that took.
-        `make_carrier` is called once per life of the core; by default it gets a process of its own.
-        `oom_kills` counts what the kernel has ended for want of memory."""
+        """`on_state` is called at every change of state with the reason in words. `on_cancelled` is
+        called when the blocks of an aborted submission are free, with what it was doing and how
+        many seconds that took. `make_carrier` makes the launcher of each run of the core; by
+        default the core gets a process of its own. `oom_kills` returns how many processes the
+        kernel's OOM killer has ended."""
         # Configuration
         self._spec = spec
         self._options = options or CoreClientOptions()
@@ -187,7 +188,7 @@ class CoreClient:
         self._in_flight: dict[Handle, _InFlight] = {}
         self._prefills: dict[Handle, PrefillSink] = {}
         self._cancelled: dict[Handle, Seconds] = {}
-        """When submissions were aborted of which the core has not let go yet."""
+        """Time of the abort of each submission whose blocks the core has not freed yet."""
         self._transfer_control = TransferController(self._post)
         self._last_handle = 0
         self._worked_at: Seconds = self._clock.now()
@@ -195,40 +196,41 @@ class CoreClient:
         # One life of the core
         self._life: CoreRun | None = None
         self._secret = spec.hash_secret
-        """What it began with."""
+        """Hash secret with which this run of the core started."""
         self._capabilities: EngineCapabilities | None = None
         self._had: EngineCapabilities | None = None
-        """Those of the last core that was ready."""
+        """Capabilities of the last core that became ready."""
         self._oom_kills_before = 0
         self._stats = EngineStats()
         self.stalls = 0
-        """How often a core was ended because it stood still."""
+        """Number of cores that were killed because they stalled."""
         self.leaked_blocks = 0
-        """Blocks that the last core which ended in order could not account for."""
+        """Blocks still held when the last core stopped in order; anything but 0 is a bug."""
 
     # ------------------------------------------------------------------ the port: life
 
     @property
     def capabilities(self) -> EngineCapabilities | None:
-        """None until ready, and again while restarting."""
+        """None until the core is ready, and again while it restarts."""
         return self._capabilities
 
     @property
     def restarts(self) -> int:
-        """How often the core has been started again."""
+        """Number of restarts of the core."""
         return self._restarts.total
 
     @property
     def stalled_for(self) -> Seconds:
-        """How long the core has made no progress although it could; 0 while it does."""
+        """Seconds without progress although the core has work; 0 while it makes progress."""
         return 0.0 if self._life is None else self._life.stalled_for
 
     async def start(self, on_progress: Callable[[LoadProgress], None] | None = None) -> None:
-        """Launch and load; returns when ready. `on_progress` also sees later restarts.
+        """Launch the core and load the model; returns when it is ready. `on_progress` also gets the
+        progress of later restarts.
 
-        Errors: what the core says it cannot load (`ConfigError`, …), `EngineDied` if it broke down
-        or took longer than `load_timeout`. A first load that fails is not repeated.
-        Cancellation: the core is killed first.
+        Errors: the core's own error if it cannot load (`ConfigError`, …), `EngineDied` if it died
+        or took longer than `load_timeout`. A first load that fails is not repeated. Cancellation:
+        kills the core first.
         """
         if self._supervisor is not None:
             raise RuntimeError("a client starts once")
@@ -243,8 +245,8 @@ class CoreClient:
             raise
 
     async def stop(self) -> None:
-        """End the core: by a command, then SIGKILL. Idempotent; any number of callers may wait.
-        Cancellation: the end goes on, only the waiting stops."""
+        """Stop the core: by a command, then by SIGKILL. Idempotent; any number of callers may wait.
+        Cancellation: only the wait stops; the core still ends."""
         self._stop.set()
         if self.state not in (EngineState.FAILED, EngineState.STOPPED):
             self._set_state(EngineState.STOPPED, "stopped")
@@ -263,14 +265,16 @@ class CoreClient:
         await asyncio.wait({supervisor})
 
     def _escalation(self) -> _Escalation:
-        """A core that still loads reads no commands: there force comes first."""
+        """The actions that end the core. A core that still loads reads no commands, so it is killed
+        at once."""
         options = self._options
         orderly: _Escalation = [(CoreRun.ask_to_stop, options.stop_timeout)]
         force: _Escalation = [(CoreRun.kill, 2 * options.kill_timeout)]
         return force if self._capabilities is None else orderly + force
 
     async def drain(self, timeout: Seconds) -> bool:
-        """Refuse what is new, wait for what runs. The client stays draining afterwards."""
+        """Refuse new submissions and wait for those in flight; False if `timeout` came first. The
+        client stays draining afterwards."""
         self._draining = True
         if not self._owes:
             return True
@@ -285,8 +289,8 @@ class CoreClient:
     # ------------------------------------------------------------------ the port: work
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
-        """Post a request; `Overloaded` when more is in flight than the core could even queue,
-        `PayloadTooLarge` when no frame holds it."""
+        """Post a request. Errors: those of `Engine.submit`; `Overloaded` if more submissions are in
+        flight than the core may run and queue; `PayloadTooLarge` if no frame can hold it."""
         life = self._usable_life()
         handle = self._admit(life)
         _post_request(life, Submit(handle=handle, request=request))
@@ -294,7 +298,7 @@ class CoreClient:
         return handle
 
     def _admit(self, life: CoreRun) -> Handle:
-        """The handle of one more submission. Raises `Overloaded`."""
+        """Return the handle of a new submission. Raises `Overloaded`."""
         spec, owed = self._spec, len(self._in_flight) + len(self._prefills)
         if owed >= spec.max_sequences + spec.max_waiting:
             raise Overloaded(f"{owed} requests are in flight", retry_after=1.0)
@@ -318,7 +322,8 @@ class CoreClient:
         return self._life
 
     def abort(self, handle: Handle) -> None:
-        """Nothing is called for `handle` from now on; its blocks are free within one step."""
+        """Abort a submission: its sink gets no further call, and its blocks are free within one
+        step. Ignores unknown handles."""
         submission = self._in_flight.pop(handle, None)
         if submission is None and self._prefills.pop(handle, None) is None:
             return
@@ -332,25 +337,28 @@ class CoreClient:
         return self._stats
 
     def query_statistics(self) -> None:
-        """Ask for a snapshot of now; `statistics` shows it when it has come."""
+        """Ask the core for a new snapshot, which `statistics` returns once it has come."""
         if self._life is not None and self.state is EngineState.READY:
             self._life.post(QueryStats())
 
     def rekey(self, hash_secret: bytes) -> None:
-        """See `Engine`. A core that still loads has it before its first request."""
+        """Hash blocks with this secret from now on, also after a restart. A core that is loading
+        gets it before its first request."""
         if hash_secret != self._spec.hash_secret:
             self._spec = replace(self._spec, hash_secret=hash_secret)
             if self._life is not None:
                 self._life.post(SetHashSecret(hash_secret=hash_secret))
 
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
-        """`listener` must neither block nor raise. A core's death reaches it as `PoolCleared`."""
+        """Call `listener` with every later batch of KV cache events; it must neither block nor
+        raise. The death of a core is reported as `PoolCleared`."""
         self._kv_listeners.append(listener)
 
     # ------------------------------------------------------------------ the port: handing over
 
     def submit_remote(self, request: GenerateRequest, sink: RemotePrefillSink) -> Handle:
-        """See `Engine`; bounded as `submit` is."""
+        """Post a request whose prompt another worker prefills. Errors: those of `submit`, and
+        `TransferRefused` if the engine cannot move KV."""
         life = self._moving(self._usable_life())
         handle = self._admit(life)
         _post_request(life, SubmitRemote(handle=handle, request=request))
@@ -365,8 +373,9 @@ class CoreClient:
         epoch: Epoch,
         sink: PrefillSink,
     ) -> Handle:
-        """See `Engine`; bounded as `submit` is. A draining engine does that, too: what runs there
-        goes on at the peer."""
+        """Compute a prompt and send its KV to the ticket's blocks at (node, epoch). A draining
+        engine still does this, since the request goes on at the peer. Errors: those of `submit`
+        except `Draining`, and `TransferRefused`."""
         life = self._moving(self._ready_life())
         handle = self._admit(life)
         command = PrefillForPeer(
@@ -377,52 +386,53 @@ class CoreClient:
         return handle
 
     def _moving(self, life: CoreRun) -> CoreRun:
-        """The same. Raises `TransferRefused` if its engine moves no KV."""
+        """Return `life`. Raises `TransferRefused` if its engine cannot move KV."""
         capabilities = self._capabilities
         if capabilities is None or not capabilities.transfers:
             raise TransferRefused("this engine moves no KV")
         return life
 
     def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:
-        """See `Engine`."""
+        """Let (node, epoch) fill the blocks of the request."""
         if handle in self._in_flight:
             self._post(OpenAttemptBlocks(handle=handle, attempt=attempt, node=node, epoch=epoch))
 
     def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None:
-        """See `Engine`."""
+        """Start to decode with the attempt's KV as soon as all of it has arrived."""
         if handle in self._in_flight:
             self._post(Activate(handle=handle, attempt=attempt, handoff=handoff))
 
     def give_up(self, handle: Handle, attempt: int) -> None:
-        """See `Engine`."""
+        """Abort an attempt; the request itself stays."""
         if handle in self._in_flight:
             self._post(AbortAttempt(handle=handle, attempt=attempt))
 
     def prefill_here(self, handle: Handle) -> None:
-        """See `Engine`."""
+        """Compute the prompt in this engine instead of waiting for another worker."""
         if handle in self._in_flight:
             self._post(PrefillLocally(handle=handle))
 
     def attach(self, node: NodeId, epoch: Epoch) -> None:
-        """See `Engine`."""
+        """Exchange KV as this (node, epoch) from now on, also after a restart."""
         self._transfer_control.attach(node, epoch)
 
     def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
-        """See `Engine`."""
+        """End all transfers with (node, epoch), which gossip says is dead."""
         self._transfer_control.peer_gone(node, epoch)
 
     def transfer_call(
         self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
     ) -> None:
-        """See `Engine`."""
+        """Pass a control call of (node, epoch) to the core's transports. `reply` is called once:
+        with the answer, or with `NotReady`, `Overloaded` or `EngineDied`."""
         self._transfer_control.call(node, epoch, ask, reply)
 
     def on_transfer(self, ask: AskPeer) -> None:
-        """See `Engine`."""
+        """Set the function by which the core's transports call their peers; before `start`."""
         self._transfer_control.on_transfer(ask)
 
     def paths(self) -> Sequence[PathState]:
-        """See `Engine`."""
+        """State of every KV path to a peer, as of the core's last report."""
         return self._transfer_control.paths
 
     def _post(self, command: Command) -> None:
@@ -458,16 +468,16 @@ class CoreClient:
                 self._transfer_control.take(event)
             case BlocksFreed():
                 self._note_freed(event)
-            case CoreFailed():  # what the life was lost to; it says so when it has ended
+            case CoreFailed():  # `CoreRun.run` returns this error once the core has ended
                 pass
 
     def _fan_out(self, step: StepOutput) -> None:
-        """The hot path: one dictionary look-up and one call per delta."""
+        """Pass each delta to its sink. Hot path: one dictionary look-up and one call per delta."""
         in_flight = self._in_flight
         for delta in step.deltas:
             entry = in_flight.get(delta.handle)
             if entry is None:
-                continue  # aborted; the core has not seen it yet
+                continue  # aborted here, but the core has not read the abort yet
             try:
                 entry.sink.on_delta(delta)
             except Exception as error:
@@ -504,7 +514,7 @@ class CoreClient:
             self._drop(event.handle, sink, error)
 
     def _drop(self, handle: Handle, sink: TokenSink | PrefillSink, error: Exception) -> None:
-        """A sink has raised. Whoever waits behind it is told, if it can still do that."""
+        """Abort the request of a sink that has raised, and try to report the error to the sink."""
         _log.error("a sink raised; its request is dropped", exc_info=error)
         self.abort(handle)
         _deliver(sink, EngineError(f"{type(error).__name__} in the worker"))
@@ -558,11 +568,11 @@ class CoreClient:
     def _note_stopped(self, event: CoreStopped) -> None:
         self.leaked_blocks = event.leaked_blocks
         if event.leaked_blocks:
-            _log.error("the engine core ended with %d blocks still held", event.leaked_blocks)
+            _log.error("the engine core stopped with %d KV blocks leaked", event.leaked_blocks)
 
     @property
     def _owes(self) -> bool:
-        """Somebody waits for something of the core."""
+        """Whether any sink waits for output."""
         return bool(self._in_flight or self._prefills)
 
     def _note_idle(self) -> None:
@@ -587,7 +597,7 @@ class CoreClient:
     # ------------------------------------------------------------------ supervision
 
     async def _supervise(self) -> None:
-        """One life after another, until stopped or given up."""
+        """Run the core again and again, until it is stopped or restarts no more."""
         try:
             while not self._stop.is_set():
                 died = await self._live()
@@ -597,14 +607,14 @@ class CoreClient:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(delay):
                         await self._stop.wait()
-        except Exception as error:  # a mistake of ours must not leave anyone waiting
+        except Exception as error:  # even a bug here must not leave requests waiting
             _log.exception("the engine's supervisor broke down")
             self._give_up(EngineDied(f"the engine's supervisor broke down: {error}"))
         finally:
             self._settle(Draining("the engine is stopping"))
 
     async def _live(self) -> PdserveError:
-        """One life of the core, launch to exit; returns what it died of."""
+        """Run the core once, from launch to exit; returns the error that ended it."""
         loaded_before = self._ready is not None and self._ready.done()
         state = EngineState.RESTARTING if loaded_before else EngineState.LOADING
         self._set_state(state, "starting")
@@ -625,7 +635,8 @@ class CoreClient:
             self._lost(None)
 
     def _send_canary(self) -> None:
-        """If its time has come. Nobody waits for what becomes of it: the core has work then."""
+        """Send the canary request if the core has been idle for `canary_interval`. Its output is
+        ignored: the watchdog sees whether the core computes it."""
         now, interval = self._clock.now(), self._options.canary_interval
         if self._owes or self._life is None:
             self._worked_at = now
@@ -636,7 +647,7 @@ class CoreClient:
         self._life.post(Submit(handle=self._last_handle, request=_CANARY, counted=False))
 
     def _lost(self, stalled: EngineStalled | None) -> None:
-        """No event will come from this life any more; why is not known yet, unless it stalled."""
+        """The core sends no more events. The reason is not known yet, unless it stalled."""
         self._capabilities = None
         self._stats = EngineStats()
         self._cancelled.clear()
@@ -649,14 +660,14 @@ class CoreClient:
             self._bury(stalled)
 
     def _after_death(self, died: PdserveError) -> Seconds | None:
-        """Seconds to wait before the next life; None: this was the last one."""
+        """Return the seconds until the restart, or None if the core is not restarted."""
         first_load = self._ready is not None and not self._ready.done()
         smaller, hopeless = self._spec, first_load
         if _was_killed(died) and self._oom_kills() > self._oom_kills_before:
             died, smaller = self._out_of_memory(died)
             hopeless |= isinstance(died, ConfigError)
-        # Another `ConfigError` is of a restart: what was loaded once may be again, as when memory
-        # was short for a moment.
+        # Any other `ConfigError` comes from a restart. The model has loaded before, so it may load
+        # again: memory, say, may have been short only for a moment.
         delay = None if hopeless else self._restarts.next_delay(self._clock.now())
         if delay is None:
             policy = self._restarts.policy
@@ -670,8 +681,8 @@ class CoreClient:
         return delay
 
     def _out_of_memory(self, died: PdserveError) -> tuple[PdserveError, EngineSpec]:
-        """What that death was, and the spec of the next life. Starting the same again would end
-        the same way: it gets less KV, or, if it cannot do with less, is given up."""
+        """Return the error of an OOM kill and the spec of the next run. The same spec would be
+        killed again, so the next core gets less KV. `ConfigError` if its pool cannot shrink."""
         bound = available()
         why = (
             f"{died.message}: memory ran out ({approximate_size(bound.limit)} are the limit of "
@@ -683,23 +694,23 @@ class CoreClient:
             return ConfigError(f"{why}; {remedy}smaller model"), self._spec
         if smaller.kv_cap:
             size = approximate_size(int(smaller.kv_cap * smaller.kv_share))
-            why += f"; it gets {size} of KV from now on"
+            why += f"; the KV pool is {size} from now on"
         return EngineDied(why), smaller
 
     def _give_up(self, died: PdserveError, deaths: str = "") -> None:
         if self._ready is None or self._ready.done():  # else `start` raises it
-            _log.error("the engine is given up%s: %s", deaths, _explained(died))
+            _log.error("the engine is not restarted%s: %s", deaths, _explained(died))
         self._set_state(EngineState.FAILED, died.message)
         self._settle(died)
         self._bury(died)
 
     def _bury(self, died: PdserveError) -> None:
-        """Whoever had something there learns that it is gone."""
+        """End all submissions with this error and report the KV as cleared."""
         self._fail_all(died)
         self._tell_listeners([PoolCleared()])
 
     def _settle(self, error: PdserveError | None) -> None:
-        """Release whoever waits in `start`; later calls change nothing."""
+        """Release the caller of `start`; later calls change nothing."""
         if self._ready is None or self._ready.done():
             return
         if error is None:
@@ -717,12 +728,12 @@ def _was_killed(died: PdserveError) -> bool:
 
 
 def _explained(died: PdserveError) -> str:
-    """What it died of, for the operator: what kills unasked is nearly always one thing."""
+    """The error for the operator's log. An unexplained SIGKILL is nearly always the OOM killer."""
     if not _was_killed(died) or "memory ran out" in died.message:
         return died.message
     return (
-        f"{died.message} (if nobody did that, memory ran out: the system's log tells, and a "
-        "smaller --kv-memory helps)"
+        f"{died.message} (if no one killed it on purpose, memory ran out: see the "
+        "system's log, and try a smaller --kv-memory)"
     )
 
 

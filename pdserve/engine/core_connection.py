@@ -1,7 +1,7 @@
-"""The node's end of a core's socket: frames to events, commands to frames, one write per tick.
+"""The node's end of a core's socket: decodes events, encodes commands, one write per loop tick.
 
-An asyncio protocol without streams or tasks: every event is handed on synchronously inside
-`data_received`. It knows no submissions and no restarts; `CoreClient` owns one per life of a core.
+An asyncio protocol without streams or tasks: each event is passed on synchronously within
+`data_received`. It knows neither submissions nor restarts; each `CoreRun` owns one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _WRITE_HIGH_WATER: Bytes = 8 * 1024 * 1024
 
 
 class CoreConnection(asyncio.Protocol):
-    """`lost` is done when the connection has ended, with the reason if we ended it for cause."""
+    """Connection to one core. `lost` is done when it has ended; its result is the error if this
+    side closed it because of one, else None."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_event: Callable[[Event], None]) -> None:
         self.lost: asyncio.Future[ProtocolError | None] = loop.create_future()
         self.congested = False
-        """The core reads more slowly than we write; the bound is `_WRITE_HIGH_WATER`."""
+        """True while more than `_WRITE_HIGH_WATER` bytes wait for the core to read them."""
         self.posted = 0
-        """Commands so far."""
+        """Number of commands posted so far."""
         self._loop = loop
         self._on_event = on_event
         self._frames = FrameDecoder()
@@ -47,8 +48,8 @@ class CoreConnection(asyncio.Protocol):
     # ------------------------------------------------------------------ commands
 
     def post(self, command: Command) -> None:
-        """Send with everything else of this loop tick; silently dropped once the other end is
-        gone, since its end is reported by `lost`."""
+        """Send a command together with all others of this loop tick. It is dropped silently once
+        the connection has ended, since `lost` reports that."""
         body = encode_frame(self._encode(command))
         self.posted += 1
         if not self._unsent:
@@ -62,7 +63,7 @@ class CoreConnection(asyncio.Protocol):
             self._transport.write(data)
 
     def close(self) -> None:
-        """End the connection now; unsent commands are dropped. Idempotent."""
+        """Close the connection now; unsent commands are dropped. Idempotent."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -77,7 +78,7 @@ class CoreConnection(asyncio.Protocol):
             for body in self._frames.feed(data):
                 self._on_event(self._decode(body))
         except (ProtocolError, msgspec.MsgspecError) as error:
-            self._error = ProtocolError(f"the engine core sent what cannot be read: {error}")
+            self._error = ProtocolError(f"the engine core sent an unreadable message: {error}")
             self.close()
 
     def pause_writing(self) -> None:

@@ -1,8 +1,8 @@
-"""One life of a core: launch, `StartCore`, watch, exit.
+"""One run of a core: launch it, send `StartCore`, watch it, wait for its exit.
 
-Runs inside the client's supervisor task. It knows what a live core owes (to become ready in time,
-to get on while it has work) and what is known of a dead one; submissions, sinks and
-restarts are the client's business.
+Runs inside the client's supervisor task. It knows when a core is late (not ready in time, no
+progress although it has work) and what is known of its end. The client handles submissions, sinks
+and restarts.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreTimeouts:
-    """How long a core may take for what."""
+    """Timeouts for a core's load, progress and stop."""
 
     load_timeout: Seconds = 1800.0
-    """From launch to `CoreReady`; large checkpoints on slow disks take many minutes."""
+    """Seconds from launch to `CoreReady`; large checkpoints on slow disks take many minutes."""
     stall_timeout: Seconds = 10.0
-    """Without any progress of a core that could get on, after which it is killed; 0: never. Steps
-    may take longer, since executors show their progress within them (`StepPlan.tick`)."""
+    """Seconds without progress, although the core has work, after which it is killed; 0: never. A
+    step may take longer, since executors report progress within it (`StepPlan.tick`)."""
     stop_timeout: Seconds = 5.0
-    """For an orderly end, before the core is ended by force."""
+    """Seconds for an orderly stop, before the core is killed."""
     kill_timeout: Seconds = 2.0
-    """After each act of force, before the next one."""
+    """Seconds to wait after each kill."""
 
 
 class CoreRun:
-    """Carrier and connection of one core. Used once."""
+    """The launcher and the connection of one core. Used once."""
 
     def __init__(
         self,
@@ -59,8 +59,9 @@ class CoreRun:
         on_lost: Callable[[EngineStalled | None], None],
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_lost` is called when no event can come any more, before the exit is known, with what
-        is known already; `on_look` whenever the core, ready, was looked at and found well."""
+        """`on_lost` is called when no more events can come, before the exit is known, with
+        `EngineStalled` if the core was killed for that. `on_look` is called after each check that
+        found a ready core making progress."""
         self._carrier = carrier
         self._options = options
         self._clock = clock
@@ -77,7 +78,7 @@ class CoreRun:
         self._stall = StallWatchdog(options.stall_timeout, self._launched)
 
     async def run(self, spec: EngineSpec) -> PdserveError:
-        """From launch to exit; returns what the core died of.
+        """Run the core from launch to exit; returns the error that ended it.
 
         Cancellation: the core is killed; its exit is not waited for.
         """
@@ -85,7 +86,7 @@ class CoreRun:
             sock = await self._carrier.launch()
         except OSError as error:
             return EngineDied(f"the engine process cannot be started: {error}")
-        if self._doomed:  # while it was being launched there was nothing to kill
+        if self._doomed:  # `kill` was called during the launch and had nothing to kill
             self._carrier.kill()
         loop = asyncio.get_running_loop()
         connection = CoreConnection(loop, self._receive)
@@ -115,8 +116,9 @@ class CoreRun:
         return self._verdict(observed)
 
     def _verdict(self, observed: str) -> PdserveError:
-        """What a core says itself counts more than what was seen of its end. Once it was ready it
-        died, whatever of: a retry meets its successor."""
+        """The error of the core's end: the core's own error goes before what was observed from
+        outside. A core that was ready always ends with `EngineDied`, since a retry meets the next
+        core."""
         if self._failure is None:
             return EngineDied(observed)
         if self._ready:
@@ -135,7 +137,8 @@ class CoreRun:
     # ------------------------------------------------------------------ watching
 
     async def _watch(self, connection: CoreConnection) -> PdserveError | None:
-        """Wait until the connection is lost; returns the reason if it was us who lost patience."""
+        """Wait until the connection is lost; returns the reason if the core was killed for being
+        late."""
         interval = min(self._options.load_timeout / 4, self._stall.interval)
         while not connection.lost.done():
             await asyncio.wait({connection.lost}, timeout=interval)
@@ -146,7 +149,7 @@ class CoreRun:
         return connection.lost.result()
 
     def _complaint(self, connection: CoreConnection) -> PdserveError | None:
-        """What the core fails to do, if anything."""
+        """The error of a core that is late or has stalled; None if all is well."""
         now, options, page = self._clock.now(), self._options, self._carrier.page
         if not self._ready:
             if now - self._launched <= options.load_timeout:
@@ -158,15 +161,16 @@ class CoreRun:
         if not self._stall.look(seen, connection.posted, now):
             self._on_look()
             return None
-        return EngineStalled(f"the engine stood still for {self._stall.age:.3g} s in {seen.what}")
+        return EngineStalled(f"the engine stalled for {self._stall.age:.3g} s in {seen.what}")
 
     @property
     def stalled_for(self) -> Seconds:
-        """How long it has made no progress although it could; 0 while it does."""
+        """Seconds without progress although the core has work; 0 while it makes progress."""
         return self._stall.age
 
     async def _exit(self) -> str:
-        """Wait for the exit that should follow the lost connection, then enforce it."""
+        """Wait for the exit that follows the lost connection, and kill the core if it does not
+        come."""
         for _ in range(2):
             try:
                 async with asyncio.timeout(self._options.kill_timeout):
@@ -180,19 +184,19 @@ class CoreRun:
 
     @property
     def congested(self) -> bool:
-        """The core does not read what is sent to it."""
+        """Whether the core does not read what is sent to it."""
         return self._connection is not None and self._connection.congested
 
     def post(self, command: Command) -> None:
-        """Send; dropped without connection, whose loss is reported anyway."""
+        """Send a command. Without a connection it is dropped, since `run` reports the loss."""
         if self._connection is not None:
             self._connection.post(command)
 
     def ask_to_stop(self) -> None:
-        """The orderly end: free everything, say `Stopped`, exit."""
+        """Ask for an orderly stop: the core frees everything, sends `CoreStopped` and exits."""
         self.post(StopCore())
 
     def kill(self) -> None:
-        """SIGKILL: a core leaves SIGTERM to its node."""
+        """Kill the core with SIGKILL: it ignores SIGTERM, which is the node's to handle."""
         self._doomed = True
         self._carrier.kill()

@@ -1,6 +1,6 @@
-"""One run of the process in which cores live: its start, its stderr, its exit, its end by force.
+"""One run of the process that holds the cores: start, stderr, exit, kill.
 
-It knows nothing of what goes through the cores' sockets, nor what an exit means: a carrier owns it.
+It knows neither what the cores' sockets carry nor what an exit means; its launcher owns it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ __all__ = ["CoreProcess"]
 
 _LINE_LIMIT = 8192
 _STDERR_GRACE: Seconds = 0.5
-"""After the exit: a grandchild may hold the pipe open, the last line has come by then."""
+"""Seconds to wait for the end of stderr after the exit. A grandchild may hold the pipe open, but
+the last line has come by then."""
 _ROUTINE = re.compile(
     r"\d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING) "
     r'|\{"time": "[^"]*", "level": "(debug|info|warning)"'
 )
-"""Lines of `observe.logs`, of either form, that are no errors."""
+"""Log lines of `observe.logs` (text or JSON) that are not errors."""
 
 
 class CoreProcess:
-    """One run of `python -m pdserve.engine_core.main`: its stderr, its exit, its end by force."""
+    """One run of `python -m pdserve.engine_core.main`: its stderr, its exit, its kill."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class CoreProcess:
     ) -> None:
         """Use `start`."""
         self.pages = pages
-        """Of its cores, in order; with its exit their memory is given back."""
+        """Heartbeats of its cores, in order; their memory is released when the process exits."""
         self._transport = transport
         self._child = child
         child.exited.add_done_callback(self._close_pages)
@@ -58,10 +59,10 @@ class CoreProcess:
         *,
         inherits: Sequence[int] = (),
     ) -> CoreProcess:
-        """Start it with `arguments` and a core behind each of `socks`, which stay the caller's; it
-        `inherits` further descriptors. Raises `OSError`.
+        """Start the process with `arguments` and one core behind each of `socks`, which stay the
+        caller's. The child also gets the descriptors in `inherits`. Raises `OSError`.
 
-        Cancellation: what was started is killed.
+        Cancellation: kills what was started.
         """
         pages: list[HeartbeatPage] = []
         try:
@@ -90,7 +91,7 @@ class CoreProcess:
         shared = [page.fd for page in pages if page.fd is not None]
         named = [part for fd in fds for part in ("--fd", str(fd))]
         named += [part for fd in shared for part in ("--page", str(fd))]
-        # -P: the child's search path is ours, not whatever directory we happen to stand in.
+        # -P: the child's search path is this process's, without the current directory.
         program = (
             sys.executable,
             "-P",
@@ -123,13 +124,14 @@ class CoreProcess:
 
     @property
     def exited(self) -> asyncio.Future[None]:
-        """Done once the process is gone. Only to be looked at and waited for."""
+        """Done once the process has exited. For the caller to wait on, not to set."""
         return self._child.exited
 
     async def ended(self) -> str:
-        """Waits for the end of the process; returns how it ended, as text to follow "the engine
+        """Wait for the exit; returns how the process ended, as text that follows "the engine
         process". Cancellation stops only the wait."""
-        await asyncio.wait({self._child.exited})  # unlike `await`, no harm in being cancelled
+        # Unlike `await`, `wait` leaves the future alone when this call is cancelled.
+        await asyncio.wait({self._child.exited})
         await asyncio.wait({self._child.stderr_closed}, timeout=_STDERR_GRACE)
         returncode = self._transport.get_returncode()
         self._transport.close()
@@ -140,14 +142,14 @@ class CoreProcess:
         return f"{status}: {last}" if last else status
 
     def kill(self) -> None:
-        """SIGKILL. Idempotent."""
+        """Send SIGKILL. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             self._transport.send_signal(signal.SIGKILL)
 
 
 class _ChildProtocol(asyncio.SubprocessProtocol):
-    """Passes stderr on by lines, remembers the last one that may tell why it ended, notes the
-    exit. What is logged in daily life tells nothing, and clients would read it."""
+    """Passes stderr on by lines, notes the exit, and keeps the last line that may explain it.
+    Routine log lines explain nothing and would reach clients, so they are not kept."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_line: Callable[[str], None]) -> None:
         self.exited: asyncio.Future[None] = loop.create_future()
@@ -194,7 +196,7 @@ def _describe(returncode: int | None) -> str:
 
 
 def _search_path() -> str:
-    """The child imports exactly what we would."""
+    """The search path of this process, so that the child imports the same modules."""
     return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
 
 

@@ -1,14 +1,13 @@
-"""Carriers of several cores that live in one process and share what they read: an all-in-one's.
+"""Launches several cores in one process that share their weights, for an all-in-one node.
 
-Every member has a client of its own, which launches, watches and restarts its core as if nobody
-else were there. What it gets is its place in a *generation*, one run of the process: the first who
-launches starts it, the others find their socket waiting. A member that never comes leaves a host
-behind that waits for a `Start` and costs nothing.
+Each core has a client of its own, which launches, watches and restarts it as if it were alone. A
+run of the process is a *generation*: the first client that launches starts it, and the others find
+their socket waiting. A core whose client never launches waits for `StartCore` and costs nothing.
 
-Who ends in order leaves the others alone, and the process ends with the last. Every other end is
-everybody's: a core that breaks down ends the process, so does `kill` by one member, and so does a
-member that launches again while its old place is still there. The clients then start again, each
-after its own pause, and meet in the next generation.
+A core that stops in order leaves the others running, and the process exits with the last one. Any
+other end takes all cores: a core that breaks down, a `kill` by one client, or a client that
+launches again while its old core still runs. The clients then restart, each after its own delay,
+and meet in the next generation.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["SharedCoreProcess"]
 
 _KILL_TIMEOUT: Seconds = 5.0
-"""For the exit of the generation before, once it was killed."""
+"""Seconds for the exit of a killed generation."""
 
 
 class SharedCoreProcess:
-    """One process at a time, for the cores of `members` clients."""
+    """Runs one process at a time, for the cores of `members` clients."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class SharedCoreProcess:
         log_level: str = "info",
         on_line: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_line` gets each line of the process's stderr; by default it goes to our own."""
+        """`on_line` gets each line of the process's stderr; by default it is copied to ours."""
         self._members = members
         self._log = ("--log-format", log_format, "--log-level", log_level)
         self._on_line = on_line
@@ -53,17 +52,18 @@ class SharedCoreProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the newest process; None before the first."""
+        """Process id of the newest generation; None before the first."""
         return None if self._generation is None else self._generation.process.pid
 
     def carrier(self, member: int) -> CoreLauncher:
-        """For one life of the core of `member`, counted from 0."""
+        """Make the launcher for one run of core `member`, counted from 0."""
         return _Place(self, member)
 
     async def join(self, member: int) -> tuple[_Generation, socket.socket]:
-        """The generation that runs, or a new one, and our end of the member's socket in it.
+        """Return the running generation, or start one, and the node's end of the member's socket in
+        it.
 
-        Raises `OSError` if no process can be started, or the one before does not go.
+        Raises `OSError` if no process can be started, or if the last one does not exit.
         """
         async with self._launching:
             generation = self._generation
@@ -76,7 +76,7 @@ class SharedCoreProcess:
 
 
 class _Place:
-    """A `CoreLauncher`: one member in one generation."""
+    """The `CoreLauncher` of one core in one generation."""
 
     def __init__(self, shared: SharedCoreProcess, member: int) -> None:
         self._shared = shared
@@ -103,15 +103,15 @@ class _Place:
 
 
 class _Generation:
-    """One run of the process: who has taken his place in it, and whose core has ended."""
+    """One run of the process: which cores were launched in it, and which have ended."""
 
     def __init__(self, process: CoreProcess, places: list[socket.socket], ends: int) -> None:
-        """`ends`: the pipe in which the process says whose core has ended in order."""
+        """`ends` is a pipe: the process writes the number of each core that stopped in order."""
         self._loop = asyncio.get_running_loop()
         self.process = process
         self._vacant: dict[int, socket.socket] = dict(enumerate(places))
         self._cores = [self._loop.create_future() for _ in places]
-        """Done when the core has ended in order, or the process has."""
+        """Done when the core has stopped in order, or the process has exited."""
         self._claimed: set[int] = set()
         self._doomed = False
         self._ends: int | None = ends
@@ -123,7 +123,7 @@ class _Generation:
     async def start(
         cls, members: int, log: tuple[str, ...], on_line: Callable[[str], None] | None
     ) -> _Generation:
-        """Raises `OSError`. Cancellation: nothing is left."""
+        """Start a process. Raises `OSError`. Cancellation: leaves nothing behind."""
         pairs = [socket.socketpair() for _ in range(members)]
         ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         reader, writer = os.pipe()
@@ -142,20 +142,21 @@ class _Generation:
     # ------------------------------------------------------------------ places
 
     def has_place(self, member: int) -> bool:
-        """It runs, as far as we know, and the member has not been in it."""
+        """Whether the process runs, as far as is known, and `member` was not launched in it yet."""
         return member in self._vacant and not self._doomed
 
     def claim(self, member: int) -> socket.socket:
-        """The member's socket, from now on the caller's."""
+        """Return the member's socket, which the caller then owns."""
         self._claimed.add(member)
         return self._vacant.pop(member)
 
     async def make_way(self) -> None:
-        """End it for the next generation. Raises `OSError` if it stays."""
+        """Kill the process before the next generation starts. Raises `OSError` if it does not
+        exit."""
         self.kill()
         await asyncio.wait({self.process.exited}, timeout=_KILL_TIMEOUT)
         if not self.process.exited.done():
-            raise OSError("the process before does not end")
+            raise OSError("the last engine process does not exit")
 
     def kill(self) -> None:
         self._doomed = True
@@ -164,7 +165,8 @@ class _Generation:
     # ------------------------------------------------------------------ ends
 
     async def ended(self, member: int) -> str:
-        """See `CoreLauncher.ended`. The process goes on if other cores live in it."""
+        """Wait for the end of the member's core; returns how it ended. The process goes on if other
+        cores live in it."""
         await asyncio.wait({self._cores[member]})
         if self._others_live():
             return "has ended this core and goes on"
@@ -174,7 +176,7 @@ class _Generation:
         return any(not self._cores[member].done() for member in self._claimed)
 
     def _read_ends(self) -> None:
-        """The pipe is readable: numbers of cores, or its end."""
+        """Read the numbers of cores that have stopped, or the end of the pipe."""
         if self._ends is None:
             return
         try:
@@ -187,7 +189,7 @@ class _Generation:
             self._core_ended(member)
         if self._claimed and not self._others_live():
             self._doomed = True
-            self._vacate()  # hosts that nobody came to end with this, and so does the process
+            self._vacate()  # ends the cores that were never launched, and so the process
 
     def _over(self, exited: asyncio.Future[None]) -> None:
         self._doomed = True

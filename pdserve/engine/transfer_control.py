@@ -1,9 +1,9 @@
-"""The node's side of an engine's transports: what they ask of peers, and what peers ask of them.
+"""Passes control calls between a core's transports and their peers, on the node's side.
 
-Questions and answers pass by number between the core, which has the transports, and the node, which
-has the links. It posts commands and takes events; it knows neither sockets nor loops. Whoever
-implements the engine port over a core owns one, and says when a life of the core begins and ends:
-numbers are those of one life, so nothing of an earlier one is answered to a later one.
+The core has the transports, the node has the links. Calls and replies are matched by numbers, which
+hold for one run of the core: a reply to a call of an earlier run is dropped. It posts commands and
+takes events; it knows neither sockets nor event loops. `CoreClient` owns one and says when a run of
+the core begins and ends.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ MAX_CALLS: Final = 1024
 
 
 class TransferController:
-    """See above."""
+    """Matches the control calls of one core's transports with their replies."""
 
     def __init__(self, post: Callable[[Command], None]) -> None:
-        """`post` reaches the present core; it is called between `begin` and `end` only."""
+        """`post` sends a command to the running core; it is called between `begin` and `end`
+        only."""
         self.paths: list[PathState] = []
         self._post = post
         self._ask: AskPeer | None = None
@@ -66,7 +67,7 @@ class TransferController:
             self._post(self._attached)
 
     def end(self, error: PdserveError) -> None:
-        """No event will come from this core any more. Idempotent."""
+        """The core sends no more events: every open call of a peer gets `error`. Idempotent."""
         self._up = False
         self.paths = []
         replies, self._replies = self._replies, {}
@@ -76,27 +77,29 @@ class TransferController:
     # ------------------------------------------------------------------ from the node
 
     def on_transfer(self, ask: AskPeer) -> None:
-        """See `port.Engine`."""
+        """Set the function that calls peers; without it the core's calls are refused."""
         self._ask = ask
 
     def attach(self, node: NodeId, epoch: Epoch) -> None:
-        """See `port.Engine`."""
+        """Exchange KV as this (node, epoch) from now on, also after a restart of the core."""
         self._attached = SetNodeLife(node=node, epoch=epoch)
         if self._up:
             self._post(self._attached)
 
     def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
-        """See `port.Engine`."""
+        """Tell the core that (node, epoch) is dead."""
         if self._up:
             self._post(PeerGone(node=node, epoch=epoch))
 
     def call(self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered) -> None:
-        """See `port.Engine.transfer_call`."""
+        """Pass a peer's control call to the core. `reply` is called once: with the answer,
+        `NotReady` without a core that can move KV, `Overloaded` beyond `MAX_CALLS`, or the error
+        given to `end`."""
         if not self._up:
-            reply(NotReady("no engine is ready here that could move KV", retry_after=1.0))
+            reply(NotReady("no engine that can move KV is ready here", retry_after=1.0))
             return
         if len(self._replies) >= MAX_CALLS:
-            reply(Overloaded(f"{MAX_CALLS} questions to the transports wait", retry_after=1.0))
+            reply(Overloaded(f"{MAX_CALLS} calls to the transports wait", retry_after=1.0))
             return
         self._numbers += 1
         self._replies[self._numbers] = reply
@@ -113,7 +116,7 @@ class TransferController:
     # ------------------------------------------------------------------ from the core
 
     def take(self, event: OutboundControl | InboundControlReply | PathStates) -> None:
-        """What the core's transports say."""
+        """Handle an event of the core's transports."""
         match event:
             case OutboundControl():
                 self._question(event)
@@ -133,7 +136,7 @@ class TransferController:
                 self._post(_answered(number, answer))
 
         if self._ask is None:
-            answered(TransferRefused("this engine's node cannot ask others"))
+            answered(TransferRefused("this engine's node cannot call its peers"))
             return
         ask = TransportCall(event.epoch, event.backend, event.control)
         self._ask(NodeId(event.node), event.epoch, ask, event.timeout, answered)
@@ -149,7 +152,7 @@ def _answered(number: int, answer: TransportReply | PdserveError) -> OutboundCon
 def deliver_remote_event(
     sink: RemotePrefillSink, event: Admitted | AttemptBlocksOpened | AttemptLost
 ) -> None:
-    """The call that an event of a remote submission stands for."""
+    """Call the sink's method for this event."""
     match event:
         case Admitted():
             sink.on_admitted(event.cached_tokens)

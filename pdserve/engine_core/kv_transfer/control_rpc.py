@@ -1,6 +1,6 @@
-"""How transports reach their counterparts: questions leave by number, answers come back by it.
+"""Sends control calls of an engine's transports to peers and matches the replies by number.
 
-The node asks for them, over its links. Owned by a mover; lives on its loop.
+The node carries the calls over its links. Owned by a `LoopKvConnector` and used on its loop.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["MAX_CONTROL_REQUESTS", "ControlRpc"]
 
 MAX_CONTROL_REQUESTS: Final = 1024
-"""Under way; one more fails as `Overloaded`."""
+"""Most calls under way; one more fails as `Overloaded`."""
 
 
 class ControlRpc:
-    """See above."""
+    """Matches control calls to peers with their replies. A call raises `LinkLost` when the
+    transports close, `DeadlineExceeded` after its timeout, or the error that the peer replied
+    with."""
 
     def __init__(self, say: Callable[[OutboundControl], None]) -> None:
         self._say = say
@@ -37,7 +39,8 @@ class ControlRpc:
         self._closed = False
 
     def of(self, backend: str) -> CallPeer:
-        """For one back end's transport; empty: for what is of none."""
+        """The function by which the transport of this back end calls peers. "" is for calls that
+        belong to no back end."""
         return partial(self._ask, backend)
 
     async def _ask(
@@ -46,7 +49,7 @@ class ControlRpc:
         if self._closed:
             raise LinkLost("this engine's transports are closing", sent=False)
         if len(self._waiting) >= MAX_CONTROL_REQUESTS:
-            raise Overloaded(f"{MAX_CONTROL_REQUESTS} questions to peers are under way")
+            raise Overloaded(f"{MAX_CONTROL_REQUESTS} calls to peers are under way")
         self._numbers += 1
         number = self._numbers
         future: asyncio.Future[TransferControl] = asyncio.get_running_loop().create_future()
@@ -70,7 +73,7 @@ class ControlRpc:
             del self._waiting[number]
 
     def answered(self, answer: OutboundControlReply) -> None:
-        """One has come; late ones are dropped."""
+        """Complete the call that this reply belongs to. A reply after the timeout is dropped."""
         future = self._waiting.get(answer.number)
         if future is None or future.done():
             return
@@ -80,7 +83,7 @@ class ControlRpc:
             future.set_result(answer.control)
 
     def close(self) -> None:
-        """Nobody carries them any more: those under way fail, and so does every later one."""
+        """Fail all calls under way and every later one with `LinkLost`."""
         self._closed = True
         for future in self._waiting.values():
             if not future.done():

@@ -1,16 +1,16 @@
-"""`LoopKvConnector`: the transports of an engine core, on the event loop it is made on.
+"""Runs the KV transports of an engine core on one event loop: `LoopKvConnector`.
 
-    open      path ─▶ grant                           Granted │ Lost
-    revoke    Grant.revoke, or else KvPath.close        Closed, within seconds
-    deliver   Path.deliver                            Delivered
-    take      Transport.answer; answers to questions  Say(InboundControlReply); -
+    open      a path, then a grant                       AttemptGranted │ AttemptBroken
+    revoke    Grant.revoke, or else KvPath.close         AttemptFenced, within seconds
+    deliver   KvPath.deliver                             PartDelivered
+    take      answers to peers; replies to own calls     NodeMessage(InboundControlReply); -
 
-Everything is called on the loop and returns at once; `poll` gives what has happened, in order. It
-owns its tasks, paths and grants, and all of them end with it.
+Every method is called on the loop and returns at once; `poll` returns the events, in order. It owns
+its tasks, paths and grants, which all end with it.
 
-What bounds its queues: the core opens and delivers, and gets as many answers as it has asked for; a
-part is told once. Peers' calls under way are at most `MAX_CALLS`, ours
-`control_rpc.MAX_CONTROL_REQUESTS`: one more fails as `Overloaded`.
+Its queues are bounded: the core gets as many events as it has opened and delivered, and one for
+each part that arrives. At most `MAX_CALLS` calls of peers and `control_rpc.MAX_CONTROL_REQUESTS`
+calls to peers are under way; one more fails as `Overloaded`.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ _log = logging.getLogger(__name__)
 
 MAX_CALLS: Final = 256
 _REVOKE: Final[Seconds] = 3.0
-"""For the peer's word that it writes no more; afterwards the path is closed."""
+"""Time for the peer to confirm that it writes no more; after that the path is closed."""
 _ANSWER: Final[Seconds] = 15.0
-"""For an answer to a peer, who waits no longer than that."""
+"""Time to answer a peer's call; the peer waits no longer than that."""
 _LOOK: Final[Seconds] = 1.0
-"""Between two looks at the paths: those that end in silence show, and so do the counters."""
+"""Time between two checks of the paths, which update the counters and find dead paths."""
 
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """See `kv_transfer.connector.AttemptKey`; the sink of its grant."""
+    """One attempt to fill a sequence's blocks; the sink of its grant."""
 
     mover: LoopKvConnector
     key: AttemptKey
@@ -97,10 +97,10 @@ class _Attempt:
     path: KvPath | None = None
     meter: PathMeter | None = None
     received: Bytes = 0
-    """As far as the back end knows."""
+    """Bytes that have arrived, as far as the back end knows."""
 
     def on_part(self, part: int) -> None:
-        """See `transfer.base.Sink`."""
+        """Report a part that has arrived."""
         assert self.meter is not None
         size = self.meter.arrived()
         self.received += size
@@ -108,13 +108,13 @@ class _Attempt:
             self.mover.emit(PartArrived(self.key, part, size))
 
     def on_failed(self, error: TransferError) -> None:
-        """See `transfer.base.Sink`."""
+        """Report that no further part arrives."""
         if self.meter is not None:
             self.roads.lost(self.meter)
         self.lose(error)
 
     def lose(self, error: TransferError | NotReady) -> None:
-        """Tell it, once."""
+        """Report the failure, once."""
         if self.state in ("opening", "open"):
             self.state = "lost"
             self.mover.emit(AttemptBroken(self.key, error))
@@ -129,7 +129,7 @@ class _Pool:
 
 
 class LoopKvConnector:
-    """See above, and `kv_transfer.connector.KvConnector`."""
+    """A `KvConnector` on the event loop on which it is made."""
 
     def __init__(
         self,
@@ -139,10 +139,10 @@ class LoopKvConnector:
         on_broken: Callable[[EngineDied], None] | None = None,
         draw: Callable[[], int] = lambda: secrets.randbits(60),
     ) -> None:
-        """`nudge` is called, like `start`'s `wake`, whenever there is something to poll: the one
-        reaches the core, the other whoever drives it. `on_broken` hears of a mistake in here, after
-        which nothing is to be relied on; without it, `poll` raises it.
-        `draw` gives the random number by which peers tell this engine from the next."""
+        """`nudge` is called, like `start`'s `wake`, whenever `poll` has events: `wake` marks that
+        in the core, `nudge` wakes the loop that steps the core. `on_broken` is called after a bug
+        in here, when nothing can be relied on any more; without it, `poll` raises that error.
+        `draw` returns the random number by which peers tell this engine's run from the next."""
         self._backends = backends
         self._draw = draw
         self._nudge = nudge
@@ -156,7 +156,7 @@ class LoopKvConnector:
         self._pool: _Pool | None = None
         self._roads: PeerPaths | None = None
         self._turn: asyncio.Task[None] | None = None
-        """From the last life to this one."""
+        """Closes the transports of the last epoch, then opens those of this one."""
         self._attempts: dict[AttemptKey, _Attempt] = {}
         self._closing: dict[AttemptKey, _Attempt] = {}
         self._calls = 0
@@ -168,27 +168,29 @@ class LoopKvConnector:
     # ------------------------------------------------------------------ life
 
     def start(self, region: Region, wake: Callable[[], None]) -> tuple[str, ...]:
-        """See `Mover`."""
+        """Start with the allocated pool; returns the usable back ends. Raises `ConfigError` if
+        there is none."""
         self.use([region], backend_offers(self._backends, [region]), wake)
         return tuple(self._pool.offers.places) if self._pool is not None else ()
 
     def use(
         self, regions: Sequence[Region], offers: BackendOffers, wake: Callable[[], None]
     ) -> None:
-        """`start`, with what has been found out already."""
+        """`start`, for a caller that already has the offers."""
         self._wake = wake
         size = sum(block_bytes(region.layout) for region in regions)
         self._pool = _Pool(regions, offers, size)
 
     def attach(self, peer: NodeLife) -> None:
-        """See `Mover`."""
+        """Exchange KV as this (node, epoch) from now on. Paths and attempts of an earlier epoch
+        end."""
         pool, old = self._pool, self._roads
         assert pool is not None, "start comes first"
         if (old is not None and old.key == peer) or self._ended is not None:
             return
         for attempt in list(self._attempts.values()):
             if attempt.state == "opening":
-                self._stop_opening(attempt, "this node has begun another life")
+                self._stop_opening(attempt, "this node has a new epoch")
         self._roads = roads = PeerPaths(
             peer,
             pool.regions,
@@ -212,13 +214,13 @@ class LoopKvConnector:
             await roads.open()
 
     def close(self) -> None:
-        """See `Mover`. On a loop nothing can be waited for here: the end has begun on return, and
-        `closed` tells when it has come. The pool must stay until then."""
+        """Begin to close every path. Unlike other connectors this returns before the end, for which
+        `closed` waits; the pool must stay allocated until then. Idempotent."""
         if self._ended is None:
             self._ended = self._loop.create_task(self._end(), name="the engine's transports end")
 
     async def closed(self) -> None:
-        """`close`, and return when no byte can come or go."""
+        """Close every path; returns when no byte is read or written any more."""
         self.close()
         assert self._ended is not None
         await asyncio.shield(self._ended)
@@ -230,14 +232,14 @@ class LoopKvConnector:
         turn, roads = self._turn, self._roads
         if roads is not None:
             roads.closing = True
-        if turn is not None:  # an earlier life's transports end first
+        if turn is not None:  # the transports of an earlier epoch end first
             await asyncio.wait({turn})
         if roads is not None:
             await roads.close()
         await self._tasks.close()
         self._attempts.clear()
         self._closing.clear()
-        self._pool = self._roads = self._turn = None  # the pool's memory goes when nobody has it
+        self._pool = self._roads = self._turn = None  # the last reference frees the pool's memory
         for backend in self._backends:
             try:
                 backend.close()
@@ -254,12 +256,12 @@ class LoopKvConnector:
     # ------------------------------------------------------------------ the destination
 
     def open(self, key: AttemptKey, peer: NodeLife, order: GrantSpec) -> None:
-        """See `Mover`."""
+        """Connect to the peer and let it fill these blocks."""
         roads = self._roads
         if self._ended is not None:
             return
         if roads is None or key in self._attempts:
-            reason = "this core belongs to no node yet" if roads is None else "it is open already"
+            reason = "this core is not attached to a node" if roads is None else "already open"
             self.emit(
                 AttemptBroken(key, TransferRefused.at(order.transfer, str(peer), "open", reason))
             )
@@ -286,7 +288,7 @@ class LoopKvConnector:
         attempt.lose(PathLost.at(attempt.order.transfer, str(attempt.peer), "open", reason))
 
     def finish(self, key: AttemptKey) -> None:
-        """See `Mover`."""
+        """End an attempt of which all parts have arrived. Ignores unknown attempts."""
         attempt = self._attempts.pop(key, None)
         if attempt is None or attempt.grant is None or attempt.meter is None:
             return
@@ -297,7 +299,7 @@ class LoopKvConnector:
         attempt.roads.worked(attempt.meter.path)
 
     def revoke(self, key: AttemptKey) -> None:
-        """See `Mover`."""
+        """End an attempt in any state; `AttemptFenced` follows within seconds."""
         if key in self._closing or self._ended is not None:
             return
         attempt = self._attempts.pop(key, None)
@@ -311,7 +313,7 @@ class LoopKvConnector:
         _ = self._tasks.spawn(self._fence(attempt), f"close {attempt.order.transfer}")
 
     async def _fence(self, attempt: _Attempt) -> None:
-        """The peer's word, or the path's end."""
+        """Wait until the peer confirms that it writes no more, or else close the path."""
         if attempt.opening is not None and not attempt.opening.done():
             await asyncio.wait({attempt.opening})
         grant, path = attempt.grant, attempt.path
@@ -328,7 +330,7 @@ class LoopKvConnector:
     # ------------------------------------------------------------------ the source
 
     def deliver(self, handle: int, peer: NodeLife, ticket: TransferTicket, part: KvPart) -> None:
-        """See `Mover`."""
+        """Send a part to the peer's blocks. An error is reported in `PartDelivered`."""
         if self._ended is not None:
             return
         try:
@@ -347,22 +349,22 @@ class LoopKvConnector:
             self.emit(PartDelivered(handle, part.number, 0, reason))
 
     def withdraw(self, handle: int, peer: NodeLife, ticket: TransferTicket) -> None:
-        """See `Mover`."""
+        """Send no more parts for this ticket. Does nothing if its path is closed."""
         try:
             path = self._attached().existing(peer, ticket)
         except PdserveError:
-            return  # its deliveries have ended with it
+            return  # its deliveries have ended with the path
         path.withdraw(ticket)
 
     def _attached(self) -> PeerPaths:
         if self._roads is None:
-            raise TransferRefused("this core belongs to no node yet")
+            raise TransferRefused("this core is not attached to a node")
         return self._roads
 
     # ------------------------------------------------------------------ the node
 
     def take(self, command: PeerGone | InboundControl | OutboundControlReply) -> None:
-        """See `Mover`."""
+        """Pass a command of the node to the transports."""
         if self._ended is not None:
             return
         match command:
@@ -376,7 +378,7 @@ class LoopKvConnector:
     def _peer_gone(self, peer: NodeLife) -> None:
         for attempt in list(self._attempts.values()):
             if attempt.peer == peer and attempt.state == "opening":
-                self._stop_opening(attempt, "it is gone")
+                self._stop_opening(attempt, "it is dead")
         if self._roads is not None:
             _ = self._tasks.spawn(self._roads.peer_gone(peer), f"{peer} gone")
 
@@ -414,7 +416,7 @@ class LoopKvConnector:
     # ------------------------------------------------------------------ what it tells
 
     def emit(self, moved: ConnectorEvent) -> None:
-        """Something has happened."""
+        """Append an event for `poll`."""
         if self._ended is None:
             self._moved.append(moved)
             self._tell()
@@ -424,7 +426,8 @@ class LoopKvConnector:
         self._nudge()
 
     def poll(self) -> list[ConnectorEvent]:
-        """See `Mover`; from any thread. Raises `EngineDied` when it has broken down."""
+        """Return all events since the last call, in order. May be called from any thread. Raises
+        `EngineDied` after a bug in here."""
         if self._broken is not None:
             raise self._broken
         moved: list[ConnectorEvent] = []
@@ -433,7 +436,8 @@ class LoopKvConnector:
         return moved
 
     def says(self) -> list[NodeMessage]:
-        """See `Mover`; from the thread that polls."""
+        """Return the events for the node alone; the others stay for `poll`. Only for the thread
+        that polls."""
         if not self._moved:
             return []
         moved = [self._moved.popleft() for _ in range(len(self._moved))]
@@ -441,11 +445,11 @@ class LoopKvConnector:
         return [one for one in moved if isinstance(one, NodeMessage)]
 
     def paths(self) -> list[PathState]:
-        """See `Mover`; from any thread."""
+        """State of every path to a peer. May be called from any thread."""
         return self._paths
 
     def _look_soon(self) -> None:
-        """At the end of this turn of the loop."""
+        """Check the paths at the end of this loop iteration."""
         if not self._looks_soon and self._ended is None:
             self._looks_soon = True
             self._loop.call_soon(self._look_at_paths)
@@ -467,7 +471,7 @@ class LoopKvConnector:
 
 @dataclass(slots=True, eq=False)
 class _Done:
-    """The end of one delivery."""
+    """Reports the end of one delivery."""
 
     mover: LoopKvConnector
     handle: int

@@ -1,12 +1,12 @@
-"""What transports of two workers tell each other passes between two layers of a long step, too.
+"""Passes the transports' control messages within a long step, not only between steps.
 
-A fence waits for the peer's word. Taken in between steps only, a question and its answer would wait
-for up to two steps at each end, and a fence that waits too long costs the whole path. So the core's
-thread looks here whenever a step ticks: calls and answers of peers go to the mover, what the mover
-asks and replies goes to the node. Everything else keeps its place in the queue, also calls behind a
-command that begins or ends a life. Decode steps are too short to tick.
+A fence waits for the peer to confirm it. If control messages were handled only between steps, a
+call and its reply would wait for up to two steps at each end, and a fence that times out closes the
+whole path. So each tick of a step passes peers' calls and replies to the connector, and the
+connector's calls and replies to the node. All other commands keep their order, as do calls behind a
+command that begins or ends an epoch. Decode steps are too short to tick.
 
-It knows no core and no step. Owned by the host, in the core's thread.
+It knows neither the core nor the step. Owned by the `CoreLoop`; used in the core's thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST: Final = 4096
 
 
 class MidStepControl:
-    """See above."""
+    """Passes control messages between a core's socket and its connector within a step."""
 
     def __init__(self, link: CoreSocket, mover: KvConnector) -> None:
         self._link = link
@@ -38,11 +38,12 @@ class MidStepControl:
         self._kept: list[Command] = []
         self._passed = 0
         self._in_order = False
-        """A life begins or ends among what is kept: nothing passes it."""
+        """An epoch begins or ends among the kept commands, so no later command may pass them."""
         self._error: CoreSocketClosed | ProtocolError | None = None
 
     def pass_on(self) -> None:
-        """Within a step. What goes wrong is raised by `take`: it is not the step's fault."""
+        """Pass control messages on; called within a step. `take` raises the errors of the socket,
+        so that they do not fail the step."""
         if self._error is not None or len(self._kept) >= _MOST:
             return
         try:
@@ -63,8 +64,8 @@ class MidStepControl:
         self._kept.append(command)
 
     def take(self) -> tuple[list[Command], int]:
-        """After the step: the commands that have waited, and how many have not. Raises as the
-        link's `receive` does."""
+        """After a step, return the commands that waited and the number of those passed on. Raises
+        as `CoreSocket.receive` does."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -1,13 +1,13 @@
-"""The transports of one life of the node, and its paths: chosen, set up, set up again, counted.
+"""Sets up the KV paths to peers for one epoch of the node: chooses back ends, retries, counts.
 
-    path(peer)    Probe ─▶ Offers before each set-up; then the best back end that both have
-    answer(...)   what peers' transports ask of ours
+    path(peer)    asks for the peer's offers before each set-up, then takes the best common back end
+    answer(...)   answers the control calls of peers' transports
 
-A node's life may see several of its engine, whose transports number slots alike. So an engine draws
-a number for itself, its tickets bear it, and peers learn it by the BackendProbe: nothing is
-delivered under a ticket of another one.
+Within one epoch the engine may restart, and its transports then reuse the same slot numbers. So
+each run of the engine draws a random number, puts it into its tickets and sends it to peers with
+`BackendProbe`. Nothing is sent under a ticket of an earlier run.
 
-Owned by a mover, which makes one for each life that it is attached to.
+`LoopKvConnector` makes one for each (node, epoch) that it is attached to.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ __all__ = ["CONNECT_TIMEOUT", "NO_BACKEND", "READY_TIMEOUT", "PeerPaths"]
 _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT: Final[Seconds] = 10.0
-"""For a path: control is taken between steps at both ends, and goes to and fro three times."""
+"""Time to set up a path. Control messages may wait for a step at both ends, and there are three
+round trips."""
 READY_TIMEOUT: Final[Seconds] = 3.0
-"""For the transports here, which is less than a lease: else the peer would be blamed."""
+"""Time for this engine's own transports to be ready. Less than a lease, so that the peer is not
+blamed for it."""
 
 NO_BACKEND: Final = "none"
-"""The back end of a peer to which there is no way."""
+"""Back end reported for a peer to which there is no path."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,17 +65,17 @@ class _Peer:
     offers: BackendOffers | None = None
     setting_up: asyncio.Task[KvPath | TransferError] | None = None
     told: BackendChoice | None = None
-    """The choice that the log has."""
+    """The last choice that was logged."""
     failures: int = 0
-    """In a row, at having a path."""
+    """Failures in a row to set up a path."""
     obstacle: str = ""
-    """Why there is no way; empty: there is one, or it is not certain yet."""
+    """Why no path is possible; empty: there is one, or it is not certain yet."""
     until: Seconds = 0.0
-    """Not worth trying before."""
+    """Time before which another try is not worth it."""
 
 
 class PeerPaths:
-    """See above."""
+    """The transports of one epoch of the node, and their paths to peers."""
 
     def __init__(
         self,
@@ -86,13 +88,14 @@ class PeerPaths:
         changed: Callable[[], None],
         life: int,
     ) -> None:
-        """`changed` is called when a path comes or goes; `life` is drawn at random."""
+        """`changed` is called when a path is set up or ends. `life` is the random number of this
+        run of the engine."""
         loop = asyncio.get_running_loop()
         self.key = key
         self.life = life
         self.books = PathStatsTable()
         self.ready: asyncio.Future[None] = loop.create_future()
-        """The transports are there."""
+        """Done when the transports are open."""
         self.closing = False
         self._now = loop.time
         self._regions = regions
@@ -105,23 +108,23 @@ class PeerPaths:
         self._transports: dict[str, KvTransport] = {}
         self._peers: dict[NodeLife, _Peer] = {}
         self._lives: dict[NodeLife, int] = {}
-        """Of peers' engines, as their probes said."""
+        """Number of each peer's engine run, from its last probe."""
         self._answering: Counter[NodeLife] = Counter()
         self._over: set[NodeLife] = set()
-        """Who went while something was answered to him."""
+        """Peers that died while a call of theirs was being answered."""
         self._rates: dict[str, float] = {}
-        """What each back end usually brings."""
+        """Expected rate of each back end, in bytes/s; 0: not known."""
 
     # ------------------------------------------------------------------ life
 
     async def open(self) -> None:
-        """Make the transports. Those that need long to get ready are ready when this returns; one
-        that fails at it is not offered, which is said."""
+        """Open the transports; returns when all are ready. One that fails is logged and not offered
+        to peers."""
         for name, backend in self._backends.items():
             try:
                 transport = backend.make(self.key, self._regions, self._questions.of(name))
                 self._transports[name] = transport
-                self._rates[name] = backend.expected()  # now: nobody waits for a path yet
+                self._rates[name] = backend.expected()  # now, before requests need it
                 opening: Callable[[], Coroutine[Any, Any, None]] | None
                 opening = getattr(transport, "open", None)
                 if opening is not None:
@@ -141,11 +144,11 @@ class PeerPaths:
         self._offers = self._choices.ours = BackendOffers(places, lacking)
 
     async def close(self) -> None:
-        """End every path; on return no byte can come or go. Idempotent."""
+        """Close every path; on return no byte is read or written any more. Idempotent."""
         self.closing = True
         if not self.ready.done():
-            self.ready.set_exception(_error(TransferRefused, self.key, "close", "its life is over"))
-            self.ready.exception()  # maybe nobody waits
+            self.ready.set_exception(_error(TransferRefused, self.key, "close", "the epoch ended"))
+            self.ready.exception()  # marks it as retrieved: perhaps no caller waits
         for transport in self._transports.values():
             await transport.close()
         self._changed()
@@ -153,9 +156,9 @@ class PeerPaths:
     # ------------------------------------------------------------------ paths of ours
 
     async def path(self, peer: NodeLife) -> KvPath:
-        """The best path to a peer, set up if need be. Raises `TransferError`, and `NotReady` where
-        the transports here are not, which says nothing of the peer. Cancellation: only this waiting
-        ends."""
+        """Return the best path to a peer, and set it up if need be. Raises `TransferError`, or
+        `NotReady` if this engine's own transports are not ready. Cancellation: only this wait ends;
+        the set-up goes on."""
         await self._be_ready()
         known = self._peers.setdefault(peer, _Peer())
         if known.setting_up is None:
@@ -182,7 +185,7 @@ class PeerPaths:
             ) from None
 
     async def _set_up(self, peer: NodeLife, known: _Peer) -> KvPath | TransferError:
-        """Errors are returned: several may wait for them, or nobody."""
+        """Set up a path. Errors are returned, since any number of callers may wait for them."""
         found = await self._tried(peer, known)
         if not isinstance(found, TransferError):
             known.failures, known.obstacle = 0, ""
@@ -204,7 +207,8 @@ class PeerPaths:
             return nobody
 
     def _no_way(self, peer: NodeLife, known: _Peer, error: TransferError) -> None:
-        """Where nothing is in common, it is certain; else once all of it has been tried enough."""
+        """Count a failure. A missing common back end is final at once; otherwise each common back
+        end must have failed often enough."""
         known.failures += 1
         if known.failures < MAX_FAILURES * self._choices.in_common(known.offers):
             return
@@ -215,7 +219,7 @@ class PeerPaths:
         self._changed()
 
     def states(self) -> list[PathState]:
-        """Of this moment: every path, and every peer to which there is none."""
+        """The state of every path, and of every peer to which there is none."""
         now = self._now()
         return self.books.states(now) + [
             PathState(
@@ -244,7 +248,7 @@ class PeerPaths:
     async def _probe(self, peer: NodeLife) -> BackendOffers:
         answer = await self._questions.of("")(peer, BackendProbe(self.life), CONNECT_TIMEOUT)
         if not isinstance(answer, BackendOffers):
-            raise _error(TransferRefused, peer, "connect", "it does not say what it has")
+            raise _error(TransferRefused, peer, "connect", "it did not say which back ends it has")
         return answer
 
     async def _connect(self, peer: NodeLife, known: _Peer, choice: BackendChoice) -> KvPath:
@@ -264,7 +268,7 @@ class PeerPaths:
         self.books.failed(peer, choice.backend)
 
     def _is_nobody_there(self, error: BaseException | None) -> bool:
-        """The peer did not answer at all: any other back end would have met the same."""
+        """Whether the peer did not answer at all: any other back end would fail the same way."""
         while error is not None:
             if isinstance(error, PdserveError) and not isinstance(error, TransferError):
                 return True
@@ -282,14 +286,14 @@ class PeerPaths:
         self._changed()
 
     def _unchecked(self, backend: str) -> str:
-        """What `--verify-kv` cannot do there, for the log and `pdserve status`."""
+        """What `--verify-kv` cannot check over this back end, for the log and `pdserve status`."""
         in_device = any(region.view is None for region in self._regions)
         return "; device memory: content is not compared" if backend == "rdma" and in_device else ""
 
     # ------------------------------------------------------------------ what becomes of them
 
     def lost(self, meter: PathMeter) -> None:
-        """Something failed on a path: if the path did, it counts against its back end, once."""
+        """A transfer has failed. If its path is down, count that against the back end, once."""
         path = meter.path
         if meter.died or path.down is None or self.closing:
             return
@@ -299,21 +303,21 @@ class PeerPaths:
         self._changed()
 
     def worked(self, path: KvPath) -> None:
-        """All that was wanted has come by this path."""
+        """An attempt has arrived in full over this path."""
         self._choices.worked(path.peer, path.backend)
 
     def existing(self, peer: NodeLife, ticket: TransferTicket) -> KvPath:
-        """The path that a peer's ticket is for. Raises `PathLost`."""
+        """Return the path that a peer's ticket is for. Raises `PathLost`."""
         transport = self._transports.get(ticket.backend)
         path = None if transport is None else transport.path(peer)
         if path is None:
             raise _error(PathLost, peer, "deliver", f"there is no path over {ticket.backend!r}")
         if self._lives.get(peer) != ticket.life:
-            raise _error(PathLost, peer, "deliver", "the ticket is of an engine that has ended")
+            raise _error(PathLost, peer, "deliver", "the ticket is from an earlier engine run")
         return path
 
     async def peer_gone(self, peer: NodeLife) -> None:
-        """Close all paths to that life of a peer."""
+        """Close all paths to a peer whose epoch has ended."""
         known = self._peers.pop(peer, None)
         if known is not None and known.setting_up is not None:
             known.setting_up.cancel()
@@ -338,14 +342,14 @@ class PeerPaths:
     async def answer(
         self, peer: NodeLife, backend: str, control: TransferControl
     ) -> TransferControl:
-        """Raises `TransferError`."""
+        """Answer a control call of a peer's transport. Raises `TransferError`."""
         self._answering[peer] += 1
         try:
             answer = await self._answered(peer, backend, control)
             if peer in self._over:
                 await self._close_paths(peer, f"{peer} is gone")
                 self.books.forget(peer)
-                raise _error(PathLost, peer, "connect", "it was held for dead meanwhile")
+                raise _error(PathLost, peer, "connect", "it was declared dead meanwhile")
             return answer
         finally:
             self._answering[peer] -= 1
@@ -373,10 +377,10 @@ class PeerPaths:
         return answer
 
     async def _meet(self, peer: NodeLife, life: int) -> None:
-        """Somebody is about to connect. If that is another engine than before, what we have of the
-        earlier one leads nowhere."""
+        """A peer is about to connect. If its engine has restarted, close the paths to its last
+        run."""
         if self._lives.get(peer, life) != life:
-            await self._close_paths(peer, "the peer's engine has been started again")
+            await self._close_paths(peer, "the peer's engine has restarted")
             self._changed()
         self._lives[peer] = life
 

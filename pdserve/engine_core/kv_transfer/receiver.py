@@ -1,11 +1,10 @@
-"""Prompts that are prefilled elsewhere: their attempts, and the blocks that peers may write to.
+"""Receives prompts that other workers prefill: their attempts, and the blocks peers may write to.
 
-An attempt's fresh blocks belong to it alone from `open` on. They leave it in one of two ways: they
-become the sequence's once everything has arrived and been checked, or they go to quarantine until
-the mover says that nothing can be written to them any more. What it shares of the prefix cache is
-only held.
+From `open` on, an attempt has fresh blocks of its own. Once everything has arrived and been checked
+they become the sequence's. Otherwise they go to quarantine until the connector reports that nothing
+can be written to them any more. Its blocks from the prefix cache are held, never written.
 
-Decisions are `remote_prefill`'s and the scheduler's; the engine core owns this and calls it in its
+`remote_prefill` and the scheduler make the decisions. The engine core owns this and calls it in its
 thread.
 """
 
@@ -51,7 +50,7 @@ BLOCKS_TIMEOUT: Final[Seconds] = 2.0
 
 
 class KvReceiver:
-    """The decode side of one core."""
+    """The decode side of KV transfer in one core."""
 
     def __init__(
         self,
@@ -62,8 +61,8 @@ class KvReceiver:
         verify: Literal["all", "sample", "off"],
         say: Callable[[Event], None],
     ) -> None:
-        """`say` takes what the node is to be told. The sender decides what is checked, unless
-        `verify` is "all": then it must bring all checksums."""
+        """`say` sends an event to the node. The sender decides which blocks get checksums, unless
+        `verify` is "all": then a handoff without all checksums is refused."""
         self.opened = 0
         self.failed = 0
         self.received_blocks = 0
@@ -74,19 +73,19 @@ class KvReceiver:
         self._wants_all = verify == "all" and region.view is not None
         self._say = say
         self._attempts: dict[int, FillAttempt] = {}
-        """By handle."""
+        """Attempts by handle."""
         self._lacking: dict[int, FillAttempt] = {}
-        """Those that have no blocks."""
+        """Attempts that wait for blocks, by handle."""
         self._closing: dict[AttemptKey, list[int]] = {}
-        """Quarantined blocks of attempts that were given up."""
+        """Quarantined blocks of attempts that were aborted."""
         self._fencing: Counter[int] = Counter()
-        """How many of those each submission has."""
+        """Number of quarantined attempts of each submission."""
         self._tried = -1
         """The pool's `releases` when blocks were last looked for."""
 
     @property
     def received_bytes(self) -> int:
-        """What the received blocks take here."""
+        """Bytes of the received blocks in this pool."""
         return self.received_blocks * block_bytes(self._region.layout)
 
     # ------------------------------------------------------------------ what the node wants
@@ -100,7 +99,7 @@ class KvReceiver:
         self.give_up(handle)
         key = AttemptKey(handle, command.attempt)
         if not remote.admitted:
-            self._lose(key, Overloaded("no room is set aside for this request", retry_after=1.0))
+            self._lose(key, Overloaded("no blocks are reserved for this request", retry_after=1.0))
             return
         peer = NodeLife(NodeId(command.node), command.epoch)
         attempt = FillAttempt(key, peer, now + BLOCKS_TIMEOUT)
@@ -108,7 +107,8 @@ class KvReceiver:
         self._bind(attempt)
 
     def activate(self, command: Activate, now: Seconds) -> list[TokenDelta]:
-        """Go on with the attempt's sequence once it is filled; one that is over says nothing."""
+        """Take an attempt's handoff; once the attempt is filled its sequence decodes. Returns the
+        first deltas. Ignores an attempt that has ended."""
         attempt = self._attempts.get(command.handle)
         if attempt is None or attempt.key.attempt != command.attempt:
             return []
@@ -120,17 +120,17 @@ class KvReceiver:
         return self._go_on(attempt, now)
 
     def give_up(self, handle: int, number: int | None = None) -> None:
-        """End the attempt of a submission: any, or the one of this number."""
+        """Abort the attempt of a submission: any, or only the one with this number."""
         attempt = self._attempts.get(handle)
         if attempt is not None and number in (None, attempt.key.attempt):
             self._end(attempt)
 
     def holds(self, handle: int) -> bool:
-        """Blocks that peers could write to for this submission are not fenced yet."""
+        """Whether the submission has quarantined blocks, which peers might still write to."""
         return handle in self._fencing
 
     def prefill_here(self, handle: int) -> None:
-        """Compute it after all."""
+        """Abort the attempt and compute the prompt in this engine."""
         if self._scheduler.remote(handle) is not None:
             self.give_up(handle)
             self._scheduler.prefill_here(handle)
@@ -140,7 +140,8 @@ class KvReceiver:
     def moved(
         self, moved: AttemptGranted | PartArrived | AttemptBroken | AttemptFenced, now: Seconds
     ) -> list[TokenDelta]:
-        """Of an attempt that is over, only the fence matters."""
+        """Handle an event of the connector; returns the first deltas of a filled attempt. Once an
+        attempt has ended, only `AttemptFenced` matters."""
         key = moved.key
         if isinstance(moved, AttemptFenced):
             self._free(key)
@@ -176,17 +177,18 @@ class KvReceiver:
 
     @property
     def has_work(self) -> bool:
-        """`advance` may get further than it did."""
+        """Whether `advance` can do something."""
         if self._scheduler.may_promise:
             return True
         return bool(self._lacking) and self._tried != self._pool.releases
 
     def next_deadline(self) -> Seconds | None:
-        """When `advance` has to be called although nothing else happens."""
+        """Time at which `advance` must be called at the latest; None: never."""
         return min((attempt.until for attempt in self._lacking.values()), default=None)
 
     def advance(self, now: Seconds) -> None:
-        """Blocks for attempts that lack them, then room for requests that wait for it."""
+        """Find blocks for attempts that lack them, then reserve room for requests that wait for
+        it."""
         if self._lacking:
             self._look_for_blocks(now)
         for handle, cached_tokens in self._scheduler.promise():
@@ -218,7 +220,7 @@ class KvReceiver:
         return True
 
     def _end(self, attempt: FillAttempt) -> None:
-        """Without result: nothing of it is used."""
+        """Abort the attempt; nothing of it is used."""
         handle = attempt.key.handle
         self._forget(attempt)
         if attempt.fresh:
@@ -232,8 +234,8 @@ class KvReceiver:
             self._scheduler.unbind(handle)
 
     def _hinder(self, attempt: FillAttempt, error: PdserveError) -> None:
-        """It could not be opened for a cause here: its request waits for room again, and `Admitted`
-        follows when there is some."""
+        """Abort an attempt that failed for a local reason. Its request waits for room again, and
+        `Admitted` follows when there is some."""
         self._end(attempt)
         self._scheduler.postpone(attempt.key.handle)
         self._lose(attempt.key, error)
@@ -252,7 +254,7 @@ class KvReceiver:
         self._say(AttemptLost(key.handle, key.attempt, kind, error.message))
 
     def _go_on(self, attempt: FillAttempt, now: Seconds) -> list[TokenDelta]:
-        """Decode if everything is here and nothing is wrong with it."""
+        """Start to decode if everything has arrived and no fault is found."""
         if not attempt.filled:
             return []
         error = self._fault(attempt)
@@ -278,7 +280,7 @@ class KvReceiver:
         if text:
             return TransferRefused(f"the handoff does not fit: {text}")
         text = self._fault_of_bytes(attempt, tokens)
-        return TransferCorrupt(f"what {attempt.peer} sent is wrong: {text}") if text else None
+        return TransferCorrupt(f"the KV from {attempt.peer} is corrupt: {text}") if text else None
 
     @staticmethod
     def _lacking_checksums(attempt: FillAttempt) -> str:
@@ -304,6 +306,7 @@ class KvReceiver:
     # ------------------------------------------------------------------ ending
 
     def fenced(self) -> None:
-        """The mover is closed: nobody writes any more."""
+        """The connector is closed: free all quarantined blocks, since no peer can write any
+        more."""
         for key in list(self._closing):
             self._free(key)

@@ -1,11 +1,11 @@
-"""A prompt that is prefilled elsewhere, as the decode side keeps its books. Pure: no blocks move.
+"""State of a prompt that another worker prefills, on the decode side. Pure: no blocks move.
 
-    a submission of SubmitRemote        waits for room, then for a peer; has at most one attempt
-    an attempt                          lacks blocks ─▶ has them ─▶ is open ─▶ is filled
-                                          └───────────┴────────────┴─▶ given up
+    a submission of SubmitRemote   waits for room, then for a peer; has at most one attempt
+    an attempt                     lacks blocks ─▶ has blocks ─▶ is open ─▶ is filled
+                                     └───────────────┴────────────┴─▶ is aborted
 
-An attempt is *filled* once its handoff and all parts that the handoff counts are here, in whatever
-order they came. Only then, and only if nothing is wrong with it, its blocks become a sequence's.
+An attempt is *filled* once its handoff and all parts that the handoff counts have arrived, in any
+order. Its blocks become a sequence's only then, and only if the handoff has no fault.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ __all__ = ["FillAttempt", "RemotePrefillState", "handoff_fault"]
 
 @dataclass(slots=True, eq=False)
 class FillAttempt:
-    """One try of a peer's at filling a sequence's blocks."""
+    """One attempt of a peer to fill a sequence's blocks."""
 
     key: AttemptKey
     peer: NodeLife
     until: Seconds
-    """When it is given up unless it has blocks by then."""
+    """Time at which the attempt is aborted if it still has no blocks."""
     shared: list[int] = field(default_factory=list)
     """Leading blocks, from the prefix cache; held, and never written to."""
     fresh: list[int] = field(default_factory=list)
-    """Those that the peer fills; empty as long as there are none for it."""
+    """Blocks that the peer fills; empty while the attempt lacks blocks."""
     opened: bool = False
     arrived: dict[int, Bytes] = field(default_factory=dict)
-    """Size of each part that is here."""
+    """Bytes of each part that has arrived, by part number."""
     handoff: Handoff | None = None
 
     @property
     def filled(self) -> bool:
-        """Everything is here."""
+        """Whether the handoff and all its parts have arrived."""
         handoff = self.handoff
         return handoff is not None and len(self.arrived) >= handoff.parts
 
     def stage(self) -> str:
-        """To follow "while"."""
+        """What the attempt waits for, as text that follows "while"."""
         who = f"attempt {self.key.attempt} by {self.peer}"
         if not self.fresh:
             return f"{who} waits for KV blocks"
@@ -57,17 +57,17 @@ class FillAttempt:
 
 @dataclass(slots=True, eq=False)
 class RemotePrefillState:
-    """What a submission has besides, as long as its prompt is to come from elsewhere."""
+    """Additional state of a submission while its prompt is to be prefilled by another worker."""
 
     admitted: bool = False
     attempt: FillAttempt | None = None
 
     def phase(self) -> str:
-        """In a word for metrics."""
+        """The phase as one word, for metrics."""
         return "remote_filling" if self.attempt and self.attempt.fresh else "remote_queued"
 
     def stage(self) -> str:
-        """To follow "while"."""
+        """What the submission waits for, as text that follows "while"."""
         if not self.admitted:
             return "waiting for room for a prompt that is prefilled elsewhere"
         if self.attempt is None:
@@ -78,8 +78,8 @@ class RemotePrefillState:
 def handoff_fault(
     attempt: FillAttempt, request: GenerateRequest, tokens: int, vocab_size: int
 ) -> str:
-    """What is wrong with the handoff of a request of so many tokens; empty: nothing. Of the bytes
-    it knows nothing."""
+    """Why the handoff does not fit a request of `tokens` tokens; empty if it fits. The KV itself is
+    not checked here."""
     handoff, sampling = attempt.handoff, request.sampling
     assert handoff is not None
     if handoff.tokens != tokens:

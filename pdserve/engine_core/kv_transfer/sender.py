@@ -1,12 +1,12 @@
-"""Prompts that are computed here for a peer: their blocks go out in parts as they are filled.
+"""Computes prompts for peers and sends their KV in parts while they are computed.
 
-Such a prompt is an ordinary submission whose choices end after one token; only that its stem's
-blocks are delivered, and that nobody hears of its tokens before all of them are there. A part's
-blocks are referenced until its delivery has ended, whatever becomes of the sequence meanwhile; if
-that leaves, so are all its blocks, since whoever holds a block holds those before it.
+Such a prompt is an ordinary submission whose choices end after one token. The blocks of its first
+choice (the stem) are sent, and its tokens are reported only when all choices have one. A part's
+blocks are referenced until its delivery has ended, whatever happens to the sequence. If the
+sequence ends first, all its blocks are held until then, since a held block needs those before it.
 
-What a part is, `part_planner` decides; the engine core owns this and calls it in its thread, before
-and after each step, and within one where the executor says that layers are done.
+`part_planner` decides the parts. The engine core owns this and calls it in its thread, before and
+after each step, and within a step when the executor reports finished layers.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ __all__ = ["KvSender"]
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    """One prompt and its ticket."""
+    """One prompt that is computed for a ticket."""
 
     handle: int
     peer: NodeLife
     ticket: TransferTicket
     parts: PartPlanner
     choices: tuple[int, ...]
-    """That have not ended before; the first is the stem's."""
+    """Choices that had not ended before; the first is the stem's."""
     checked: frozenset[int]
-    """Places among the ticket's blocks that get a checksum."""
+    """Indices of the ticket's blocks that get a checksum."""
     checksums: dict[int, int] = field(default_factory=dict)
     under_way: dict[int, tuple[list[int], bool]] = field(default_factory=dict)
-    """Of each part, its blocks, and whether it completes them."""
+    """Per part under way: its blocks, and whether it completes them."""
     held: list[list[int]] = field(default_factory=list)
-    """Blocks of its sequence, which left while something was under way."""
+    """Blocks of its sequence, if that ended or was preempted while a part was under way."""
     deltas: dict[int, TokenDelta] = field(default_factory=dict)
     """The first token of each choice."""
     said: bool = False
-    """`Prefilled`."""
+    """Whether `Prefilled` has been sent."""
     ended: bool = False
-    """Nothing more is sent."""
+    """Whether it has ended; no more parts are sent."""
     silent: bool = False
-    """The node has had the last word of it."""
+    """Whether the node has already got the last event of it."""
     error: PdserveError | None = None
 
 
 class KvSender:
-    """The prefill side of one core."""
+    """The prefill side of KV transfer in one core."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class KvSender:
         verify: Literal["all", "sample", "off"],
         say: Callable[[Event], None],
     ) -> None:
-        """`say` takes what the node is to be told."""
+        """`say` sends an event to the node."""
         self.sent_blocks = 0
         self.sent_bytes = 0
         self._scheduler = scheduler
@@ -95,41 +95,42 @@ class KvSender:
         self._verify = verify if region.view is not None else "off"
         self._say = say
         self._prefills: dict[int, _Prefill] = {}
-        """Until nothing of it is under way any more."""
+        """Prompts by handle, each until nothing of it is under way."""
         scheduler.keeps = self._keep
         scheduler.sends = self._sends
 
     @property
     def active(self) -> bool:
-        """Without any, the other methods need not be called."""
+        """False: the other methods need not be called."""
         return bool(self._prefills)
 
     @property
     def sending(self) -> int:
-        """How many are computed, or given up, and still under way."""
+        """Number of prompts that are computed or aborted while parts are still under way."""
         return sum(prefill.said or prefill.ended for prefill in self._prefills.values())
 
     def holds(self, handle: int) -> bool:
-        """Blocks of this prompt are still being read."""
+        """Whether blocks of this prompt may still be read."""
         return handle in self._prefills
 
     # ------------------------------------------------------------------ submissions
 
     def submit(self, command: PrefillForPeer, now: Seconds) -> None:
-        """Raises what `Scheduler.submit` does, and `TransferRefused` for a ticket that does not
-        fit the request."""
+        """Submit a prompt and plan its parts. Raises what `Scheduler.submit` does, `InvalidRequest`
+        for a request that cannot be prefilled for a peer, and `TransferRefused` for a ticket that
+        does not fit it."""
         request, ticket = command.request, command.ticket
         given = len(request.given)
         tokens = len(request.prompt) + given
         self._check(ticket, tokens)
         if request.diverged:
-            raise InvalidRequest("several choices with given outputs cannot be handed over")
+            raise InvalidRequest("choices with different outputs cannot be prefilled for a peer")
         if request.pooling:
-            raise InvalidRequest("a vector is computed where it is wanted")
+            raise InvalidRequest("an embedding request cannot be prefilled for a peer")
         sampling = msgspec.structs.replace(request.sampling, max_tokens=given + 1)
         request = msgspec.structs.replace(request, sampling=sampling)
         if self._scheduler.submit(command.handle, request, now):
-            raise InvalidRequest("the given output is complete: nothing is left to be prefilled")
+            raise InvalidRequest("the given output is already complete: nothing is left to prefill")
         layers = self._region.layout.layers
         parts = PartPlanner(ticket.first_token, tokens, self._pool.block_size, layers)
         places = checked_places(self._verify, ticket.transfer, ticket.attempt, len(ticket.blocks))
@@ -148,11 +149,11 @@ class KvSender:
             )
 
     def abort(self, handle: int) -> None:
-        """The node has withdrawn it: `PrefillSent` is all that follows."""
+        """The node has aborted the prompt: only `PrefillSent` follows."""
         self._end(handle, silent=False)
 
     def fail(self, handle: int) -> None:
-        """The node has been told that it failed: nothing follows."""
+        """The node already knows that the prompt failed: no event follows."""
         self._end(handle, silent=True)
 
     def _end(self, handle: int, *, silent: bool) -> None:
@@ -169,7 +170,7 @@ class KvSender:
     # ------------------------------------------------------------------ steps
 
     def planned(self, plan: StepPlan) -> None:
-        """Before the step: what the prefix cache had goes out, and the step is watched."""
+        """Before a step: send what the prefix cache has, and watch the step's layers."""
         last: list[tuple[_Prefill, ScheduledChunk]] = []
         watched = False
         for prefill, chunk in self._chunks(plan):
@@ -189,13 +190,13 @@ class KvSender:
                 self._post(prefill, chunk.sequence, prefill.parts.layered(layers))
 
     def computed(self, plan: StepPlan) -> None:
-        """After the step, before its sequences may end."""
+        """After a step, before its sequences may end: send what is complete now."""
         for prefill, chunk in self._chunks(plan):
             end = chunk.start + chunk.count
             self._post(prefill, chunk.sequence, prefill.parts.computed(end))
 
     def _chunks(self, plan: StepPlan) -> Iterator[tuple[_Prefill, ScheduledChunk]]:
-        """Of stems: theirs are the blocks that go out."""
+        """The chunks of stems, whose blocks are sent."""
         for chunk in plan.chunks:
             prefill = self._prefills.get(chunk.sequence.handle)
             if (
@@ -219,7 +220,8 @@ class KvSender:
         self._mover.deliver(prefill.handle, prefill.peer, prefill.ticket, part)
 
     def _sends(self, sequence: Sequence) -> bool:
-        """Parts of it are under way: its blocks do not come back when it is preempted."""
+        """Whether parts of the sequence are under way: then a preemption does not free its
+        blocks."""
         prefill = self._prefills.get(sequence.handle)
         if prefill is None:
             return False
@@ -242,7 +244,7 @@ class KvSender:
     # ------------------------------------------------------------------ results
 
     def take(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """Keep the first tokens; returns the deltas that are others'."""
+        """Keep the first tokens of these prompts; returns the deltas of other requests."""
         others: list[TokenDelta] = []
         for delta in deltas:
             prefill = self._prefills.get(delta.handle)
@@ -257,7 +259,8 @@ class KvSender:
         return others
 
     def delivered(self, moved: PartDelivered) -> None:
-        """A part's blocks are not read any more."""
+        """The connector reads a part's blocks no more. If the part did not arrive, abort the
+        prompt."""
         prefill = self._prefills.get(moved.handle)
         if prefill is None or moved.part not in prefill.under_way:
             return
@@ -282,7 +285,7 @@ class KvSender:
         prefill.held.clear()
 
     def _settle(self, prefill: _Prefill) -> None:
-        """The last word, once nothing is under way."""
+        """Send the last event once nothing is under way."""
         if prefill.under_way or not (prefill.said or prefill.ended):
             return
         del self._prefills[prefill.handle]
@@ -294,7 +297,7 @@ class KvSender:
     # ------------------------------------------------------------------ ending
 
     def fenced(self) -> None:
-        """The mover is closed: nobody reads any more."""
+        """The connector is closed: release all blocks, since nothing reads them any more."""
         for prefill in self._prefills.values():
             for blocks, _ in prefill.under_way.values():
                 self._pool.release(blocks)

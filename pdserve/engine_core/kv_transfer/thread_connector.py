@@ -1,9 +1,8 @@
-"""`ThreadKvConnector`: a `LoopKvConnector` on a loop of its own, in a thread beside the core's.
+"""Runs a `LoopKvConnector` in a thread beside the core's: `ThreadKvConnector`.
 
-The core computes for long stretches; here a peer's question, a connection, a fence never wait for
-a step. Calls go in by `call_soon_threadsafe`, what has happened comes out by a deque that either
-thread may touch. If the thread breaks down, the core's next `poll` raises: nothing that it has
-granted can be vouched for any more.
+A core's step takes long, and here no call of a peer, no connection and no fence waits for it. Calls
+go in by `call_soon_threadsafe`; events come out by a deque that both threads may use. If the thread
+breaks down, the core's next `poll` raises, since its grants can no longer be relied on.
 """
 
 from __future__ import annotations
@@ -40,19 +39,21 @@ _log = logging.getLogger(__name__)
 
 _START: Final[Seconds] = 30.0
 _CLOSE: Final[Seconds] = 15.0
-"""Closing a path waits for a copy or a device that is being destroyed, never for a peer."""
+"""Time to close all paths. This waits for a copy or a device, never for a peer."""
 
 
 def make_thread_connector(spec: TransferSpec, nudge: Callable[[], None]) -> ThreadKvConnector:
-    """With the back ends that `spec` allows. Raises `ConfigError` for one that does not exist."""
+    """Make a connector with the back ends that `spec` allows. Raises `ConfigError` for an unknown
+    one."""
     return ThreadKvConnector(make_backends(spec), nudge)
 
 
 class ThreadKvConnector:
-    """See above, and `kv_transfer.connector.KvConnector`. Used by one thread, that of its core."""
+    """A `KvConnector` in a thread of its own. Used by one thread, the core's. After `close` all
+    calls are ignored."""
 
     def __init__(self, backends: Sequence[TransferBackend], nudge: Callable[[], None]) -> None:
-        """`nudge` wakes whoever drives the core; see `LoopKvConnector`."""
+        """`nudge` wakes the loop that steps the core; called from the connector's thread."""
         self._backends = backends
         self._nudge = nudge
         self._thread: threading.Thread | None = None
@@ -68,7 +69,7 @@ class ThreadKvConnector:
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(self._live(regions, offers))
-        except BaseException as error:  # of ours or the loop's: the core must hear of it
+        except BaseException as error:  # the core must learn of any error, also of the loop's own
             self._break(EngineDied(f"the engine's transport thread broke down: {error!r}"))
         finally:
             self._started.set()
@@ -101,7 +102,8 @@ class ThreadKvConnector:
     # ------------------------------------------------------------------ life
 
     def start(self, region: Region, wake: Callable[[], None]) -> tuple[str, ...]:
-        """See `Mover`. Raises `EngineError` when the thread does not start."""
+        """Start the thread with the allocated pool; returns the usable back ends. Raises
+        `ConfigError` if there is none, `EngineError` if the thread does not start."""
         offers = backend_offers(self._backends, [region])
         self._wake = wake
         self._thread = threading.Thread(
@@ -115,8 +117,8 @@ class ThreadKvConnector:
         return tuple(offers.places)
 
     def close(self) -> None:
-        """See `Mover`. Raises `EngineError` if the thread does not end in time: then the pool may
-        still be written to."""
+        """Close every path and end the thread. Raises `EngineError` if the thread does not end in
+        time; peers may then still write to the pool."""
         thread, loop = self._thread, self._loop
         if thread is None:
             return
@@ -136,53 +138,54 @@ class ThreadKvConnector:
 
     def _call(self, method: str, *args: Any) -> None:
         loop, mover = self._loop, self._mover
-        if loop is not None and mover is not None:  # else it is closed, and all has ended
+        if loop is not None and mover is not None:  # else it is closed
             self._post(loop, getattr(mover, method), *args)
 
     # ------------------------------------------------------------------ calls
 
     def attach(self, peer: NodeLife) -> None:
-        """See `Mover`."""
+        """Exchange KV as this (node, epoch) from now on."""
         self._call("attach", peer)
 
     def open(self, key: AttemptKey, peer: NodeLife, order: GrantSpec) -> None:
-        """See `Mover`."""
+        """Connect to the peer and let it fill these blocks."""
         self._call("open", key, peer, order)
 
     def finish(self, key: AttemptKey) -> None:
-        """See `Mover`."""
+        """End an attempt of which all parts have arrived."""
         self._call("finish", key)
 
     def revoke(self, key: AttemptKey) -> None:
-        """See `Mover`."""
+        """End an attempt in any state; `AttemptFenced` follows."""
         self._call("revoke", key)
 
     def deliver(self, handle: int, peer: NodeLife, ticket: TransferTicket, part: KvPart) -> None:
-        """See `Mover`."""
+        """Send a part to the peer's blocks; `PartDelivered` follows."""
         self._call("deliver", handle, peer, ticket, part)
 
     def withdraw(self, handle: int, peer: NodeLife, ticket: TransferTicket) -> None:
-        """See `Mover`."""
+        """Send no more parts for this ticket."""
         self._call("withdraw", handle, peer, ticket)
 
     def take(self, command: PeerGone | InboundControl | OutboundControlReply) -> None:
-        """See `Mover`."""
+        """Pass a command of the node to the transports."""
         self._call("take", command)
 
     # ------------------------------------------------------------------ what has happened
 
     def poll(self) -> list[ConnectorEvent]:
-        """See `Mover`. Raises `EngineDied` when the thread has broken down."""
+        """Return all events since the last call. Raises `EngineDied` if the thread has broken
+        down."""
         if self._broken is not None:
             raise self._broken
         return [] if self._mover is None else self._mover.poll()
 
     def says(self) -> list[NodeMessage]:
-        """See `Mover`."""
+        """Return the events for the node alone; the others stay for `poll`."""
         return [] if self._mover is None else self._mover.says()
 
     def paths(self) -> list[PathState]:
-        """See `Mover`."""
+        """State of every path to a peer."""
         return [] if self._mover is None else self._mover.paths()
 
 

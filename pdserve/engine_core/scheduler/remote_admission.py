@@ -38,7 +38,7 @@ class RemoteAdmission(SchedulerState):
         if request.pooling:
             raise InvalidRequest("vectors are computed here only")
         if end_reason(choices[0]) is not None:
-            raise InvalidRequest("the given output is complete: nothing is left to be prefilled")
+            raise InvalidRequest("the given output is already complete: nothing is left to prefill")
         submission = Submission(handle, request, None, choices, remote=RemotePrefillState())
         self.promises.waiting.push(self._enter(submission, now))
 
