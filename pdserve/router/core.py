@@ -1,20 +1,20 @@
-"""All that a router knows and does, without its sockets: pool, ledger, index, predictor, policy,
-and the questions that wait.
+"""The router's state and decisions without its sockets: workers, bookings, prefix index, predictor,
+policy, and the queue of held requests.
 
     offer ─┬─ refused                                   raised
            ├─ placed at once                            returned
            └─ held ─┬─ placed, refused, expired         `QueuedRequest.answer`
-                    └─ withdrawn: nobody wants it now   silence
+                    └─ withdrawn by its frontend        no answer
 
-exactly one of these for each question. While some worker is *open* (little predicted work before
-it, and room for a sequence) the first in the hold queue is placed, by the policy, which chooses
-among all that may take it. A question that is not to be held (its request has a place already) is
-placed with an open worker or refused. The service calls `look` when something has happened
-(`stirred`) and at the moment `next_look` names, so that nobody is forgotten when nothing happens.
+Each request gets exactly one of these. While a worker is *open* (little predicted work ahead, and
+room for a sequence), the first held request is placed: the policy chooses among all workers that
+may take it. A request that must not be held, because a worker already serves it, is placed at an
+open worker or refused. The service calls `look` after every event that may free room (`stirred`),
+and at the time that `next_look` names.
 
-The service turns what arrives into calls here, and what comes back into answers and publications.
-News of members and load goes through the core, because all parts must hear it; what other routers
-say of single bookings goes to `bookings` itself.
+The service turns messages into calls here, and results into answers and publications. News of
+members and load goes to every part; what other routers publish about single bookings goes to
+`bookings` alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A `Backend` without engines: a script says which tokens come, in which pieces, and what fails.
+"""A frontend's `Backend` without workers: a script decides tokens, their chunks, and failures.
 
-For tests of the frontend and of clients. Tokens arrive in turns of the event loop, as from a real
-engine; nothing sleeps unless the script says so. It keeps the engine's promises (limits, stop
-tokens, one end per choice, silence after a cancel) and records what it was asked.
+For tests of the frontend and of clients. Each chunk arrives in a later turn of the event loop, as
+from a real engine; nothing sleeps unless the script says so. It keeps the engine's contract
+(limits, stop tokens, one end per choice, silence after a cancel) and records its requests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""CUDA without a GPU: host memory plays device memory, for one process or several.
+"""A CUDA driver without a GPU: host memory stands for device memory, in one process or several.
 
-Copies happen late: when somebody waits, or by chance before, run by run, from whichever stream is
-drawn; in one stream they keep their order. So whoever tells of bytes before he has waited for them,
-or gives memory up while a copy is queued, is found out. A copy that leaves what is mapped breaks
-the device for good, as on a GPU; `breaks_after` does it on demand.
+Copies happen late: when a caller waits for them, or at a random earlier moment, from a random
+stream; one stream keeps its order. So a test fails if code reports bytes before it has waited for
+them, or frees memory while a copy is queued. A copy outside of mapped memory breaks the device for
+good, as on a GPU; `breaks_after` does so on demand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happened in a world, in order: for people to read, and as one number to compare runs by."""
+"""Records the events of a world in order: as text to read, and as one hash to compare runs by."""
 
 from __future__ import annotations
 

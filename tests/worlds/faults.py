@@ -1,8 +1,8 @@
-"""What goes wrong, and when: kinds of faults, a plan drawn from the seed, and how each is done.
+"""Injects faults into a simulated cluster: kinds, a plan drawn from the seed, each action.
 
-Each run draws a subset of the kinds and their rates ("swarm"), so that some runs have one kind only
-and the others are not hidden by it. A fault counts when it happens (`World.faults`) and again when
-somebody felt it (`World.effects`): one that is never felt tests nothing.
+Each run draws some of the kinds and their rates (swarm testing), so that a frequent fault does not
+hide a rare one. `World.faults` counts a fault when it is injected, `World.effects` when a node
+noticed it: a fault that no node notices tests nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""An engine to which things happen: requests that kill it, steps that fail, a core that stands
-still, one that is slow.
+"""An engine that fails on demand: it dies, fails a step, stands still, or runs slowly.
 
-Poison is a token in a prompt: whoever computes it dies of it, or fails the step that it is in, and
-would do so again anywhere. No other prompt has these tokens.
+Poison is a token that only some prompts have. Every engine that computes it dies, or fails the step
+with it, on any worker.
 """
 
 from __future__ import annotations

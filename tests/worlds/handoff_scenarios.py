@@ -1,8 +1,7 @@
-"""Worlds in which nearly everything happens between prefill and decode workers.
+"""Draws worlds for disaggregated prefill: few nodes, long prompts, slow KV transfers.
 
-Few nodes, long prompts, slow transfers, clients that go; and faults that fall into what they
-disturb: besides drawn ones, troubles of several faults, each made for a turn that a handoff seldom
-takes.
+Clients hang up. Besides single faults, a world draws combinations of several, each made for a state
+change of a handoff that rarely happens by chance.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""One event loop for many processes: virtual time, and a seed that picks who runs next.
+"""An event loop for many simulated processes, with virtual time and a seed that orders them.
 
-Every callback belongs to the process whose context it runs in, or to nobody (the network). Within a
-process callbacks keep the order that asyncio promises; between processes they do not, as between
-machines: now and then the seed lets one of another process go first. A process that is killed runs
-no more, at once and in the middle of whatever it waits for; one that stands still keeps its
-callbacks until it goes on.
+Every callback belongs to the process whose context it runs in, or to the network. Within a process
+callbacks keep asyncio's order. Between processes the seed sometimes lets another one go first, as
+happens between machines. A killed process runs no further callback, even in the middle of a wait; a
+suspended one keeps its callbacks until it resumes.
 
-The world owns the loop. It knows neither hosts nor nodes.
+The world owns the loop. The loop knows neither hosts nor nodes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Worlds in which requests go from worker to worker.
+"""Draws worlds for migrations of requests between workers: few nodes, long answers.
 
-Few nodes, long answers, many choices, clients that go, poison; and troubles of several faults that
-fall into a migration: its worker is to go and dies, the one it goes to dies too or stands still,
-the router that is asked goes away meanwhile, all workers are replaced one after the other.
+A request has many choices. Clients hang up, and some prompts are poison. Combined faults hit a
+running migration: the worker that drains dies, its target dies or stands still, the router leaves,
+or all workers are replaced one after the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Bugs planted on purpose: a suite that does not catch them does not test what it says.
+"""Bugs planted on purpose, to prove that the suites catch them.
 
-Each entry takes one rule out of the product, by replacing one named function for a while. Nothing
-in the product knows of this file; a name that no longer exists fails at once.
+Each entry removes one rule of the product, by replacing one named function for a while. Nothing in
+the product knows of this file. A name that no longer exists fails at once.
 """
 
 from __future__ import annotations

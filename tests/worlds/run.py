@@ -1,11 +1,10 @@
-"""One run: a world from a seed, a time of faults, a quiet time in which all must come to rest, and
-an orderly end that leaves nothing behind.
+"""Runs one world from its seed, in five phases.
 
-    grow      hosts start at times of their own, in any order
-    faults    clients ask, things go wrong
-    calm      faults have ended, everybody who was wanted is up; clients ask on, and are served
-    rest      nobody asks: bookings, credits and blocks are back
-    end       each process is asked to end
+grow      hosts start at times of their own, in any order
+faults    clients send requests, faults are injected
+calm      no more faults, every host that should run does; clients are served
+rest      no more requests: bookings, credits and blocks return
+end       each process is asked to stop, and leaves nothing behind
 """
 
 from __future__ import annotations

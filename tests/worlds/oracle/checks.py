@@ -1,7 +1,7 @@
-"""What must hold: while faults go on, once they are over, and when everything has ended.
+"""Checks of a simulated cluster: during faults, after them, and at its end.
 
-Each check yields what is wrong in words that name it, so that a run which does not come to rest
-says for what it waits. They read the nodes from outside and change nothing.
+Each check reads the nodes from outside, changes nothing, and yields a sentence per violation. A run
+that does not settle prints these sentences, so that it says what it waits for.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Which turns requests take on their way from worker to worker: (where one is, what happens), and
-how each migration ends. Part of `coverage`."""
+"""Counts which pairs (request state, event) a run's migrations have met, and how they ended.
+
+Part of `coverage`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Where in a world a request is, seen from outside: which routers hold its question, which engines
-have a sequence of it, and how far each has come."""
+"""Finds a request in a world from outside.
+
+It tells which routers hold the request in their queue, which engines have a sequence of it, and how
+many tokens each has computed.
+"""
 
 from __future__ import annotations
 
