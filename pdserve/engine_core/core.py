@@ -1,18 +1,16 @@
-"""The engine core: commands in, events out, one step at a time.
+"""Runs the scheduler, the block pool and an executor, one step at a time: `EngineCore`.
 
-`EngineCore` is the `kit.Core` that joins scheduler, pool and an executor. It is synchronous and
-does no I/O: the host (a process or a thread) brings commands and carries events away, and a
-simulation calls it inline with a clock of its own. It owns the scheduler, the pool and the
-executor; nobody else touches them.
+It is synchronous and does no I/O: the `CoreLoop` (in a process or a thread) passes commands in and
+carries events out, and a simulation calls it inline with a clock of its own. It alone uses its
+scheduler, pool and executor.
 
-An executor that fails a step costs the requests of that step, since their blocks may be half
-written; committed blocks were complete before and stay. They end with `StepFailed`: whose fault it
-was is not known, so each may go on elsewhere. If it says which sequences the fault lies with, it
-costs those alone. An executor that raises `EngineDied`, or
-fails three steps in a row, is broken: the core says `Failed` and is to be closed.
+A step that fails ends the requests in it with `StepFailed`, since their blocks may be half written;
+blocks committed earlier stay. A retry on another worker may help, because the cause is not known.
+If the executor names the sequences at fault, only those fail. An executor that raises `EngineDied`,
+or fails three steps in a row, is broken: the core reports `CoreFailed` and must be closed.
 
-With a `KvConnector`, prompts may be prefilled elsewhere (`KvReceiver`) or for others (`KvSender`).
-What comes of the moving is taken in between steps, like commands.
+With a `KvConnector`, other workers may prefill prompts for this core (`KvReceiver`) and it may
+prefill for others (`KvSender`). The connector's events are handled between steps, like commands.
 """
 
 from __future__ import annotations
@@ -96,40 +94,41 @@ __all__ = ["EngineCore"]
 _log = logging.getLogger(__name__)
 
 _BREATH: Seconds = 0.005
-"""A command waits so long at most while nothing can be computed before some grammar is there."""
+"""Longest wait for a grammar, in seconds, while nothing else can be computed; a command may wait as
+long."""
 
 _FAILURES_IN_A_ROW = 3
 _NEWEST = 0.1
-"""Weight of one step in the mean time between tokens: it follows the last dozen or two."""
+"""Weight of one step in the mean time between tokens, which so follows the last 10 to 20 steps."""
 
 
 class EngineCore:
     """A `Core` around pdserve's scheduler and any `Executor`.
 
-    A step takes as long as the executor's `execute` does. A core whose steps end at a time that
-    is known beforehand (the sim engine's) derives from it and calls its parts.
+    A step takes as long as the executor's `execute` does. A core that knows beforehand when its
+    steps end (the sim engine's) is derived from this class and calls its parts.
     """
 
     def __init__(self, executor: Executor, clock: Clock, mover: KvConnector | None = None) -> None:
-        """`kv_transfer.connector` None: it neither sends KV nor receives any."""
+        """`mover` None: the core neither sends nor receives KV."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when `has_work` has become true without a command."""
         self.tick: Callable[[int], None] | None = None
-        """Given to every plan."""
+        """Passed to the executor with every plan; see `StepPlan.tick`."""
         self.on_freed: Callable[[int, str], None] = lambda handle, phase: None
-        """Called when nothing is held any more of a submission that was aborted, with what it was
-        doing then; for every abort, once."""
+        """Called once for every abort, when the submission holds nothing any more, with what it was
+        doing when it was aborted."""
         self._aborted: dict[int, str] = {}
-        """Those of which something is held."""
+        """Aborted submissions that still hold blocks, with what they were doing."""
         self._executor = executor
         self._clock = clock
         self._mover = mover
         self._incoming: KvReceiver | None = None
         self._outgoing: KvSender | None = None
         self._region: Region | None = None
-        """What is moved."""
+        """The KV storage that the connector reads and writes."""
         self._moved = False
-        """`KvConnector.poll` has something."""
+        """Whether the connector has events."""
         self._events: list[Event] = []
         self._deltas: list[TokenDelta] = []
         self._steps = 0
@@ -145,7 +144,8 @@ class EngineCore:
     def load(
         self, spec: EngineSpec, progress: Callable[[LoadProgress], None]
     ) -> EngineCapabilities:
-        """Load the model, size the pool, allocate it."""
+        """Load the model, size the KV pool and allocate it. Raises `ConfigError`, or what the
+        executor raises."""
         info = self._executor.load(
             spec, lambda stage, fraction: progress(LoadProgress(stage=stage, fraction=fraction))
         )
@@ -174,8 +174,9 @@ class EngineCore:
         return _capabilities(spec, info, limits, sizing, transfers)
 
     def _start_moving(self, spec: EngineSpec) -> tuple[str, ...]:
-        """The back ends by which KV can be moved; none if nobody wants it, or if it is optional and
-        cannot be. Raises `ConfigError` if this engine cannot, and as `KvConnector.start` does."""
+        """Start the connector; returns its usable back ends, or none if KV transfer is off, or is
+        optional and impossible here. Raises `ConfigError` if this engine cannot transfer KV, and as
+        `KvConnector.start` does."""
         mover = self._mover
         if mover is None or spec.transfer is None:
             return ()
@@ -184,7 +185,7 @@ class EngineCore:
         except ConfigError as error:
             if not spec.transfer.optional:
                 raise
-            _log.info("KV does not leave this worker: %s", error.message)
+            _log.info("KV transfer is off for this worker: %s", error.message)
             return ()
         scheduler, pool, verify = self.scheduler, self.pool, spec.transfer.verify
         self._incoming = KvReceiver(scheduler, pool, mover, region, verify, self._say)
@@ -192,7 +193,7 @@ class EngineCore:
         return transfers
 
     def _open_pool(self, engine: str, mover: KvConnector) -> tuple[Region, tuple[str, ...]]:
-        """To the mover, for as long as the core lives."""
+        """Give the executor's KV storage to the connector, for as long as the core lives."""
         region = self._executor.region() if hasattr(self._executor, "region") else None
         if region is None:
             raise kv_transfer_unsupported(engine)
@@ -206,7 +207,8 @@ class EngineCore:
     # ------------------------------------------------------------------ commands
 
     def handle(self, command: Command) -> None:
-        """Submissions that cannot be taken end with a `Rejected` event."""
+        """Take a command in; its results come from `step`. A submission that cannot be served ends
+        with a `Rejected` event."""
         if isinstance(command, Submit | SubmitRemote | PrefillForPeer):
             self._expect(command.request.sampling)
         match command:
@@ -244,7 +246,7 @@ class EngineCore:
         | AbortAttempt
         | PrefillLocally,
     ) -> None:
-        """What has to do with prompts that one worker prefills and another goes on with."""
+        """Handle the commands for prompts that one worker prefills and another decodes."""
         incoming, outgoing = self._incoming, self._outgoing
         now = self._clock.now()
         self._changed = True
@@ -296,7 +298,7 @@ class EngineCore:
         self._note_freed({handle})
 
     def _note_freed(self, handles: Iterable[int]) -> None:
-        """Tell of those aborted submissions among these whose last blocks have come back."""
+        """Report those of these submissions that were aborted and now hold no blocks."""
         incoming, outgoing = self._incoming, self._outgoing
         for handle in self._aborted.keys() & handles:
             held = incoming is not None and incoming.holds(handle)
@@ -304,7 +306,7 @@ class EngineCore:
                 self.on_freed(handle, self._aborted.pop(handle))
 
     def _end_transfers(self, handle: int) -> None:
-        """Of a submission that ends: its attempt, or what it sends."""
+        """Abort the attempt of a submission that ends."""
         if self._incoming is not None:
             self._incoming.give_up(handle)
 
@@ -338,12 +340,12 @@ class EngineCore:
         self._say(rejected_event(handle, error))
 
     def _say(self, event: Event) -> None:
-        """What has been produced before is said before."""
+        """Append an event, behind all output produced before it."""
         self._say_deltas()
         self._events.append(event)
 
     def _add(self, deltas: list[TokenDelta]) -> None:
-        """Of a call that may have said something: what was there before it has been said then."""
+        """Append deltas to the step's output."""
         self._deltas += deltas
 
     def _say_deltas(self) -> None:
@@ -352,7 +354,7 @@ class EngineCore:
             self._deltas = []
 
     def _unsay(self, handle: int) -> None:
-        """Nothing about an aborted submission leaves after its abort."""
+        """Drop all events of an aborted submission that were not sent yet."""
         self._say_deltas()
         kept: list[Event] = []
         for event in self._events:
@@ -368,7 +370,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Something can be computed, or something waits to be said."""
+        """Whether `step` has something to compute or to report."""
         if self._broken:
             return bool(self._events)
         if self._moved or (self._incoming is not None and self._incoming.has_work):
@@ -376,7 +378,7 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._events or self._deltas) or self._changed
 
     def wake_at(self) -> Seconds | None:
-        """The next deadline of a request, or of an attempt."""
+        """The next deadline of a request or an attempt; None: there is none."""
         deadline = self.scheduler.next_deadline()
         patience = None if self._incoming is None else self._incoming.next_deadline()
         if deadline is None or patience is None:
@@ -384,7 +386,7 @@ class EngineCore:
         return min(deadline, patience)
 
     def step(self) -> list[Event]:
-        """Expire, plan, compute, report."""
+        """Drop expired requests, plan and compute one step, and return its events."""
         started = self._clock.now()
         if self._incoming is not None:
             self._take_moved(self._poll(), started)
@@ -410,7 +412,7 @@ class EngineCore:
         return plan
 
     def _poll(self) -> list[ConnectorEvent]:
-        """What the mover has to tell since it was last asked."""
+        """Return the connector's events since the last call."""
         if not self._moved or self._mover is None:
             return []
         self._moved = False
@@ -454,19 +456,19 @@ class EngineCore:
             self._take(plan, result, now - started, now)
 
     def _execute(self, plan: StepPlan) -> StepResult | None:
-        """None if the step failed; its requests have been told so then."""
+        """Compute the plan; None if the step failed, after its requests have got the error."""
         self._changed = True
         plan.tick = self.tick
         try:
             result = self._executor.execute(plan)
             _check_result(plan, result)
-        except Exception as error:  # whatever an engine raises costs this step, not the core
+        except Exception as error:  # any error fails this step, not the core
             self._fail(plan, error)
             return None
         return result
 
     def _take(self, plan: StepPlan, result: StepResult, took: Seconds, now: Seconds) -> None:
-        """Book a step that has been computed in `took` seconds."""
+        """Take in the result of a step that took `took` seconds."""
         decodes = plan.chunks[0].sequence.first_token is not None  # decodes come first
         self._pace.note(plan.num_tokens, took)
         self.scheduler.prefill_tokens = self._pace.tokens
@@ -481,7 +483,7 @@ class EngineCore:
             self._add(outgoing.take(self.scheduler.complete(plan, result, now, took)))
 
     def _set_aside(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
-        """End the submissions of which something went wrong; returns what is left of the step."""
+        """End the submissions that have a fault; returns the rest of the step."""
         faults: set[int] = set()
         for index, why in result.faults.items():
             handle = plan.chunks[index].sequence.handle
@@ -490,11 +492,11 @@ class EngineCore:
             faults.add(handle)
             self.scheduler.drop(handle, trusted=index in result.sound)
             if index in result.lasting:
-                _log.warning("request %d cannot go on: %s", handle, why)
-                self._reject(handle, InvalidRequest(f"the answer cannot go on: {why}"))
+                _log.warning("request %d ends with an error: %s", handle, why)
+                self._reject(handle, InvalidRequest(f"the answer cannot be continued: {why}"))
                 continue
             _log.error("request %d failed in a step of %d tokens: %s", handle, plan.num_tokens, why)
-            self._reject(handle, StepFailed(f"the engine failed at this request: {why}"))
+            self._reject(handle, StepFailed(f"the engine failed to compute this request: {why}"))
         return result.less(plan, faults)
 
     def _count(self, took: Seconds, decodes: bool) -> None:
@@ -529,7 +531,7 @@ class EngineCore:
     # ------------------------------------------------------------------ reading and ending
 
     def statistics(self) -> EngineStats:
-        """A snapshot of this moment."""
+        """A snapshot of the stats."""
         scheduler, counts = self.scheduler, self.pool.counts()
         counters = scheduler.counters
         stats = EngineStats(
@@ -572,8 +574,9 @@ class EngineCore:
         )
 
     def close(self) -> int:
-        """Safe at any time, also when `load` failed or never ran. No byte is moved after it; where
-        that cannot be had, it raises what the mover does, and gives no memory back."""
+        """Drop and free everything; returns leaked KV blocks. Allowed at any time, also when `load`
+        failed or never ran. No KV is transferred after it. Raises `EngineError` if transfers cannot
+        be ended; the memory then stays allocated."""
         if self._mover is not None:
             self._mover.close()
         try:
@@ -597,7 +600,8 @@ class EngineCore:
 
 
 def _names(spec: EngineSpec, info: ModelInfo) -> BlockHasher | None:
-    """Without a secret from outside, names need only be stable within this core."""
+    """The hasher of the core's blocks; None without prefix cache. Without a given secret a random
+    one does, since no other worker's hashes must match."""
     if not spec.prefix_cache:
         return None
     secret = spec.hash_secret or secrets.token_bytes(32)
@@ -615,7 +619,7 @@ def _check_result(plan: StepPlan, result: StepResult) -> None:
         return
     vectors = {index for index, chunk in enumerate(plan.chunks) if chunk.vector}
     if vectors - result.faults.keys() != result.embeddings.keys() - result.faults.keys():
-        raise EngineError("the executor's vectors are not those of the sequences that are complete")
+        raise EngineError("the executor's embeddings do not match the finished sequences")
 
 
 def _capabilities(

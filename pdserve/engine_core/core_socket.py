@@ -1,8 +1,8 @@
-"""The core's end of its socket: commands in, events out, without ever blocking by itself.
+"""The core's end of its socket: receives commands and sends events, without blocking.
 
-Used by the host only, in one thread, but for `nudge`. What the other side has not read yet is kept
-here; the host stops stepping while that is too much, so nothing is dropped and the buffer stays
-bounded by the high-water mark plus the events of one step.
+Used by the `CoreLoop` only, in one thread; only `nudge` may be called from others. Events that the
+node has not read yet are kept here. While they are too many the loop computes no further step, so
+no event is dropped, and the buffer holds at most `HIGH_WATER` plus the events of one step.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 __all__ = ["HIGH_WATER", "CoreSocket", "CoreSocketClosed"]
 
 HIGH_WATER: Bytes = 4 * 1024 * 1024
-"""Unread bytes at which no further step is computed until all of them have been read."""
+"""Unread bytes above which no step is computed until the node has read all of them."""
 
 LARGE: Bytes = 1024 * 1024
-"""A step of more bytes is sent in parts: the reader's event loop decodes a frame in one go, and no
-step can become too large for a frame (logprobs of prompts add up)."""
+"""A step's events with more bytes than this are sent in several frames: the reader's event loop
+decodes a frame at once, and logprobs of prompts could otherwise exceed the size of a frame."""
 
 _READ = 256 * 1024
 _SELECT_LIMIT = 1024
 
 
 class CoreSocketClosed(Exception):
-    """The other end is gone: there is nobody to work for."""
+    """The node has closed its end, so the core must end."""
 
 
 class CoreSocket:
-    """One end of a socket pair; takes ownership of the socket."""
+    """The core's end of a socket pair; takes ownership of the socket."""
 
     def __init__(self, sock: socket.socket, *, high_water: Bytes = HIGH_WATER) -> None:
         sock.setblocking(False)
@@ -59,7 +59,7 @@ class CoreSocket:
         self._nudging = False
 
     def receive(self) -> list[Command]:
-        """Everything that has arrived. Raises `CoreSocketClosed`, `ProtocolError`."""
+        """Return all commands that have arrived. Raises `CoreSocketClosed`, `ProtocolError`."""
         commands: list[Command] = []
         while True:
             try:
@@ -81,7 +81,7 @@ class CoreSocket:
             raise ProtocolError(f"a command cannot be read: {error}") from error
 
     def send(self, events: Sequence[Event]) -> None:
-        """Take events over and write what the socket accepts. Raises `CoreSocketClosed`."""
+        """Queue events and write what the socket accepts. Raises `CoreSocketClosed`."""
         if not events:
             return
         data = encode_frames(self._bodies(events))
@@ -119,21 +119,21 @@ class CoreSocket:
 
     @property
     def unsent(self) -> int:
-        """Bytes that wait for the other side."""
+        """Bytes that the node has not accepted yet."""
         return len(self._unsent)
 
     @property
     def congested(self) -> bool:
-        """The high-water mark was passed and not everything has been read since."""
+        """Whether unsent bytes passed `HIGH_WATER` and have not all been read since."""
         return self._draining
 
     def wait(self, timeout: Seconds | None) -> None:
-        """Sleep until something can be read, unsent bytes can be written, somebody has called
-        `nudge` since the last time, or time is up."""
+        """Sleep until the socket can be read, unsent bytes can be written, `nudge` was called, or
+        `timeout` seconds have passed (None: no limit)."""
         readers = [self._sock, self._nudged]
         writers = [self._sock] if self._unsent else []
         if max(reader.fileno() for reader in readers) < _SELECT_LIMIT:
-            # Not poll: it rounds up to milliseconds, which paced engines would feel.
+            # Not poll: it rounds up to milliseconds, too coarse for engines with timed steps.
             select.select(readers, writers, [], timeout)
         else:
             poll = select.poll()
@@ -146,13 +146,13 @@ class CoreSocket:
             self._nudging = False
 
     def nudge(self) -> None:
-        """Make `wait` return, now or when it is called next. From any thread, at any time."""
+        """Make this or the next `wait` return. May be called from any thread at any time."""
         if not self._nudging:
             self._nudging = True
-            with suppress(OSError):  # it is full, which serves, or closed
+            with suppress(OSError):  # full, which also ends the wait, or closed
                 self._nudge.send(b"!")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         for sock in (self._sock, self._nudged, self._nudge):
             sock.close()

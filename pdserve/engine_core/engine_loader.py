@@ -1,13 +1,11 @@
-"""Engine names to engines: entry points in the group `pdserve.engines`, or `module:attribute`.
+"""Finds and loads engines: entry points in the group `pdserve.engines`, or `module:attribute`.
 
-What is found is a factory without arguments that returns an `Executor`, which pdserve's scheduler
-then drives, or a whole `Core` for engines that schedule for themselves. Which of the two shows by
-its methods: a core has `step`, an executor has `execute`, and an executor that is to be driven in a
-way of its own has `make_core(clock, mover)`. Factories must be cheap; loading happens in their
-`load`, with progress.
+An entry point names a factory without arguments. It returns an `Executor`, which pdserve's
+scheduler drives, or a whole `Core`, for engines that schedule by themselves. Methods tell them
+apart: a core has `step`, an executor has `execute`, and an executor that needs a core of its own
+has `make_core(clock, mover)`. Factories must be cheap; `load` does the loading, with progress.
 
-Nothing is imported before it is chosen, so an engine whose library is missing costs nothing until
-someone asks for it.
+Only the chosen engine is imported, so an engine with a missing library does not disturb the others.
 """
 
 from __future__ import annotations
@@ -41,35 +39,35 @@ __all__ = [
 ENTRY_POINT_GROUP = "pdserve.engines"
 
 _EXTRAS = {"torch": "torch", "numpy": "torch", "safetensors": "torch", "tensorrt_llm": "trtllm"}
-"""Import name of a library that an engine needs -> the extra of pdserve that brings it."""
+"""Import name of a library -> the extra of pdserve that installs it."""
 
 
 _NEEDS = {"torch": ("torch", "numpy")}
-"""Engine name -> libraries that are not pdserve's own."""
+"""Engine name -> libraries it needs that pdserve itself does not."""
 
 
 def check_installed(engine: str) -> None:
-    """Before anything is started for it; nothing is imported. Raises `ConfigError` for a library
-    that one of pdserve's engines needs and is not there."""
+    """Check that the engine's libraries are installed, without importing them. For pdserve's own
+    engines only. Raises `ConfigError`."""
     for name in _NEEDS.get(engine, ()):
         if importlib.util.find_spec(name) is None:
             raise _lacking(engine, name)
 
 
 def installed_engines() -> list[str]:
-    """Names of the engines that are registered here, whether or not their libraries are."""
+    """Names of all registered engines, also of those whose libraries are missing."""
     return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
 
 
 def load_core(
     engine: str, clock: Clock, mover: KvConnector | None = None, *, optional: bool = False
 ) -> Core:
-    """The core that drives `engine`. Raises `ConfigError` with the remedy."""
+    """Make the core of `engine`. Raises `ConfigError`, which names a remedy."""
     return wrap_core(engine, make_engine(engine), clock, mover, optional=optional)
 
 
 def make_engine(engine: str) -> object:
-    """What the engine's factory makes: an executor or a core. Raises `ConfigError`."""
+    """Call the engine's factory; returns an executor or a core. Raises `ConfigError`."""
     return _factory(engine)()
 
 
@@ -81,10 +79,11 @@ def wrap_core(
     *,
     optional: bool = False,
 ) -> Core:
-    """The core that drives what the factory made. Raises `ConfigError` if it is neither.
+    """Make the core that drives what the factory returned. Raises `ConfigError` if that is neither
+    an executor nor a core.
 
-    With a `kv_transfer.connector` it exchanges KV with others. A core that schedules for itself has
-    none to exchange: asked to, it is refused, or goes without if that is `optional`.
+    With a `mover` the core exchanges KV with other workers. A core that schedules by itself cannot:
+    it is refused, or runs without KV transfer if that is `optional`.
     """
     if hasattr(made, "step"):
         if mover is not None and not optional:
@@ -94,7 +93,7 @@ def wrap_core(
         return cast("Core", made.make_core(clock, mover))
     if hasattr(made, "execute"):
         return EngineCore(cast("Executor", made), clock, mover)
-    raise ConfigError(f"engine {engine!r} made a {type(made).__name__}: no executor and no core")
+    raise ConfigError(f"engine {engine!r} made a {type(made).__name__}, not an executor or core")
 
 
 def _factory(engine: str) -> Callable[[], object]:
@@ -128,7 +127,7 @@ def _registered(engine: str, points: Iterable[EntryPoint]) -> EntryPoint:
 
 
 def _missing(engine: str, module_name: str, missing: str) -> ConfigError:
-    """The engine's own module is not there, or a library that it imports is not."""
+    """The error for a missing module: the engine's own, or a library that it imports."""
     if module_name == missing or module_name.startswith(f"{missing}."):
         return ConfigError(f"engine {engine!r}: there is no module {missing!r}")
     return _lacking(engine, missing)

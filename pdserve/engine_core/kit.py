@@ -72,25 +72,27 @@ __all__ = [
 ]
 
 STATS_INTERVAL: Seconds = 0.5
-"""Between two `Stats` events while an engine works; one more follows when it comes to rest."""
+"""Seconds between two `Stats` events while an engine works; one more follows when it becomes
+idle."""
 
 _MAX_PROMPT_LOGPROBS = 1 << 21
-"""Most logprob entries for one prompt: they travel in one frame, each takes up to 23 bytes."""
+"""Most logprob entries for one prompt: they travel in one frame, and each takes up to 23 bytes."""
 
 
 class Core(Protocol):
-    """What a host (`main.CoreLoop`) drives. One thread calls all methods, one at a time.
+    """What the `CoreLoop` of the engine process drives. One thread calls all methods, one at a
+    time.
 
-    Only `load` and `step` may take time. Two attributes are optional; the host sets them after
-    `load`: `on_freed(handle, phase)`, which the core calls once for every `Abort` when nothing is
-    held for it any more, and `wake()`, which the core calls from any thread when `has_work` has
-    become true without a command.
+    Only `load` and `step` may take time. Two attributes are optional; the `CoreLoop` sets them
+    after `load`: `on_freed(handle, phase)`, which the core calls once for every `Abort` when the
+    submission holds nothing any more, and `wake()`, which the core calls from any thread when
+    `has_work` has become true without a command.
     """
 
     def load(
         self, spec: EngineSpec, progress: Callable[[LoadProgress], None]
     ) -> EngineCapabilities:
-        """Make ready; called once, first. Raises `PdserveError` if it cannot."""
+        """Load the model; called once, first. Raises `PdserveError` if it cannot."""
         ...
 
     def handle(self, command: Command) -> None:
@@ -103,25 +105,25 @@ class Core(Protocol):
     def step(self) -> list[Event]:
         """Do one step's work and return everything that has happened, in order.
 
-        An exception, or a `CoreFailed` as the last event, ends the core: the host only calls
-        `close` then, and the node starts another one.
+        An exception, or a `CoreFailed` as the last event, ends the core: only `close` is called
+        then, and the node starts another one.
         """
         ...
 
     @property
     def has_work(self) -> bool:
-        """`step` has something to do now."""
+        """Whether `step` has something to do now."""
         ...
 
     def wake_at(self) -> Seconds | None:
         """When `step` is due if `has_work` stays False and no command comes; None: never.
 
-        The time is of the clock that the core was made with.
+        Time of the clock that the core was made with.
         """
         ...
 
     def close(self) -> int:
-        """Drop everything and free everything; returns KV blocks that were held to no purpose."""
+        """Drop and free everything; returns leaked KV blocks."""
         ...
 
 
@@ -130,7 +132,7 @@ def check_request(
 ) -> None:
     """Check a request against the engine's limits; every core calls it once per submission.
 
-    `embeds`: the engine makes vectors. Raises `InvalidRequest` or `ContextLengthExceeded` for a
+    `embeds`: the engine makes embeddings. Raises `InvalidRequest` or `ContextLengthExceeded` for a
     request that this engine could never serve.
     """
     prompt = request.prompt
@@ -152,11 +154,11 @@ def check_request(
             param="logprobs",
         )
     if request.n < 1 or len(request.output) not in (0, request.n):
-        raise InvalidRequest("n and the given outputs do not agree", param="n")
+        raise InvalidRequest("n differs from the number of given outputs", param="n")
     if request.ended and not (set(request.ended) < set(range(request.n))):
         raise InvalidRequest(
-            f"choices {sorted(set(request.ended))} of {request.n} are said to have ended: one at "
-            "least must be left, and none be unknown",
+            f"choices {sorted(set(request.ended))} of {request.n} are given as ended: every "
+            "index must exist, and at least one choice must be left",
             param="ended",
         )
     for tokens in (prompt, *request.output):
@@ -167,23 +169,24 @@ def check_request(
 
 
 def _check_pooling(request: GenerateRequest, max_model_len: int, *, embeds: bool) -> None:
-    """A prompt that becomes a vector may be as long as the context, and has nothing beside it."""
+    """Check an embedding request. Its prompt may fill the whole context, and it has one choice, no
+    output and no logprobs."""
     if not embeds:
-        raise InvalidRequest("this engine makes no vectors", param="model")
+        raise InvalidRequest("this engine makes no embeddings", param="model")
     if request.n != 1 or any(request.output) or request.sampling.prompt_logprobs is not None:
-        raise InvalidRequest("a vector has one choice, no output and no logprobs", param="n")
+        raise InvalidRequest("embeddings have one choice, no output and no logprobs", param="n")
     if len(request.prompt) > max_model_len:
         raise ContextLengthExceeded(
-            f"the input has {len(request.prompt)} tokens, the context {max_model_len}",
+            f"the input has {len(request.prompt)} tokens; the context is {max_model_len}",
             param="input",
         )
 
 
 def kv_transfer_unsupported(engine: str) -> ConfigError:
-    """The error of an engine that is asked to move KV and cannot."""
+    """The error for an engine that should transfer KV and cannot."""
     return ConfigError(
-        f"engine {engine!r} has no KV that could be moved: a worker of --mode=prefill or "
-        "--mode=decode needs an engine that has, such as torch or sim; this one runs with "
+        f"engine {engine!r} cannot transfer KV: a worker of --mode=prefill or "
+        "--mode=decode needs an engine that can, such as torch or sim; this one runs with "
         "--mode=aggregated"
     )
 
@@ -216,7 +219,7 @@ class RequestDeadlines:
 
 
 class RequestQueue:
-    """Requests that wait for their turn: by priority, then first come, first served.
+    """Requests that wait, by priority and then by arrival.
 
     Removing any of them costs O(log n), so an abort or a deadline is cheap wherever it stands.
     """
@@ -243,14 +246,15 @@ class RequestQueue:
         self.choices += len(request.live)
 
     def pop(self) -> tuple[int, GenerateRequest]:
-        """Remove and return the next handle and its request. Raises KeyError if none waits."""
+        """Remove and return the next handle and its request. Raises KeyError if the queue is
+        empty."""
         _, (handle, request) = self._sorted.popitem(0)
         del self._order_of[handle]
         self.choices -= len(request.live)
         return handle, request
 
     def discard(self, handle: int) -> bool:
-        """Remove a request; False if it does not wait."""
+        """Remove a request; False if it was not in the queue."""
         order = self._order_of.pop(handle, None)
         if order is None:
             return False
@@ -352,7 +356,7 @@ class _Submission:
 
 
 class SelfSchedulingCore(ABC):
-    """A `Core` without pdserve's scheduler: a subclass says how tokens come about.
+    """A `Core` without pdserve's scheduler: a subclass produces the tokens in its own way.
 
     A subclass implements `open`, `add` and `drop`. It computes in `advance`, in the core's thread,
     or in threads of its own that call `post`, `post_error` and `post_failure`; all other methods
@@ -363,9 +367,10 @@ class SelfSchedulingCore(ABC):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.wake: Callable[[], None] = lambda: None
-        """Makes the host call `step` soon; may be called from any thread. The host sets it."""
+        """Makes the `CoreLoop` call `step` soon; may be called from any thread. The `CoreLoop` sets
+        it."""
         self.on_freed: Callable[[int, str], None] = lambda handle, phase: None
-        """Called once per `Abort`: the handle and what it was doing. The host sets it."""
+        """Called once per `Abort`: the handle and what it was doing. The `CoreLoop` sets it."""
         self.deltas: list[TokenDelta] = []
         """Output that the next or current step reports; `add` and `advance` append to it."""
         self._events: list[Event] = []
@@ -388,7 +393,7 @@ class SelfSchedulingCore(ABC):
     def open(
         self, spec: EngineSpec, progress: Callable[[LoadProgress], None]
     ) -> EngineCapabilities:
-        """Load the model and say what the engine can do; at least one `progress` is expected.
+        """Load the model and return the engine's capabilities; call `progress` at least once.
 
         Raises `ConfigError` for options and models that the engine cannot serve.
         """
@@ -416,7 +421,8 @@ class SelfSchedulingCore(ABC):
 
     @property
     def busy(self) -> bool:
-        """`advance` has something to do now; False for engines that compute in other threads."""
+        """Whether `advance` has something to do now; False for engines that compute in other
+        threads."""
         return False
 
     def next_due(self) -> Seconds | None:
@@ -425,7 +431,7 @@ class SelfSchedulingCore(ABC):
 
     @property
     def waiting(self) -> int:
-        """Choices that have not begun, for the statistics; routers prefer workers with few."""
+        """Choices that have not begun, for the stats; routers prefer workers with few."""
         return 0
 
     def clear_cache(self) -> None:  # noqa: B027
@@ -446,7 +452,8 @@ class SelfSchedulingCore(ABC):
         return self._sequences
 
     def reject(self, handle: int, error: PdserveError) -> None:
-        """End a submission with an error, in the core's thread. The engine has forgotten it."""
+        """End a submission with an error, in the core's thread. The engine must have dropped it
+        already."""
         if self._forget(handle):
             self._events.append(rejected_event(handle, error))
 
@@ -456,7 +463,8 @@ class SelfSchedulingCore(ABC):
         self.wake()
 
     def post_error(self, handle: int, error: PdserveError) -> None:
-        """End a submission with an error, from any thread. The engine has forgotten it."""
+        """End a submission with an error, from any thread. The engine must have dropped it
+        already."""
         self._posted.append(rejected_event(handle, error))
         self.wake()
 
@@ -470,12 +478,13 @@ class SelfSchedulingCore(ABC):
     def load(
         self, spec: EngineSpec, progress: Callable[[LoadProgress], None]
     ) -> EngineCapabilities:
-        """See `Core.load`."""
+        """Load the model by `open`. Raises what `open` raises."""
         self._capabilities = self.open(spec, progress)
         return self._capabilities
 
     def handle(self, command: Command) -> None:
-        """See `Core.handle`; commands that move KV are refused or, if nothing waits, ignored."""
+        """Take a command in; its results come from `step`. Submissions that need KV transfer are
+        rejected; other transfer commands are ignored."""
         match command:
             case Submit():
                 try:
@@ -500,20 +509,21 @@ class SelfSchedulingCore(ABC):
 
     @property
     def has_work(self) -> bool:
-        """See `Core.has_work`."""
+        """Whether `step` has something to do now."""
         if self.deltas or self._events or self._posted or self.busy:
             return True
         return self._changed and not self._submissions
 
     def wake_at(self) -> Seconds | None:
-        """See `Core.wake_at`: the next deadline or `next_due`."""
+        """The next deadline, or `next_due` if that is earlier; None: never."""
         deadline, due = self._deadlines.next(), self.next_due()
         if deadline is None or due is None:
             return due if deadline is None else deadline
         return min(deadline, due)
 
     def step(self) -> list[Event]:
-        """See `Core.step`: expire, take what threads have posted, advance, report."""
+        """Drop expired requests, take what other threads have posted, call `advance`, and return
+        the events."""
         now = self.clock.now()
         self._expire(now)
         self._take_posted()
@@ -530,7 +540,7 @@ class SelfSchedulingCore(ABC):
         return events
 
     def statistics(self) -> EngineStats:
-        """A snapshot of this moment."""
+        """A snapshot of the stats."""
         waiting = self.waiting
         return EngineStats(
             running=self._sequences - waiting,
@@ -543,7 +553,7 @@ class SelfSchedulingCore(ABC):
         )
 
     def close(self) -> int:
-        """See `Core.close`."""
+        """Drop all submissions and call `shutdown`; returns leaked KV blocks."""
         for handle in list(self._submissions):
             self._forget(handle)
             self.drop(handle)
@@ -570,7 +580,7 @@ class SelfSchedulingCore(ABC):
         self._changed = True
 
     def _abort(self, handle: int) -> None:
-        """Nothing about the submission leaves the core from here on."""
+        """End the submission without any further event about it."""
         submission = self._forget(handle)
         if submission is None:
             self._events = [e for e in self._events if getattr(e, "handle", None) != handle]
@@ -595,7 +605,7 @@ class SelfSchedulingCore(ABC):
             self._events.append(rejected_event(handle, error))
 
     def _forget(self, handle: int) -> _Submission | None:
-        """None if it has ended, or was never taken."""
+        """Remove a submission; None if it has ended or was never taken."""
         submission = self._submissions.pop(handle, None)
         if submission is not None:
             self._changed = True
@@ -605,7 +615,7 @@ class SelfSchedulingCore(ABC):
         return submission
 
     def _take_posted(self) -> None:
-        for _ in range(len(self._posted)):  # what comes meanwhile is for the next step
+        for _ in range(len(self._posted)):  # what is posted meanwhile is for the next step
             match self._posted.popleft():
                 case TokenDelta() as delta:
                     self.deltas.append(delta)
@@ -618,7 +628,7 @@ class SelfSchedulingCore(ABC):
                     self._failure = event
 
     def _report_output(self) -> None:
-        """Book the deltas; those of submissions that are gone are discarded."""
+        """Report the deltas; those of submissions that have ended are discarded."""
         deltas, self.deltas = self.deltas, []
         submissions, kept, tokens = self._submissions, [], 0
         for delta in deltas:
@@ -651,11 +661,11 @@ _NO_KV = TransferRefused("this engine neither sends KV nor receives any")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a checkpoint's `config.json` says that every engine needs."""
+    """What every engine needs from a checkpoint's `config.json`."""
 
     model_type: str
     vocab_size: int
-    """0: the file does not say it."""
+    """0: not in the file."""
     max_model_len: int
     """Tokens of prompt and output: `--max-model-len`, or else the checkpoint's limit."""
     eos_token_ids: tuple[TokenId, ...]
@@ -664,8 +674,8 @@ class ModelLimits:
 def read_model_limits(spec: EngineSpec, *, longer: str = "") -> ModelLimits:
     """Read `config.json` of the model's directory.
 
-    Raises `ConfigError` if it cannot be read or `--max-model-len` exceeds the checkpoint's limit;
-    `longer` ends that message with what lifts the limit.
+    Raises `ConfigError` if it cannot be read or `--max-model-len` exceeds the checkpoint's limit.
+    That message ends with `longer`, which says how to lift the limit.
     """
     config = read_json(Path(spec.model) / "config.json")
     text = config.get("text_config") or config
@@ -685,7 +695,8 @@ def read_model_limits(spec: EngineSpec, *, longer: str = "") -> ModelLimits:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `ConfigError` naming the file if there is none."""
+    """Read a JSON object from a file. Raises `ConfigError`, which names the file, if there is
+    none."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -717,8 +728,8 @@ def capabilities_without_kv(
 ) -> EngineCapabilities:
     """Capabilities of an engine that shows no KV blocks to pdserve.
 
-    `features` go to the worker's card (`ModelCard.features`): `grammar`, `thinking`, `bans`; the
-    frontend sends requests that need one only to workers that have it.
+    `features` go to the worker's card (`ModelCard.features`): `grammar`, `thinking`, `bans`. The
+    frontend sends a request that needs one of them only to workers that have it.
     """
     return EngineCapabilities(
         engine=spec.engine,

@@ -1,20 +1,19 @@
-"""Runs one core behind a socket: in a process of its own (`python -m pdserve.engine_core.main`), or
-in a thread of the parent, with the same code.
+"""Runs engine cores behind sockets: in a process of its own (`python -m pdserve.engine_core.main`)
+or in a thread of the parent, with the same code.
 
-A process that inherits several sockets runs a core behind each, every one in a thread of its own
-and of one `WeightSharingGroup`, which lets them share what they read. It ends with the last of
-them, and at once, whatever the others are doing, when one breaks down.
+A process that inherits several sockets runs one core behind each, in one thread per core, and a
+`WeightSharingGroup` lets them share weights. The process exits with the last core, or at once when
+one breaks down.
 
-Between steps it takes commands without waiting, and between the layers of a long step those that
-concern transports alone (`kv_transfer.midstep_control`). When the core is idle it sleeps until a
-command comes or a deadline passes. It ends by a `StopCore` command, with the core (`CoreFailed`),
-or when the other end of the socket closes: a core never outlives the node it belongs to. If the
-node reads too slowly, no further step is computed until it has caught up; events are never dropped.
+Commands are handled between steps; those for the transports also between the layers of a long step
+(`kv_transfer.midstep_control`). An idle core sleeps until a command comes or a deadline passes. It
+ends by a `StopCore` command, by a failure (`CoreFailed`), or when the node closes the socket: a
+core never outlives its node. If the node reads too slowly, no further step is computed until it has
+caught up; events are never dropped.
 
-A core that moves KV gets a `ThreadKvConnector`; what it has to tell ends the sleep as a command
-does.
+A core that transfers KV gets a `ThreadKvConnector`, whose events also end the sleep.
 
-It knows no engine and no model. `CoreClient` is its counterpart and only user.
+It knows neither engines nor models. `CoreClient` is its only user.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ __all__ = ["CoreLoop", "main"]
 _log = logging.getLogger(__name__)
 
 _LAST_WORDS: Seconds = 2.0
-"""How long a host that ends waits for the other side to read its last events."""
+"""Seconds that a core which ends gives the node to read its last events."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -82,7 +81,7 @@ def _no_turns(say: Callable[[LoadProgress], None]) -> AbstractContextManager[Non
 
 
 class CoreLoop:
-    """Drives one core from `StartCore` to its end."""
+    """Runs one core from `StartCore` to its end."""
 
     def __init__(
         self,
@@ -94,8 +93,8 @@ class CoreLoop:
         on_ready: Callable[[], None] = lambda: None,
         page: HeartbeatPage | None = None,
     ) -> None:
-        """The core is made and loaded within `turn`, which may have to wait and then says so.
-        `page` is where the node looks whether it gets on."""
+        """The core is made and loaded within the context `turn`, which may wait and then reports
+        progress. The node watches `page`, the heartbeat."""
         self._link = link
         self._clock = clock
         self._make_core = make_core
@@ -107,12 +106,13 @@ class CoreLoop:
         self._control: MidStepControl | None = None
 
     def run(self) -> int:
-        """Returns the exit status: 0 after an orderly end, 1 after a failure."""
+        """Run until the core ends; returns the exit status: 0 after an orderly stop or when the
+        node has closed the socket, 1 after a failure."""
         try:
             return self._run()
         except CoreSocketClosed:
             return 0
-        except Exception as error:  # the last chance to say what happened
+        except Exception as error:  # the last chance to report it
             if not isinstance(error, PdserveError):
                 _log.exception("the engine core broke down")
             self._say_last(failed_event(error))
@@ -158,7 +158,7 @@ class CoreLoop:
                 self._link.wait(patience)
 
     def _patience(self, core: Core) -> Seconds | None:
-        """How long nothing has to be done unless a command comes; None: for ever."""
+        """Seconds to sleep unless a command comes; None: no limit."""
         if core.has_work:
             return 0.0
         due = core.wake_at()
@@ -166,7 +166,7 @@ class CoreLoop:
 
     def _load(self, command: Command) -> Core:
         if not isinstance(command, StartCore):
-            raise ProtocolError(f"{type(command).__name__} came before Start")
+            raise ProtocolError(f"{type(command).__name__} came before StartCore")
         with self._turn(self._say):
             transfer = command.spec.transfer
             mover = None if transfer is None else make_thread_connector(transfer, self._link.nudge)
@@ -190,7 +190,7 @@ class CoreLoop:
         return core
 
     def _ticked(self, layers: int) -> None:
-        """Within a step."""
+        """Report progress within a step, and pass control messages on."""
         self._page.tick(layers)
         if self._control is not None:
             self._control.pass_on()
@@ -199,7 +199,7 @@ class CoreLoop:
         self._freed.append((handle, phase))
 
     def _say_freed(self) -> None:
-        """At once, not with what the next step brings."""
+        """Send the freed handles now, not with the next step's events."""
         if self._freed:
             self._link.send([BlocksFreed(handles=self._freed)])
             self._freed = []
@@ -208,13 +208,13 @@ class CoreLoop:
         self._link.send([progress])
 
     def _first_commands(self) -> list[Command]:
-        """Whatever has arrived when something has."""
+        """Wait for the first commands."""
         while not (commands := self._link.receive()):
             self._link.wait(None)
         return commands
 
     def _say_last(self, *events: Event) -> None:
-        """Send and give the other side a moment to read."""
+        """Send the last events and give the node up to `_LAST_WORDS` to read them."""
         try:
             self._link.send(events)
             until = self._clock.now() + _LAST_WORDS
@@ -226,7 +226,7 @@ class CoreLoop:
             pass
 
     def _close(self) -> None:
-        """After a failure the core may be in any state: what its end brings up is only logged."""
+        """Close the core. After a failure it may be in any state, so errors are only logged."""
         core, self._core = self._core, None
         try:
             if core is not None:
@@ -236,7 +236,7 @@ class CoreLoop:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the child process that a carrier starts."""
+    """Entry point of the child process."""
     parser = argparse.ArgumentParser(prog="python -m pdserve.engine_core.main")
     parser.add_argument(
         "--fd", type=int, action="append", required=True, help="an inherited socket, one per core"
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CoreLoop(links[0], SystemClock(), on_ready=_settle_memory, page=pages[0]).run()
     status = _run_together(links, pages, arguments.ends)
     if status:
-        # The other cores compute in threads that nobody can stop: no clean end is possible.
+        # The other cores compute in threads that cannot be stopped, so there is no clean exit.
         logging.shutdown()
         sys.stderr.flush()
         os._exit(status)
@@ -268,8 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_together(links: Sequence[CoreSocket], pages: Sequence[HeartbeatPage], ends: int) -> int:
-    """A thread per core. Returns 0 when all have ended in order, or the first other status at
-    once. Who ends in order is told by a byte, its number, in the pipe `ends`."""
+    """Run a thread per core. Returns 0 when all have stopped in order, or at once the first other
+    status. The number of each core that has stopped in order is written to the pipe `ends`, as one
+    byte."""
     family = WeightSharingGroup()
     ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
@@ -301,7 +302,7 @@ def _run_together(links: Sequence[CoreSocket], pages: Sequence[HeartbeatPage], e
 
 
 def _become_child(parent: int) -> None:
-    """Die with the parent, leave signals to it, keep stray prints out of its output."""
+    """Exit with the parent, leave signals to it, and send stray prints to stderr."""
     # Terminals send Ctrl-C and service managers SIGTERM to every process; the node drains first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -310,11 +311,12 @@ def _become_child(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the parent is gone already")
+        sys.exit("the parent process has exited already")
 
 
 def _settle_memory() -> None:
-    """What loading left behind lives as long as the process: the collector need not visit it."""
+    """Exempt what loading has allocated from garbage collection: it lives as long as the
+    process."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""How many KV blocks an engine gets, and how long a sequence may be with them. Pure arithmetic."""
+"""Computes how many KV blocks an engine gets and the longest sequence they allow. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["PoolSizing", "check_kv_memory", "size_pool"]
 
 @dataclass(frozen=True, slots=True)
 class PoolSizing:
-    """The result, with what an operator should be told about it."""
+    """The result of `size_pool`, with a warning for the operator."""
 
     num_blocks: int
     max_model_len: int
@@ -29,9 +29,9 @@ class PoolSizing:
 def size_pool(spec: EngineSpec, info: ModelInfo) -> PoolSizing:
     """Divide the KV memory into blocks.
 
-    The pool must hold one sequence of full length, or that sequence could never end. A length that
-    was asked for is refused if it does not fit, the checkpoint's own limit is reduced with a
-    warning. Raises `ConfigError`, which names the memory that would suffice, or what there is.
+    The pool must hold one sequence of full length, or that sequence could never end. If
+    `--max-model-len` does not fit it is refused; the checkpoint's own limit is reduced with a
+    warning. Raises `ConfigError`, which names the memory that would suffice or that exists.
     """
     layout = info.layout
     memory = int(_whole(spec, info) * spec.kv_share)
@@ -63,13 +63,13 @@ def size_pool(spec: EngineSpec, info: ModelInfo) -> PoolSizing:
     return PoolSizing(
         num_blocks,
         room,
-        f"{shortage}: max_model_len is reduced to {room}; {more}, --max-model-len {room} says that "
-        "this is meant",
+        f"{shortage}: max_model_len is reduced to {room}; {more}, set --max-model-len {room} to "
+        "accept this",
     )
 
 
 def check_kv_memory(spec: EngineSpec, most: Bytes, reason: str) -> None:
-    """Raises `ConfigError` if more was asked for than may be taken, with both numbers."""
+    """Raise `ConfigError`, with both sizes, if `--kv-memory` exceeds `most`."""
     if spec.kv_memory > most and not spec.kv_cap:
         raise ConfigError(
             f"--kv-memory of {approximate_size(spec.kv_memory)} is more than may be taken: "
@@ -78,8 +78,8 @@ def check_kv_memory(spec: EngineSpec, most: Bytes, reason: str) -> None:
 
 
 def _whole(spec: EngineSpec, info: ModelInfo) -> Bytes:
-    """For all that share it. What was asked for and is more than there is, is refused: pages are
-    taken when they are first touched, so that it would end the engine hours later."""
+    """The KV memory of all cores that share it. More than there is, is refused: pages are taken
+    only when they are first written, so the engine would run out of memory hours later."""
     whole = spec.kv_memory or info.kv_memory
     if spec.kv_cap:
         return min(whole, spec.kv_cap, whole if info.kv_most is None else info.kv_most)
@@ -96,7 +96,7 @@ def _capped(memory: Bytes) -> str:
 
 
 def _described(memory: Bytes, spec: EngineSpec, info: ModelInfo) -> str:
-    """The size, and where it comes from."""
+    """The memory's size and where it comes from, for messages."""
     size = f"{memory} bytes ({approximate_size(memory)}"
     if spec.kv_share != 1.0:
         size += f", {spec.kv_share:.0%} of --kv-memory" if spec.kv_memory else ", for one worker"

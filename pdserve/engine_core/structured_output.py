@@ -1,12 +1,11 @@
-"""What may come next in sequences that follow a grammar or have an end to their reasoning.
+"""Computes which tokens may come next under a grammar or a reasoning budget (structured output).
 
-A `GrammarState` follows one sequence's tokens and nothing else: whoever has the tokens has the
-state. So a sequence that was preempted, handed over, moved or begun as one of several choices needs
-no care. Grammars are compiled by llguidance, in a thread of `StructuredOutputManager`' own, and
-kept for the next sequence.
+A `GrammarState` depends only on one sequence's tokens. So it can be rebuilt after a preemption, a
+remote prefill or a migration, and for each of several choices. Grammars are compiled by llguidance
+in a thread of the `StructuredOutputManager` and kept for later sequences.
 
-An executor owns one `StructuredOutputManager` and asks it, in the core's thread, before it chooses
-tokens. It knows nothing of logits. Masks have a bit per token, the lowest bit of each byte first.
+An executor owns one `StructuredOutputManager` and asks it, in the core's thread, before it samples.
+It knows nothing of logits. A mask has one bit per token, the lowest bit of each byte first.
 """
 
 from __future__ import annotations
@@ -47,39 +46,40 @@ __all__ = [
 T = TypeVar("T")
 
 COMPILE_TIMEOUT: Final[Seconds] = 30.0
-"""How long a sequence waits for its grammar; those of others that are compiled before it count."""
+"""Seconds that a sequence waits for its grammar, other grammars in the queue before it included."""
 MAX_COMPILED: Final = 256
 MAX_PREFETCHED: Final = 64
-"""That wait to be compiled, when another is expected; it is compiled when its prompt is done."""
+"""Grammars in the compile queue above which a new one is not prefetched; it is compiled when its
+prompt is done."""
 MAX_PENDING: Final = 128
-"""That wait at all: sequences that are aborted leave theirs behind."""
+"""Most grammars in the compile queue; aborted sequences leave theirs in it."""
 MAX_COMPILED_BYTES: Final[Bytes] = 256 << 20
-"""Of all grammars that are kept, as far as is known: see `_Made`."""
+"""Most bytes of all kept grammars, as estimated by `_Made`."""
 _PER_SECOND: Final[Bytes] = 50 << 20
-"""Memory that a second of compiling leaves behind, at most: measured with large divisors."""
+"""Estimated bytes left by a second of compiling: an upper bound, measured with large divisors."""
 _PER_CHAR: Final[Bytes] = 32
-"""And what a character of a grammar does, where compiling takes no time."""
+"""Estimated bytes per character of a grammar that compiles in no time."""
 
 
 class GrammarError(Exception):
-    """A sequence cannot go on; in words for whoever waits for it."""
+    """A sequence cannot be continued; the message says why."""
 
     def __init__(self, message: str, *, lasting: bool = False) -> None:
-        """`lasting`: it would end the same way wherever it is tried."""
+        """`lasting`: the request would fail on any worker."""
         super().__init__(message)
         self.lasting = lasting
 
 
 class _Phase(enum.Enum):
     OPENING = "opening"
-    """Reasoning may begin here, or the answer."""
+    """Either reasoning or the answer may begin here."""
     INSIDE = "inside"
-    """Of the reasoning."""
+    """Within the reasoning."""
     ANSWER = "answer"
 
 
 class GrammarState:
-    """One sequence's way through reasoning and grammar, token by token."""
+    """Follows one sequence through reasoning and grammar, token by token."""
 
     __slots__ = (
         "_ended",
@@ -98,10 +98,8 @@ class GrammarState:
     def __init__(
         self, sampling: SamplingParams, matcher: LLMatcher | None, vocab_size: int
     ) -> None:
-        """`matcher`: at its beginning, and this state's own; None: there is no grammar.
-
-        Errors: `GrammarError`.
-        """
+        """`matcher` must be at its start and used by nothing else; None: there is no grammar.
+        Raises `GrammarError`."""
         thinking = self._thinking = sampling.thinking
         if thinking is not None and not _is_known(thinking, vocab_size):
             raise GrammarError("the model has no tokens for the marks of reasoning", lasting=True)
@@ -110,18 +108,18 @@ class GrammarState:
         self._ends = tuple(end for end in sampling.eos_token_ids if end < vocab_size)
         stops = (end for end in sampling.stop_token_ids if end < vocab_size)
         self._enough = (*self._ends, *stops)
-        """What `min_tokens` would keep from coming."""
+        """Tokens that `min_tokens` forbids."""
         self.forced = False
-        """What `allowed` said last leaves no choice that a request could be asked about: it is the
-        end of the output or of the reasoning, whatever else is wished."""
+        """Whether the last mask of `allowed` leaves only the end of the output or of the reasoning,
+        so that the request's other constraints do not apply."""
         self._ended = False
-        """The grammar has come to its end and an end token has said so."""
+        """The grammar is complete and an end token has come."""
         self._pending: list[TokenId] = []
-        """A beginning of the reasoning's start, or of the answer: it is not known yet."""
+        """First tokens that may begin either the reasoning's start or the answer."""
         self._inside = 0
-        """Tokens of the reasoning, its end's included."""
+        """Number of reasoning tokens, those of its end included."""
         self._recent: list[TokenId] = []
-        """The last ones, as many as the longest of what ends it has."""
+        """The last tokens, as many as the longest sequence that ends the reasoning."""
         self._phase = _Phase.ANSWER
         if thinking is not None:
             self._phase = _Phase.INSIDE if thinking.begun else _Phase.OPENING
@@ -129,12 +127,12 @@ class GrammarState:
     # ------------------------------------------------------------------ tokens
 
     def take_all(self, tokens: Iterable[TokenId]) -> None:
-        """The sequence's next tokens. Errors: `GrammarError`."""
+        """Take the sequence's next tokens. Raises `GrammarError`."""
         for token in tokens:
             self.take(token)
 
     def take(self, token: TokenId) -> None:
-        """The next one. Errors: `GrammarError`."""
+        """Take the next token. Raises `GrammarError`."""
         if self._phase is _Phase.ANSWER:
             self._answer(token)
         elif self._phase is _Phase.INSIDE:
@@ -167,8 +165,8 @@ class GrammarState:
             self._begin_call(call)
 
     def _begin_call(self, call: tuple[TokenId, ...]) -> None:
-        """The call's marker belongs to the answer. A grammar without the marker, such as that of
-        calls which are known by their first character, begins behind it."""
+        """The marker of a tool call ends the reasoning and belongs to the answer. A grammar without
+        the marker (of calls known by their first character) begins after it."""
         matcher = self._matcher
         if matcher is None:
             return
@@ -184,12 +182,13 @@ class GrammarState:
             self._ended = True
         elif not matcher.consume_token(token):
             why = f"the output does not fit its grammar: {matcher.get_error()}"
-            raise GrammarError(why, lasting=True)  # it goes wherever the request does
+            raise GrammarError(why, lasting=True)  # the output moves with the request
 
     # ------------------------------------------------------------------ masks
 
     def allowed(self) -> bytes | None:
-        """What may come next; None: anything. Errors: `GrammarError`, also if nothing may."""
+        """The mask of tokens that may come next; None: all. Raises `GrammarError`, also if no token
+        is allowed."""
         self.forced = False
         mask = self._allowed()
         if mask is not None and not self.forced:
@@ -206,7 +205,7 @@ class GrammarState:
         return self._allowed_answer(self._matcher)
 
     def _allowed_inside(self) -> bytes | None:
-        """An answer that has to fit a grammar cannot be left out, so nothing ends before it."""
+        """Within the reasoning: with a grammar the output must not end before the answer."""
         assert self._thinking is not None
         budget, end = self._thinking.budget, self._thinking.end
         begun = self._begun_end(end)
@@ -218,13 +217,13 @@ class GrammarState:
         return bytes(_without(_everything(self._size), self._ends))
 
     def _begun_end(self, end: tuple[TokenId, ...]) -> int:
-        """How many tokens of the reasoning's end the last ones are."""
+        """How many of the last tokens are the beginning of the reasoning's end."""
         recent = tuple(self._recent)
         counts = range(min(len(end) - 1, len(recent)), 0, -1)
         return next((count for count in counts if recent[-count:] == end[:count]), 0)
 
     def _allowed_first(self, matcher: LLMatcher) -> bytes:
-        """The answer's first tokens, or the reasoning's start."""
+        """First tokens of the answer, or of the reasoning's start."""
         assert self._thinking is not None
         begin = (self._thinking.start[len(self._pending)],)
         if self._pending:
@@ -234,13 +233,13 @@ class GrammarState:
         return bytes(_with(self._allowed_answer(matcher), begin))
 
     def _allowed_answer(self, matcher: LLMatcher) -> bytes:
-        """llguidance knows some end tokens, the request says which they are."""
+        """The grammar's mask with the request's end tokens; llguidance's own are not used."""
         if self._ended or (matcher.is_stopped() and not matcher.is_error()):
             mask = bytearray(_nothing(self._size))
         else:
             mask = self._cut(matcher.compute_bitmask())
         if matcher.is_error():
-            raise GrammarError(f"its grammar leads nowhere: {matcher.get_error()}", lasting=True)
+            raise GrammarError(f"its grammar allows no token: {matcher.get_error()}", lasting=True)
         over = self._ended or matcher.is_accepting()
         mask = _with(mask, self._ends) if over else mask
         if mask == _nothing(self._size):
@@ -249,7 +248,7 @@ class GrammarState:
         return bytes(mask)
 
     def _cut(self, mask: bytes) -> bytearray:
-        """Of the vocabulary's size; llguidance rounds up, and its own idea of ends is dropped."""
+        """The mask cut to the vocabulary's size (llguidance rounds up), without end tokens."""
         whole, rest = divmod(self._size, 8)
         size = whole + bool(rest)
         cut = _without(mask[:size].ljust(size, b"\0"), self._ends)
@@ -269,13 +268,13 @@ def _ends_with(tokens: list[TokenId], last: tuple[TokenId, ...]) -> bool:
     return tuple(tokens[-len(last) :]) == last
 
 
-# Masks are changed byte by byte and compared as a whole: turned into a large number and back, a
-# mask takes longer than the grammar does.
+# Masks are changed byte by byte and compared as a whole: converting one to an int and back takes
+# longer than the grammar itself.
 
 
 @functools.lru_cache(maxsize=8)
 def _nothing(size: int) -> bytes:
-    """No token of a vocabulary of `size`."""
+    """A mask that allows no token of a vocabulary of `size`."""
     return bytes(-(-size // 8))
 
 
@@ -299,7 +298,7 @@ def _without(mask: bytes | bytearray, tokens: Iterable[TokenId]) -> bytearray:
 
 
 class _Followed:
-    """A grammar state and how many output tokens it has seen."""
+    """A grammar state and the number of output tokens it has taken."""
 
     __slots__ = ("seen", "state")
 
@@ -310,7 +309,7 @@ class _Followed:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A compiled grammar. What it takes nobody tells; what it took to make it does, roughly."""
+    """A compiled grammar. Its size is not known and is estimated from its compile time."""
 
     matcher: LLMatcher
     held: Bytes
@@ -318,19 +317,19 @@ class _Made:
 
 @dataclass(slots=True)
 class _Compiling:
-    """A grammar, and since when it has been wanted."""
+    """A grammar, and the time at which it was first wanted."""
 
     future: Future[_Made]
     since: Seconds
 
     @property
     def held(self) -> Bytes:
-        """Of one that is done."""
+        """Estimated bytes of a grammar that is compiled."""
         return 0 if self.future.exception() is not None else self.future.result().held
 
 
 class StructuredOutputManager:
-    """All sequences of one executor. See above for who calls."""
+    """Compiles grammars and follows all sequences of one executor. Used in the core's thread."""
 
     def __init__(
         self,
@@ -342,8 +341,9 @@ class StructuredOutputManager:
         patience: Seconds = COMPILE_TIMEOUT,
         now: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        """`eos_token_ids`: some ends that grammars should never go through. `inline`: compile in
-        the caller's thread, where time is not to be real."""
+        """`eos_token_ids`: end tokens that no grammar may use as text. `inline`: compile in the
+        caller's thread, for simulated time. `patience`: seconds that a sequence waits for its
+        grammar."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._ends = [token for token in eos_token_ids if token < vocab_size]
@@ -353,31 +353,32 @@ class StructuredOutputManager:
         self._limits = LLParserLimits(**PARSER_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
         self._threads = None if inline else ThreadPoolExecutor(1, "pdserve-grammar")
         self._compiled: OrderedDict[str, _Compiling] = OrderedDict()
-        """By grammar, least recently used first. Whoever wants to follow one takes a copy."""
+        """By grammar, least recently used first. Each sequence uses a copy."""
         self._followed: dict[SequenceKey, _Followed] = {}
 
     def __len__(self) -> int:
-        """Sequences that are followed."""
+        """Number of sequences that are followed."""
         return len(self._followed)
 
     @property
     def compiled(self) -> int:
-        """Grammars that are kept."""
+        """Number of grammars that are kept."""
         return len(self._compiled)
 
     def warm(self) -> None:
-        """Look at the vocabulary ahead of the first grammar; returns at once."""
+        """Read the vocabulary before the first grammar comes; returns at once."""
         if self._threads is not None:
             self._threads.submit(self._vocabulary)
 
     def expect(self, sampling: SamplingParams) -> None:
-        """A sequence with these parameters will be asked about; returns at once."""
+        """Start to compile the grammar of a request that may come; returns at once."""
         grammar = sampling.grammar
         if grammar and (grammar in self._compiled or len(self._pending()) < MAX_PREFETCHED):
             self._compile(grammar)
 
     def ready(self, sequence: Sequence) -> bool:
-        """`allowed` would not wait. Who never is ready will be told so by `allowed`, in time."""
+        """Whether `allowed` returns without a wait. After `patience` this is True too, and
+        `allowed` raises."""
         grammar = sequence.sampling.grammar
         if not grammar or sequence.key in self._followed:
             return True
@@ -387,14 +388,14 @@ class StructuredOutputManager:
         return compiling.future.done() or self._left(compiling) == 0.0
 
     def wait_ready(self, seconds: Seconds) -> None:
-        """Until somebody may be `ready` who was not; so long at most."""
+        """Wait until another sequence may be `ready`, at most `seconds`."""
         wait(self._pending(), seconds, FIRST_COMPLETED)
 
     def allowed(self, sequence: Sequence) -> bytes | None:
-        """A mask of what may come next; None: anything.
+        """The mask of tokens that may come next; None: all.
 
-        Waits for the grammar, unless `ready` has said that it is there; until `patience` has passed
-        since it was first wanted. Errors: `GrammarError`; concerns this one only.
+        Waits for the grammar unless `ready` was True, until `patience` has passed since it was
+        first wanted. Raises `GrammarError`, which concerns this sequence only.
         """
         followed = self._follow(sequence)
         if followed is None:
@@ -402,7 +403,7 @@ class StructuredOutputManager:
         return _guarded(followed.state.allowed)
 
     def forced(self, sequence: Sequence) -> bool:
-        """See `GrammarState.forced`."""
+        """Whether the last mask leaves only the end of the output or of the reasoning."""
         followed = self._followed.get(sequence.key)
         return followed is not None and followed.state.forced
 
@@ -411,7 +412,7 @@ class StructuredOutputManager:
         self._followed.pop(key, None)
 
     def close(self) -> None:
-        """What is compiling ends unheard. Idempotent."""
+        """Drop all grammars; returns at once, while one may still compile. Idempotent."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._followed.clear()
@@ -473,7 +474,7 @@ class StructuredOutputManager:
         return future
 
     def _drop_old(self) -> None:
-        """Those that are compiled, oldest first; somebody waits for the others."""
+        """Drop the compiled grammars, oldest first; sequences wait for the others."""
         done = {
             grammar: each.held for grammar, each in self._compiled.items() if each.future.done()
         }
@@ -502,7 +503,7 @@ class StructuredOutputManager:
 
 
 def read_tokenizer(directory: Path) -> bytes:
-    """A checkpoint's `tokenizer.json`; empty if it has none that can be read."""
+    """Read a checkpoint's `tokenizer.json`; empty if it cannot be read."""
     try:
         return (directory / "tokenizer.json").read_bytes()
     except OSError:
@@ -510,46 +511,47 @@ def read_tokenizer(directory: Path) -> bytes:
 
 
 def structured_output_features(directory: Path) -> tuple[str, ...]:
-    """Of `ModelCard.features`, what an engine has that asks `StructuredOutputManager`."""
+    """The `ModelCard.features` of an engine that uses a `StructuredOutputManager`."""
     return ("thinking", "grammar") if (directory / "tokenizer.json").is_file() else ("thinking",)
 
 
 def uses_structured_output(sampling: SamplingParams) -> bool:
-    """A sequence with these parameters is followed."""
+    """Whether the tokens of a request with these parameters are constrained."""
     thinking = sampling.thinking
     return bool(sampling.grammar) or (thinking is not None and thinking.budget is not None)
 
 
 def make_tokenizer(tokenizer_json: str, vocab_size: int, ends: Seq[TokenId]) -> LLTokenizer:
-    """The vocabulary as grammars see it. Takes a second for the largest.
+    """Build llguidance's tokenizer. Takes a second for the largest vocabularies.
 
-    Errors: `GrammarError`.
+    Raises `GrammarError`.
     """
     eos = list(ends) or None
     problem: Exception | None = None
-    for size in (vocab_size, None):  # a model may have fewer rows than that has tokens
+    for size in (vocab_size, None):  # a model may have fewer rows than the tokenizer has tokens
         try:
             return _guarded(partial(LLTokenizer, tokenizer_json, n_vocab=size, eos_token=eos))
         except ValueError as error:
             problem = problem or error
-    raise GrammarError(f"grammars cannot be followed with this tokenizer: {problem}")
+    raise GrammarError(f"grammars do not work with this tokenizer: {problem}")
 
 
 def _guarded(function: Callable[[], T]) -> T:
-    """A panic of the library is no `Exception`, and the end of one sequence only."""
+    """Run `function`, with a panic of llguidance as a `GrammarError`: a panic is no `Exception`,
+    and must end one sequence only."""
     try:
         return function()
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise GrammarError(f"the grammar cannot be followed: {error}") from None
+        raise GrammarError(f"the grammar engine failed: {error}") from None
 
 
 # ---------------------------------------------------------------- engines that invent tokens
 
 _PLAINEST = 4
-"""Allowed tokens of the lowest ids: where vocabularies begin with single characters, as most do,
-what closes strings and lists is among them."""
+"""How many allowed tokens of the lowest ids are used. Most vocabularies begin with single
+characters, so what closes strings and lists is among them."""
 
 
 def pick_allowed_token(
@@ -559,9 +561,9 @@ def pick_allowed_token(
     ends: Iterable[TokenId],
     without: Container[TokenId] = (),
 ) -> TokenId:
-    """One allowed token, chosen by `number`: an end as soon as one may come, else often one of
-    `words`, and now and then one that leads out of what has begun. None of `without`, if anything
-    else is left."""
+    """Choose one allowed token by `number`: an end token if one may come, else often one of
+    `words`, and sometimes one that closes what was begun. It is not in `without` unless nothing
+    else is allowed."""
     every = [
         byte << 3 | bit
         for byte, bits in enumerate(mask)

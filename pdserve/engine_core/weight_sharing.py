@@ -1,13 +1,13 @@
-"""The cores of one process that serve the same model: what the first has read, the others share.
+"""Shares weights between the cores of one process that serve the same model.
 
-They load one after another. Each runs in a thread of its own with its own scheduler, pool and
-executor; only weights are shared, and only where the engine can (`executor.SupportsWeightSharing`).
-The host process owns the one family it has.
+The cores load one after another. Each runs in a thread of its own with its own scheduler, pool and
+executor; only weights are shared, if the engine can (`executor.SupportsWeightSharing`). The engine
+process owns one `WeightSharingGroup`.
 
-Each core computes with all the threads of its spec. The system divides the processors between
-those that are busy, and who is alone has them all: on two processors, with a model of 130 million
-parameters, decode steps took 38 ms alone and 80 ms beside a prefill without pause; with one thread
-per core 73 ms and 75 ms. A lower priority for prefill would starve it, since decoding never rests.
+Each core computes with all the threads of its spec, and the system divides the processors between
+the busy ones. On two processors, with a model of 130 million parameters, decode steps took 38 ms
+alone and 80 ms beside a prefill without pause; with one thread per core 73 ms and 75 ms. A lower
+priority for prefill would starve it, since decoding never rests.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ __all__ = ["WeightSharingGroup"]
 _log = logging.getLogger(__name__)
 
 _COMMON = ("engine", "model", "device", "dtype", "threads")
-"""Fields of the spec that decide what the weights are and who computes with them."""
+"""Fields of the spec that decide which weights are loaded and which threads use them."""
 
 
 class WeightSharingGroup:
-    """Makes cores, each within its `turn`."""
+    """Makes cores that share weights, each within its `turn`."""
 
     def __init__(self) -> None:
         self._loading = threading.Lock()
         self._elder: tuple[EngineSpec, object] | None = None
-        """Who has loaded, and what the factory made for it."""
+        """The spec of the first core, and what its factory made."""
 
     @contextmanager
     def turn(self, say: Callable[[LoadProgress], None]) -> Iterator[None]:
-        """One core at a time is made and loaded. What fails to load is not shared."""
+        """Make and load one core at a time, in this context. A core that fails to load is not
+        shared."""
         if not self._loading.acquire(blocking=False):
             say(LoadProgress(stage="waiting for another worker of this process to load"))
             self._loading.acquire()
@@ -62,7 +63,8 @@ class WeightSharingGroup:
             self._loading.release()
 
     def make_core(self, spec: EngineSpec, clock: Clock, mover: KvConnector | None = None) -> Core:
-        """A core for `spec`, not loaded. Raises `ConfigError` if it does not fit the others'."""
+        """Make a core for `spec`, not loaded. Raises `ConfigError` if it needs other weights than
+        the first."""
         if self._elder is None:
             made = make_engine(spec.engine)
             self._elder = spec, made

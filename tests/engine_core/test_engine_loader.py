@@ -35,7 +35,9 @@ def test_a_core_is_taken_as_it_is():
 
 
 def test_an_engine_without_kv_refuses_to_move_any():
-    with pytest.raises(ConfigError, match=r"engine 'instant' has no KV .*--mode=aggregated"):
+    with pytest.raises(
+        ConfigError, match=r"engine 'instant' cannot transfer KV.*--mode=aggregated"
+    ):
         load_core("instant", ManualClock(), FakeMover(FakeNet()))
 
 

@@ -75,7 +75,7 @@ def test_a_vectors_prompt_may_be_as_long_as_the_context():
     check_request(wants, **checked)
     with pytest.raises(ContextLengthExceeded):
         check_request(request(pooling="last", prompt=[1] * 4), **checked)
-    with pytest.raises(InvalidRequest, match="makes no vectors"):
+    with pytest.raises(InvalidRequest, match="makes no embeddings"):
         check_request(wants, **(checked | {"embeds": False}))
 
 

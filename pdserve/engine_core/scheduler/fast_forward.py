@@ -1,7 +1,7 @@
-"""Many steps at once, for a core in simulated time.
+"""Computes many decode steps at once, for a core in simulated time.
 
-While `steady` says that the steps to come only decode the same batch, `advance` does in one call
-what so many turns of `schedule` and `complete` would do, to the pool as to the sequences.
+While `steady` says that the next steps only decode the same batch, one call of `advance` changes
+pool and sequences as that many turns of `schedule` and `complete` would.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class FastForward(SchedulerState):
     """The part of a scheduler that skips steps."""
 
     def steady(self, limit: int) -> int:
-        """How many steps from now on, `limit` at most, only decode what runs now, unless a stop id
-        or somebody outside ends it sooner. Within them no block is lacking and nobody can be
-        admitted; a sequence may reach its length in the last one. O(running)."""
+        """Number of next steps, `limit` at most, that only decode the running batch, unless a stop
+        id or a command ends that sooner. In these steps the pool has enough blocks and no sequence
+        is admitted; in the last one a sequence may reach its length. O(running)."""
         running, pool = self.running, self._pool
         if not running or self._forked or self.may_promise:
             return 0
@@ -43,23 +43,23 @@ class FastForward(SchedulerState):
             if length - sequence.num_computed != 1 or sequence.first_token is None:
                 return 0
             steps = min(steps, sequence.max_len - length)
-            if hungry:  # a commit may free a block, and so unstick the queue
+            if hungry:  # a commit may free a block, so that the next sequence fits
                 steps = min(steps, sequence.commit_at - length + 1)
         while steps > 0 and self._growth(steps) > pool.available:
             steps //= 2
         return steps
 
     def _growth(self, steps: int) -> int:
-        """Blocks that the running sequences will have asked for when so many steps are planned."""
+        """Number of blocks that the running sequences need in addition for that many steps."""
         return sum(
             max(0, self._blocks_for(len(sequence.tokens) + steps - 1) - len(sequence.blocks))
             for sequence in self.running
         )
 
     def advance(self, tokens: Seq[list[int]], now: Seconds) -> list[TokenDelta]:
-        """What so many steps of decoding would do that end with `now`: one list of tokens for each
-        running sequence, in order, all of one length, which `steady` has allowed. One delta for
-        each sequence. O(running, and blocks begun and filled)."""
+        """Do a number of decode steps that `steady` allows; the last one ends at `now`. `tokens`
+        has one list per running sequence, in order, all of one length. Returns one delta per
+        sequence. O(running + blocks reserved and filled)."""
         running, steps = list(self.running), len(tokens[0])
         ends = self._change_blocks(running, tokens, steps)
         deltas: list[TokenDelta] = []
@@ -76,8 +76,9 @@ class FastForward(SchedulerState):
     def _change_blocks(
         self, running: list[Sequence], tokens: Seq[list[int]], steps: int
     ) -> set[int]:
-        """Append the tokens; reserve and commit in the order of single steps. Returns who has a
-        block to commit in the last step, when sequences also end, each in its turn."""
+        """Append the tokens; reserve and commit blocks in the order of single steps. Returns the
+        indices of sequences that commit a block in the last step: `advance` does that, in order
+        with the sequences that end."""
         size = self._pool.block_size
         changes: list[tuple[int, bool, int]] = []
         for index, sequence in enumerate(running):

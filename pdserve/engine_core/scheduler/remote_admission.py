@@ -1,8 +1,8 @@
-"""Prompts that are prefilled elsewhere: they wait for a promise of room, and come in filled.
+"""Admits prompts that other workers prefill: they wait for a reservation, then get filled blocks.
 
-They wait in the same order as all others, but for a promise instead of blocks (`reservations`); who
-fills them is not known here (`incoming`). `activate` takes in one that has been filled: it keeps
-its blocks while it waits for a place among the running, and is the first to get one.
+They wait in the same order as all others, but for a reservation (`reservations`) instead of blocks.
+Who fills them is not known here (`kv_transfer.receiver`). A sequence that `activate` takes in keeps
+its blocks while it waits for a place in the running batch, and is the first to get one.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ class RemoteAdmission(SchedulerState):
     """The part of a scheduler that `KvReceiver` drives."""
 
     def submit_remote(self, handle: int, request: GenerateRequest, now: Seconds) -> None:
-        """Like `submit`, but nothing is computed: it waits for `promise`, then for `activate`.
+        """Submit a request whose prompt another worker prefills: it waits for `promise`, then for
+        `activate`.
 
-        Raises besides `InvalidRequest` for what can only be computed here.
+        Errors: those of `submit`, and `InvalidRequest` for a request that only this engine can
+        compute.
         """
         choices = self._build(handle, request, now)
         if request.diverged:
-            raise InvalidRequest("several choices with given outputs are prefilled here only")
+            raise InvalidRequest("choices with different outputs cannot be prefilled for a peer")
         if request.pooling:
-            raise InvalidRequest("vectors are computed here only")
+            raise InvalidRequest("an embedding request cannot be prefilled by another worker")
         if end_reason(choices[0]) is not None:
             raise InvalidRequest("the given output is already complete: nothing is left to prefill")
         submission = Submission(handle, request, None, choices, remote=RemotePrefillState())
         self.promises.waiting.push(self._enter(submission, now))
 
     def remote(self, handle: int) -> RemotePrefillState | None:
-        """Of a submission whose prompt is still to come from elsewhere."""
+        """The remote state of a submission; None if no other worker is to prefill it."""
         submission = self._submissions.get(handle)
         return None if submission is None else submission.remote
 
@@ -54,7 +56,8 @@ class RemoteAdmission(SchedulerState):
     # ------------------------------------------------------------------ promises
 
     def promise(self) -> list[tuple[int, int]]:
-        """Set room aside, in order, for those who fit: handle, and tokens that are cached now."""
+        """Make reservations, in order, for the sequences that fit; returns each handle with the
+        number of its tokens that are cached now."""
         made: list[tuple[int, int]] = []
         while self.may_promise:
             stem = self.promises.waiting.first()
@@ -69,7 +72,7 @@ class RemoteAdmission(SchedulerState):
         return made
 
     def _set_aside(self, stem: Sequence, shared: list[int]) -> bool:
-        """Of the promise's blocks, those that are cached count as available until it is bound."""
+        """Make the reservation if it fits. Its cached blocks count as available until `bind`."""
         self._lacks_room = False
         pool = self._pool
         need = self._blocks_for(len(stem.tokens)) - len(shared)
@@ -84,7 +87,7 @@ class RemoteAdmission(SchedulerState):
         return True
 
     def _is_overtaking(self, stem: Sequence) -> bool:
-        """Somebody who waits for blocks is before it."""
+        """Whether an earlier sequence waits for blocks."""
         if self._stuck is None or not len(self.waiting):
             return False
         first = self.waiting.first()
@@ -95,8 +98,8 @@ class RemoteAdmission(SchedulerState):
         return stem is not None and stem.order < sequence.order
 
     def bind(self, handle: int) -> tuple[list[int], list[int]] | None:
-        """Blocks for all tokens of a promised sequence: (from the prefix cache, fresh), the
-        caller's. None if there are too few now."""
+        """Allocate blocks for all tokens of a reservation: (from the prefix cache, fresh). The
+        caller owns them. None if too few are free now."""
         stem = self.stem_of(handle)
         shared = self._reusable(stem)
         fresh = self._pool.reserve(self._blocks_for(len(stem.tokens)) - len(shared), shared=shared)
@@ -107,11 +110,11 @@ class RemoteAdmission(SchedulerState):
         return shared, fresh
 
     def unbind(self, handle: int) -> None:
-        """The caller has given back what `bind` gave: room is set aside again."""
+        """The caller has released the blocks of `bind`: reserve the room again."""
         self.promises.unbind(handle)
 
     def postpone(self, handle: int) -> None:
-        """Take a promise back that found no blocks: it is made again when the pool has them."""
+        """End a reservation that found no blocks; it is made again when the pool has them."""
         submission = self._submissions[handle]
         assert submission.remote is not None
         stem = submission.live[0]
@@ -123,7 +126,7 @@ class RemoteAdmission(SchedulerState):
     # ------------------------------------------------------------------ the end of a promise
 
     def prefill_here(self, handle: int) -> None:
-        """It waits to be computed, at its arrival's place."""
+        """End the reservation and queue the sequence by its arrival, to be computed here."""
         stem = self._fulfil(self._submissions[handle])
         self.waiting.push(stem)
 
@@ -137,8 +140,8 @@ class RemoteAdmission(SchedulerState):
     def activate(
         self, handle: int, shared: list[int], fresh: list[int], handoff: Handoff, now: Seconds
     ) -> list[TokenDelta]:
-        """A peer has filled the blocks of `bind`, which are now the sequence's: go on from there.
-        Returns the deltas of the first tokens."""
+        """A peer has filled the blocks of `bind`: they become the sequence's, which decodes from
+        there. Returns the deltas of the first tokens."""
         submission = self._submissions[handle]
         stem = self._fulfil(submission)
         self._begin(submission)
@@ -163,7 +166,7 @@ class RemoteAdmission(SchedulerState):
         ]
 
     def _set_filled(self, stem: Sequence) -> None:
-        """All its tokens are in its blocks, none of which may have a name yet."""
+        """All tokens are in the sequence's blocks; fresh ones have no hash yet."""
         stem.num_computed = len(stem.tokens)
         stem.num_committed = 0
         if self._names is not None:
@@ -177,7 +180,8 @@ class RemoteAdmission(SchedulerState):
     def _append_first(
         self, sequence: Sequence, first: FirstToken, started: FirstTokenStats, now: Seconds
     ) -> TokenDelta:
-        """A choice without blocks of its own waits for some, and computes its prompt anew."""
+        """Append a choice's first token. A choice that got no blocks is queued and computes its
+        prompt again."""
         sequence.first_step = max(sequence.arrival, now - started.prefill_seconds)
         sequence.work = started.work_seconds
         delta = self._append(sequence, iter([(first.token, first.logprob)]), now)

@@ -57,11 +57,11 @@ class Expired:
 
     handle: int
     stage: str
-    """What it was doing, to follow "while"."""
+    """What it was doing, as text that follows "while"."""
 
 
 class Scheduler(RemoteAdmission, FastForward):
-    """Plans steps over one pool and keeps its sequences' books."""
+    """Plans the steps over one block pool and keeps the state of its sequences."""
 
     def __init__(
         self, pool: BlockPool, limits: SchedulerLimits, names: BlockHasher | None = None
@@ -69,14 +69,14 @@ class Scheduler(RemoteAdmission, FastForward):
         """`names` None: no prefix cache, blocks get no hashes."""
         super().__init__(pool, limits, names)
         self.prefill_tokens = limits.max_batch_tokens
-        """Tokens of a step that are not decoded; its owner may change it between steps."""
+        """Most prompt tokens in a step; the owner may change it between steps."""
         self.steerable: Callable[[Sequence], bool] | None = None
-        """Asked before a chunk that would sample: until it says yes, what it is to be computed of
-        the sequence is all but its last token. None: every sequence is."""
+        """Asked before a chunk would sample a sequence's next token; until it returns True, that
+        sequence is computed up to its last token only. None: never asked."""
         self.unsteered = 0
-        """Sequences that were left out of the last plan, or cut short in it, for that."""
+        """Sequences that `steerable` kept out of the last plan or cut short in it."""
         self._copying: list[tuple[int, int]] = []
-        """Blocks that are copied in this step, and the handles of those who wait for it."""
+        """Source blocks of this step's copies, and the handles of the sequences that need them."""
 
     # ------------------------------------------------------------------ submissions
 
@@ -106,8 +106,8 @@ class Scheduler(RemoteAdmission, FastForward):
         return deltas
 
     def rename(self, names: BlockHasher) -> None:
-        """From now on blocks are named by `names`: what is cached is forgotten, what is in use gets
-        its new name at once. Between two steps."""
+        """Hash blocks with `names` from now on: cached blocks are dropped, blocks in use are hashed
+        again at once. Between two steps."""
         self._names = names
         self._pool.unname()
         for submission in self._submissions.values():
@@ -117,7 +117,7 @@ class Scheduler(RemoteAdmission, FastForward):
                     self._commit(sequence)
 
     def abort(self, handle: int) -> bool:
-        """Drop a submission in whatever state; its blocks are free on return. False: unknown."""
+        """Drop a submission in any state; its blocks are free on return. False: unknown."""
         submission = self._submissions.get(handle)
         if submission is None:
             return False
@@ -126,7 +126,7 @@ class Scheduler(RemoteAdmission, FastForward):
         return True
 
     def handles(self) -> list[int]:
-        """Every submission that has not ended."""
+        """Handles of all submissions that have not ended."""
         return list(self._submissions)
 
     def _drop(self, submission: Submission) -> None:
@@ -140,11 +140,12 @@ class Scheduler(RemoteAdmission, FastForward):
     # ------------------------------------------------------------------ time
 
     def next_deadline(self) -> Seconds | None:
-        """When `expire` has to be called although nothing else happens."""
+        """Time at which `expire` must be called at the latest; None: never."""
         return self._deadlines.next()
 
     def expire(self, now: Seconds) -> list[Expired]:
-        """Drop what has run out of time, with the stage it was in."""
+        """Drop the submissions whose deadline has passed; returns them with the stage they were
+        in."""
         expired = []
         for handle in self._deadlines.passed(now):
             submission = self._submissions[handle]
@@ -154,7 +155,7 @@ class Scheduler(RemoteAdmission, FastForward):
         return expired
 
     def phase(self, handle: int) -> str:
-        """What a submission is doing, in a word for metrics; empty: it is unknown."""
+        """What a submission is doing, as one word for metrics; empty if it is unknown."""
         submission = self._submissions.get(handle)
         if submission is None:
             return ""
@@ -180,26 +181,27 @@ class Scheduler(RemoteAdmission, FastForward):
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` may plan something now. False while the only sequences there are wait
-        for blocks that nobody here can free."""
+        """Whether `schedule` may plan something now. False if all sequences wait for blocks that
+        nothing here can free."""
         if self.running or self.ready:
             return True
         return len(self.waiting) > 0 and not self._is_stuck()
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for blocks, a place or a promise."""
+        """Sequences that wait for blocks, for a place in the batch or for a reservation."""
         return len(self.waiting) + len(self.ready) + len(self.promises.waiting)
 
     def uncomputed(self) -> int:
-        """Prompt tokens that no step has computed yet, a preempted sequence's output included; what
-        the prefix cache will spare is not known before. O(sequences)."""
+        """Prompt tokens that no step has computed yet, with the output of preempted sequences. It
+        is not known before how many of them the prefix cache will supply. O(sequences)."""
         waiting = sum(len(sequence.tokens) for sequence in self.waiting)
         lacking = (len(sequence.tokens) - sequence.num_computed for sequence in self.running)
         return waiting + sum(count for count in lacking if count > 1)
 
     def schedule(self, now: Seconds) -> StepPlan:
-        """The next step; empty if there is nothing to compute. Preempts if blocks are short."""
+        """Plan the next step; empty if there is nothing to compute. Preempts if blocks are
+        short."""
         plan = StepPlan()
         self.unsteered = 0
         if self.ready:
@@ -218,17 +220,17 @@ class Scheduler(RemoteAdmission, FastForward):
         return plan
 
     def _resume(self) -> None:
-        """Whose prompt was prefilled elsewhere runs as soon as there is a place."""
+        """Move sequences that a peer has filled into the running batch while it has places."""
         count = self.limits.max_sequences - len(self.running)
         for sequence in self.ready[:count]:
             self._run(sequence)
         del self.ready[:count]
 
     def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
-        """One token for each running sequence that lacks just one; returns the others.
+        """Plan one token for each running sequence that lacks just one; returns the others.
 
-        Preemption takes sequences off the end of the list, behind the one being looked at: what
-        has been planned stays.
+        Preemption removes sequences from the end of the list, behind the present one, so those
+        planned before stay.
         """
         prefills: list[Sequence] = []
         size = self._pool.block_size
@@ -245,14 +247,15 @@ class Scheduler(RemoteAdmission, FastForward):
         return prefills
 
     def _is_unsteered(self, sequence: Sequence) -> bool:
-        """Whether nobody can choose its next token yet."""
+        """Whether the sequence's next token cannot be sampled yet."""
         if self.steerable is None or sequence.pools or self.steerable(sequence):
             return False
         self.unsteered += 1
         return True
 
     def _plan_copies(self, plan: StepPlan) -> None:
-        """The sources stay referenced until the step is done, lest they be written before."""
+        """Plan the copies. Their sources stay referenced until the step is done, so that they are
+        not overwritten before."""
         for sequence in self._forked:
             source = sequence.copy_from
             if source is not None:
@@ -277,7 +280,7 @@ class Scheduler(RemoteAdmission, FastForward):
     # ------------------------------------------------------------------ admission
 
     def _admit(self, plan: StepPlan, budget: int, now: Seconds) -> None:
-        """Start waiting sequences, strictly in order: nobody overtakes one that does not fit."""
+        """Start waiting sequences strictly in order: none overtakes one that does not fit."""
         while budget > 0 and len(self.waiting) and len(self.running) < self.limits.max_sequences:
             sequence = self.waiting.first()
             if self._is_stuck() or not self._place(sequence):
@@ -287,7 +290,8 @@ class Scheduler(RemoteAdmission, FastForward):
             budget -= self._plan_chunk(plan, sequence, budget)
 
     def _place(self, sequence: Sequence) -> bool:
-        """Blocks for all its tokens: as many as possible from the cache, the rest fresh.
+        """Allocate blocks for all tokens of a sequence: from the prefix cache as far as possible,
+        the rest fresh.
 
         At least one token stays to be computed, for its logits.
         """
@@ -313,7 +317,7 @@ class Scheduler(RemoteAdmission, FastForward):
         submission = self._submissions[sequence.handle]
         self._begin(submission)
         if sequence.first_step is None:
-            # A simulated step begins where the last one ended: a moment before it arrived, perhaps.
+            # A simulated step begins when the last one ended, which may be just before the arrival.
             sequence.first_step = max(sequence.arrival, now)
             sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_len)
             if submission.counted:
@@ -325,8 +329,8 @@ class Scheduler(RemoteAdmission, FastForward):
     def complete(
         self, plan: StepPlan, result: StepResult, now: Seconds, took: Seconds = 0.0
     ) -> list[TokenDelta]:
-        """Advance the plan's sequences by what was computed in `took` seconds; returns a delta for
-        each new token."""
+        """Take in the result of a step that took `took` seconds; returns a delta for each new
+        token."""
         self._release_copy_sources()
         for index, rows in result.prompt_logprobs.items():
             self._collect(plan.chunks[index], rows)
@@ -339,7 +343,7 @@ class Scheduler(RemoteAdmission, FastForward):
             sequence = chunk.sequence
             computed += chunk.count
             if sequence.first_token is None:
-                if per_token < 0:  # a step that only decodes need not know
+                if per_token < 0:  # a step that only decodes does not need it
                     per_token = took / plan.num_tokens
                 sequence.work += per_token * chunk.count
             sequence.num_computed = end = chunk.start + chunk.count
@@ -356,19 +360,19 @@ class Scheduler(RemoteAdmission, FastForward):
         return deltas
 
     def _pool_end(self, sequence: Sequence, vector: bytes, now: Seconds) -> TokenDelta:
-        """It has become a vector: the prompt was all there was to compute."""
+        """End an embedding request, whose prompt is now computed."""
         sequence.first_token = now
         started = first_token_stats(sequence)
         finish = self._end(sequence, now, vector)
         return TokenDelta(sequence.handle, sequence.choice, [], finish, started=started)
 
     def _uncounted_in(self, plan: StepPlan) -> int:
-        """Tokens of the plan that no counter is to show."""
+        """Tokens of the plan that do not count in the stats."""
         sampling = [chunk.sequence.handle for chunk in plan.chunks if chunk.samples]
         return sum(not self._submissions[handle].counted for handle in sampling)
 
     def fail(self, plan: StepPlan) -> list[int]:
-        """The step could not be computed: drop every submission in it; returns their handles."""
+        """The step failed: drop every submission in it; returns their handles."""
         copying = [handle for _, handle in self._copying]
         self._release_copy_sources()
         handles = dict.fromkeys(chunk.sequence.handle for chunk in plan.chunks)
@@ -378,9 +382,9 @@ class Scheduler(RemoteAdmission, FastForward):
         return list(handles)
 
     def drop(self, handle: int, *, trusted: bool) -> None:
-        """A submission has failed. Not `trusted`: nothing that its blocks hold is to be reused,
-        also where others hold them too (choices, parts under way, requests with the same prefix):
-        any of them may be where it came from."""
+        """Drop a failed submission. Not `trusted`: the KV of its blocks is never reused, not even
+        where others hold them too (choices, parts under way, requests with the same prefix), since
+        any of them may be the cause."""
         submission = self._submissions[handle]
         if not trusted:
             for sequence in submission.live:
@@ -393,7 +397,8 @@ class Scheduler(RemoteAdmission, FastForward):
         return released
 
     def _collect(self, chunk: ScheduledChunk, rows: list[TokenLogprob]) -> None:
-        """Logprobs of the prompt tokens after `chunk.start`; recomputed ones replace the old."""
+        """Store logprobs of the prompt tokens after `chunk.start`; recomputed ones replace the
+        old."""
         submission = self._submissions[chunk.sequence.handle]
         known = submission.prompt_logprobs
         if len(known) < chunk.sequence.prompt_len - 1 and chunk.start <= len(known):
@@ -407,7 +412,7 @@ class Scheduler(RemoteAdmission, FastForward):
     # ------------------------------------------------------------------ choices of one prompt
 
     def _fork(self, stem: Sequence, now: Seconds) -> None:
-        """Let the other choices go on from the prompt's end, once the stem has come so far."""
+        """Let the other choices go on from the prompt's end, once the stem has computed it."""
         for child in stem.forks:
             if self._is_cached_further(child):
                 self.waiting.push(child)
@@ -420,7 +425,8 @@ class Scheduler(RemoteAdmission, FastForward):
         stem.forks = []
 
     def _is_cached_further(self, child: Sequence) -> bool:
-        """The prefix cache has some of its given output, too: more than it could share."""
+        """Whether the prefix cache has some of its given output too, which is more than the stem
+        can share."""
         if not child.num_output:
             return False
         return len(self._reusable(child)) > (child.prompt_len - 1) // self._pool.block_size

@@ -1,9 +1,9 @@
-"""What a scheduler knows of its sequences, and what happens to a single one: its submission, its
-blocks, its tokens, its end.
+"""Holds the state of a scheduler's sequences and the operations on a single one: submission,
+blocks, tokens, end.
 
-It does not decide whose turn it is. Three parts act on it: `scheduler` plans steps,
-`remote_admission` takes in prompts that are prefilled elsewhere, and `fast_forward` skips steps
-that only decode.
+It does not decide which sequence is next. Three parts act on it: `scheduler` plans steps,
+`remote_admission` takes in prompts that other workers prefill, and `fast_forward` skips steps that
+only decode.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class SchedulerLimits:
     """Bounds of one scheduler; `EngineSpec` and the loaded model supply them."""
 
     max_model_len: int
-    """Tokens of a sequence, prompt and output together."""
+    """Most tokens of a sequence, prompt and output together."""
     vocab_size: int
     max_batch_tokens: int = 2048
-    """Tokens of a step; at least `max_sequences`, so that no running sequence is left out."""
+    """Most tokens of a step; at least `max_sequences`, so that every running sequence gets one."""
     max_sequences: int = 256
-    """Running at once."""
+    """Most sequences running at once."""
     max_waiting: int = 4096
-    """Submissions of which nothing has been computed yet; one more is `Overloaded`."""
+    """Most submissions of which nothing has been computed yet; one more is `Overloaded`."""
     unfilled: float = 0.3
-    """Of the pool, at most so much is set aside for prompts that others prefill."""
+    """Most of the pool, as a share, that is reserved for prompts that other workers prefill."""
     embeds: bool = False
-    """The executor makes vectors."""
+    """Whether the executor makes embeddings."""
     generates: bool = True
-    """The executor makes text."""
+    """Whether the executor makes text."""
 
     def __post_init__(self) -> None:
         if self.max_sequences < 1 or self.max_waiting < 1 or self.max_model_len < 2:
@@ -76,7 +76,7 @@ class SchedulerLimits:
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the start; the meanings are those of `EngineStats`."""
+    """Counts since the start; the meanings are those of `EngineStats`."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -89,7 +89,7 @@ class Counters:
 
 
 class SchedulerState:
-    """The books of one scheduler over one pool; `Scheduler` is what an engine core owns."""
+    """State of one scheduler over one pool; `Scheduler` is what an engine core owns."""
 
     def __init__(
         self, pool: BlockPool, limits: SchedulerLimits, names: BlockHasher | None = None
@@ -98,9 +98,10 @@ class SchedulerState:
         self.limits = limits
         self.counters = Counters()
         self.running: list[Sequence] = []
-        """In order of precedence: the last one is preempted first."""
+        """The running batch, by precedence: the last one is preempted first."""
         self.ready: list[Sequence] = []
-        """In order of precedence: who has blocks that were filled elsewhere, and no place yet."""
+        """Sequences with blocks that a peer has filled but without a place in the batch, by
+        precedence."""
         self.waiting = WaitingQueue()
         self.promises = BlockReservations(int(limits.unfilled * pool.num_blocks))
         self._pool = pool
@@ -110,20 +111,22 @@ class SchedulerState:
         self._arrivals = 0
         self._unstarted = 0
         self._uncounted = 0
-        """Submissions that no counter is to show."""
+        """Number of submissions that do not count in the stats."""
         self._forked: list[Sequence] = []
         self._released: list[Sequence] = []
         self.keeps: Callable[[Sequence], bool] = lambda sequence: False
         self.sends: Callable[[Sequence], bool] = lambda sequence: False
-        """Asked about each sequence that leaves; who says yes holds its blocks from then on."""
+        """Whether parts of a sequence are under way, so that a preemption frees no blocks. `keeps`
+        is called for each sequence that leaves; if it returns True, the callee holds the blocks
+        from then on."""
         self._loosened = 0
-        """Grows when somebody may fit although no block was released."""
+        """Grows when a sequence may fit although no block was released."""
         self._stuck: tuple[Sequence, int] | None = None
         """The waiting sequence that did not fit, and `_room` at that moment."""
         self._held: tuple[Sequence, int] | None = None
-        """The same of who waits for a promise."""
+        """The sequence whose reservation did not fit, and `_room` at that moment."""
         self._lacks_room = False
-        """It is blocks that the promise waits for: nobody overtakes it."""
+        """Whether that reservation waits for blocks: then no later sequence overtakes it."""
 
     # ------------------------------------------------------------------ a submission's life
 
@@ -131,7 +134,7 @@ class SchedulerState:
         limits = self.limits
         if not (limits.generates or request.pooling):
             raise InvalidRequest(
-                "this model has no output layer: it makes vectors (/v1/embeddings), not text",
+                "this model has no output layer: it makes embeddings (/v1/embeddings), not text",
                 param="model",
             )
         check_request(
@@ -150,7 +153,8 @@ class SchedulerState:
         return choices
 
     def _check_fits(self, sequence: Sequence) -> None:
-        """The last token of a sequence is never computed, so it needs no room."""
+        """Check that the pool can hold the sequence. Its last token is never computed and needs no
+        room."""
         need = self._blocks_for(max(sequence.prompt_len, sequence.max_len - 1))
         if need > self._pool.num_blocks:
             raise ContextLengthExceeded(
@@ -160,7 +164,7 @@ class SchedulerState:
             )
 
     def _enter(self, submission: Submission, now: Seconds) -> Sequence:
-        """Take it into the books; returns its stem."""
+        """Register a submission; returns its stem."""
         stem, *stem.forks = submission.live
         request = submission.request
         if request.deadline is not None:
@@ -173,7 +177,7 @@ class SchedulerState:
         return stem
 
     def _name(self, submission: Submission, names: BlockHasher) -> None:
-        """Begin the chains of a submission's choices."""
+        """Start the hash chains of a submission's choices."""
         root = names.root(submission.request.cache_salt)
         given = names.given(submission.request, root)
         for sequence in submission.live:
@@ -188,7 +192,7 @@ class SchedulerState:
             self._unstarted -= 1
 
     def _take_out(self, sequence: Sequence) -> None:
-        """From wherever it is, for good."""
+        """Remove a sequence for good, in any state."""
         match sequence.status:
             case SequenceStatus.RUNNING:
                 self.running.remove(sequence)
@@ -213,11 +217,11 @@ class SchedulerState:
 
     @property
     def _room(self) -> int:
-        """Grows whenever somebody may fit who did not before."""
+        """Grows whenever a sequence may fit that did not fit before."""
         return self._pool.releases + self._loosened
 
     def _is_stuck(self) -> bool:
-        """The first in the queue did not fit, and nothing has been released since."""
+        """Whether the first waiting sequence did not fit, and nothing has been released since."""
         if self._stuck is None:
             return False
         sequence, room = self._stuck
@@ -225,26 +229,27 @@ class SchedulerState:
 
     @property
     def may_promise(self) -> bool:
-        """Whether `promise` may get further than it did."""
+        """Whether `promise` may make a reservation now."""
         stem = self.promises.first()
         return stem is not None and self._held != (stem, self._room)
 
     @property
     def _spare(self) -> int:
-        """Blocks that an admission leaves over: one for each that decodes, and what is promised."""
+        """Blocks that an admission must leave free: one per decoding sequence, and the reserved
+        ones."""
         return len(self.running) + len(self.ready) + self.promises.unbound
 
     # ------------------------------------------------------------------ blocks
 
     def _reusable(self, sequence: Sequence) -> list[int]:
-        """What the prefix cache has of it; at least one token stays to be computed."""
+        """The sequence's blocks in the prefix cache; at least one token stays to be computed."""
         if self._names is None or not self._submissions[sequence.handle].reads_cache:
             return []
         reusable = (len(sequence.tokens) - 1) // self._pool.block_size
         return self._pool.match(self._names.of(sequence, reusable)[:reusable])
 
     def _set_computed(self, sequence: Sequence, blocks: int) -> None:
-        """The first `blocks` blocks are complete and known to the pool."""
+        """The first `blocks` blocks are computed and committed."""
         size = self._pool.block_size
         sequence.num_computed = blocks * size
         sequence.num_committed = blocks
@@ -252,7 +257,8 @@ class SchedulerState:
             sequence.commit_at = (blocks + 1) * size
 
     def _grow(self, sequence: Sequence) -> bool:
-        """One more block, at the price of preemptions; False if the price was `sequence`."""
+        """Reserve one more block, preempting if need be; False if `sequence` itself was
+        preempted."""
         while (fresh := self._pool.reserve(1)) is None:
             victim = self._victim(sequence)
             self._preempt(victim)
@@ -262,14 +268,16 @@ class SchedulerState:
         return True
 
     def _victim(self, hungry: Sequence) -> Sequence:
-        """The last that would give its blocks back, behind who needs some; else the last."""
+        """Choose the sequence to preempt: the last one behind `hungry` whose blocks are freed at
+        once, or else the last one."""
         running = self.running
         last = len(running) - 1
         behind = range(last, running.index(hungry), -1)
         return running.pop(next((i for i in behind if not self.sends(running[i])), last))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue with its tokens; what it computed may survive in the prefix cache."""
+        """Return a sequence to the queue with its tokens; its KV may survive in the prefix
+        cache."""
         self._leave(sequence)
         sequence.status = SequenceStatus.WAITING
         self._set_computed(sequence, 0)
@@ -279,10 +287,10 @@ class SchedulerState:
 
     def _share(self, stem: Sequence, child: Sequence, computed: int | None = None) -> bool:
         """Reference the stem's blocks before the one in which the child goes on, which is copied if
-        anything is in it.
+        it is partly filled.
 
-        Of the prompt, `computed` tokens are taken over; as a rule the last one is computed again,
-        for logits of the child's own.
+        The child takes over the KV of `computed` prompt tokens. By default the last prompt token is
+        computed again, for logits of the child's own.
         """
         pool = self._pool
         if computed is None:
@@ -303,13 +311,13 @@ class SchedulerState:
         return True
 
     def _commit(self, sequence: Sequence) -> None:
-        """Tell the pool the names of the blocks that have become full."""
+        """Commit the blocks that have become full to the pool, with their hashes."""
         assert self._names is not None
         full = sequence.num_computed // self._pool.block_size
         hashes = self._names.of(sequence, full)
         first = sequence.num_committed
         parent = hashes[first - 1] if first else sequence.root
-        # One may have its name already: it is shared, and another holder was renamed first.
+        # A shared block may have its hash already, if another holder was hashed again first.
         sequence.blocks[first:full] = self._pool.commit_run(
             sequence.blocks[first:full], hashes[first:full], parent
         )
@@ -381,5 +389,5 @@ class SchedulerState:
 
 
 def precedence(sequence: Sequence) -> tuple[int, int, int]:
-    """The key by which lists of sequences are kept in order."""
+    """The sort key of all lists of sequences."""
     return sequence.order
