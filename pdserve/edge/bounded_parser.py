@@ -1,10 +1,10 @@
-"""Bounds what a client may send that is no body, while it arrives.
+"""Limits the bytes outside bodies that a client may send, while they arrive.
 
-Stands in front of aiohttp's parser and counts: every byte that the parser takes and that does not
-come out as part of a body is *framing*: request lines, headers, trailers, chunk sizes and their
-extensions, empty lines between requests. Framing has a bound per connection and one over all
-connections, whatever its shape. The parser gets one piece at a time, and none while a request is
-being answered; after an error it gets nothing any more.
+It stands in front of aiohttp's parser and counts *framing*: every byte that the parser takes and
+that does not come out as part of a body (request lines, headers, trailers, chunk sizes and their
+extensions, empty lines between requests). Framing has a limit per connection and one for all
+connections together. The parser gets one piece at a time, none while a request is being answered,
+and none after an error.
 
 It does not parse, so it cannot disagree with the parser about where a request ends. Pure: it knows
 neither sockets nor time. Owned by the connection, in place of its parser (`handler.py`).
@@ -36,13 +36,13 @@ __all__ = [
 ]
 
 HEAD: Final[Bytes] = 64 * 1024
-"""Framing of one request: its head, its trailers, its chunks' sizes as far as they are more than
-the chunks. Proxies allow 8 to 32 KiB."""
+"""Most framing bytes of one request: head, trailers, and chunk sizes beyond the chunks' own bytes.
+Proxies allow 8 to 32 KiB."""
 PIECE: Final[Bytes] = 16 * 1024
-"""Handed to the parser at once. All it makes of one piece is a few times as much."""
+"""Bytes handed to the parser at once. What it makes of one piece is a few times as large."""
 FREE: Final[Bytes] = 8 * 1024
-"""Of each connection, not counted over all: nearly every head fits, so that a crowd of large ones
-keeps no ordinary request out."""
+"""Framing bytes per connection that do not count against the total: nearly every head fits, so that
+many large heads do not block ordinary requests."""
 _ROOM: Final[Bytes] = 32 << 20
 
 _Message = tuple[Any, Any]
@@ -51,7 +51,7 @@ _NOTHING: Final[_Found] = ((), False, b"")
 
 
 class HttpParser(Protocol):
-    """aiohttp's parser, as far as its connection uses it."""
+    """The part of aiohttp's parser that its connection uses."""
 
     def feed_data(self, data: bytes, /) -> Any: ...
     def set_upgraded(self, val: bool, /) -> None: ...
@@ -60,29 +60,29 @@ class HttpParser(Protocol):
 
 
 class TooMuchFraming(BadHttpMessage):
-    """More than one request may have, or more than all may hold together."""
+    """More framing than one request, or all connections together, may have."""
 
     def __init__(self, message: str, *, crowded: bool = False) -> None:
         super().__init__(message)
         self.crowded = crowded
-        """Others hold the room; asking again may help."""
+        """True if the total is used up; a retry may help."""
 
 
 class FramingBudget:
-    """What all connections hold of unanswered framing, beyond what each may have."""
+    """Unanswered framing of all connections, beyond what each may have."""
 
     def __init__(self, limit: Bytes = _ROOM) -> None:
         self.limit = limit
         self.held: Bytes = 0
 
     def change(self, by: Bytes) -> bool:
-        """Count `by` bytes more or fewer; False if that is too much."""
+        """Adds `by` bytes, which may be negative; False if the total is exceeded."""
         self.held += by
         return by <= 0 or self.held <= self.limit
 
 
 class BoundedParser:
-    """One connection's parser, behind bounds."""
+    """One connection's parser within limits."""
 
     __slots__ = (
         "_at",
@@ -106,7 +106,8 @@ class BoundedParser:
         may_parse: Callable[[], bool],
         max_line: Bytes,
     ) -> None:
-        """`may_parse`: nothing that was found is unanswered, and the newest body is not paused."""
+        """`may_parse` returns True if no parsed request is unanswered and the newest body is not
+        paused."""
         self._parser = parser
         self._room = room
         self._may_parse = may_parse
@@ -118,20 +119,20 @@ class BoundedParser:
         self._framing: Bytes = 0
         self._counted: Bytes = 0
         self.waiting: Bytes = 0
-        """Bytes that have come and are not parsed."""
+        """Bytes that have arrived and are not parsed."""
         self.refused = False
-        """Nothing is parsed any more; the connection ends with the answer that is due."""
+        """True once nothing more is parsed; the connection ends with the answer that is due."""
 
     @property
     def partial(self) -> bool:
-        """Something has come that is no whole request yet."""
+        """True if bytes of an incomplete request have arrived."""
         return self._framing > 0 or self.waiting > 0
 
     def feed_data(self, data: bytes) -> _Found:
-        """Take `data`, and parse as much as may be; empty `data` goes on where that ended.
+        """Takes `data` and parses as much as allowed; with empty `data`, continues.
 
-        Errors: `HttpProcessingError`, the parser's own or `TooMuchFraming`; then nothing is taken
-        any more.
+        Errors: `HttpProcessingError`, the parser's own or `TooMuchFraming`; then it takes nothing
+        more.
         """
         if self.refused:
             return _NOTHING
@@ -147,7 +148,7 @@ class BoundedParser:
         return found, False, b""
 
     def drop(self) -> None:
-        """Forget what has come, and take nothing any more. Idempotent."""
+        """Drops what has arrived and takes nothing more. Idempotent."""
         self.refused = True
         self._waiting.clear()
         self.waiting = self._framing = 0
@@ -161,7 +162,8 @@ class BoundedParser:
         self._parser.pause_reading()
 
     def set_upgraded(self, val: bool) -> None:
-        """Nothing: an upgrade is never accepted, and what follows its request is parsed."""
+        """Does nothing: an upgrade is never accepted, and the bytes after its request are
+        parsed."""
 
     # ------------------------------------------------------------------ inside
 
@@ -201,8 +203,9 @@ class BoundedParser:
         self.waiting += len(tail)
 
     def _account(self, taken: Bytes, found: Sequence[_Message]) -> None:
-        """A whole head is the request's, not framing that waits; a body pays for as much framing
-        as it has bytes, so that only chunks of less than five bytes need the connection's own."""
+        """Accounts for what the parser found. A complete head belongs to its request and no longer
+        counts. A body pays for as much framing as it has bytes, so only chunks of less than five
+        bytes use the connection's own allowance."""
         if found:
             self._framing = 0
             self._body = found[-1][1]
@@ -229,7 +232,7 @@ class BoundedParser:
             self.drop()
 
     def _count(self, answering: bool) -> None:
-        """Tell all connections' room what this one holds."""
+        """Updates this connection's share of the total."""
         holds = max(0, self.waiting + self._framing - FREE)
         by, self._counted = holds - self._counted, holds
         if not by or self._room.change(by):

@@ -1,8 +1,8 @@
-"""A connection of aiohttp's whose parser is bounded (`bounded_parser.py`).
+"""A connection of aiohttp's whose parser has limits (`bounded_parser.py`).
 
-Bytes that come while a request is being answered wait unparsed; beyond a bound the socket is not
-read until the answer is out. It does not know what requests mean, nor deadlines. Base of every
-connection that strangers can open.
+Bytes that arrive while a request is being answered wait unparsed; beyond a limit the socket is not
+read until the answer is sent. It knows neither requests nor deadlines. Base class of all
+connections that are open to unknown clients.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["BoundedHandler", "make_request"]
 
 _WAITING: Final[Bytes] = 64 * 1024
-"""Of later requests, while one is being answered; then the socket is not read."""
+"""Bytes of later requests that may wait while one is being answered; then the socket is not
+read."""
 _BODY: Final[Bytes] = 64 * 1024
-"""Of a body, that its reader has not taken; twice as much pauses the socket."""
+"""Bytes of a body that its reader has not taken; twice as many pause the socket."""
 
 
 class BoundedHandler(web.RequestHandler):
@@ -41,9 +42,9 @@ class BoundedHandler(web.RequestHandler):
         """`room` is shared by all connections of a server."""
         super().__init__(server, loop=loop, auto_decompress=False, read_bufsize=_BODY, **kw)
         self.busy = False
-        """A request is being answered."""
+        """True while a request is being answered."""
         self.body: StreamReader | None = None
-        """Of the newest request; the rest of it may come after an early answer."""
+        """The body of the newest request; the rest of it may arrive after an early answer."""
         parser: HttpParser = self._parser  # type: ignore[assignment]
         self.intake = BoundedParser(parser, room, self._may_parse, self.max_line_size)
         self._parser = self.intake  # type: ignore[assignment]  # has all that is used of it
@@ -59,7 +60,7 @@ class BoundedHandler(web.RequestHandler):
         super().connection_lost(exc)
 
     async def finish_response(self, *args: Any) -> Any:
-        """As aiohttp does; then what has come meanwhile is parsed."""
+        """Finishes as aiohttp does, then parses the bytes that arrived meanwhile."""
         try:
             return await super().finish_response(*args)
         finally:
@@ -67,17 +68,17 @@ class BoundedHandler(web.RequestHandler):
             self.parse_on()
 
     def parse_on(self) -> None:
-        """Parse what waits, as far as it may be."""
+        """Parses waiting bytes as far as allowed."""
         if self.transport is not None and not self._messages:
             self.data_received(b"")
 
     @property
     def body_is_here(self) -> bool:
-        """Nothing is missing of the newest request."""
+        """True if the newest request has arrived completely."""
         return self.body is None or self.body.is_eof()
 
     def begin(self, body: StreamReader) -> None:
-        """A request is taken up."""
+        """Starts to handle a request."""
         self.busy = True
         self.body = body
 
@@ -93,7 +94,7 @@ class BoundedHandler(web.RequestHandler):
             self._resume_reading_for_buffer()
 
     def _resume_reading_for_buffer(self) -> None:
-        """aiohttp looks at its own queue only."""
+        """Overrides aiohttp's check, which considers only its own queue."""
         if self.intake.waiting <= _WAITING:
             super()._resume_reading_for_buffer()
 
@@ -105,7 +106,7 @@ def make_request(
     writer: AbstractStreamWriter,
     task: asyncio.Task[None],
 ) -> web.BaseRequest:
-    """The request factory of a server of such connections."""
+    """The request factory for a server with such connections."""
     assert isinstance(protocol, BoundedHandler)
     protocol.begin(payload)
     return web.BaseRequest(message, payload, protocol, writer, task, protocol._loop)

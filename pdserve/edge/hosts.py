@@ -23,17 +23,18 @@ _ORIGIN_REMEDY: Final = (
 
 
 class HostRule:
-    """Which `Host` headers are answered."""
+    """Names that a request's `Host` header may have."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        """`names`: beside addresses and loopback names; `*.name` is all below it, `*` all."""
+        """`names`: allowed beside addresses and loopback names; `*.name` is everything below it,
+        `*` everything."""
         self._names = frozenset(name.lower().rstrip(".") for name in names if name)
         self._below = tuple(name[1:] for name in self._names if name.startswith("*."))
         self._all = "*" in self._names
 
     def refusal(self, host: str | None) -> str | None:
-        """Cause and remedy if a request with this `Host` is refused. One without a `Host` comes
-        from no browser."""
+        """Cause and remedy if a request with this `Host` is refused, else None. A request without
+        `Host` does not come from a browser."""
         if not host or self._all:
             return None
         name = host_name(host)
@@ -44,15 +45,15 @@ class HostRule:
 
 
 class OriginRule:
-    """Which pages' requests are answered."""
+    """Origins whose pages may send requests."""
 
     def __init__(self, origins: Iterable[str]) -> None:
-        """`origins`: beside pages of this very server; `*` is all."""
+        """`origins`: allowed beside this server's own pages; `*` is all."""
         self._origins = frozenset(origins)
         self._all = "*" in self._origins
 
     def refusal(self, headers: Mapping[str, str]) -> str | None:
-        """Cause and remedy if a request with these headers is refused."""
+        """Cause and remedy if a request with these headers is refused, else None."""
         if self._all:
             return None
         origin = headers.get("Origin")
@@ -75,7 +76,7 @@ def host_name(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a socket that listens on `host`."""
+    """True if only this machine can reach a socket that listens on `host`."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -83,8 +84,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_local(name: str) -> bool:
-    """An address, which no other site can be reached by, or a name that browsers never ask DNS
-    for (RFC 6761, 6.3)."""
+    """True for an address, under which no other site can be reached, and for a name that browsers
+    never ask DNS for (RFC 6761, 6.3)."""
     if name == _LOOPBACK or name.endswith("." + _LOOPBACK):
         return True
     try:

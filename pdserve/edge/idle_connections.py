@@ -16,7 +16,7 @@ K = TypeVar("K")
 
 
 class IdleConnections(Generic[K]):
-    """Connections without work, by the host they come from, idle for longest first."""
+    """Connections without work, by host, the longest idle first."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, dict[K, None]] = {}
@@ -25,11 +25,11 @@ class IdleConnections(Generic[K]):
         return sum(map(len, self._hosts.values()))
 
     def add(self, key: K, host: str) -> None:
-        """It has no work from now on."""
+        """Adds a connection that has become idle."""
         self._hosts.setdefault(host, {})[key] = None
 
     def remove(self, key: K, host: str) -> None:
-        """It has work, or is gone; nothing happens if it is not here."""
+        """Removes a connection that has work or is gone; no effect if unknown."""
         keys = self._hosts.get(host)
         if keys is None or key not in keys:
             return
@@ -38,7 +38,7 @@ class IdleConnections(Generic[K]):
             del self._hosts[host]
 
     def evict(self, newcomer: K) -> K | None:
-        """Take out the one that is to end for `newcomer`; None if there is no other."""
+        """Removes and returns the connection to close for `newcomer`; None if there is no other."""
         if not self._hosts:
             return None
         busiest = max(self._hosts, key=lambda host: len(self._hosts[host]))
@@ -51,8 +51,8 @@ class IdleConnections(Generic[K]):
 
 
 def host_of(peer: object) -> str:
-    """Where a socket comes from, by `getpeername`: an IPv4 address or an IPv6 network of 64 bits,
-    of which one machine usually has all. Empty if it cannot be told."""
+    """The host of a socket from `getpeername`: an IPv4 address, or an IPv6 network of 64 bits,
+    which usually belongs to one machine. Empty if unknown."""
     if not isinstance(peer, tuple) or not peer:
         return ""
     host = str(peer[0]).partition("%")[0]

@@ -1,7 +1,7 @@
-"""A small HTTP server for strangers: bounded connections, each of them bounded and short-lived.
+"""A small HTTP server for unknown clients, with limits on connections and on each of them.
 
-A newcomer is never refused: at the bound, the host with the most connections loses its oldest one.
-It does not know what is asked for. Owned by whoever listens.
+It never refuses a new connection: at the limit, the host with the most connections loses its oldest
+one. It does not know what clients ask for. Owned by the listener.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["BoundedServer"]
 
 
 class BoundedServer(web.Server):
-    """Makes connections. Used as an event loop's protocol factory."""
+    """Creates connections. Used as an event loop's protocol factory."""
 
     def __init__(
         self,
@@ -32,20 +32,20 @@ class BoundedServer(web.Server):
         most: int,
         patience: Seconds,
     ) -> None:
-        """`patience`: without a whole request a connection ends after this."""
+        """`patience`: seconds after which a connection without a whole request ends."""
         super().__init__(handler, request_factory=make_request)
         self._most = most
         self._patience = patience
         self._open: IdleConnections[_Connection] = IdleConnections()
         self.room = FramingBudget()
         self.evicted = 0
-        """Connections that ended for others."""
+        """Number of connections closed to make room."""
 
     def __call__(self) -> BoundedHandler:
         return _Connection(self, self._loop, self._patience)
 
     def register(self, connection: _Connection) -> None:
-        """Count a connection in; another one may end for it."""
+        """Registers a connection; another one may be closed for it."""
         self._open.add(connection, connection.host)
         if len(self._open) > self._most:
             victim = self._open.evict(connection) or connection
@@ -53,7 +53,7 @@ class BoundedServer(web.Server):
             victim.abort()
 
     def unregister(self, connection: _Connection) -> None:
-        """It is gone. Idempotent."""
+        """Removes a connection. Idempotent."""
         self._open.remove(connection, connection.host)
 
 
@@ -82,9 +82,9 @@ class _Connection(BoundedHandler):
         super().connection_lost(exc)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """What strangers send is no fault of ours; the answer has told them."""
+        """Does not log errors of clients: the answer has reported them."""
 
     def abort(self) -> None:
-        """End it at once."""
+        """Closes it at once."""
         if self._socket is not None:
             self._socket.abort()

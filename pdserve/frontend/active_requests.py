@@ -39,19 +39,19 @@ class ActiveRequest(msgspec.Struct, kw_only=True, eq=False):
     arrival: Seconds
     hints: RoutingHints = NO_HINTS
     expires: Seconds = 0.0
-    """When its time is over; 0: the body is not here."""
+    """Time of the deadline; 0 until the body has arrived."""
     ticket: AdmissionTicket | None = None
-    """Its place; None: the body is not here."""
+    """The admission ticket; None until the body has arrived."""
     task: asyncio.Task[Any]
     stage: str = "reading the request"
     answer: ResponseBuilder | None = None
     composing: bool = False
-    """All tokens are here, and are being put together as a whole answer."""
+    """True while a complete answer is built from all its tokens."""
     error: PdserveError | None = None
-    """Why it ends early, if somebody else decided so."""
+    """The error that ends the request early, if another part of the frontend ended it."""
 
     def fail(self, error: PdserveError) -> None:
-        """End it with `error`, wherever it is."""
+        """Ends the request with `error`, at whatever stage it is."""
         if self.answer is not None and not self.composing:
             self.answer.fail(error)
         elif self.error is None:
@@ -66,7 +66,7 @@ class ActiveRequest(msgspec.Struct, kw_only=True, eq=False):
         return self.stage if self.answer is None else self.answer.stage
 
     def work(self, pool: TextPool) -> TextWork:
-        """The pool on behalf of its tenant; without keys, of all."""
+        """The text pool on behalf of this request's tenant; without keys, of all."""
         key = self.call.key
         return pool.of("" if key is None else key.tenant, cache_salt_of(key, None))
 
@@ -84,7 +84,7 @@ class ActiveRequests:
         self.admission = Admission(config.max_in_flight, config.retry_after)
         self.active: set[ActiveRequest] = set()
         self.draining = False
-        """Nothing new is taken."""
+        """True once no new requests are taken."""
 
     async def run(
         self,
@@ -92,14 +92,13 @@ class ActiveRequests:
         work: Callable[[RequestBody, ActiveRequest], Awaitable[T]],
         over: Callable[[ActiveRequest], None] = lambda exchange: None,
     ) -> T:
-        """What `preprocess.text_cost` makes of the request's body. `over` hears of the end of what
-        was admitted.
+        """Reads the request's body, admits the request, and returns the result of `work`.
 
-        A body that comes slowly holds a connection, and no place.
+        `over` is called when a request that was admitted has ended. A body that arrives slowly
+        holds a connection, but no place.
 
-        Errors: `Draining`, `Overloaded`, `RateLimited` before the body is read or after it,
-        `DeadlineExceeded`, and what `preprocess.text_cost` raises. Cancellation: the client hung
-        up.
+        Errors: `Draining`, `Overloaded` and `RateLimited`, before the body is read or after it;
+        `DeadlineExceeded`; those of `work`. Cancellation: the client has disconnected.
         """
         if self.draining:
             raise Draining("the server is shutting down")

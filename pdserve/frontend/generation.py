@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pdserve.frontend")
 
 _NOTICED: Final[Seconds] = 0.1
-"""What has passed of a request's time and is worth a copy of it."""
+"""Seconds of waiting from which on the deadline sent to the worker is adjusted."""
 
 R = TypeVar(
     "R",
@@ -104,17 +104,17 @@ class GenerationHandler:
         self.gathered = ResponseMemory(config.max_answer, config.max_answers)
 
     async def serve(self, route: RequestKind[R], call: HttpRequest) -> web.StreamResponse:
-        """Answer one request.
+        """Answers one request.
 
-        Errors: `PdserveError`, if the answer has not begun; later ones end the stream. Cancellation
-        (the client hung up): everything is freed.
+        Errors: `PdserveError` if the answer has not begun; later errors end the stream.
+        Cancellation (the client has disconnected): everything is freed.
         """
         return await self._exchanges.run(
             call, lambda body, exchange: self._serve(route, body, exchange), self._count
         )
 
     async def count(self, route: RequestKind[R], call: HttpRequest) -> int:
-        """Tokens of a request's prompt, as it would be: nothing else is done.
+        """Returns the number of tokens of a request's prompt; generates nothing.
 
         Errors: those of `plan`, `DeadlineExceeded`.
         """
@@ -140,9 +140,9 @@ class GenerationHandler:
     async def plan(
         self, route: RequestKind[R], body: RequestBody, exchange: ActiveRequest
     ) -> RequestPlan:
-        """What is to be done for a body, and into the exchange what its client wishes.
+        """Makes the plan for a body, and stores the client's options in the exchange.
 
-        Errors: `InvalidRequest` and its kin, `NoWorker`, `Overloaded`.
+        Errors: `InvalidRequest` and its subclasses, `NoWorker`, `Overloaded`.
         """
         decoded = await body.decode(route.decoder, strict=self._config.strict_api)
         if decoded.unknown:
@@ -194,8 +194,8 @@ class GenerationHandler:
     async def _dispatch_in_turn(
         self, plan: RequestPlan, answer: EmbeddingResponseBuilder, exchange: ActiveRequest
     ) -> None:
-        """No more at a time than a request may have prompts: inputs may be many more. The first
-        that fails ends them all."""
+        """Dispatches inputs, at most as many at a time as a request may have prompts. The first
+        failure ends them all."""
         exchange.answer = answer
         left = zip(plan.requests, answer.sinks, answer.choices, strict=True)
 
@@ -215,8 +215,8 @@ class GenerationHandler:
     async def _open_all(
         self, prompts: list[tuple[GenerateRequest, PromptSink]], exchange: ActiveRequest
     ) -> None:
-        """Side by side: each may be held for a while, and need not wait for the one before. The
-        first that fails ends them all."""
+        """Dispatches prompts at the same time, because a router may hold each for a while. The
+        first failure ends them all."""
         try:
             async with asyncio.TaskGroup() as opening:
                 for request, sink in prompts:
@@ -270,7 +270,8 @@ class GenerationHandler:
     async def _run_stream(
         self, plan: RequestPlan, answer: StreamingResponseBuilder, exchange: ActiveRequest
     ) -> None:
-        """Once the stream has begun its status is sent: an error becomes its last event."""
+        """Runs a stream. Once it has begun its status is sent, so an error becomes its last
+        event."""
         try:
             await self._dispatch(plan, answer, exchange)
             answer.finish()
@@ -300,7 +301,7 @@ class GenerationHandler:
             answer.finished.exception()  # known to whoever raised it
 
     def _count(self, exchange: ActiveRequest) -> None:
-        """It is over."""
+        """Counts the ended request in the metrics."""
         now = self._time()
         answer, error = exchange.answer, exchange.error
         if answer is not None and error is not None:
@@ -314,7 +315,7 @@ class GenerationHandler:
 
 
 class _KeepAlive:
-    """Tells a client that waits for its first token, from time to time, that it is served."""
+    """Sends comments to a client that waits for its first token."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, answer: StreamingResponseBuilder, interval: Seconds
@@ -325,7 +326,7 @@ class _KeepAlive:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, passed: Seconds) -> None:
-        """`passed` since the request arrived."""
+        """Starts the timer; `passed`: seconds since the request arrived."""
         self._timer = self._call_later(max(0.0, self._interval - passed), self._beat)
 
     def end(self) -> None:
@@ -338,14 +339,14 @@ class _KeepAlive:
 
 
 def _end_early(answer: StreamingResponseBuilder, error: PdserveError) -> None:
-    """Nothing may be computed or said any more while the end waits for a slow client: it would
-    stand behind the end of the body, where the connection's next answer begins."""
+    """Stops all output before the end waits for a slow client: later output would follow the end of
+    the body, where the connection's next answer begins."""
     answer.cancel()
     answer.abort(error)
 
 
 def _seed_line(plan: RequestPlan) -> bytes:
-    """The seed that was used, so that an answer can be had again."""
+    """A header line with the seed that was used, so that the answer can be repeated."""
     if plan.vectors is not None:
         return b""
     return b"x-pdserve-seed: %d\r\n" % plan.requests[0].sampling.seed

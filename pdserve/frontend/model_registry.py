@@ -44,32 +44,35 @@ logger = logging.getLogger("pdserve.frontend.models")
 F = TypeVar("F")
 
 _ALWAYS_A_THREAD = LARGE_CHARS
-"""The pool never runs such a job in place, nor has it wait for long texts."""
+"""A text cost that the pool never runs on the event loop, and that does not count as a long
+text."""
 
 _NO_TENANT = "\0models"
-"""Takes its turn among tenants in the text pool; no key has such a name."""
+"""Name under which this work takes its turn in the text pool; no key can have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """One model, ready to turn text into tokens and back."""
+    """One model with its tokenizer and templates."""
 
     card: ModelCard
     tokenizer: Tokenizer
     templates: ChatTemplates
     fingerprint: str
-    """OpenAI's `system_fingerprint`: changes when answers may, for equal requests and seeds."""
+    """OpenAI's `system_fingerprint`: changes when answers to equal requests and seeds may
+    change."""
     tools: ToolFormat | None = None
-    """How it writes calls of tools; None: that is not known."""
+    """The format of tool calls; None: unknown."""
     reasoning: ReasoningFormat | None = None
-    """How it marks its reasoning, likewise."""
+    """The format of reasoning; None: unknown."""
     tool_marks: frozenset[int] = frozenset()
-    """Special tokens that are markup of calls."""
+    """Special tokens that mark tool calls."""
     reasoning_marks: frozenset[int] = frozenset()
 
     @classmethod
     def from_card(cls, card: ModelCard) -> PreparedModel:
-        """Blocks for as long as the tokenizer takes. Errors: `ConfigError`."""
+        """Makes the tokenizer and templates; blocks for as long as that takes. Errors:
+        `ConfigError`."""
         templates = ChatTemplates.from_card(card)
         if "default" in templates.names:
             # Found out here, lest the first request pay for it.
@@ -89,12 +92,13 @@ class PreparedModel:
         )
 
     def marks(self, tools: bool) -> frozenset[int]:
-        """Special tokens that a parser has to see, of `tools` only where calls are looked for."""
+        """Special tokens that a parser must see; those of tool calls only with `tools`."""
         return self.reasoning_marks | self.tool_marks if tools else self.reasoning_marks
 
 
 def _format(formats: Mapping[str, F], name: str, card: ModelCard, what: str) -> F | None:
-    """A worker of another release may know a format that this one does not."""
+    """Looks up a format. A worker of another release may name one that this release does not
+    know."""
     found = formats.get(name)
     if name and found is None:
         logger.warning(
@@ -107,7 +111,7 @@ def _format(formats: Mapping[str, F], name: str, card: ModelCard, what: str) -> 
 def _marks(
     format: ToolFormat | ReasoningFormat | None, tokenizer: Tokenizer, card: ModelCard
 ) -> frozenset[int]:
-    """Those of a format's markers that would not be shown; the end of a text never is."""
+    """Special tokens of a format's markers that would not be shown; never those that end a text."""
     if format is None:
         return frozenset()
     ids = {tokenizer.token_to_id(marker) for marker in format.markers}
@@ -115,7 +119,8 @@ def _marks(
 
 
 def fingerprint(card: ModelCard) -> str:
-    """A short name for what decides answers: this version, the engine, its precision, the model."""
+    """A short hash of everything that decides answers: pdserve's version, engine, precision,
+    model."""
     parts = (__version__, card.engine, card.dtype, card.compat_hash, card.name)
     return "fp_" + hashlib.blake2b("\0".join(parts).encode(), digest_size=6).hexdigest()
 
@@ -130,13 +135,14 @@ class ModelRegistry:
         self._ready: dict[int, PreparedModel] = {}
         self._failed: dict[int, tuple[ModelCard, str]] = {}
         self._told: set[int] = set()
-        """Failures that are in the log."""
+        """Failures that have been logged."""
         self._making: dict[int, asyncio.Task[PreparedModel]] = {}
 
     def card(self, name: str | None, key: ApiKey | None = None) -> ModelCard:
-        """The card of `name`, a model or an alias; without a name, that of the only model.
+        """Returns the card of `name`, a model or an alias; without a name, that of the only model.
 
-        Args: for `key` there is nothing but its models.
+        Args: `key` restricts the models.
+
         Errors: `NotReady`, `ModelNotFound`, `Forbidden`, `InvalidRequest`.
         """
         cards = self._backend.cards()
@@ -159,14 +165,14 @@ class ModelRegistry:
         return card
 
     def get_nowait(self, card: ModelCard) -> PreparedModel | None:
-        """The model of a card, if it has been made."""
+        """The model of a card if it has been prepared, else None."""
         model = self._ready.get(id(card))
         return model if model is not None and model.card is card else None
 
     async def get(self, card: ModelCard) -> PreparedModel:
-        """The model of a card, made now if need be.
+        """The model of a card; prepares it if needed.
 
-        Errors: `ConfigError` when it cannot be made. Cancellation: it is made all the same.
+        Errors: `ConfigError` when that fails. Cancellation: the preparation goes on.
         """
         model = self.get_nowait(card)
         if model is not None:
@@ -182,7 +188,7 @@ class ModelRegistry:
         return await asyncio.shield(making)
 
     async def prepare(self) -> None:
-        """Make what is missing and forget what is served no longer."""
+        """Prepares new models and drops those that are no longer served."""
         cards = {id(card): card for card in self._backend.cards().values()}
         for known in (self._ready, self._failed):
             for key in [key for key in known if key not in cards]:
@@ -197,13 +203,13 @@ class ModelRegistry:
                     logger.error("model %s cannot be served: %s", card.name, error.message)
 
     def listing(self, key: ApiKey | None = None) -> list[Model]:
-        """Every name that can be asked for, in `/v1/models`' form: by model, its own name first,
-        since clients without a name take the first."""
+        """Every name that can be requested, in `/v1/models`' format. A model's own name comes
+        before its aliases, since clients without a name take the first."""
         usable = _usable(self._backend.cards(), key)
         return [model_object(name, card) for name, card in sorted(usable.items(), key=_place)]
 
     async def close(self) -> None:
-        """Stop making models; whoever waits for one is cancelled."""
+        """Stops preparing models; callers that wait for one are cancelled."""
         for task in (making := tuple(self._making.values())):
             task.cancel()
         await asyncio.gather(*making, return_exceptions=True)
@@ -228,7 +234,7 @@ class ModelRegistry:
 
 
 def _place(entry: tuple[str, ModelCard]) -> tuple[str, int, str]:
-    """Aliases in the operator's order."""
+    """The position of a name: aliases keep the operator's order."""
     name, card = entry
     names = (card.name, *card.aliases)
     return card.name, names.index(name) if name in names else len(names), name

@@ -29,38 +29,38 @@ __all__ = [
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt's worker, and what its router thought of it."""
+    """The worker of one prompt, and the router's estimates for it."""
 
     worker: NodeId
     router: NodeId
     policy: str
     attempts: int
-    """Answers of routers that it took, this one included."""
+    """Number of router decisions, this one included."""
     overlap_tokens: int
-    """Leading prompt tokens believed to be in the worker's pool."""
+    """Leading prompt tokens that the router expects in the worker's pool."""
     predicted_ttft: Seconds | None
-    """From the request's arrival at the frontend, as `ttft` is measured."""
+    """Seconds from the request's arrival at the frontend, as `ttft` is measured."""
     held: Seconds
-    """By routers, all attempts together."""
+    """Seconds that routers held the request, over all attempts."""
     migrations: int = 0
-    """How often it has gone on at another worker, this time included."""
+    """Number of migrations, the present one included."""
 
 
 class PromptStats(msgspec.Struct):
-    """What is known of one prompt so far."""
+    """What is known so far about how one prompt is served."""
 
     placement: Placement | None = None
     cached_tokens: int | None = None
     """Leading prompt tokens that the worker did not compute."""
     queue: Seconds | None = None
-    """In the worker's queue."""
+    """Seconds in the worker's queue."""
     prefill: Seconds | None = None
     where: str = ""
-    """It was prefilled, and why there; empty: the worker had no choice."""
+    """Where the prompt was prefilled, and why; empty if the worker had no choice."""
 
 
 def served_summary(courses: Sequence[PromptStats], ttft: Seconds | None) -> Served | None:
-    """All of it; None: nothing was placed."""
+    """The merged report; None if no prompt was placed."""
     placements = [course.placement for course in courses if course.placement is not None]
     if not placements:
         return None
@@ -87,13 +87,13 @@ _HEADERS = (
     *("predicted_ttft_ms", "ttft_ms", "held_ms", "prefill", "migrations"),
 )
 HEADER_NAMES: Final = tuple(f"x-pdserve-{name.replace('_', '-')}".encode() for name in _HEADERS)
-"""Of all headers that may come."""
+"""Names of all headers that may be sent."""
 _LINES = tuple(f"{name.decode()}: %s\r\n" for name in HEADER_NAMES)
 _values = attrgetter(*_HEADERS)
 
 
 def header_lines(told: Served | None) -> bytes:
-    """The same as headers, whole lines; what is unknown has none."""
+    """The report as whole header lines; unknown values have none."""
     if told is None:
         return b""
     known = zip(_LINES, _values(told), strict=True)
@@ -108,7 +108,7 @@ def _names(names: list[str]) -> str:
 
 
 def cached_tokens(courses: Sequence[PromptStats]) -> int | None:
-    """Of all prompts together; None: not known of every one."""
+    """Cached tokens of all prompts together; None if unknown for any prompt."""
     known = [c.cached_tokens for c in courses if c.cached_tokens is not None]
     return sum(known) if len(known) == len(courses) else None
 

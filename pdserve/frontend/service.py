@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pdserve.frontend")
 
 SWEEP: Seconds = 1.0
-"""Between two looks at deadlines of connections, and between two at new models."""
+"""Seconds between two sweeps of connection deadlines, and between two checks for new models."""
 _LAST_WORDS: Seconds = 2.0
-"""For error answers to reach their clients before connections are dropped."""
+"""Seconds for error responses to reach their clients before connections are closed."""
 _FIRST_WORDS: Seconds = 0.5
-"""For a request to arrive on a connection that came just before the end."""
+"""Seconds for a request to arrive on a connection that was opened just before the end."""
 _TURNS = 3
-"""Of the loop, in which whoever waits in the backlog has been accepted."""
+"""Turns of the event loop until every connection in the backlog has been accepted."""
 
 
 class FrontendService:
@@ -72,10 +72,10 @@ class FrontendService:
         degradations: Degradations | None = None,
     ) -> None:
         """Args: `degraded` is a live view of reasons, shown by `/health`; `pages` answers
-        `/metrics`, by default with `metrics`; `preprocess.prompt_hashes` names the blocks of
-        prompts; `degradations` is told what this frontend does worse than it could.
+        `/metrics`, by default with `metrics`; `naming` computes the block hashes of prompts;
+        `degradations` receives the degradations of this frontend.
 
-        Errors: `ConfigError` for settings that cannot be.
+        Errors: `ConfigError` for settings that cannot work.
         """
         config.validate()
         self.config = config
@@ -91,17 +91,17 @@ class FrontendService:
 
     @property
     def port(self) -> int:
-        """The port that is listened on; known from `start` on."""
+        """The port it listens on; known after `start`."""
         return self._port
 
     @property
     def listening(self) -> bool:
-        """Between `start` and `stop`."""
+        """True between `start` and `stop`."""
         return self._listener is not None
 
     @property
     def active_requests(self) -> int:
-        """Requests with a body in progress, those included whose bodies are arriving."""
+        """Requests with a body in progress, including those whose bodies are arriving."""
         return len(self._exchanges.active) if self.listening else 0
 
     @property
@@ -110,9 +110,9 @@ class FrontendService:
         return self._server.open_connections if self.listening else 0
 
     async def start(self) -> None:
-        """Listen. Requests are served from now on, with 503 until the backend is ready.
+        """Starts to listen. Requests get a 503 until the backend is ready.
 
-        Errors: `ConfigError` when the address cannot be had or the key file is wrong.
+        Errors: `ConfigError` when the address cannot be used or the key file is wrong.
         """
         config, metrics = self.config, self.metrics
         loop = asyncio.get_running_loop()
@@ -159,9 +159,10 @@ class FrontendService:
         )
 
     def check_port(self) -> None:
-        """Before `start` of the first that shares its port: others' sharing it would go unnoticed.
+        """Checks, before the first of several processes starts, that no other program listens on
+        the shared port; sharing would hide that.
 
-        Errors: `ConfigError` if anybody listens on it.
+        Errors: `ConfigError` if one does.
         """
         host, port = self.config.host, self.config.port
         if not port:
@@ -179,9 +180,9 @@ class FrontendService:
             raise _cannot_listen(host, port, error) from None
 
     async def make_models(self) -> None:
-        """Make every served model's tokenizer and templates, which otherwise happens by and by.
+        """Prepares every served model's tokenizer and templates now instead of later.
 
-        Errors: `ConfigError` names the model that cannot be served.
+        Errors: `ConfigError` names a model that cannot be served.
         """
         for card in {id(card): card for card in self._backend.cards().values()}.values():
             try:
@@ -192,16 +193,17 @@ class FrontendService:
                 ) from None
 
     async def usable_model(self) -> ModelCard | None:
-        """One of the served models whose text can be dealt with; the log names those where not."""
+        """Prepares the served models and returns one that can be used; None if none can. Models
+        that cannot be prepared are logged."""
         await self._models.prepare()
         served = self._backend.cards().values()
         return next((c for c in served if self._models.get_nowait(c) is not None), None)
 
     async def stop(self, drain_timeout: Seconds | None = None) -> None:
-        """Shut down in order; returns when every connection is closed. Idempotent.
+        """Shuts down in order; returns when every connection is closed. Idempotent.
 
-        Args: `drain_timeout` replaces the configured one.
-        Cancellation: skips to dropping connections.
+        Args: `drain_timeout` replaces the configured one. Cancellation: skips to closing
+        connections.
         """
         if self._listener is None:
             return
@@ -222,8 +224,8 @@ class FrontendService:
             await self._close()
 
     def reload_api_keys(self) -> None:
-        """Read the key file again; requests in progress keep what they were admitted with. Before
-        `start` there is nothing to do.
+        """Reads the key file again; requests in progress keep their limits. Does nothing before
+        `start`.
 
         Errors: `ConfigError`; the old keys then stay in force.
         """
@@ -248,7 +250,7 @@ class FrontendService:
             raise _cannot_listen(config.host, config.port, error) from None
 
     async def _sweep_forever(self) -> None:
-        """Waits for nothing but time: deadlines of connections depend on it."""
+        """Enforces the deadlines of connections every second; it waits for nothing else."""
         while True:
             await asyncio.sleep(SWEEP)
             try:
@@ -257,7 +259,7 @@ class FrontendService:
                 logger.exception("a sweep failed")
 
     async def _prepare_forever(self) -> None:
-        """Make the tokenizers of models that are new, however long one takes."""
+        """Prepares the tokenizers of new models, however long one takes."""
         while True:
             await asyncio.sleep(SWEEP)
             try:
@@ -266,7 +268,7 @@ class FrontendService:
                 logger.exception("a model could not be prepared")
 
     async def _wait_idle(self, timeout: Seconds) -> None:
-        """Until no generation is in progress, for `timeout` seconds at most."""
+        """Waits until no generation is in progress, for `timeout` seconds at most."""
         deadline = self._loop.time() + timeout
         while self._exchanges.active and self._loop.time() < deadline:
             await asyncio.wait(
@@ -292,9 +294,8 @@ class FrontendService:
         await self._pool.close()
 
     async def _let_in(self, listener: asyncio.Server) -> None:
-        """Accept who waits in the backlog, since to close it is to reset them; who dials from now
-        on is left to dial again, and refused. What was to be done anyway comes first in a turn of
-        the loop, what the kernel has to say after it."""
+        """Accepts the connections in the backlog, since closing the listener would reset them;
+        clients that connect later are refused and can retry."""
         for listening in listener.sockets:
             with socket.socket(fileno=os.dup(listening.fileno())) as door:
                 door.listen(0)
@@ -305,13 +306,15 @@ class FrontendService:
                 await asyncio.sleep(0)
 
     async def _hear_out(self) -> None:
-        """Whose first request is still on its way gets an answer, if it comes soon."""
+        """Waits a moment for first requests that are still on their way, so that they get an
+        answer."""
         until = self._loop.time() + _FIRST_WORDS
         while self._server.unheard and self._loop.time() < until:  # noqa: ASYNC110  at its end
             await asyncio.sleep(_FIRST_WORDS / 20)
 
     def _note_stuck(self, text: TextPoolStats) -> None:
-        """Jobs that take too long were given up, or threads of such jobs have ended."""
+        """Reports that text jobs which took too long were given up, or that their threads have
+        ended."""
         self.metrics.text_jobs_given_up.value = text.given_up
         self.metrics.text_threads_stuck.value = text.stuck
         if self._degradations is None:
@@ -333,7 +336,7 @@ class FrontendService:
 
 
 def read_api_keys(path: Path) -> KeyRing:
-    """Errors: `ConfigError` names the file, the line and the remedy."""
+    """Reads the key file. Errors: `ConfigError` names the file, the line and the remedy."""
     try:
         data = path.read_bytes()
         mode = path.stat().st_mode
@@ -355,7 +358,8 @@ def read_api_keys(path: Path) -> KeyRing:
 
 
 def _check_access(path: Path, mode: int, keys: KeyRing) -> None:
-    """Errors: `ConfigError` for a file that tells its keys to others, or that they may change."""
+    """Checks the file's permissions. Errors: `ConfigError` if other users can read its keys, or
+    change it."""
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         what = "others can change it"
     elif keys.in_clear and mode & (stat.S_IRGRP | stat.S_IROTH):
@@ -370,7 +374,8 @@ def _check_access(path: Path, mode: int, keys: KeyRing) -> None:
 
 
 def _cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
-    """Cause and remedy, without asyncio's preamble that repeats the address."""
+    """The error for an address that cannot be used: cause and remedy, without asyncio's repetition
+    of the address."""
     number = error.errno if isinstance(error, OSError) else None
     cause = os.strerror(number) if number is not None and number > 0 else error
     # Names that do not resolve have negative numbers of their own.

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 MINUTE: Seconds = 60.0
 _FARTHEST: Final[Seconds] = 60.0
-"""Nobody is sent away for longer: who knows what the load is then."""
+"""Longest Retry-After in seconds; the load further ahead cannot be known."""
 _ROOM: Final = 0.9
-"""Share of the places below which nobody has to be kept away."""
+"""Below this fraction of places in use, earlier Retry-After times are forgotten."""
 _NEWEST: Final = 1 / 16
-"""Weight of the newest request in the mean of how long they take."""
+"""Weight of the newest request in the moving average of durations."""
 
 
 class TokenBucket:
     """A token bucket that holds a minute's allowance and refills evenly.
 
-    It may go into debt (`spend`), because output is paid for after it was made.
+    Its level may fall below zero (`spend`), because output is charged after it was generated.
     """
 
     __slots__ = ("_level", "_per_second", "_size", "_then")
@@ -40,14 +40,15 @@ class TokenBucket:
         self._then = now
 
     def wait(self, amount: float, now: Seconds) -> Seconds:
-        """Seconds until `amount` is there; 0: now; inf: never, it is more than the bucket holds."""
+        """Seconds until `amount` is available; 0: now; inf: never, because the bucket is
+        smaller."""
         self._refill(now)
         if amount > self._size:
             return math.inf
         return max(0.0, (amount - self._level) / self._per_second)
 
     def spend(self, amount: float, now: Seconds) -> None:
-        """Take `amount`, below zero if need be."""
+        """Takes `amount`; the level may fall below zero."""
         self._refill(now)
         self._level -= amount
 
@@ -58,23 +59,24 @@ class TokenBucket:
 
 
 class ConcurrencyLimit:
-    """A number of places that requests hold for as long as they take.
+    """A number of places that requests hold while they run.
 
-    Whoever finds none is called back one after the other, as fast as places come free, the first
-    when the oldest request is likely to end: who obeys does not come for nothing, nor all at once.
+    Refused requests get Retry-After times spread at the rate at which places become free, the first
+    one when the oldest request is likely to end. So clients that follow them find a place and do
+    not all come at once.
     """
 
     __slots__ = ("_called_back", "_held", "_mean", "_most", "_unknown")
 
     def __init__(self, most: int, unknown: Seconds) -> None:
-        """`unknown`: what is said before anything has ended."""
+        """`unknown`: Retry-After in seconds before any request has ended."""
         self._most = most
         self._unknown = unknown
         self._held: dict[int, Seconds] = {}
-        """Since when, by number; the oldest first."""
+        """Start times by number; the oldest first."""
         self._mean: Seconds | None = None
         self._called_back: Seconds = 0.0
-        """The last moment for which somebody was called back."""
+        """The latest time that a refused request was told to come back."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -94,7 +96,7 @@ class ConcurrencyLimit:
         self._mean = took if mean is None else mean + (took - mean) * _NEWEST
 
     def call_back(self, now: Seconds) -> Seconds:
-        """How long one more who finds no place is to stay away."""
+        """Retry-After in seconds for one more refused request."""
         mean = self._mean
         if mean is None or not self._held:
             return self._unknown
@@ -107,7 +109,7 @@ class ConcurrencyLimit:
 
 
 class KeyUsage:
-    """What one key has in flight and has used lately."""
+    """Requests in flight and recent use of one key."""
 
     __slots__ = ("_limits", "_places", "_requests", "_tokens")
 
@@ -135,25 +137,25 @@ class KeyUsage:
             )
 
     def start(self, number: int, now: Seconds) -> None:
-        """Count one request that was checked."""
+        """Counts a request that passed `check`."""
         if self._requests is not None:
             self._requests.spend(1, now)
         if self._places is not None:
             self._places.take(number, now)
 
     def end(self, number: int, output_tokens: int, now: Seconds) -> None:
-        """Free its place and pay for what was generated; later requests wait until the debt is
-        gone."""
+        """Frees the place and charges the output; later requests wait while the level is below
+        zero."""
         if self._places is not None:
             self._places.leave(number, now)
         if self._tokens is not None:
             self._tokens.spend(output_tokens, now)
 
     def check_tokens(self, prompt_tokens: int, now: Seconds) -> None:
-        """Pay for a prompt.
+        """Charges a prompt.
 
-        Errors: `RateLimited`; `InvalidRequest` for one that no waiting could pay. Then nothing
-        was paid.
+        Errors: `RateLimited`; `InvalidRequest` for a prompt larger than the whole allowance. Then
+        nothing is charged.
         """
         if self._tokens is None:
             return
@@ -188,7 +190,7 @@ class AdmissionTicket:
             self._use.check_tokens(prompt_tokens, now)
 
     def release(self, output_tokens: int, now: Seconds) -> None:
-        """Give the place back and pay for the output. Later calls change nothing."""
+        """Frees the place and charges the output. Idempotent."""
         if not self._held:
             return
         self._held = False
@@ -198,7 +200,7 @@ class AdmissionTicket:
 
 
 class Admission:
-    """The frontend's own bound and those of every key."""
+    """The limits of the frontend and of every key."""
 
     def __init__(self, max_in_flight: int, retry_after: Seconds) -> None:
         self._max_in_flight = max_in_flight
@@ -212,9 +214,9 @@ class Admission:
         return len(self.places)
 
     def check(self, key: ApiKey | None, now: Seconds) -> None:
-        """Whether one more request could start now; nothing is counted.
+        """Checks whether one more request could start now; counts nothing.
 
-        Errors: `Overloaded` at the frontend's bound, `RateLimited` at the key's.
+        Errors: `Overloaded` at the frontend's limit, `RateLimited` at the key's.
         """
         if self.places.full:
             raise Overloaded(
@@ -225,7 +227,7 @@ class Admission:
             self._use(key, now).check(now)
 
     def admit(self, key: ApiKey | None, now: Seconds) -> AdmissionTicket:
-        """A place for one more request. Errors: those of `check`."""
+        """Takes a place for one more request. Errors: those of `check`."""
         self.check(key, now)
         self._admitted += 1
         number = self._admitted
@@ -236,7 +238,8 @@ class Admission:
         return AdmissionTicket(self, use, number)
 
     def forget_keys(self) -> None:
-        """The keys were reread: limits start afresh; tickets in flight settle with the old ones."""
+        """Forgets all use after the key file was read again; tickets in flight settle with the old
+        records."""
         self._uses.clear()
 
     def _use(self, key: ApiKey, now: Seconds) -> KeyUsage:

@@ -38,29 +38,29 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One entry of the file. Keys of one tenant share its cache salt, each has its own limits."""
+    """One entry of the file. Keys of one tenant share its cache salt; each has its own limits."""
 
     digest: bytes = field(repr=False)
     """SHA-256 of the key."""
     tenant: str
     weight: float = 1.0
-    """Share of the tenant when requests wait for each other; > 0."""
+    """The tenant's weight when requests wait in turns; > 0."""
     limits: KeyLimits = KeyLimits()
     models: frozenset[str] | None = None
-    """Names of models it may use; None: all."""
+    """Names of models that the key may use; None: all."""
     max_priority: int | None = None
-    """The highest that its requests may ask for; None: what holds for keys that do not say."""
+    """The highest priority of its requests; None: the server's limit for keys without one."""
     cache_isolation: bool = True
-    """Its prefix blocks, and how its texts were tokenised, are shared within the tenant only."""
+    """If true, prefix blocks and tokenized texts are shared within the tenant only."""
 
     def cache_salt(self, requested: str | None) -> str:
-        """The salt of a request under this key; a tenant cannot name another tenant's salt."""
+        """The salt of a request with this key; a tenant cannot use another tenant's salt."""
         if self.cache_isolation:
             return f"tenant:{self.tenant}\0{requested or ''}"
         return shared_cache_salt(requested)
 
     def may_use(self, card: ModelCard) -> bool:
-        """Whether the key's list has the model, by its name or an alias."""
+        """True if the key may use the model, by its name or an alias."""
         return self.models is None or not self.models.isdisjoint((card.name, *card.aliases))
 
 
@@ -68,8 +68,10 @@ PRIORITIES: Final = (-(2**31), 2**31 - 1)
 
 
 def check_priority(priority: int, key: ApiKey | None, most: int | None) -> None:
-    """Args: `most` holds for who has no limit of its own; None: whoever has no key may ask for any
-    priority, and whoever has one for none above the usual, 0.
+    """Checks a request's priority.
+
+    Args: `most` limits keys without a limit of their own and requests without a key. None: any
+    priority without a key, at most 0 with one.
 
     Errors: `Forbidden`.
     """
@@ -83,18 +85,18 @@ def check_priority(priority: int, key: ApiKey | None, most: int | None) -> None:
 
 
 def shared_cache_salt(requested: str | None) -> str:
-    """The salt of a request that no tenant isolates: whatever it asks for, it begins as no isolated
-    tenant's does. Without a wish: that of the blocks which all share."""
+    """The salt of a request outside any isolated tenant; it can never equal an isolated tenant's
+    salt. Empty `requested`: the shared salt."""
     return f"salt:{requested}" if requested else ""
 
 
 def cache_salt_of(key: ApiKey | None, requested: str | None) -> str:
-    """The salt of a request with that key, or without one."""
+    """The salt of a request with this key, or without one."""
     return shared_cache_salt(requested) if key is None else key.cache_salt(requested)
 
 
 class KeyRefused(Unauthorized):
-    """No known key came with a request."""
+    """A request came without a valid key."""
 
     def __init__(self, message: str, reason: KeyRefusalReason) -> None:
         super().__init__(message)
@@ -107,8 +109,8 @@ class KeyRing:
     def __init__(
         self, keys: Iterable[ApiKey], *, in_clear: bool = False, short: Sequence[int] = ()
     ) -> None:
-        """`in_clear`: the file tells a key to who reads it. `short`: numbers of the entries whose
-        key could be guessed; the first has 1."""
+        """`in_clear`: the file contains keys as text instead of digests. `short`: numbers, from 1,
+        of entries whose key is short enough to guess."""
         self._by_digest = {key.digest: key for key in keys}
         self.in_clear = in_clear
         self.short = tuple(short)
@@ -117,10 +119,12 @@ class KeyRing:
         return len(self._by_digest)
 
     def authenticate(self, authorization: str | None, x_api_key: str | None = None) -> ApiKey:
-        """The key that an Authorization header names, or without one the header x-api-key.
+        """Returns the key named by the Authorization header or, without that, by the header
+        x-api-key.
 
-        A digest is looked up and compared in constant time; how long the look-up takes tells
-        about the digest of what the client sent, not about any key.
+        The digest is looked up and compared in constant time. The time of the look-up reveals
+        something about the digest of what the client sent, but nothing about any key.
+
         Errors: `KeyRefused`.
         """
         if authorization is None and x_api_key is not None:
@@ -147,14 +151,14 @@ _ENTRY = (
 )
 _LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
 MIN_KEY_LENGTH: Final = 16
-"""Characters of a key that is drawn at random and cannot be guessed."""
+"""Length in characters from which a random key cannot be guessed."""
 _HEADER = re.compile(r"^\s*\[\[\s*key\s*\]\]", re.M)
 
 
 def parse_keys(data: bytes, source: str) -> KeyRing:
-    """Read the file's content; `source` names it in errors.
+    """Reads the file's content; `source` names it in errors.
 
-    Errors: `ConfigError` with the line, the field and the nearest name.
+    Errors: `ConfigError` with the line, the field and the nearest known name.
     """
     document = read_toml(data, source)
     text = data.decode("utf-8-sig")
@@ -180,7 +184,7 @@ def parse_keys(data: bytes, source: str) -> KeyRing:
 
 
 class _Where:
-    """Finds the line of a field, which tomllib does not tell."""
+    """Finds the line of a field, which tomllib does not report."""
 
     def __init__(self, text: str, source: str) -> None:
         self._source = source
@@ -211,7 +215,8 @@ class _Where:
         return self._text.count("\n", 0, at) + 1
 
     def _place(self, quoted: str, begin: int, end: int) -> int:
-        """Where a field is set, else where a header or inline table names it, else `begin`."""
+        """The line where a field is set, else the line of its header or inline table, else
+        `begin`."""
         for pattern in (rf"^[ \t]*{quoted}[ \t]*[=.]", rf"[\s\[.{{,]{quoted}\s*[=.\]]"):
             found = re.compile(pattern, re.M).search(self._text, begin, end)
             if found:

@@ -22,24 +22,24 @@ __all__ = ["AuthFailures"]
 _log = logging.getLogger("pdserve.frontend.keys")
 
 _EVERY: Final[Seconds] = 10.0
-"""Between two lines about one address."""
+"""Seconds between two log lines about one address."""
 _PER_MINUTE: Final = 60
-"""Lines about all addresses together."""
+"""Most log lines per minute, over all addresses."""
 _MOST: Final = 1024
-"""Addresses that are remembered."""
+"""Most addresses remembered."""
 
 
 class AuthFailures:
-    """Those of one frontend."""
+    """The authentication failures of one frontend."""
 
     def __init__(self, metrics: Metrics, now: Seconds) -> None:
         self._metrics = metrics
         self._lines = TokenBucket(_PER_MINUTE, now)
         self._last: OrderedDict[str, tuple[Seconds, int]] = OrderedDict()
-        """When an address was last told of, and refusals since then."""
+        """Per address: time of its last log line, and refusals since then."""
 
     def note(self, error: KeyRefused, address: str | None, now: Seconds) -> None:
-        """A request from `address` was refused; None: it is not known."""
+        """Counts and perhaps logs a refused request; `address` None: unknown."""
         self._metrics.api_keys_refused.labels(error.reason).inc()
         name = address or "an unknown address"
         told, silent = self._last.pop(name, (-MINUTE, 0))

@@ -24,7 +24,7 @@ class TrustedHosts:
     """The rules of one frontend."""
 
     def __init__(self, config: FrontendConfig, own_name: str | None = None) -> None:
-        """`own_name`: of this machine; asked of the system if None."""
+        """`own_name`: this machine's host name; None: ask the system."""
         without_keys = config.api_keys_file is None
         self._hosts: HostRule | None = None
         self._origins = OriginRule(config.cors_origins) if without_keys else None
@@ -33,7 +33,7 @@ class TrustedHosts:
             mine = (config.host, name, name.partition(".")[0])
             self._hosts = HostRule((*config.allowed_hosts, *mine))
         self._known: str | None = None
-        """The host of the request before, which was allowed: most clients use one name."""
+        """The last host that was allowed: most clients use one name."""
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Errors: `Forbidden` with cause and remedy."""

@@ -26,29 +26,30 @@ class RequestHandle(Protocol):
     """One request in progress."""
 
     def cancel(self) -> None:
-        """The client is gone or has enough: free everything. Idempotent; the sink falls silent."""
+        """Cancels the request, because the client is gone or needs no more, and frees everything.
+        Idempotent; the sink gets no further calls."""
         ...
 
     def end_choice(self, choice: int) -> None:
-        """Nothing more is wanted of this choice: wherever the request goes on, it does without. The
-        sink may still hear of it."""
+        """Ends one choice: if the request moves to another worker, it moves without this choice.
+        The sink may still get deltas of it."""
         ...
 
 
 class Backend(Protocol):
-    """Where requests go. All calls happen on the event loop's thread."""
+    """Dispatches requests. All calls happen on the event loop's thread."""
 
     def cards(self) -> Mapping[str, ModelCard]:
         """Served models by name and alias; empty while nothing has loaded."""
         ...
 
     def unready_reason(self) -> str | None:
-        """None when requests can be served, else why not, in words for `/health`."""
+        """The reason why requests cannot be served, for `/health`; None if they can."""
         ...
 
     def refusal(self, card: ModelCard) -> PdserveError | None:
-        """Why a request for this model is refused before any work is done for it; None: it is
-        not."""
+        """The error with which a request for this model is refused before any work is done for it;
+        None if it is not refused."""
         ...
 
     async def open(
@@ -58,19 +59,21 @@ class Backend(Protocol):
         hints: RoutingHints,
         on_placed: Callable[[Placement], None],
     ) -> RequestHandle:
-        """Hand the request on, which may have to wait for room; tokens arrive at `sink`.
+        """Dispatches the request, which may have to wait for room; tokens arrive at `sink`.
 
-        `on_placed` hears, before the first token, of each worker that is asked to take it.
+        `on_placed` is called before the first token, once for each worker that is asked to take the
+        request.
 
         Errors: `NotReady`, `Draining`, `NoWorker`, `NoRouter`, `WorkerLost`, `Overloaded`,
-        `DeadlineExceeded`. Cancellation: nothing was opened.
+        `DeadlineExceeded`. Cancellation: nothing stays open.
         """
         ...
 
     async def explain(
         self, request: GenerateRequest, hints: RoutingHints
     ) -> tuple[NodeId, RoutingPreview]:
-        """What would be done with the request now, and the router that says so; nothing is.
+        """Returns where the request would be routed now, and the router that says so; dispatches
+        nothing.
 
         Errors: `NoRouter`, `LinkError`, `DeadlineExceeded`, `ModelNotFound`.
         """

@@ -76,30 +76,32 @@ __all__ = ["ClusterClient"]
 _log = logging.getLogger(__name__)
 
 _EXPLAIN_TIMEOUT: Final[Seconds] = 2.0
-"""A router explains within a turn of its loop; one that takes longer is stuck."""
+"""A router explains within one turn of its event loop; one that takes longer is stuck."""
 _CATCH_UP: Final[Seconds] = 2.0
-"""A router that has joined after a worker, or anew, learns what it serves within this."""
+"""Seconds within which a router that has just joined learns what the workers serve."""
 _PAUSE: Final[Seconds] = 0.05
-"""Before a router that is behind is asked again."""
+"""Seconds before a router that has just joined is asked again."""
 _LINK_TIMEOUT: Final[Seconds] = 3.0
 _ACCEPT_TIMEOUT: Final[Seconds] = 5.0
-"""A worker's node takes a request within a turn of its loop."""
+"""A worker's node accepts a request within one turn of its event loop."""
 _LAST_WORDS: Final[Seconds] = 2.0
-"""Who leaves in order ends its channels itself, when all is said."""
+"""A node that leaves in order ends its streams itself, after its last output."""
 _SWEEP: Final[Seconds] = 5.0
 _REMEMBERED: Final = 1024
-"""Lives of members that are over and of which it is known how they ended."""
+"""Number of ended node lives whose end is remembered."""
 
 _DECISIONS: Final = (RequestError, Overloaded, NoWorker, NotReady)
-"""What a router says about a request. All else is trouble of the router, and another is asked."""
+"""Errors that are a router's decision about a request. For any other error another router is
+asked."""
 _ABSENT: Final = (LinkError, DeadlineExceeded, Draining)
-"""It is not there to answer, or is about to go."""
+"""Errors that show that a router is gone or about to go."""
 
 _decode_move = decoder(RouterMigrationHint)
 
 
 class ClusterClient:
-    """See `backend.Backend`. Needs a node that has started."""
+    """Dispatches requests through routers to workers. Implements `backend.Backend` and
+    `dispatched_request.ClusterPort`. The node must have started."""
 
     def __init__(
         self,
@@ -117,24 +119,24 @@ class ClusterClient:
             node, config.remember_models, self._note_conflicts, self._tell_news
         )
         self._channels: dict[NodeId, WorkerStream] = {}
-        """Where new requests go."""
+        """The stream for new requests, by worker."""
         self._retired: dict[WorkerStream, None] = {}
-        """Those that another has replaced and that have requests."""
+        """Replaced streams that still carry requests."""
         self.routers = Routers()
         self._asking: dict[NodeId, dict[asyncio.Timeout, None]] = {}
-        """Questions that have no answer yet, each by what cuts it short."""
+        """The timeouts of questions without an answer, by router; to end them early."""
         self._again: dict[asyncio.Task[None], DispatchedRequest] = {}
-        """Those that are on their way to another worker after one had accepted them."""
+        """Tasks that look for another worker for a request."""
         self._booked: dict[int, Assignment] = {}
-        """Those at workers, by their booking."""
+        """Requests at workers, by booking."""
         self.trials = PoisonIsolation()
         self._over: dict[NodeLife, str] = {}
-        """Lives of members that have ended lately, and how."""
+        """How the last node lives ended."""
         self._closed: PdserveError | None = None
         self._refreshing = False
         self._conflicts = ""
         self.rerouted = 0
-        """Requests that a worker did not take and another was asked for."""
+        """Number of times that a worker did not take a request and another was asked for."""
         node.on_member(self._on_member)
         node.serve_tell(MOVE, self._on_move)
         self._sweep()
@@ -142,17 +144,19 @@ class ClusterClient:
     # ------------------------------------------------------------------ the port
 
     def cards(self) -> Mapping[str, ModelCard]:
-        """See `backend.Backend`."""
+        """Served models by name and alias, as the workers' cards announce them."""
         return self._offers.cards()
 
     def unready_reason(self) -> str | None:
-        """See `backend.Backend`."""
+        """The reason why requests cannot be served, such as no worker or no router; None if they
+        can."""
         if not self._offers.any_worker:
             return self._why_no_worker()
         return None if self.routers.order else "there is no router in the cluster"
 
     def refusal(self, card: ModelCard) -> PdserveError | None:
-        """See `backend.Backend`. Without a router there is still hope: see `open`."""
+        """The error for a request whose model no worker serves: `NotReady` before this node has
+        joined, else `NoWorker`. A missing router is no reason: `open` waits for one."""
         if self._offers.workers(card.name):
             return None
         why = self._why_no_worker()
@@ -164,7 +168,7 @@ class ClusterClient:
 
     @property
     def requests(self) -> int:
-        """At workers, or on their way from one to another."""
+        """Number of requests at workers, or on their way from one to another."""
         channels = (*self._channels.values(), *self._retired)
         return sum(c.requests for c in channels) + len(self._again)
 
@@ -175,7 +179,8 @@ class ClusterClient:
         hints: RoutingHints = NO_HINTS,
         on_placed: Callable[[Placement], None] = lambda placement: None,
     ) -> DispatchedRequest:
-        """See `backend.Backend`. Besides: `NoRouter`, `WorkerLost`."""
+        """Dispatches the request; returns when a worker has accepted it. Errors and cancellation:
+        as `Backend.open`."""
         dispatched = DispatchedRequest(self, request, sink, hints, on_placed)
         await dispatched.dispatch()
         return dispatched
@@ -183,7 +188,8 @@ class ClusterClient:
     async def explain(
         self, request: GenerateRequest, hints: RoutingHints = NO_HINTS
     ) -> tuple[NodeId, RoutingPreview]:
-        """See `backend.Backend`."""
+        """Asks a router where the request would be routed now; dispatches nothing. Errors: as
+        `Backend.explain`."""
         dispatched = DispatchedRequest(self, request, _NOBODY, hints, lambda placement: None)
         search = self._search(dispatched)
         while True:
@@ -200,12 +206,13 @@ class ClusterClient:
                 self._leave_router(router, error, search)
 
     def statistics(self) -> EngineStats:
-        """Nothing: engines are the workers', who answer for them on their own ports."""
+        """Zeros: the workers report their engines' statistics on their own ports."""
         return _NOTHING
 
     async def wait_news(self, *, timeout: Seconds = 1.0, at_least: Seconds = 0.0) -> None:
-        """Until a member or a model has come, changed or gone, or `timeout` has passed. `at_least`:
-        lest those who wait for a worker ask at every change of a large cluster."""
+        """Waits until a member or model has come, changed or gone, at most `timeout` seconds.
+        `at_least`: minimum wait in seconds, so that waiting requests do not ask at every change of
+        a large cluster."""
         if at_least:
             await asyncio.sleep(at_least)
             timeout -= at_least
@@ -214,7 +221,7 @@ class ClusterClient:
         await asyncio.wait({self._news}, timeout=max(0.0, timeout))
 
     def close(self, error: PdserveError) -> None:
-        """End every channel; requests on them end with `error`."""
+        """Ends every stream; requests on them end with `error`."""
         self._closed = error
         placed = [attempt.dispatched for attempt in self._booked.values()]
         for dispatched in (*self._again.values(), *placed):
@@ -225,21 +232,21 @@ class ClusterClient:
     # ------------------------------------------------------------------ which worker
 
     def now(self) -> Seconds:
-        """See `dispatched_request.ClusterPort`."""
+        """The node's time in seconds."""
         return self._node.now()
 
     def block_size(self, model: str) -> int:
-        """See `dispatched_request.ClusterPort`."""
+        """Tokens per KV block of the model; 0 if it is not served."""
         card = self._offers.cards().get(model)
         return 0 if card is None else card.block_size
 
     def epoch_of(self, worker: NodeId) -> Epoch | None:
-        """See `dispatched_request.ClusterPort`."""
+        """The epoch of the worker's present life; None if it is not a member."""
         member = self._node.registry.get(worker)
         return None if member is None else member.epoch
 
     def lacking(self, model: str, features: tuple[str, ...]) -> tuple[NodeId, ...]:
-        """See `dispatched_request.ClusterPort`."""
+        """Workers that serve the model without one of these features."""
         return tuple(
             member.node
             for member in self._node.registry.by_role("worker")
@@ -248,7 +255,7 @@ class ClusterClient:
         )
 
     def standing(self, life: NodeLife) -> LifeStatus:
-        """See `dispatched_request.ClusterPort`."""
+        """The status of a worker's life, as this node knows it."""
         node, epoch = life
         member = self._node.registry.get(node)
         if member is not None and member.epoch == epoch:
@@ -256,7 +263,7 @@ class ClusterClient:
         return "died" if self._over.get(life) == "died" else "gone"
 
     def shares_kv(self, one: NodeId, other: NodeId) -> bool:
-        """See `dispatched_request.ClusterPort`."""
+        """True if the two workers have a transfer backend in common."""
         members = map(self._node.registry.get, (one, other))
         ways = [() if m is None or m.card is None else m.card.transfers for m in members]
         return not set(ways[0]).isdisjoint(ways[1])
@@ -264,7 +271,8 @@ class ClusterClient:
     def run(
         self, dispatched: DispatchedRequest, work: Coroutine[None, None, None]
     ) -> asyncio.Task[None]:
-        """See `dispatched_request.ClusterPort`."""
+        """Runs `work` for the request as a task of the node. Raises the closing error after
+        `close`."""
         if self._closed is not None:
             work.close()
             raise self._closed
@@ -274,8 +282,11 @@ class ClusterClient:
         return task
 
     async def route(self, dispatched: DispatchedRequest) -> tuple[NodeId, RouteDecision]:
-        """A router's answer. Raises `NoRouter`, `DeadlineExceeded`, and what routers decide:
-        `NoWorker`, `Overloaded`, `RequestError`."""
+        """Asks routers until one decides; returns the router and its decision.
+
+        Errors: `NoRouter`, `DeadlineExceeded`, and a router's decisions: `NoWorker`, `Overloaded`,
+        `RequestError`. Cancellation: a decision that arrives later is given back.
+        """
         now = self._node.now
         search = self._search(dispatched)
         while True:
@@ -303,7 +314,8 @@ class ClusterClient:
     def _check_behind(
         self, error: PdserveError, dispatched: DispatchedRequest, search: RouterSearch
     ) -> None:
-        """The router knows no worker: return if it may just have joined, and raise otherwise."""
+        """Handles a router that knows no worker: returns if the router may have just joined, else
+        raises."""
         model = dispatched.request.model
         takes = self._takes(model, dispatched.hints)
         if isinstance(error, NoWorker) and (dispatched.excluded() or not takes):
@@ -313,7 +325,8 @@ class ClusterClient:
             raise no_worker_error(model, None) from None
 
     async def _ask(self, router: NodeId, dispatched: DispatchedRequest) -> RouteDecision:
-        """Wait for the answer as long as the request may, and the router is not in doubt."""
+        """Asks one router; waits until the request's deadline, or until the router is suspected
+        while a healthy one exists."""
         try:
             link = await self._node.link(router, timeout=_LINK_TIMEOUT)
         except DeadlineExceeded as error:  # the request has time left
@@ -334,24 +347,24 @@ class ClusterClient:
                     del asking[patience]
         except DeadlineExceeded:
             raise DeadlineExceeded(
-                f"the request's time ran out while router {router} held it: no worker had room"
+                f"the request's deadline passed while router {router} held it: no worker had room"
             ) from None
         except TimeoutError:
-            raise LinkLost(f"router {router} is in doubt, and another is not") from None
+            raise LinkLost(f"router {router} is suspected to be dead; another one is asked") from None
 
     def give_back(self, router: NodeId, routed: RouteDecision) -> None:
-        """An answer that nobody waits for any more."""
+        """Gives back a decision that came too late or is not followed."""
         _Releaser(self, router, routed.booking)("unreached")
 
     def _leave_router(self, router: NodeId, error: PdserveError, search: RouterSearch) -> None:
-        """It said nothing, or nothing about the request."""
+        """Records that a router did not answer, or failed for a reason other than the request."""
         now = self._node.now()
         if isinstance(error, _ABSENT):
             _log.info("router %s did not answer: %s", router, error)
             self.metrics.router_failures.labels("unreachable").inc()
             self.routers.unreachable(now, router)
             return
-        _log.warning("router %s failed inside: %s", router, error)
+        _log.warning("router %s failed internally: %s", router, error)
         self.metrics.router_failures.labels("failed").inc()
         self.routers.failed(now, router)
         search.failed.add(router)
@@ -367,18 +380,19 @@ class ClusterClient:
         if failing:
             self._degradations.add(
                 "router_failing",
-                f"{', '.join(failing)} failed on a question that was in order: other routers are "
+                f"{', '.join(failing)} failed internally on a valid request: other routers are "
                 "asked first; the log of the router says why, a restart may help",
             )
 
     def _search(self, dispatched: DispatchedRequest) -> RouterSearch:
-        """One that begins now."""
+        """A new search with the request's remaining time."""
         now, left = self._node.now(), dispatched.remaining
         return RouterSearch(now) if left is None else RouterSearch(now, now + left)
 
     async def _next_router(self, search: RouterSearch) -> NodeId:
-        """The router to ask; waits for one, while the request has time. Those in `search.behind`
-        come last, after a pause, and are taken out. Raises `NoRouter`, `DeadlineExceeded`."""
+        """Returns the router to ask; waits for one while the request has time. Routers in
+        `search.behind` come last, after a pause, and are removed from it. Errors: `NoRouter`,
+        `DeadlineExceeded`."""
         until = search.start + self.config.router_wait
         while True:
             now, routers = self._node.now(), self.routers
@@ -387,11 +401,11 @@ class ClusterClient:
                 return router
             if routers.all_failed(search):
                 raise NoRouter(
-                    "every router failed inside on this request; their logs say why",
+                    "every router failed internally on this request; their logs say why",
                     retry_after=1.0,
                 )
             if now >= search.over:
-                raise DeadlineExceeded("the request's time ran out while it waited for a router")
+                raise DeadlineExceeded("the request's deadline passed while it waited for a router")
             if now >= until:
                 raise NoRouter(
                     f"no router answered within {self.config.router_wait:g} s", retry_after=1.0
@@ -402,15 +416,15 @@ class ClusterClient:
             search.behind.clear()
 
     def _takes(self, model: str, hints: RoutingHints = NO_HINTS) -> bool:
-        """Some worker serves the model, is not about to leave, and is one that the client will
-        have."""
+        """True if a worker serves the model, does not drain, and is allowed by the client's
+        hints."""
         members = map(self._node.registry.get, filter(hints.takes, self._offers.workers(model)))
         return any(m is not None and m.card is not None and not m.card.draining for m in members)
 
     def _order_routers(self) -> None:
-        """Each frontend has its own favourite, so that routers share the work and one router sees
-        all of a frontend's requests; those in doubt come last, those without a card have not
-        settled yet."""
+        """Orders the routers. Each frontend has its own favourite, so that routers share the work
+        and one router sees all requests of a frontend. Suspected ones come last; those without a
+        card are left out."""
         members = [m for m in self._node.registry.by_role("router") if m.card is not None]
         usable = [m for m in members if m.card is not None and not m.card.draining]
         usable.sort(key=lambda m: _affinity(self._node.id, m.node))
@@ -420,7 +434,7 @@ class ClusterClient:
             self._leave_doubtful(members)
 
     def _leave_doubtful(self, routers: list[Member]) -> None:
-        """There is another to ask: wait no longer for those that may stand still."""
+        """Ends the questions to suspected routers, because a healthy one can be asked."""
         now = self._node.now()
         for member in routers:
             if _in_doubt(member):
@@ -437,8 +451,8 @@ class ClusterClient:
         router: NodeId,
         routed: RouteDecision,
     ) -> RemoteSequence | None:
-        """Hand a request to the worker; however it ends, the router hears of it once. None: the
-        router meant a life of the worker that is over."""
+        """Hands a request to a worker. The router is told once how the booking ends. Returns None
+        if the router meant a life of the worker that is over."""
         release = _Releaser(self, router, routed.booking)
         try:
             channel = await self._channel(routed.worker, routed.epoch)
@@ -463,8 +477,8 @@ class ClusterClient:
             raise
 
     async def warm(self, request: GenerateRequest, routed: RouteDecision, timeout: Seconds) -> None:
-        """See `dispatched_request.ClusterPort`. Raises what the worker raises,
-        `DeadlineExceeded`."""
+        """Runs a prewarm request at the worker until it ends; its output is discarded. Errors:
+        those of the worker, `DeadlineExceeded`. Cancellation: the request is cancelled."""
         channel = await self._channel(routed.worker, routed.epoch)
         if channel is None:
             raise LinkLost(f"worker {routed.worker} has begun another life", sent=False)
@@ -478,7 +492,7 @@ class ClusterClient:
             sequence.cancel()
 
     def release(self, router: NodeId, booking: int, outcome: RequestOutcome) -> None:
-        """Tell the router how a booking ended."""
+        """Tells the router how a booking ended."""
         self._booked.pop(booking, None)
         link = self._node.link_nowait(router)
         if link is None:
@@ -489,13 +503,14 @@ class ClusterClient:
             _log.debug("a release was not sent to %s: %s", router, error)
 
     def _on_move(self, link: Link, body: Buffer) -> None:
-        """A router: another worker would begin this one sooner."""
+        """Handles a router's hint that another worker would start the request sooner."""
         attempt = self._booked.get(_decode_move(body).booking)
         if attempt is not None:
             attempt.on_moving("queue")
 
     async def _channel(self, worker: NodeId, epoch: Epoch) -> WorkerStream | None:
-        """The channel to that life of a worker, opened if need be; None: a later one has begun."""
+        """The stream to this life of the worker, opened if needed; None if a later life has
+        begun."""
         link = self._node.link_nowait(worker)
         if link is not None and link.peer.epoch < epoch:
             link.abort("the peer has begun another life")  # which this end has not noticed
@@ -513,7 +528,8 @@ class ClusterClient:
         return self._make_channel(link)
 
     def _make_channel(self, link: Link) -> WorkerStream:
-        """The channel on a link that has none; what runs on another goes on there."""
+        """Opens a stream on this link for new requests; the old stream, if any, ends with its last
+        request."""
         worker = link.peer.node
         channel = WorkerStream(link, self._node.timers)
         old = self._channels.get(worker)
@@ -605,7 +621,7 @@ class ClusterClient:
 
 
 class _Releaser:
-    """Tells the router how a booking ended, once."""
+    """Tells the router once how a booking ended."""
 
     __slots__ = ("_backend", "_booking", "_router", "_told")
 
@@ -626,12 +642,12 @@ def _in_doubt(router: Member) -> bool:
 
 
 def _affinity(frontend: NodeId, router: NodeId) -> bytes:
-    """Rendezvous hashing."""
+    """Rendezvous hash that orders the routers of a frontend."""
     return blake2b(f"{frontend}\0{router}".encode(), digest_size=8).digest()
 
 
 class _Nobody:
-    """Gets no tokens."""
+    """A sink that ignores everything."""
 
     def on_delta(self, delta: TokenDelta) -> None: ...
 

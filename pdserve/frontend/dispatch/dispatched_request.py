@@ -66,28 +66,32 @@ __all__ = ["Assignment", "ClusterPort", "DispatchedRequest", "no_worker_error"]
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 4
-"""Workers that a new request may fail to reach before its client hears of it."""
+"""Number of workers that a new request may fail to reach before its client gets an error."""
 _PAUSE: Final[Seconds] = 0.05
-"""Before a router that is behind is asked again."""
+"""Seconds before a router is asked again whose view of the cluster was out of date."""
 _NOTICED: Final[Seconds] = 0.1
-"""Waiting for a router or a worker that shortens a request's deadline."""
+"""Waiting time in seconds from which on the deadline sent to the worker is adjusted."""
 _APART: Final[Seconds] = 2.0
-"""So long a worker that a request was lost at is left out, if it lives: another one is better, but
-it is better than none."""
+"""Seconds for which a worker that lost the request is excluded, if it lives: another worker is
+better, but this one is better than none."""
 _ASK_AGAIN: Final[Seconds] = 1.0
-"""A router that had nobody is asked so often, besides whenever there is news."""
+"""Seconds after which routers that found no worker are asked again; membership news comes
+sooner."""
 _DOUBT: Final[Seconds] = 5.0
-"""A request that may have killed as many workers as it may waits so long until that is known."""
+"""Seconds to wait until it is known whether lost workers died, when one more death would make the
+request poison."""
 _MOVES: Final = 3
-"""As often a request moves because its worker would rather not have it; more would be restless."""
+"""Most migrations per request that a worker may ask for, drains not counted; more would only
+shuttle it."""
 _PATIENCE: Final[Seconds] = 2.0
-"""A router's answer about a request that has a place where it is."""
+"""Seconds for a router to answer about a request that has a worker already."""
 _ELSEWHERE: Final = (LinkError, Unavailable, Overloaded, EngineDied)
-"""What one worker may answer that another need not."""
+"""Errors of one worker that another worker may not have."""
 
 
 class ClusterPort(Protocol):
-    """What a dispatched request needs of the cluster."""
+    """What a dispatched request needs of the cluster; `cluster_client.ClusterClient` implements
+    it."""
 
     rerouted: int
     config: FrontendConfig
@@ -97,25 +101,26 @@ class ClusterPort(Protocol):
     def now(self) -> Seconds: ...
 
     def block_size(self, model: str) -> int:
-        """Tokens of the model's blocks; 0 if it is not served."""
+        """Tokens per KV block of the model; 0 if it is not served."""
         ...
 
     def epoch_of(self, worker: NodeId) -> Epoch | None:
-        """Its present life; None: it is not in the cluster."""
+        """The epoch of the worker's present life; None if it is not a member."""
         ...
 
     def standing(self, life: NodeLife) -> LifeStatus: ...
 
     def lacking(self, model: str, features: tuple[str, ...]) -> tuple[NodeId, ...]:
-        """Workers that serve the model without one of these: of an earlier release."""
+        """Workers that serve the model without one of these features: those of an earlier
+        release."""
         ...
 
     def shares_kv(self, one: NodeId, other: NodeId) -> bool:
-        """KV can be moved between the two."""
+        """True if KV can be moved between the two workers."""
         ...
 
     async def route(self, dispatched: DispatchedRequest) -> tuple[NodeId, RouteDecision]:
-        """A router and its answer."""
+        """Asks routers until one decides; returns the router and its decision."""
         ...
 
     async def place(
@@ -125,16 +130,16 @@ class ClusterPort(Protocol):
         router: NodeId,
         routed: RouteDecision,
     ) -> RemoteSequence | None:
-        """Hand a request to the worker that was named; `begin` makes it, when the worker has been
-        reached. None: in a life that is over."""
+        """Hands the request to the worker of the decision. `begin` makes the request once the
+        worker is reached. Returns None if that life of the worker is over."""
         ...
 
     async def warm(self, request: GenerateRequest, routed: RouteDecision, timeout: Seconds) -> None:
-        """Have the worker that was named compute a request of which nothing is wanted."""
+        """Lets the worker of the decision compute a request whose output is discarded."""
         ...
 
     def give_back(self, router: NodeId, routed: RouteDecision) -> None:
-        """An answer that is not followed."""
+        """Tells the router that its decision is not followed."""
         ...
 
     async def wait_news(self, *, timeout: Seconds = 1.0, at_least: Seconds = 0.0) -> None: ...
@@ -142,12 +147,12 @@ class ClusterPort(Protocol):
     def run(
         self, dispatched: DispatchedRequest, work: Coroutine[None, None, None]
     ) -> asyncio.Task[None]:
-        """In the background; `DispatchedRequest.fail` if it is cut short."""
+        """Runs `work` in the background; calls `DispatchedRequest.fail` if it is cut short."""
         ...
 
 
 class Assignment:
-    """The request at one worker, as that worker's sink."""
+    """The request at one worker. Implements `TokenSink` for that worker's output."""
 
     __slots__ = (
         "_received",
@@ -177,15 +182,15 @@ class Assignment:
         self.life = NodeLife(routed.worker, routed.epoch)
         self.booking = routed.booking
         self.sequence: RemoteSequence | None = None
-        """None until it is known that the worker has taken it."""
+        """None until the worker has accepted the request."""
         self.begun = False
-        """A token has come from here."""
+        """True once a token has come from this worker."""
         self.plain = False
-        """Deltas have nothing to look at but tokens, and the end."""
+        """True if deltas need no check except for the end of a choice."""
         self.moving: MigrationHintReason | None = None
-        """Why another worker is looked for meanwhile."""
+        """The reason why another worker is searched while this one continues; None if none is."""
         self.unwanted: MigrationHintReason | None = None
-        """The same, heard before it was known that the worker has taken it."""
+        """The reason for a move, received before the worker's acceptance; None if none was."""
 
     def on_delta(self, delta: TokenDelta) -> None:
         if not self.plain or delta.finish is not None:
@@ -204,23 +209,23 @@ class Assignment:
         self.dispatched.failed(self, error)
 
     def on_moving(self, reason: MigrationHintReason) -> None:
-        """The worker would rather not have it."""
+        """Called when the worker or a router asks to move the request."""
         self.dispatched.unwanted(self, reason)
 
 
 @dataclass(slots=True)
 class _Migration:
-    """One that has begun and come to no end yet."""
+    """A migration in progress."""
 
     reason: MigrationReason
     since: Seconds
     worker: NodeId
     words: str
-    """What happened to the worker that had it."""
+    """What happened to the previous worker."""
 
 
 class DispatchedRequest:
-    """See `backend.RequestHandle`."""
+    """One request on the cluster. Implements `backend.RequestHandle`."""
 
     __slots__ = (
         "_deaths",
@@ -260,10 +265,10 @@ class DispatchedRequest:
         self.request = request
         self.hints = hints
         self.attempts = 0
-        """Answers of routers so far."""
+        """Number of router decisions so far."""
         self.received = ReceivedTokens(request)
         self.attempt: Assignment | None = None
-        """At the worker that has it, or is asked to take it."""
+        """The worker that has the request, or is asked to take it."""
         self._ways = ways
         self._sink = sink
         self._on_placed = on_placed
@@ -277,11 +282,11 @@ class DispatchedRequest:
         self._last: PdserveError | None = None
         self._deaths = PoisonTracker(ways.config.poison_after)
         self._trial: NodeId | None = None
-        """Where it is tried, apart from others that workers may have died of."""
+        """The worker at which the request is tried alone, see `poison_isolation`."""
         self._migration: _Migration | None = None
         self._migrated = 0
         self._keep_on = False
-        """A worker has had it: it is not given up for want of another one at once."""
+        """True once a worker has had the request: then it waits longer for another one."""
         self._moves = 0
         self._over = False
         self._task: asyncio.Task[None] | None = None
@@ -289,14 +294,14 @@ class DispatchedRequest:
     # ------------------------------------------------------------------ what routers are asked
 
     def question(self) -> RouteRequest:
-        """What a router is asked, now.
+        """The question for a router, from the request's present state.
 
         Errors: `DeadlineExceeded`.
         """
         request, hints, received = self.request, self.hints, self.received
         remaining = self.remaining
         if remaining is not None and remaining <= 0:
-            raise DeadlineExceeded("the request's time ran out while it waited for a worker")
+            raise DeadlineExceeded("the request's deadline passed while it waited for a worker")
         attempt = self.attempt
         return RouteRequest(
             request_id=request.request_id,
@@ -321,8 +326,8 @@ class DispatchedRequest:
         )
 
     def excluded(self) -> tuple[NodeId, ...]:
-        """Workers that it has failed at, the one that it is to leave, and those that cannot do what
-        it asks for, but have come since it was planned."""
+        """Workers to exclude: those that failed, the present one, and those that lack a feature
+        which the request needs."""
         ways = self._ways
         found = self._excluded.at(ways.now(), ways.epoch_of) if self._excluded else ()
         if self._needs:
@@ -335,13 +340,13 @@ class DispatchedRequest:
 
     @property
     def patience(self) -> Seconds | None:
-        """How long a router may take to answer; None: as long as the request has time."""
+        """Seconds that a router may take to answer; None: until the request's deadline."""
         attempt = self.attempt
         return None if attempt is None or attempt.moving == "drain" else _PATIENCE
 
     @property
     def remaining(self) -> Seconds | None:
-        """Of the request's deadline; None: it has none."""
+        """Seconds until the request's deadline; None if it has none."""
         deadline = self.request.deadline
         return None if deadline is None else deadline - self._spent
 
@@ -352,7 +357,7 @@ class DispatchedRequest:
     # ------------------------------------------------------------------ to the first worker
 
     async def dispatch(self) -> None:
-        """Until a worker has taken it. Raises what `backend.Backend.open` raises."""
+        """Returns when a worker has accepted the request. Errors: as `backend.Backend.open`."""
         ways, model = self._ways, self.request.model
         while self._tries < _ATTEMPTS:
             try:
@@ -375,8 +380,8 @@ class DispatchedRequest:
         raise no_worker_error(model, self._last)
 
     def _let_in_again(self) -> bool:
-        """Whether workers that did not take it are asked once more, since it was held for so long
-        after that."""
+        """True if excluded workers are allowed again, because the last refusal is long enough
+        ago."""
         if not self._excluded or self._ways.now() - self._turned_away < _APART:
             return False
         self._excluded = Exclusions()
@@ -385,9 +390,9 @@ class DispatchedRequest:
     async def place(
         self, router: NodeId, routed: RouteDecision, leave: Assignment | None = None
     ) -> bool:
-        """Hand it to the worker that was named; `leave`: where it is until then. False: in a life
-        that is over. Raises what `ClusterPort.place` raises; it is nowhere then, if the worker was
-        reached."""
+        """Hands the request to the worker of the decision. `leave`: the worker that has it until
+        then. Returns False if the router meant a life of the worker that is over. Errors: those of
+        `ClusterPort.place`; if the worker was reached, no worker has the request afterwards."""
         self.attempts += 1
         self._held += routed.held
         attempt = Assignment(self, self._sink, self.received, routed)
@@ -418,7 +423,8 @@ class DispatchedRequest:
         return True
 
     def _note(self, router: NodeId, routed: RouteDecision) -> None:
-        """Before the worker is asked: its tokens may come at once."""
+        """Reports the placement. Called before the worker is asked, because its tokens may come at
+        once."""
         predicted = routed.predicted_ttft
         overlap = routed.overlap_blocks
         self._on_placed(
@@ -437,8 +443,8 @@ class DispatchedRequest:
         )
 
     def _request_now(self) -> GenerateRequest:
-        """With what has come, and the time that is left of its deadline; what is too short to
-        matter is not worth a copy."""
+        """The request with the tokens so far and the remaining deadline. A deadline that has hardly
+        changed is not worth a copy."""
         request = self.received.continuation(self.request)
         if self._deaths.suspect(self._ways.now(), self._ways.standing):
             request = replace(request, suspect=True)
@@ -448,7 +454,7 @@ class DispatchedRequest:
         return replace(request, deadline=max(0.001, remaining))
 
     def count_out(self, life: NodeLife, error: PdserveError) -> None:
-        """A worker that was asked to take it did not."""
+        """Records that a worker did not take the request, and excludes it."""
         _log.info("worker %s did not take a request: %s", life.node, error)
         self._ways.rerouted += 1
         self._last = error
@@ -461,7 +467,8 @@ class DispatchedRequest:
     # ------------------------------------------------------------------ what comes back
 
     def heard(self, attempt: Assignment, delta: TokenDelta) -> TokenDelta | None:
-        """A delta to be looked at, as the sink is to have it; None: nobody wants it."""
+        """Processes a delta that needs a check; returns it as the sink gets it, or None if it is
+        dropped."""
         if self._over or attempt is not self.attempt:
             return None
         if not attempt.begun and (delta.tokens or delta.finish is not None):
@@ -479,7 +486,8 @@ class DispatchedRequest:
         return delta
 
     def _shorten(self, attempt: Assignment) -> None:
-        """What is never to go on elsewhere need not be kept."""
+        """Connects the worker directly to the sink if migration is off: then no tokens need be
+        kept."""
         if not self._ways.config.migration and attempt.sequence is not None:
             attempt.sequence.sink = self._sink
 
@@ -495,11 +503,12 @@ class DispatchedRequest:
             metrics.migration_gap.observe(self._ways.now() - migration.since)
 
     def end_choice(self, choice: int) -> None:
-        """See `backend.RequestHandle`."""
+        """Ends one choice; it does not move to another worker."""
         self.received.ended.add(choice)
 
     def failed(self, attempt: Assignment, error: PdserveError) -> None:
-        """The worker that had it has not: another may."""
+        """Handles an error of the worker: finds another worker if that may help, else ends the
+        request."""
         if self._over or attempt is not self.attempt:
             return
         self.attempt = None
@@ -515,7 +524,7 @@ class DispatchedRequest:
             self.fail(error)
 
     def _refused(self, attempt: Assignment, error: Overloaded) -> None:
-        """Its queue was full when the request reached it: another may have room."""
+        """Handles a full queue at the worker: another worker may have room."""
         if not self._keep_on and self._tries >= _ATTEMPTS:
             self.fail(error)
             return
@@ -525,7 +534,7 @@ class DispatchedRequest:
     def _lost(
         self, attempt: Assignment, reason: MigrationReason, error: PdserveError, *, alone: bool
     ) -> None:
-        _log.info("worker %s has lost a request: %s", attempt.life.node, error)
+        _log.info("worker %s lost a request: %s", attempt.life.node, error)
         self._begin_migration(attempt, reason, error.message)
         self._leave_out(attempt.life)
         if not attempt.begun:
@@ -554,12 +563,13 @@ class DispatchedRequest:
         except PdserveError as error:
             self.fail(error)
         except Exception as error:
-            _log.exception("a request could not be sent on")
+            _log.exception("a request could not be sent to another worker")
             self.fail(EngineError(f"{type(error).__name__} in the frontend"))
 
     async def _carry_on(self) -> None:
-        """Until another worker has taken it, or none has been found for long. Raises `NoWorker`,
-        `Poisoned`, `DeadlineExceeded`, and what no worker can cure."""
+        """Finds another worker for a request that has lost its own; returns when one has accepted
+        it. Errors: `NoWorker` after `worker_wait`, `Poisoned`, `DeadlineExceeded`, and errors that
+        no other worker would cure."""
         ways = self._ways
         until = ways.now() + ways.config.worker_wait
         while True:
@@ -588,8 +598,8 @@ class DispatchedRequest:
             self._check_time(until)
 
     def _is_left_out(self, error: PdserveError) -> bool:
-        """Routers have nobody because those who did not take it are left out: what those said is
-        the cause."""
+        """True if routers find no worker only because the workers that refused are excluded: their
+        errors are the cause to report."""
         ways = self._ways
         return (
             isinstance(error, NoWorker)
@@ -599,8 +609,8 @@ class DispatchedRequest:
         )
 
     async def _begin_trial(self, router: NodeId, routed: RouteDecision) -> Seconds:
-        """When no other that workers may have died of is tried there; how long that took. The first
-        token ends it, and whatever else ends the attempt."""
+        """Waits until no other suspect request is tried at that worker; returns the seconds waited.
+        The trial ends with the first token, or with the attempt."""
         ways, worker = self._ways, routed.worker
         asked = ways.now()
         try:
@@ -612,14 +622,14 @@ class DispatchedRequest:
         return ways.now() - asked
 
     def _end_trial(self) -> bool:
-        """Whether there was one."""
+        """Ends the trial; returns False if there was none."""
         worker, self._trial = self._trial, None
         if worker is not None:
             self._ways.trials.end(worker)
         return worker is not None
 
     async def _wait(self, until: Seconds) -> None:
-        """For a worker to come, or to be allowed again."""
+        """Waits for a new worker, or until an excluded one is allowed again."""
         now = self._check_time(until)
         ends = [until, now + _ASK_AGAIN, self._excluded.next_end(now)]
         if self.remaining is not None:
@@ -642,7 +652,8 @@ class DispatchedRequest:
         )
 
     async def _weigh_deaths(self) -> None:
-        """Raises `Poisoned`. Waits, within bounds, where it is not known whether workers died."""
+        """Waits, for a bounded time, until it is known whether the lost workers died. Errors:
+        `Poisoned` if too many did."""
         ways, deaths = self._ways, self._deaths
         until = ways.now() + _DOUBT
         while True:
@@ -653,8 +664,8 @@ class DispatchedRequest:
                 how = "" if one else "one after another and "
                 last = "" if self._migration is None else f" (the last: {self._migration.words})"
                 raise Poisoned(
-                    f"{who} died of this request, {how}before it brought a token there: "
-                    f"{', '.join(dead)}{last}; it is given to no other, and sent again it may do "
+                    f"{who} died while running this request, {how}before its first token there: "
+                    f"{', '.join(dead)}{last}; it is not retried, and sent again it may do "
                     "the same"
                 )
             wait = until - ways.now()
@@ -665,7 +676,8 @@ class DispatchedRequest:
     # ------------------------------------------------------------------ elsewhere, if possible
 
     def unwanted(self, attempt: Assignment, reason: MigrationHintReason) -> None:
-        """Its worker, or a router, would rather have it served elsewhere."""
+        """Handles a wish of the worker or a router that the request be served elsewhere: searches
+        another worker, while this one continues."""
         if self._over or attempt is not self.attempt or not self._ways.config.migration:
             return
         if attempt.sequence is None:  # whoever waits for that would not know that it was left
@@ -695,12 +707,12 @@ class DispatchedRequest:
             await self._carry_on()
 
     def _leave(self, attempt: Assignment) -> None:
-        """The short stop: what has come until now is all that comes from there."""
+        """Leaves the worker: no further output of it is used."""
         assert attempt.moving is not None  # else nobody leaves
         self._end_trial()
         self._moves += attempt.moving != "drain"
         self.attempt = None
-        self._begin_migration(attempt, attempt.moving, "it was to be relieved")
+        self._begin_migration(attempt, attempt.moving, "it asked to move the request")
         self._leave_out(attempt.life)
         if attempt.sequence is not None:
             attempt.sequence.cancel()
@@ -708,7 +720,7 @@ class DispatchedRequest:
     # ------------------------------------------------------------------ the end
 
     def fail(self, error: PdserveError) -> None:
-        """It ends so, unless it is over."""
+        """Ends the request with `error`, unless it has ended."""
         if self._over:
             return
         outcome: MigrationOutcome = "failed"
@@ -723,11 +735,11 @@ class DispatchedRequest:
         self._sink.on_error(error)
 
     def cancel(self) -> None:
-        """See `backend.RequestHandle`."""
+        """Cancels the request at its worker, and every search for another. Idempotent."""
         self._close("cancelled")
 
     def _finish(self) -> None:
-        """The last token is here."""
+        """Marks the request as ended: its last token has come."""
         self._over = True
         if self._task is not None:
             self._task.cancel()
@@ -745,8 +757,8 @@ class DispatchedRequest:
 
 
 def no_worker_error(model: str, last: PdserveError | None) -> PdserveError:
-    """What a client hears when no worker is left to ask: what the last one said, if one spoke;
-    addresses that did not answer are the operator's concern."""
+    """The error for a client when no worker is left to ask: the last worker's own error, if it
+    answered. Addresses that did not answer are the operator's concern."""
     if last is None:
         return NoWorker(f"no worker takes requests for {model!r} at the moment", retry_after=1.0)
     if isinstance(last, LinkError):

@@ -15,7 +15,7 @@ __all__ = ["PrewarmSink"]
 
 
 class PrewarmSink:
-    """Its sink. Drops what comes."""
+    """The sink of a prewarm request; drops all output."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._done: asyncio.Future[PdserveError | None] = loop.create_future()
@@ -32,10 +32,11 @@ class PrewarmSink:
             self._done.set_result(error)
 
     async def wait(self, timeout: Seconds) -> None:
-        """Until it has ended. Raises what it ended with, `DeadlineExceeded`."""
+        """Waits until the request has ended. Errors: the one it ended with, `DeadlineExceeded`
+        after `timeout` seconds."""
         await asyncio.wait({self._done}, timeout=timeout)
         if not self._done.done():
-            raise DeadlineExceeded(f"it took longer than {timeout:.1f} s")
+            raise DeadlineExceeded(f"the prewarm request took longer than {timeout:.1f} s")
         error = self._done.result()
         if error is not None:
             raise error

@@ -29,21 +29,23 @@ __all__ = ["migrate_live"]
 _log = logging.getLogger(__name__)
 
 _WARM: Final[Seconds] = 5.0
-"""For the whole pre-copy; what is missing then is computed after the stop."""
+"""Seconds for the whole pre-copy; KV that is missing then is computed at the new worker."""
 _BLOCKS: Final = 4
-"""Of a sequence; fewer are computed as fast as they are fetched."""
+"""Minimum number of KV blocks to fetch; fewer are computed as fast."""
 _NEWS: Final[Seconds] = 5.0
-"""Who has to go asks again when there is news, or after so long."""
+"""A request that must leave asks again when membership changes, or after this many seconds."""
 _PAUSE: Final[Seconds] = 0.05
 
 
 async def migrate_live(
     dispatched: DispatchedRequest, ways: ClusterPort, attempt: Assignment
 ) -> None:
-    """Until it is elsewhere, or stays where it is, for `attempt.moving`. Where it has left and was
-    not taken, it is nowhere.
+    """Tries to move the request to another worker; `attempt.moving` is the reason.
 
-    Cancellation: what was booked is given back, warm-ups are ended.
+    Returns when another worker has it, or when it stays. If it has left the first worker and the
+    second did not accept it, no worker has it, and the caller finds one.
+
+    Cancellation: bookings are given back and prewarm requests are cancelled.
     """
     while True:
         reason = attempt.moving
@@ -64,7 +66,7 @@ async def _ask(
     try:
         return await ways.route(dispatched)
     except PdserveError as error:
-        _log.debug("a request stays where it is: %s", error)
+        _log.debug("a request stays at its worker: %s", error)
         return None
 
 
@@ -75,7 +77,7 @@ async def _go(
     router: NodeId,
     routed: RouteDecision,
 ) -> bool:
-    """Whether the worker that was named has it."""
+    """Moves the request to the worker of the decision; returns False if it was not moved."""
     try:
         if attempt.moving != "queue":
             await _warm(dispatched, ways, attempt, routed)
@@ -95,8 +97,8 @@ async def _go(
 async def _warm(
     dispatched: DispatchedRequest, ways: ClusterPort, attempt: Assignment, routed: RouteDecision
 ) -> None:
-    """Have the worker get the KV of all that has come. It may fail: then it computes it when it has
-    the request."""
+    """Lets the worker get the KV of all tokens so far. Failures are ignored: the worker then
+    computes the KV when it has the request."""
     request, received = dispatched.request, dispatched.received
     tokens = len(request.prompt) + received.longest
     if tokens < _BLOCKS * ways.block_size(request.model) or not attempt.begun:
@@ -111,4 +113,4 @@ async def _warm(
             wanted = prewarm_request(request, received.tokens(choice), source, left)
             await ways.warm(wanted, routed, left)
     except PdserveError as error:
-        _log.info("worker %s was not warmed up: %s", routed.worker, error)
+        _log.info("prewarming worker %s failed: %s", routed.worker, error)

@@ -55,13 +55,13 @@ MigrationReason = Literal[
     "itl",
     "kv",
 ]
-"""Why a request had to go on elsewhere. The first five: what it had there is lost."""
+"""Why a request moves to another worker. With the first five, the first worker has lost it."""
 MigrationOutcome = Literal["completed", "stayed", "poison", "no_worker", "failed", "cancelled"]
-"""Of one migration. `completed`: the next worker gave a token; `stayed`: nobody had room, and it
-went on where it was."""
+"""How one migration ended. `completed`: the next worker sent a token. `stayed`: no worker had room,
+and the request stayed at its worker."""
 
 LifeStatus = Literal["here", "doubtful", "died", "gone"]
-"""Of a worker's life, as this node knows it. `gone`: over, and not by dying."""
+"""Status of a worker's life, as this node knows it. `gone`: ended, but did not die."""
 
 _KINDS: Final[tuple[tuple[type[PdserveError], MigrationReason], ...]] = (
     (EngineStalled, "engine_stalled"),
@@ -74,46 +74,48 @@ _KINDS: Final[tuple[tuple[type[PdserveError], MigrationReason], ...]] = (
 )
 _DEADLY: Final = ("engine_died", "engine_stalled", "step_failed")
 _UNKNOWN: Final[Seconds] = 5.0
-"""So long after a worker was lost it may be held for alive although it is dead."""
+"""Seconds after its loss during which a dead worker may still be considered alive."""
 _TAIL: Final = 256
-"""Tokens that are kept as Python's integers, which take nine times the room."""
+"""Number of tokens kept as Python integers, which take nine times the memory of packed ones."""
 
 
 def migration_reason(error: PdserveError) -> MigrationReason | None:
-    """Why what ended with `error` can go on elsewhere; None: it would end there as well."""
+    """The reason for which a request that ended with `error` may continue on another worker; None
+    if it would fail there too."""
     return next((reason for kind, reason in _KINDS if isinstance(error, kind)), None)
 
 
 class ReceivedTokens:
-    """All that has come of one request, by choice."""
+    """All tokens received for one request, by choice."""
 
     __slots__ = ("_packed", "ended", "scored", "tails")
 
     def __init__(self, request: GenerateRequest) -> None:
         self.tails: list[list[int]] = [[] for _ in range(request.n)]
-        """The latest tokens; whoever adds to one calls `pack` when it is `full`."""
+        """The newest tokens by choice. Callers that append themselves must call `pack` when a list
+        is full."""
         self._packed = [array("I") for _ in range(request.n)]
         self.ended: set[int] = set(request.ended)
         self.scored: set[int] = set()
-        """Choices whose logprobs of the prompt have come."""
+        """Choices whose prompt logprobs have come."""
         for choice, tokens in enumerate(request.output):
             self._packed[choice].extend(tokens)
 
     def take(self, choice: int, tokens: list[int]) -> None:
-        """The same as callers in a hurry do by `tails`."""
+        """Appends tokens of a choice. Hot paths append to `tails` instead."""
         tail = self.tails[choice]
         tail += tokens
         if len(tail) >= _TAIL:
             self.pack(choice)
 
     def pack(self, choice: int) -> None:
-        """Keep the tail in little room."""
+        """Packs the newest tokens of a choice into less memory."""
         tail = self.tails[choice]
         self._packed[choice].extend(tail)
         tail.clear()
 
     def scored_once(self, delta: TokenDelta) -> TokenDelta:
-        """Without logprobs of the prompt that an earlier worker has told."""
+        """The delta without prompt logprobs if an earlier worker has sent them."""
         if delta.choice in self.scored:
             return replace(delta, prompt_logprobs=None)
         self.scored.add(delta.choice)
@@ -127,7 +129,7 @@ class ReceivedTokens:
 
     @property
     def any(self) -> bool:
-        """A token has come."""
+        """True once a token has come."""
         return any(self.tails) or any(self._packed)
 
     @property
@@ -137,7 +139,7 @@ class ReceivedTokens:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest choice that goes on."""
+        """Number of tokens of the longest choice that has not ended."""
         return max(map(self.count, self.live), default=0)
 
     @property
@@ -145,7 +147,7 @@ class ReceivedTokens:
         return min(map(self.count, self.live), default=0)
 
     def continuation(self, request: GenerateRequest) -> GenerateRequest:
-        """`request` as another worker is to go on with it."""
+        """The request as the next worker continues it."""
         if not (self.any or self.ended):
             return request
         sampling = request.sampling
@@ -162,8 +164,8 @@ class ReceivedTokens:
 def prewarm_request(
     request: GenerateRequest, output: list[int], source: NodeLife | None, deadline: Seconds
 ) -> GenerateRequest:
-    """What makes a worker have the KV of a choice that has come to `output`: a request for one
-    token, which nobody wants. `source`: who has the KV."""
+    """A request that makes a worker hold the KV of a choice with these output tokens: it asks for
+    one more token, which is discarded. `source`: the worker that has the KV."""
     node, epoch = ("", 0) if source is None else source
     return replace(
         request,
@@ -178,7 +180,7 @@ def prewarm_request(
 
 
 class Exclusions:
-    """Workers that a request is not to be given to, by their lives."""
+    """Workers, by node life, that must not get the request."""
 
     __slots__ = ("_until",)
 
@@ -186,12 +188,13 @@ class Exclusions:
         self._until: dict[NodeLife, Seconds | None] = {}
 
     def add(self, life: NodeLife, until: Seconds | None) -> None:
-        """`until` None: for as long as it lives."""
+        """Excludes a worker until a time; None: as long as this life lasts."""
         self._until[life] = until
 
     def at(self, now: Seconds, epoch_of: Callable[[NodeId], Epoch | None]) -> tuple[NodeId, ...]:
-        """By name, in order. One that has begun another life is no longer meant; one that is not
-        in the cluster still is: a router may not have heard."""
+        """Names of excluded workers, in order. A worker that has begun a new life is no longer
+        excluded. One that is not a member still is, because a router may not know that it is
+        gone."""
         return tuple(
             node
             for (node, epoch), until in self._until.items()
@@ -199,12 +202,12 @@ class Exclusions:
         )
 
     def next_end(self, now: Seconds) -> Seconds | None:
-        """When the next one is over."""
+        """The next time at which an exclusion ends."""
         ends = [until for until in self._until.values() if until is not None and until > now]
         return min(ends, default=None)
 
     def relax(self, until: Seconds) -> None:
-        """Those without an end get one."""
+        """Limits exclusions without an end to this time."""
         for life, end in self._until.items():
             if end is None:
                 self._until[life] = until
@@ -215,49 +218,52 @@ class Exclusions:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDeath:
-    """Of a worker that had the request, or of its engine, as far as is known."""
+    """The loss of a worker that had the request, or of its engine."""
 
     life: NodeLife
     reason: MigrationReason
     at: Seconds
     alone: bool
-    """No other request was there that might have been the cause; see `poison_isolation`."""
+    """True if the request was tried alone there, so no other can be the cause; see
+    `poison_isolation`."""
 
 
 class PoisonTracker:
-    """Workers that ended while they had the request, since its last token.
+    """Workers that were lost while they had the request, since its last token.
 
-    Whoever happens to be where another request kills the engine looks as guilty as that one. So
-    those that one death more would condemn are `suspect` and tried apart from each other, and only
-    what happens then condemns.
+    A request that happens to be at a worker when another one kills the engine looks equally guilty.
+    So a request that one more death would make poison is `suspect` and is tried apart from other
+    suspects, and only such a trial decides.
     """
 
     __slots__ = ("_all", "_limit")
 
     def __init__(self, limit: int) -> None:
-        """So many are too many; 0: none are."""
+        """`limit`: deaths that make a request poison; 0: never."""
         self._all: list[WorkerDeath] = []
         self._limit = limit
 
     def add(self, death: WorkerDeath) -> None:
-        """Those that were only out of reach, or left, are told apart by and by."""
+        """Adds a loss. Whether a lost worker died or was only unreachable is decided later, from
+        membership."""
         if death.reason in _DEADLY or death.reason == "worker_lost":
             self._all.append(death)
 
     def clear(self) -> None:
-        """A token: whatever it is that they died of, it was not simply this request."""
+        """Clears all losses after a token: the request alone cannot have caused them."""
         self._all.clear()
 
     def condemn(self, standing: Callable[[NodeLife], LifeStatus]) -> list[NodeId]:
-        """Those that died, or whose engine did, if they are too many; else nobody."""
+        """Workers that died of the request, if they are too many; else an empty list."""
         return self._too_many(self._of(standing, ("died",)))
 
     def may_condemn(self, standing: Callable[[NodeLife], LifeStatus]) -> bool:
-        """The same, if those died of whom nobody knows yet."""
+        """True if the dead would be too many once lost workers of unknown status count as dead."""
         return bool(self._too_many(self._of(standing, ("died", "doubtful"))))
 
     def suspect(self, now: Seconds, standing: Callable[[NodeLife], LifeStatus]) -> bool:
-        """One more would be too many. Who was lost a moment ago may be dead, whatever is known."""
+        """True if one more death would be too many. Workers lost a moment ago count as dead,
+        whatever is known of them."""
         if self._limit < 2 or len(self._all) < self._limit - 1:
             return False
         recent = [death for death in self._all if now - death.at < _UNKNOWN]
@@ -277,5 +283,6 @@ class PoisonTracker:
 
 
 def outweighs(reason: MigrationHintReason, other: MigrationHintReason) -> bool:
-    """Whether a worker that said `other` and now says `reason` has said something new."""
+    """True if `reason` adds something to `other`, an earlier reason of the same worker: only a
+    drain does."""
     return reason == "drain" != other

@@ -31,12 +31,12 @@ __all__ = ["ModelDiscovery"]
 _log = logging.getLogger(__name__)
 
 _PART_TIMEOUT: Final[Seconds] = 5.0
-"""Then another worker is asked; what has come of the part until then is kept."""
+"""Seconds before another worker is asked for the part; the bytes that came so far are kept."""
 _PART_TRIES: Final = 6
 _RETRY: Final[Seconds] = 1.0
-"""After a fetch that failed."""
+"""Seconds before a failed fetch is repeated."""
 _MOST_REMEMBERED: Final = 256
-"""Models without workers."""
+"""Most models without workers that are remembered."""
 
 
 @dataclass(slots=True)
@@ -48,14 +48,15 @@ class _Known:
     last_seen: Seconds
 
     def limit(self, features: tuple[str, ...]) -> None:
-        """At once, for there is nothing to fetch: a worker that lacks one may have come."""
+        """Limits the model's features to those of all its workers. It takes effect at once, since
+        nothing has to be fetched."""
         if self.offer.features != features:
             self.offer = replace(self.offer, features=features)
             self.card = replace(self.card, features=features)
 
 
 class ModelDiscovery:
-    """See above. Everything happens on the loop's thread."""
+    """The models of the cluster. Used on the event loop's thread."""
 
     def __init__(
         self,
@@ -64,9 +65,9 @@ class ModelDiscovery:
         on_conflicts: Callable[[Mapping[NodeId, str]], None],
         on_change: Callable[[], None],
     ) -> None:
-        """`remember`: how long a model without workers stays known. `on_conflicts` hears which
-        workers offer another model under a name that is taken, `on_change` that a model's card is
-        complete."""
+        """`remember`: seconds for which a model without workers stays known. `on_conflicts` gets
+        the workers that offer a different model under a name in use; `on_change` is called when a
+        model's card is complete."""
         self._node = node
         self._remember = remember
         self._on_conflicts = on_conflicts
@@ -77,32 +78,33 @@ class ModelDiscovery:
         self._fetching: set[str] = set()
         """Models whose card is being fetched, or waits for another try."""
         self._complained: set[str] = set()
-        """Models whose fetch has failed, once each in the log."""
+        """Models whose failed fetch has been logged."""
         self._cards: dict[str, ModelCard] = {}
         self._workers: dict[str, tuple[NodeId, ...]] = {}
 
     def cards(self) -> Mapping[str, ModelCard]:
-        """Every name that may be asked for."""
+        """Cards by every name that clients may use."""
         return self._cards
 
     def workers(self, name: str) -> tuple[NodeId, ...]:
-        """Who serves a name now, as its card says; nobody while the card is another model's."""
+        """Workers that serve this name now, by their cards; empty while the complete card is
+        another model's."""
         return self._workers.get(name, ())
 
     @property
     def any_worker(self) -> bool:
-        """Somebody serves something whose card is complete."""
+        """True if a worker serves a model whose card is complete."""
         return bool(self._workers)
 
     def refresh(self) -> None:
-        """Members have changed, or time has passed."""
+        """Updates the models after a change of membership, or after some time."""
         self._catalogue = build_catalog(self._node.registry)
         self._on_conflicts(self._catalogue.conflicts)
         self._meet(self._node.now())
         self._name()
 
     def _meet(self, now: Seconds) -> None:
-        """Know every model that is served, and for a while those that were."""
+        """Adds every served model, and drops those without workers after a while."""
         names = self._catalogue.names
         served = {one.offer.name for one in names.values()}
         for name in sorted(served):
@@ -120,7 +122,7 @@ class ModelDiscovery:
         self._complained &= served
 
     def _name(self) -> None:
-        """What each name stands for: what is served comes before what is remembered."""
+        """Assigns names to models; served models win over remembered ones."""
         self._cards, self._workers = {}, {}
         for name, served in self._catalogue.names.items():
             known = self._known.get(served.offer.name)
@@ -143,7 +145,8 @@ class ModelDiscovery:
             _ = self._node.tasks.spawn(self._complete(served), f"card of {name}")
 
     async def _complete(self, served: CatalogEntry) -> None:
-        """Get the parts, then look again: the world may have changed meanwhile."""
+        """Fetches the missing parts of a card, then checks again, because membership may have
+        changed."""
         offer = served.offer
         try:
             parts = {hash: await self._part(hash, served) for hash in offer.parts}
@@ -165,7 +168,7 @@ class ModelDiscovery:
         self.refresh()
 
     async def _part(self, hash: bytes, served: CatalogEntry) -> bytes:
-        """From the worker whose card names it, or others that may have it too."""
+        """Fetches one part from a worker whose card names it, or from another that may have it."""
         others = [node for node in served.workers if node != served.holder]
         owners = [served.holder, *others]
         error: PdserveError | None = None
@@ -184,5 +187,6 @@ class ModelDiscovery:
 
 
 def _same(a: ModelSummary, b: ModelSummary) -> bool:
-    """Whether a card made for one offer serves the other: all but the time of its making."""
+    """True if a card made for one offer also fits the other: all fields but the creation time are
+    equal."""
     return all(getattr(a, f) == getattr(b, f) for f in a.__struct_fields__ if f != "created")

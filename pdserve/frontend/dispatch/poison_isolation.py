@@ -22,18 +22,18 @@ class _Turns:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.users = 0
-        """The one that is tried, and those that wait."""
+        """Number of requests that are tried or wait."""
 
 
 class PoisonIsolation:
-    """All of one frontend."""
+    """The trials of one frontend."""
 
     def __init__(self) -> None:
         self._turns: dict[NodeId, _Turns] = {}
 
     async def begin(self, worker: NodeId) -> None:
-        """Wait until no other is tried at that worker, in the order of asking; `end` must follow.
-        Cancellation: as if it had not been asked for."""
+        """Waits until no other request is tried at that worker, in order of calls; `end` must
+        follow. Cancellation: nothing has begun."""
         turns = self._turns.setdefault(worker, _Turns())
         turns.users += 1
         try:
@@ -43,7 +43,7 @@ class PoisonIsolation:
             raise
 
     def end(self, worker: NodeId) -> None:
-        """It has brought a token, has ended, or has left."""
+        """Ends the trial, after a token, the request's end or its move."""
         turns = self._turns[worker]
         turns.lock.release()
         self._leave(worker, turns)
@@ -54,5 +54,5 @@ class PoisonIsolation:
             del self._turns[worker]
 
     def __len__(self) -> int:
-        """Workers at which one is tried."""
+        """Number of workers with a trial."""
         return len(self._turns)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["RouterSearch", "Routers"]
 
 _SILENT: Final[Seconds] = 1.0
-"""A router that could not be reached is not asked for so long."""
+"""Seconds for which an unreachable router is not asked."""
 _FIRST: Final[Seconds] = 1.0
-"""A router that failed inside is asked last for so long,"""
+"""Seconds for which a router that failed inside is asked last, after its first failure."""
 _MOST: Final[Seconds] = 30.0
-"""and for twice as long at each further failure, up to this."""
+"""Each further failure doubles the pause, up to this many seconds."""
 
 
 @dataclass(slots=True)
@@ -32,68 +32,69 @@ class _Failing:
 
 @dataclass(slots=True)
 class RouterSearch:
-    """One question on its way through the routers."""
+    """The search for a router that decides about one request."""
 
     start: Seconds
-    """Since when it waits for a router; time that one held it does not count."""
+    """Time since which the search waits for a router; time that a router held the question is
+    added."""
     over: Seconds = inf
-    """When the request's own time is over."""
+    """Time of the request's deadline."""
     behind: set[NodeId] = field(default_factory=set)
-    """Routers that have not heard of a worker yet: asked again after a pause."""
+    """Routers that do not know a worker yet; they are asked again after a pause."""
     failed: set[NodeId] = field(default_factory=set)
-    """Routers that failed inside on it: not asked again."""
+    """Routers that failed inside on this question; they are not asked again."""
 
 
 class Routers:
-    """The routers of the cluster, as one frontend sees them."""
+    """The cluster's routers, as one frontend sees them."""
 
     def __init__(self) -> None:
         self.order: tuple[NodeId, ...] = ()
-        """Those that take questions, best first."""
+        """Routers that take questions, best first."""
         self._silent: dict[NodeId, Seconds] = {}
-        """Until when these are not asked."""
+        """Times until which unreachable routers are not asked."""
         self._failing: dict[NodeId, _Failing] = {}
 
     @property
     def failing(self) -> tuple[NodeId, ...]:
-        """Those that failed inside and have not answered since."""
+        """Routers that failed inside and have not answered since."""
         return tuple(sorted(self._failing))
 
     def choose(self, now: Seconds, search: RouterSearch) -> NodeId | None:
-        """The router to ask; None: none for the moment."""
+        """The router to ask; None if there is none at the moment."""
         left = [router for router in self.order if self._may_be_asked(now, router, search)]
         sound = (router for router in left if not self._is_penalised(now, router))
         return next(sound, left[0] if left else None)
 
     def all_failed(self, search: RouterSearch) -> bool:
-        """No router is left that could place this question."""
+        """True if every router has failed inside on this question."""
         return bool(self.order) and search.failed.issuperset(self.order)
 
     def next_change(self, now: Seconds) -> Seconds | None:
-        """When one that could not be reached is asked again."""
+        """The next time at which an unreachable router may be asked again."""
         return min((until for until in self._silent.values() if until > now), default=None)
 
     def unreachable(self, now: Seconds, router: NodeId) -> None:
-        """It did not answer."""
+        """Records that a router did not answer."""
         self._silent[router] = now + _SILENT
 
     def failed(self, now: Seconds, router: NodeId) -> None:
-        """It answered by an error of its own."""
+        """Records that a router answered with an internal error."""
         before = self._failing.get(router)
         pause = _FIRST if before is None else min(_MOST, 2 * before.pause)
         self._failing[router] = _Failing(pause, now + pause)
 
     def answered(self, router: NodeId) -> bool:
-        """It decided something. Whether it had failed before."""
+        """Records that a router decided; returns True if it had failed before."""
         return self._failing.pop(router, None) is not None
 
     def forget(self, router: NodeId) -> None:
-        """Its life is over, and with it all that was wrong."""
+        """Forgets the failures of a router whose life is over."""
         self._silent.pop(router, None)
         self._failing.pop(router, None)
 
     def sweep(self, now: Seconds) -> None:
-        """Drop what no longer matters."""
+        """Drops entries that have expired."""
         for router in [router for router, until in self._silent.items() if until <= now]:
             del self._silent[router]
 

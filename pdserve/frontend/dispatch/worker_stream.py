@@ -52,15 +52,16 @@ __all__ = ["RemoteSequence", "WorkerStream"]
 _log = logging.getLogger(__name__)
 
 _WINDOW: Final = 1 << 20
-"""Credit for the worker's batches."""
+"""Flow-control credit in bytes for the worker's output."""
 _MOST_WAITING: Final[Bytes] = 16 << 20
-"""Requests that wait for the worker to read; one more is `Overloaded`."""
+"""Most bytes of requests that wait for the worker to read; one more request fails with
+`Overloaded`."""
 
 _decode: Callable[[Buffer], OutputBatch | Fragment] = decoder(cast("Any", OutputBatch | Fragment))
 
 
 class RemoteSequence:
-    """One request at a worker; see `backend.RequestHandle`."""
+    """One request at a worker. Implements `backend.RequestHandle`."""
 
     __slots__ = (
         *("_channel", "accepted", "choices", "handle", "number", "on_moving", "on_over"),
@@ -80,46 +81,47 @@ class RemoteSequence:
         self._channel = channel
         self.number = number
         self.choices = len(request.live)
-        """Those that have not ended."""
+        """Number of choices that have not ended."""
         self.past = request.ended
-        """Those that had; an older worker goes on with them nevertheless."""
+        """Choices that had ended before; a worker of an earlier release computes them again, and
+        their output is dropped."""
         self.sink = sink
         self.on_over = on_over
-        """Hears once how it ended: finished, cancelled, failed."""
+        """Called once when the request ends: finished, cancelled or failed."""
         self.on_moving = on_moving
-        """Hears that the worker would rather not have it."""
+        """Called when the worker asks to move the request."""
         self.handle: int | None = None
-        """None until the worker has accepted it."""
+        """The engine's handle; None until the worker has accepted the request."""
         self.accepted = accepted
         self.tick = 0
 
     @property
     def worker(self) -> NodeId:
-        """Who has it."""
+        """The worker that has the request."""
         return self._channel.worker
 
     def cancel(self) -> None:
-        """See `backend.RequestHandle`."""
+        """Cancels the request at its worker. Idempotent; the sink gets no further calls."""
         self._channel.cancel(self)
 
     def expire(self) -> None:
-        """See `net.timers.Expiring`: it was not accepted in time."""
+        """Fails the request with `WorkerLost`, because the worker did not accept it in time."""
         if not self.accepted.done():
             error = WorkerLost(f"worker {self._channel.worker} does not answer", retry_after=1.0)
             self.accepted.set_exception(error)
 
 
 class WorkerStream:
-    """See above. Made on a link that is up."""
+    """One stream to a worker. The link must be up."""
 
     def __init__(self, link: Link, timers: Timers) -> None:
-        """Raises `LinkLost` (not sent), `Overloaded`."""
+        """Opens the stream. Errors: `LinkLost` (with `sent` False), `Overloaded`."""
         self.worker: NodeId = link.peer.node
         self.link = link
         self.over: PdserveError | None = None
-        """Why it ended; None while it has not."""
+        """The error that ended the stream; None while it is open."""
         self.on_over: Callable[[], None] = lambda: None
-        """Hears once that it has ended."""
+        """Called once when the stream ends."""
         self._timers = timers
         self._create_future = asyncio.get_running_loop().create_future
         self._retired = False
@@ -128,13 +130,13 @@ class WorkerStream:
         self._numbers = 0
         self._frames: deque[bytes] = deque()
         self._waiting: Bytes = 0
-        """Of all in `_frames`."""
+        """Bytes in `_frames`."""
         self._assembler = FragmentAssembler()
         self._stream: Stream = link.open_stream(WORKER_STREAM, b"", self, window=_WINDOW)
 
     @property
     def requests(self) -> int:
-        """In progress."""
+        """Number of requests in progress."""
         return len(self._by_number)
 
     async def open(
@@ -147,17 +149,18 @@ class WorkerStream:
         timeout: Seconds,
         on_moving: Callable[[MigrationHintReason], None] = lambda reason: None,
     ) -> RemoteSequence:
-        """Hand a request on; returns when the worker has taken it.
+        """Sends a request; returns when the worker has accepted it.
 
-        Raises what the worker's engine raises; `WorkerLost` if it is gone or does not answer;
+        Errors: those of the worker's engine; `WorkerLost` if the worker is gone or does not answer;
         `LinkLost` with `sent` False if the request never left; `Overloaded` if the worker does not
-        read. Cancellation, a timeout: the worker is told. After an exception neither `sink` nor
-        `on_over` is called; before it `sink` is called only if this call was cancelled.
+        read. Cancellation and timeout: the request is aborted at the worker. After an exception
+        neither `sink` nor `on_over` is called. Before it, `sink` is called only if this call was
+        cancelled.
         """
         if self.over is not None:
             raise LinkLost(self.over.message, sent=False)
         if self._retired:
-            raise LinkLost(f"another channel to {self.worker} has taken over", sent=False)
+            raise LinkLost(f"a newer stream to {self.worker} has replaced this one", sent=False)
         self._numbers += 1
         accepted: asyncio.Future[None] = self._create_future()
         sequence = RemoteSequence(self, self._numbers, request, sink, on_over, on_moving, accepted)
@@ -177,23 +180,23 @@ class WorkerStream:
         return sequence
 
     def cancel(self, sequence: RemoteSequence) -> None:
-        """Want nothing more of it. Idempotent."""
+        """Cancels a request. Idempotent."""
         if self._withdraw(sequence):
             sequence.on_over("cancelled")
 
     def retire(self) -> None:
-        """Take nothing new; end when the last request has ended."""
+        """Takes no new requests; the stream ends with its last request."""
         self._retired = True
         self._finish_if_idle()
 
     def close(self, error: PdserveError) -> None:
-        """End the channel; every request on it ends with `error`."""
+        """Ends the stream; every request on it ends with `error`."""
         if self.over is None:
             self._stream.abort(error)
             self._end(error)
 
     def _withdraw(self, sequence: RemoteSequence) -> bool:
-        """Forget it here and tell the worker; False if it was over."""
+        """Drops a request and tells the worker; returns False if it had ended."""
         if not self._forget(sequence):
             return False
         if self.over is None:
@@ -215,16 +218,17 @@ class WorkerStream:
     def _finish_if_idle(self) -> None:
         if self.over is None and not self._by_number:
             self._stream.end()
-            self._end(WorkerLost(f"another channel to {self.worker} has taken over"))
+            self._end(WorkerLost(f"a newer stream to {self.worker} has replaced this one"))
 
     # ------------------------------------------------------------------ to the worker
 
     def _post(self, body: bytes, *, always: bool = False) -> None:
-        """`always`: whatever waits already. Raises `Overloaded`, `PayloadTooLarge`, `LinkLost`."""
+        """Sends a message. `always`: even if too much waits already. Errors: `Overloaded`,
+        `PayloadTooLarge`, `LinkLost`."""
         if not self._frames and len(body) <= FRAGMENT_BYTES and self._stream.try_send(body):
             return
         if self._frames and self._waiting + len(body) > _MOST_WAITING and not always:
-            raise Overloaded(f"worker {self.worker} does not keep up", retry_after=1.0)
+            raise Overloaded(f"worker {self.worker} reads requests too slowly", retry_after=1.0)
         for frame in split_message(body):
             self._frames.append(frame)
             self._waiting += len(frame)
@@ -240,20 +244,21 @@ class WorkerStream:
             try:
                 self._flush()
             except PdserveError as error:  # the stream has ended: `on_end` is on its way
-                _log.debug("channel to worker %s: %s", self.worker, error)
+                _log.debug("stream to worker %s: %s", self.worker, error)
 
     # ------------------------------------------------------------------ from the worker
 
     def on_data(self, body: Buffer) -> None:
-        """Whatever goes wrong must end the requests: the link would only end the stream."""
+        """Reads the worker's output. Any failure has to end the requests: the link would only end
+        the stream."""
         try:
             self._take(body)
         except PdserveError as error:
-            _log.warning("channel to worker %s: %s", self.worker, error)
-            self.close(WorkerLost(f"worker {self.worker} is not understood: {error.message}"))
+            _log.warning("stream to worker %s: %s", self.worker, error)
+            self.close(WorkerLost(f"worker {self.worker} sent an invalid message: {error.message}"))
         except Exception:
-            _log.exception("channel to worker %s", self.worker)
-            self.close(WorkerLost(f"the channel to worker {self.worker} has failed"))
+            _log.exception("stream to worker %s", self.worker)
+            self.close(WorkerLost(f"the stream to worker {self.worker} has failed"))
 
     def _take(self, body: Buffer) -> None:
         message = _decode(body)
@@ -263,7 +268,7 @@ class WorkerStream:
                 return
             message = _decode(whole)
         if type(message) is not OutputBatch:
-            raise ProtocolError("a piece in pieces")
+            raise ProtocolError("a fragment contains a fragment")
         for number, handle in message.accepted:
             self._accept(number, handle)
         by_handle = self._by_handle
@@ -281,7 +286,8 @@ class WorkerStream:
                 unwanted.on_moving(moving.reason)
 
     def _accept(self, number: int, handle: int) -> None:
-        """Too late for one that was given up in this turn: its sink may be another worker's."""
+        """Records that the worker accepted the request. Ignored if it was given up in the same
+        turn: its sink may already belong to another worker."""
         sequence = self._by_number.get(number)
         if sequence is not None and not sequence.accepted.done():
             sequence.handle = handle
@@ -322,11 +328,11 @@ class WorkerStream:
         return None
 
     def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        """Nothing travels raw here."""
+        """Ignores raw frames: the protocol has none on this stream."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """The worker ended the stream, or is gone. Unless it says that it goes away, another may
-        serve what was on it: whatever is wrong is wrong with the channel."""
+        """Ends all requests: the worker ended the stream or is gone. Unless it said `Unavailable`,
+        the requests get `WorkerLost`, so that another worker can continue them."""
         if isinstance(error, Unavailable):
             self._end(error)
         else:

@@ -1,10 +1,10 @@
-"""Reading request bodies: bounded in size, in time, and in what all of them hold together.
+"""Reads request bodies within limits on size, time and total memory.
 
-A body counts against the budget from its first bytes until nothing holds its text: while it
-arrives, while it is unpacked, while it is decoded, and in its decoded form until its prompt is
-ready; what the answer repeats of it, until the answer is out. Large ones are unpacked and decoded
-in a thread of their own, one at a time, so that the event loop turns in between, and by turns among
-tenants. Who may send a body is decided before, in `frontend/api/app.py`.
+A body counts against the total from its first bytes until its text is no longer held: while it
+arrives, is decompressed and decoded, and in decoded form until its prompt is ready; the parts that
+the answer repeats, until the answer is sent. Large bodies are decompressed and decoded in a
+separate thread, one at a time and in turns among tenants, so that the event loop keeps running.
+`frontend/api/app.py` decides before who may send a body.
 """
 
 from __future__ import annotations
@@ -41,23 +41,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FREE: Final[Bytes] = 64 * 1024
-"""A body up to this size is always read, and worked on in place: connections are bounded, and
-decoding the worst such body takes 5 ms."""
+"""A body up to this size is always read, and is decoded on the event loop: the number of
+connections is bounded, and decoding the worst such body takes 5 ms."""
 _SLICE: Final[Bytes] = 1 << 20
-"""Unpacked at once; the budget is looked at in between."""
+"""Bytes decompressed at once; the total is checked in between."""
 _SETTLED: Final[Seconds] = 1.0
-"""From the release of the last large body until memory is given back."""
+"""Seconds from the release of the last large body until memory is given back to the system."""
 _MOST_WAITING: Final = 256
-"""Large bodies that wait for their turn; most take milliseconds, the worst 1.5 s."""
+"""Most large bodies that wait for the thread; most take milliseconds, the worst 1.5 s."""
 _VALUE: Final[Bytes] = 40
-"""What a number of a decoded list occupies: an object and its place in the list."""
+"""Memory of a number in a decoded list: an object and its place in the list."""
 _WIDEST: Final = 4
-"""Bytes of a character in memory, for a whole text that has one beyond the Basic Multilingual
-Plane."""
+"""Bytes per character of a text with a character beyond the Basic Multilingual Plane."""
 
 
 class RequestBody:
-    """One request's body. `release` it when nothing of it is needed any more; `with` does."""
+    """One request's body. `release` it when it is no longer needed; `with` does."""
 
     __slots__ = ("_data", "_reader", "_size", "tenant")
 
@@ -80,14 +79,14 @@ class RequestBody:
 
     @property
     def data(self) -> bytes:
-        """The bytes, unpacked. Gone after `decode`."""
+        """The decompressed bytes; not available after `decode`."""
         assert self._data is not None, "decoded or released"
         return self._data
 
     async def look(self, function: Callable[[bytes], T]) -> T:
-        """`function` of the bytes, off the event loop if they are many.
+        """Returns `function` of the bytes; calls it off the event loop if there are many.
 
-        Errors: what `function` raises, `Overloaded`.
+        Errors: those of `function`, `Overloaded`.
         """
         data = self.data
         if len(data) <= FREE:
@@ -95,7 +94,8 @@ class RequestBody:
         return await self._reader.work(lambda: function(data), self.tenant)
 
     async def decode(self, decoder: RequestDecoder[R], *, strict: bool) -> Decoded[R]:
-        """The typed request. Its bytes are dropped; what it became counts instead of them.
+        """Returns the typed request. Its bytes are dropped, and its decoded size is counted
+        instead.
 
         Errors: `InvalidRequest`, `Overloaded`.
         """
@@ -113,7 +113,7 @@ class RequestBody:
         return decoded
 
     def holds(self, size: Bytes) -> None:
-        """Count `size` bytes for it from now on.
+        """Counts `size` bytes for it from now on.
 
         Errors: `Overloaded`; then nothing has changed.
         """
@@ -123,17 +123,17 @@ class RequestBody:
         self._size = size
 
     def keep(self, data: bytes) -> None:
-        """It has arrived, and is unpacked. Errors: `Overloaded`."""
+        """Stores the decompressed body. Errors: `Overloaded`."""
         self.holds(len(data) if len(data) > FREE else 0)
         self._data = data
 
     def keep_only(self, most: Bytes) -> None:
-        """Drop the bytes; of what they became, only so much is held from now on."""
+        """Drops the bytes; from now on at most `most` bytes are counted for the decoded form."""
         self._data = None
         self.holds(min(self._size, most))
 
     def release(self) -> None:
-        """Drop the bytes, and count it no more. Idempotent."""
+        """Drops the bytes and ends the counting. Idempotent."""
         self._data = None
         self._reader.count(-self._size)
         self._size = 0
@@ -152,15 +152,15 @@ class BodyReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pdserve-body")
         self._jobs: set[asyncio.Future[Any]] = set()
         self.buffered: Bytes = 0
-        """Bytes of all bodies, and of what they became, those up to `FREE` left out."""
+        """Bytes of all bodies and their decoded forms, except those up to `FREE`."""
         self._trimmer = MemoryTrimmer(self._give_back)
         self._timer: asyncio.TimerHandle | None = None
 
     async def read(self, call: HttpRequest) -> RequestBody:
-        """The whole body; it is released with the call, if not before.
+        """Returns the whole body; it is released with the call, if not before.
 
-        Errors: `PayloadTooLarge`, `Overloaded`, `RequestTimeout`, `InvalidRequest` for broken
-        framing or compression; `ConnectionResetError` when the client is gone.
+        Errors: `PayloadTooLarge`, `Overloaded`, `RequestTimeout`; `InvalidRequest` for broken
+        framing or compression; `ConnectionResetError` when the client has disconnected.
         """
         request = call.http
         encoding = _encoding(request.headers.get("Content-Encoding"))
@@ -178,32 +178,34 @@ class BodyReader:
         return body
 
     async def work(self, function: Callable[[], T], tenant: str = "") -> T:
-        """`function()` in the thread, when it is the tenant's turn.
+        """Calls `function` in the thread when it is the tenant's turn; returns its result.
 
-        Errors: `Overloaded` if too many wait, and what `function` raises.
+        Errors: `Overloaded` if too many wait, and those of `function`.
         """
         async with self.turn(tenant):
             return await self.in_thread(function)
 
     def turn(self, tenant: str) -> AbstractAsyncContextManager[None]:
-        """The thread is the tenant's meanwhile. Errors: `Overloaded` if too many wait."""
+        """Reserves the thread for the tenant. Errors: `Overloaded` if too many wait."""
         return self._turns.of(tenant)
 
     async def in_thread(self, function: Callable[..., T], *args: object) -> T:
-        """`function(*args)`, in a turn. Cancellation: what runs ends unheard, before others run."""
+        """Calls `function(*args)` in the thread, within a turn. Cancellation: the call ends and its
+        result is dropped before the next turn begins."""
         job = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         return await job
 
     def count(self, more: Bytes) -> None:
-        """So much more is held by bodies; less, if it is negative."""
+        """Counts `more` bytes; they may be negative."""
         if more:
             self.buffered += more
             self._trimmer.held(self.buffered)
 
     def _give_back(self) -> None:
-        """Have memory given back soon: what the last body became is freed after its release."""
+        """Schedules giving memory back to the system: the last body's decoded form is freed after
+        its release."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(_SETTLED, self._trim)
@@ -214,14 +216,14 @@ class BodyReader:
         job.add_done_callback(self._jobs.discard)
 
     def check_room(self, more: Bytes, beside: Bytes) -> None:
-        """Errors: `Overloaded` if `more` bytes do not fit. The only body there is always fits:
-        it is bounded by itself. `beside`: what is counted for the same body."""
+        """Checks that `more` bytes fit. A single body always fits, because it has a limit of its
+        own. `beside`: bytes counted for the same body already. Errors: `Overloaded`."""
         others = self.buffered - beside
         if others and self.buffered + more > self._config.max_buffered:
             raise self._crowded("too many request bodies are being received or prepared")
 
     async def close(self) -> None:
-        """End the thread; what waits for it is cancelled. Idempotent."""
+        """Ends the thread; waiting work is cancelled. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -245,7 +247,8 @@ class BodyReader:
             ) from None
 
     async def _gather(self, request: web.BaseRequest, body: RequestBody) -> bytes:
-        """What has come counts, not what was promised: empty promises keep no others out."""
+        """Reads the body. Counts the bytes that arrived, not the announced length, so that
+        announcements alone do not block other requests."""
         if request.headers.get("Expect", "").lower() == "100-continue":
             transport = connection_of(request).transport
             assert transport is not None  # connection_of has looked
@@ -297,13 +300,13 @@ class BodyReader:
 
 
 def decoded_size(data: bytes) -> Bytes:
-    """The most that a body may occupy when it is decoded: its text, and its lists of numbers."""
+    """Upper bound of the memory of a decoded body: its text and its lists of numbers."""
     wide = not data.isascii() or b"\\u" in data
     return len(data) * (_WIDEST if wide else 1) + _VALUE * min(data.count(b","), MAX_VALUES)
 
 
 def _unpack_small(unpacker: Decompressor) -> bytes | None:
-    """The whole body; None if it is not small."""
+    """Decompresses a small body; None if it is not small."""
     parts: list[bytes] = []
     left = FREE
     while part := unpacker.piece(left):
@@ -315,7 +318,7 @@ def _unpack_small(unpacker: Decompressor) -> bytes | None:
 
 
 def _encoding(header: str | None) -> str:
-    """Errors: `InvalidRequest` for an encoding that is not unpacked here."""
+    """The compression to undo. Errors: `InvalidRequest` for an unsupported one."""
     encoding = "identity" if header is None else header.lower()
     if encoding not in ENCODINGS and encoding != "identity":
         raise InvalidRequest(
@@ -325,6 +328,6 @@ def _encoding(header: str | None) -> str:
 
 
 def _words(error: Exception) -> str:
-    """What aiohttp says, without the status that it puts before."""
+    """aiohttp's message, without the status before it."""
     text = " ".join(str(getattr(error, "message", "") or error).split())
     return text.removeprefix("400, message: ")

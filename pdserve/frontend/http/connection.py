@@ -1,13 +1,13 @@
-"""One client connection: aiohttp parses HTTP, this bounds what a connection may hold or delay.
+"""One client connection: aiohttp parses HTTP, and this file limits what a connection may hold.
 
-Adds to aiohttp's protocol, beyond `edge`'s bounds on what arrives: places, deadlines for first
-bytes and for headers, flow control that a synchronous writer can ask for, cutting clients that do
-not read, errors in OpenAI's shape. It does not know requests. Owned by `ConnectionServer`, swept
-by the service once a second.
+It adds to aiohttp's protocol, beyond `edge`'s limits on what arrives: places, deadlines for first
+bytes and headers, flow control for synchronous writers, closing of clients that do not read, and
+errors in OpenAI's format. It does not know requests. Owned by `ConnectionServer`; the service
+sweeps it once a second.
 
-A connection *works* while a request is answered that may be: its key is right, or none is needed,
-and it asks for more than the state of the process. Only so many may work at once; the others, who
-have nothing to lose, make room for newcomers, so that a probe always finds a place.
+A connection *works* while it answers a request with a valid key (or where no key is needed) for
+more than the state of the process. The number of working connections is limited. Other connections
+can be closed to make room for new ones, so that a probe always finds a place.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pdserve.frontend.connection")
 
 LINGER: Seconds = 2.0
-"""How long an unread body is discarded after an early answer, so that the client can read it."""
+"""Seconds for which an unread body is discarded after an early answer, so that the client can read
+it."""
 STEADY: Bytes = 64 * 1024
-"""What a client that is behind must take within the stall timeout: slow links may have their time,
-but nobody holds an answer in our memory for ever by taking a byte now and then."""
+"""Bytes that a slow client must take within the stall timeout. Slow links get their time, but no
+client can keep an answer in memory for ever by taking a byte now and then."""
 
 
 _MOST_SPARE: Final = 64
-"""Places that no work may take, so that probes find one."""
+"""Places that working connections cannot take, so that probes find one."""
 
 
 class FlowControlled(Protocol):
-    """What a connection tells the stream that is being written on it."""
+    """The stream that is written on a connection, as the connection sees it."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -81,21 +82,21 @@ class ClientConnection(BoundedHandler):
         """The transport until it is really gone; aiohttp forgets its own when closing begins."""
         self.was_cut = False
         self.host = ""
-        """Where it comes from."""
+        """The client's address."""
         self.since: Seconds = 0.0
-        """When it was accepted."""
+        """Time when it was accepted."""
         self.works = False
-        """A request is being answered that takes more than a look at the process."""
+        """True while it answers a request that needs more than the state of the process."""
         self.partial_since: Seconds | None = None
-        """When the first byte of an unfinished request head came."""
+        """Time when the first byte of an unfinished request head came."""
         self.paused_since: Seconds | None = None
-        """Since when the client has not read fast enough; None while it does."""
+        """Time since which the client has read too slowly; None while it keeps up."""
         self.closing_since: Seconds | None = None
         self._unread: Bytes = 0
-        """In the transport, when the client was last seen to move on."""
+        """Unsent bytes when the client last made progress."""
         self._moved_at: Seconds = 0.0
         self.wire: FlowControlled | None = None
-        """The stream that is being written, if one is."""
+        """The stream that is being written, if any."""
         self.waiters: list[asyncio.Future[None]] = []
 
     # ------------------------------------------------------------------ from the transport
@@ -128,7 +129,7 @@ class ClientConnection(BoundedHandler):
 
     @property
     def heard(self) -> bool:
-        """A request has come, or none will."""
+        """True once a request has come, or none will."""
         return self.body is not None or self.closing_since is not None
 
     def pause_writing(self) -> None:
@@ -156,7 +157,7 @@ class ClientConnection(BoundedHandler):
             self.wire.detach()
 
     async def finish_response(self, *args: Any) -> Any:
-        """As aiohttp does; then its place is free again."""
+        """Finishes as aiohttp does, then frees the place."""
         try:
             return await super().finish_response(*args)
         finally:
@@ -165,16 +166,17 @@ class ClientConnection(BoundedHandler):
     # ------------------------------------------------------------------ for requests
 
     def begin_work(self) -> None:
-        """The request is allowed, and takes more than a look at the process.
+        """Counts the connection as working.
 
         Errors: `Overloaded` when too many connections work.
         """
         self.server.work(self)
 
     async def wait_writable(self) -> None:
-        """Return when the client keeps up.
+        """Returns when the client keeps up.
 
-        Errors: `ConnectionResetError` when it is gone; the sweep cuts it after the stall timeout.
+        Errors: `ConnectionResetError` when it has disconnected; the sweep closes it after the stall
+        timeout.
         """
         if self.paused_since is not None:
             waiter: asyncio.Future[None] = self._loop.create_future()
@@ -182,7 +184,7 @@ class ClientConnection(BoundedHandler):
             await waiter
 
     def cut(self, reason: str) -> None:
-        """Drop the connection and what it still holds, at once. Idempotent."""
+        """Closes the connection at once and drops what it holds. Idempotent."""
         if self.socket is None or self.was_cut:
             return
         self.was_cut = True  # its socket stays until the loop's next turn
@@ -193,7 +195,7 @@ class ClientConnection(BoundedHandler):
         self.socket.abort()
 
     def sweep(self, now: Seconds, config: FrontendConfig) -> None:
-        """Enforce the deadlines that no request watches."""
+        """Enforces the deadlines that no request checks."""
         if self.socket is None:
             return
         if self.closing_since is None and self.socket.is_closing():
@@ -207,12 +209,12 @@ class ClientConnection(BoundedHandler):
             self.cut("silent")
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """A body that its client broke is no fault of ours; the answer has told it."""
+        """Does not log a body that its client broke: the answer has reported it."""
         if not isinstance(kw.get("exc_info"), RequestPayloadError):
             super().log_exception(*args, **kw)
 
     def _stalled_for(self, now: Seconds) -> Seconds:
-        """How long the client has not taken what it is behind with."""
+        """Seconds since a client that is behind last made progress."""
         behind_since = self.closing_since or self.paused_since
         if behind_since is None or self.socket is None:
             return 0.0
@@ -230,7 +232,7 @@ class ClientConnection(BoundedHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What aiohttp's parser refused. Faults of handlers never come here: they answer."""
+        """Answers an error of aiohttp's parser. Errors of handlers do not come here."""
         reply = error_response(
             _refusal(exc, message or "malformed request", self.max_line_size),
             request_id_line(new_request_id()),
@@ -240,7 +242,7 @@ class ClientConnection(BoundedHandler):
 
 
 def _refusal(exc: BaseException | None, message: str, max_line: Bytes) -> PdserveError:
-    """The parser's complaint in words for whoever sent it."""
+    """The parser's error as a message for the client."""
     if isinstance(exc, TooMuchFraming) and exc.crowded:
         return Overloaded(exc.message, retry_after=1)
     if isinstance(exc, LineTooLong):
@@ -253,7 +255,7 @@ def _refusal(exc: BaseException | None, message: str, max_line: Bytes) -> Pdserv
 
 
 _ORDINARY: Final = frozenset(("silent", "evicted"))
-"""Ends that browsers and port scanners cause all day."""
+"""Reasons that browsers and port scanners cause all day; they are logged at debug level."""
 
 
 class ConnectionServer(web.Server):
@@ -273,9 +275,9 @@ class ConnectionServer(web.Server):
         self._open: set[ClientConnection] = set()
         self._idle: IdleConnections[ClientConnection] = IdleConnections()
         self.room = FramingBudget()
-        """What all connections hold of unfinished requests."""
+        """The framing bytes that all connections hold of unfinished requests."""
         self.accepted = 0
-        """Connections so far."""
+        """Number of connections accepted so far."""
         self.metrics = metrics
 
     def __call__(self) -> ClientConnection:
@@ -293,7 +295,7 @@ class ConnectionServer(web.Server):
         )
 
     def register(self, connection: ClientConnection) -> None:
-        """Count a connection in. At the bound another one ends for it, that does not work."""
+        """Registers a connection. At the limit, another one that does not work is closed."""
         self._open.add(connection)
         self._idle.add(connection, connection.host)
         self.accepted += 1
@@ -304,13 +306,13 @@ class ConnectionServer(web.Server):
         self.unregister(victim)  # its socket stays until the loop's next turn
 
     def unregister(self, connection: ClientConnection) -> None:
-        """It is gone. Idempotent."""
+        """Removes a connection. Idempotent."""
         self.rest(connection)
         self._idle.remove(connection, connection.host)
         self._open.discard(connection)
 
     def work(self, connection: ClientConnection) -> None:
-        """Errors: `Overloaded` when too many connections work."""
+        """Counts a connection as working. Errors: `Overloaded` when too many connections work."""
         if connection.works:
             return
         if self._working >= self._most_working:
@@ -320,7 +322,7 @@ class ConnectionServer(web.Server):
         self._idle.remove(connection, connection.host)
 
     def rest(self, connection: ClientConnection) -> None:
-        """Its request is answered, or it is gone."""
+        """Ends the work of a connection: its request is answered, or it is gone."""
         if connection.works:
             connection.works = False
             self._working -= 1
@@ -342,7 +344,7 @@ class ConnectionServer(web.Server):
             connection.sweep(now, self._config)
 
     def abort_all(self) -> None:
-        """Drop every connection at once: the end of a shutdown."""
+        """Closes every connection at once, at the end of a shutdown."""
         for connection in tuple(self._open):
             if connection.socket is not None:
                 connection.socket.abort()

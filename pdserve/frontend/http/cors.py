@@ -14,7 +14,7 @@ _PREFLIGHT = (
     b"Access-Control-Allow-Headers: authorization, *\r\n"
     b"Access-Control-Max-Age: 600\r\n"
 )
-"""Official clients add a dozen headers of their own; a star does not stand for the one that is
+"""Official clients add a dozen headers of their own. `*` does not cover Authorization, which is
 named besides (Fetch standard, "CORS non-wildcard request-header name")."""
 _EXPOSED = b", ".join(
     (b"x-request-id", b"request-id", b"x-pdserve-seed", b"retry-after", *HEADER_NAMES)

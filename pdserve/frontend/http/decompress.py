@@ -1,7 +1,6 @@
-"""Unpacks a compressed body piece by piece, so that its caller can stop at any bound.
+"""Decompresses a body piece by piece, so that the caller can stop at any limit.
 
-Pure: no piece is larger than was asked for, whatever the body claims to hold. Not safe for use by
-two threads at a time.
+Pure: no piece is larger than asked for, whatever the body claims to contain. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ if TYPE_CHECKING:
 __all__ = ["ENCODINGS", "BadCompression", "Decompressor"]
 
 ENCODINGS: Final = frozenset(("gzip", "deflate"))
-"""What is unpacked; `identity` is not packed."""
+"""Supported compressions; `identity` needs none."""
 _INPUT: Final[Bytes] = 64 * 1024
-"""Compressed bytes handed to zlib at once; what it does not take yet is copied."""
+"""Compressed bytes handed to zlib at once; the rest that it does not take is copied."""
 _GZIP: Final = 16 + zlib.MAX_WBITS
 _MOST_MEMBERS: Final = 1024
-"""Of one gzip body: empty ones cost time and bring nothing."""
+"""Most members of a gzip body: empty ones cost time and contain nothing."""
 _ZLIB_METHOD: Final = 8
 """The low half of the first byte of zlib's format (RFC 1950); raw deflate begins otherwise."""
 
 
 class BadCompression(ValueError):
-    """The bytes are not in the format, or end too soon."""
+    """The bytes are not in the format, or end too early."""
 
 
 class Decompressor:
@@ -67,7 +66,7 @@ class Decompressor:
         return self._packed[begin : self._at]
 
     def _next_member(self) -> bool:
-        """A gzip file may be several, one after the other (RFC 1952, 2.2)."""
+        """Starts the next member: a gzip file may contain several (RFC 1952, 2.2)."""
         rest = self._zlib.unused_data
         if not rest and self._at == len(self._packed):
             return False

@@ -29,7 +29,7 @@ class _Waiter:
     )
 
     def was_granted(self) -> bool:
-        """The lock is its own; one that was refused never had it."""
+        """True if the waiter holds the lock; a refused waiter never does."""
         return (
             self.granted.done()
             and not self.granted.cancelled()
@@ -38,12 +38,13 @@ class _Waiter:
 
 
 class FairLock:
-    """See above."""
+    """The lock. Waiters of different tenants get it in turns."""
 
     def __init__(
         self, most: int, refusal: Callable[[], PdserveError], time: Callable[[], Seconds]
     ) -> None:
-        """`most` may wait; beyond it, the newest of the tenant that has most gets `refusal`."""
+        """At most `most` waiters; beyond it, the newest waiter of the tenant with the most gets
+        `refusal`."""
         self._most = most
         self._refusal = refusal
         self._time = time
@@ -52,7 +53,7 @@ class FairLock:
 
     @contextlib.asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
-        """Hold the lock. Errors: the refusal, while it is waited for."""
+        """Holds the lock. Errors: `refusal`, while waiting."""
         waiter = _Waiter(tenant)
         self._enter(waiter)
         try:
@@ -85,8 +86,8 @@ class FairLock:
         self._grant()
 
     def _grant(self) -> None:
-        """Give the lock, if it is free, to the next waiter. A cancelled one stays in the queue
-        until its task has run."""
+        """Gives a free lock to the next waiter. A cancelled waiter stays in the queue until its
+        task has run."""
         while not self._taken and (waiter := self._queue.next(lambda *_: True)) is not None:
             if waiter.granted.done():
                 self._queue.remove(waiter.tenant, waiter)

@@ -8,14 +8,14 @@ import resource
 logger = logging.getLogger("pdserve.frontend")
 
 RESERVED = 128
-"""Descriptors for everything that is no client connection: engine, log, model files."""
+"""Descriptors for everything other than client connections: engine, log, model files."""
 
 
 def usable_connections(wanted: int) -> int:
-    """How many of `wanted` connections the process may have.
+    """Returns how many of `wanted` connections the process may have.
 
-    Raises the soft limit on open files as far as needed and allowed. Without it, accepting would
-    fail at the limit, and with it everything else that opens a file.
+    Raises the soft limit on open files as far as needed and allowed. Without this, accepting would
+    fail at the limit, together with everything else that opens a file.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + RESERVED

@@ -19,7 +19,7 @@ _MODELS = "/v1/models"
 
 
 class HttpRequest:
-    """Lives as long as the request's task; changed by nobody else."""
+    """One HTTP request. Lives as long as its task; only that task changes it."""
 
     __slots__ = (
         "_cors_lines",
@@ -37,30 +37,30 @@ class HttpRequest:
         self._cors_lines = cors_lines
         self.http = http
         self.body: RequestBody | None = None
-        """What was read of its body; released at the call's end, if not before."""
+        """The body, once read; released at the end of the call, if not before."""
         self.request_id = ""
         self.id_headers: tuple[bytes, ...] = (b"x-request-id",)
-        """By which names its answer tells it."""
+        """Names of the response headers that carry the request id."""
         self.key: ApiKey | None = None
-        """None: no authentication is configured, or the endpoint needs none."""
+        """The API key; None if authentication is off or the endpoint needs none."""
         self.rest = ""
-        """What follows the route's path, for routes that end in a name."""
+        """The rest of the path, for routes that end in a name."""
         self.served_lines = b""
-        """Header lines of an error: the worker that had the request, and what is known besides."""
+        """Header lines added to an error: the worker that had the request, and other details."""
 
     def name(self, request_id: str) -> None:
-        """Give the request its id, for its answer and for every log line of its task."""
+        """Sets the request id, for the answer and for every log line of the task."""
         self.request_id = request_id
         logs.request_id.set(request_id)  # the task's own context: nothing to reset
 
     def close(self) -> None:
-        """It is answered. Idempotent."""
+        """Releases what the request holds. Idempotent."""
         if self.body is not None:
             self.body.release()
 
     @property
     def is_anthropic(self) -> bool:
-        """Its client expects Anthropic's words."""
+        """True if the client expects Anthropic's error format."""
         path = self.http.rel_url.path
         if path == _MODELS or path.startswith(f"{_MODELS}/"):
             return "anthropic-version" in self.http.headers

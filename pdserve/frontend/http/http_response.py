@@ -1,7 +1,7 @@
 """Builds whole responses as bytes: status line, headers and body in one write.
 
-aiohttp's own response builds a header table per answer, which is measurable on a request of one
-token. This file does not know what a reply means.
+aiohttp's own response builds a header table per answer, whose cost is measurable on a request of
+one token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ date_line = _DateLine()
 
 
 def connection_of(request: web.BaseRequest) -> ClientConnection:
-    """The connection a request came on.
+    """The connection on which a request came.
 
     Errors: `ConnectionResetError` when it is gone.
     """
@@ -64,19 +64,19 @@ def connection_of(request: web.BaseRequest) -> ClientConnection:
 
 
 def status_line(status: int) -> bytes:
-    """`HTTP/1.1 200 OK` and its line end."""
+    """`HTTP/1.1 200 OK` with its line end."""
     return _STATUS_LINES[status]
 
 
 def connection_line(request: web.BaseRequest, keep_alive: bool) -> bytes:
-    """The Connection header where it says something that the version does not."""
+    """The Connection header, if it differs from the HTTP version's default."""
     if not keep_alive:
         return b"Connection: close\r\n"
     return b"Connection: keep-alive\r\n" if request.version <= HttpVersion10 else b""
 
 
 class HttpResponse(web.StreamResponse):
-    """An answer whose body is known. Written when aiohttp finishes the request."""
+    """A response whose body is known. Written when aiohttp finishes the request."""
 
     def __init__(
         self, status: int, body: bytes, content_type: bytes = JSON, headers: bytes = b""
@@ -92,7 +92,7 @@ class HttpResponse(web.StreamResponse):
         self.lines += lines
 
     def to_bytes(self, connection_header: bytes, *, head_only: bool = False) -> bytes:
-        """The answer as it goes over the wire."""
+        """The whole response in bytes."""
         return b"".join(
             (
                 _STATUS_LINES[self.status],
@@ -118,18 +118,18 @@ class HttpResponse(web.StreamResponse):
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Nothing: `prepare` has written all."""
+        """Does nothing: `prepare` has written everything."""
 
 
 def request_id_line(request_id: str, name: bytes = b"x-request-id") -> bytes:
-    """The header of this name."""
+    """A header line with the request id."""
     return b"%s: %s\r\n" % (name, request_id.encode("ascii"))
 
 
 def error_response(error: PdserveError, lines: bytes, body: bytes | None = None) -> HttpResponse:
-    """The answer for an error: the class's status, Retry-After where it helps.
+    """The response for an error: the class's status, and Retry-After where a retry helps.
 
-    Args: `lines` are further header lines; `body` says it in other words than OpenAI's.
+    Args: `lines` are further header lines; `body` replaces OpenAI's error format.
     """
     wait = error.retry_after
     if wait is not None or error.http_status in (429, 503):

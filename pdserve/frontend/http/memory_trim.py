@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 __all__ = ["MemoryTrimmer", "malloc_trim"]
 
 _WORTH: Final[Bytes] = 8 << 20
-"""Bytes of bodies, at once or one after the other; after less there is little to give back. Text
-takes up to 150 times as much while it is tokenised: eight of a megabyte leave half a gigabyte."""
+"""Bytes of bodies, in sum, from which trimming is worthwhile. Text takes up to 150 times as much
+while it is tokenized: eight texts of a megabyte leave half a gigabyte."""
 
 
 def malloc_trim() -> None:
-    """Return free heap pages to the system; nothing where the C library cannot.
+    """Returns free heap pages to the system; does nothing where the C library cannot.
 
     Takes milliseconds and releases the GIL: call it off the event loop.
     """
@@ -28,17 +28,17 @@ def malloc_trim() -> None:
 
 
 class MemoryTrimmer:
-    """Notices when much has come and nothing is held any more."""
+    """Trims memory after large bodies, once none is held."""
 
     def __init__(self, trim: Callable[[], None]) -> None:
-        """`memory_trim` has the memory given back, off the event loop."""
+        """`memory_trim` gives memory back, off the event loop."""
         self._trim = trim
         self._held: Bytes = 0
         self._come: Bytes = 0
-        """Since memory was given back."""
+        """Bytes of bodies since the last trim."""
 
     def held(self, size: Bytes) -> None:
-        """So much is held now."""
+        """Takes the number of bytes held now."""
         self._come += max(0, size - self._held)
         self._held = size
         if size == 0 and self._come >= _WORTH:

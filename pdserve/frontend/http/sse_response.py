@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 _SIZES_KNOWN = 4096
 _SIZES = [b"%x\r\n" % size for size in range(_SIZES_KNOWN)]
-"""Size lines of HTTP chunks: formatting one costs more than all else about a short chunk."""
+"""Size lines of HTTP chunks: formatting one costs more than the rest of a short chunk."""
 
 
 class Flusher:
-    """Hands each wire's bytes to its transport once per turn of the event loop.
+    """Hands each writer's bytes to its transport once per turn of the event loop.
 
-    A transport sends what it is given at once. When a turn brings several tokens for one stream,
-    as it does when the loop is busy, this makes them one system call, which is most of their cost.
-    Owned by the service.
+    A transport sends at once what it is given. When one turn brings several tokens for a stream, as
+    on a busy loop, this makes them one system call, which is most of their cost. Owned by the
+    service.
     """
 
     __slots__ = ("_call_soon", "_dirty")
@@ -47,7 +47,7 @@ class Flusher:
         self._dirty: list[SseWriter] = []
 
     def add(self, wire: SseWriter) -> None:
-        """Flush `sse_response` at the end of this turn."""
+        """Flushes `sse_response` at the end of this turn."""
         if not self._dirty:
             self._call_soon(self._flush)
         self._dirty.append(wire)
@@ -81,9 +81,9 @@ class SseWriter:
     def __init__(
         self, request: web.BaseRequest, headers: bytes, limit: Bytes, flusher: Flusher
     ) -> None:
-        """Args: `headers` are whole lines; `limit` bounds what may be held for a slow client.
+        """Args: `headers` are whole lines; `limit` is the most bytes held for a slow client.
 
-        Errors: `ConnectionResetError` when the client is gone.
+        Errors: `ConnectionResetError` when the client has disconnected.
         """
         self._connection: ClientConnection = connection_of(request)
         self._transport: asyncio.Transport | None = self._connection.transport
@@ -95,39 +95,39 @@ class SseWriter:
         self._keep_alive = request.keep_alive and self._chunked
         self._on_resume: Callable[[], None] = _nothing
         self._parts: list[bytes] = []
-        """Written in this turn of the event loop, not handed to the transport yet."""
+        """Written in this turn of the event loop, not yet handed to the transport."""
         self.held = 0
         """Bytes that the stream's owner holds back."""
         self.paused = self._connection.paused_since is not None
-        """The client is behind: more had better be held back."""
+        """True while the client is behind: the owner should hold output back."""
         self.started = False
         self.ended = False
         self._connection.wire = self
 
     def on_resume(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever a paused client has caught up."""
+        """Sets a callback for when a paused client has caught up."""
         self._on_resume = callback
 
     # ------------------------------------------------------------------ from the connection
 
     def pause(self) -> None:
-        """The transport's buffer is full."""
+        """Called when the transport's buffer is full."""
         self.paused = True
 
     def resume(self) -> None:
-        """The client has read."""
+        """Called when the client has read."""
         self.paused = False
         self._on_resume()
 
     def detach(self) -> None:
-        """The connection is gone: whatever is still written goes nowhere."""
+        """Called when the connection is gone: later output is dropped."""
         self._transport = None
         self._on_resume = _nothing
 
     # ------------------------------------------------------------------ from the flusher
 
     def flush(self) -> None:
-        """Hand over what this turn has written."""
+        """Hands over everything written in this turn."""
         if self._parts and self._transport is not None:
             self._transport.write(b"".join(self._parts))
         self._parts.clear()
@@ -135,7 +135,7 @@ class SseWriter:
     # ------------------------------------------------------------------ from the stream
 
     def begin(self, lines: bytes = b"") -> None:
-        """Send status and headers, `lines` among them."""
+        """Sends status and headers, `lines` included."""
         self.started = True
         self._add(
             (
@@ -152,14 +152,14 @@ class SseWriter:
         )
 
     def write(self, events: bytes) -> None:
-        """Send whole events."""
+        """Sends whole events."""
         if not self._chunked:
             self._add((events,))
         elif events:
             self._add((b"%x\r\n" % len(events), events, b"\r\n"))
 
     def write_parts(self, head: bytes, text: bytes, tail: bytes) -> None:
-        """Send one event that is made of three parts."""
+        """Sends one event made of three parts."""
         if self._chunked:
             size = len(head) + len(text) + len(tail)
             line = _SIZES[size] if size < _SIZES_KNOWN else b"%x\r\n" % size
@@ -168,13 +168,13 @@ class SseWriter:
             self._add((head, text, tail))
 
     def hold(self, size: Bytes) -> None:
-        """Account for bytes held back. Beyond the limit the connection is cut."""
+        """Counts bytes held back. Beyond the limit the connection is closed."""
         self.held += size
         if self.held > self._limit:
             self._connection.cut("write buffer full")
 
     def end(self, events: bytes) -> None:
-        """Send the last events and the end of the body, now."""
+        """Sends the last events and the end of the body at once."""
         self.ended = True
         self._on_resume = _nothing
         self.write(events)
@@ -182,9 +182,9 @@ class SseWriter:
             self._parts.append(b"0\r\n\r\n")
 
     async def reply(self) -> SentResponse:
-        """What the handler returns: tells aiohttp whether the connection can be used again.
+        """Returns the handler's result, which tells aiohttp whether the connection can be reused.
 
-        Waits until a slow client has read most of it.
+        Waits until a slow client has read most of the body.
         """
         self.flush()
         await self._connection.wait_writable()
@@ -192,7 +192,7 @@ class SseWriter:
         return SentResponse(self._keep_alive)
 
     def release(self) -> None:
-        """The request is over, however it ended."""
+        """Detaches from the connection: the request is over."""
         self._connection.wire = None
         self.detach()
 
@@ -214,8 +214,8 @@ class SentResponse(web.StreamResponse):
         self._keep_alive = keep_alive
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Nothing: all is written."""
+        """Does nothing: everything is written."""
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Nothing: all is written."""
+        """Does nothing: everything is written."""

@@ -41,7 +41,8 @@ class EmbeddingChoice:
         """The same, to be waited for."""
 
     def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
-        """See `response_builder.ChoiceSink`. Errors: `EngineError` for anything but a vector."""
+        """Takes the input's vector and sets `done`. Errors: `EngineError` for a delta without a
+        valid vector."""
         finish = delta.finish
         self.vector = self._shape.checked(b"" if finish is None else finish.embedding)
         self._grow(len(self.vector))

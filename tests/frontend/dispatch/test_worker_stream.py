@@ -467,7 +467,7 @@ async def test_a_retired_channel_ends_with_its_last_request() -> None:
         await w.open(sink, 100)
         sequence = await w.open(other, 101)
         w.channel.retire()
-        with pytest.raises(LinkLost, match="taken over"):
+        with pytest.raises(LinkLost, match="has replaced"):
             await w.start(Sink())
         await w.say(delta(100, 1))
         assert (sink.tokens, w.overs) == ([1], 0)
