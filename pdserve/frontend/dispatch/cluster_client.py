@@ -350,7 +350,9 @@ class ClusterClient:
                 f"the request's deadline passed while router {router} held it: no worker had room"
             ) from None
         except TimeoutError:
-            raise LinkLost(f"router {router} is suspected to be dead; another one is asked") from None
+            raise LinkLost(
+                f"router {router} is suspected to be dead; another one is asked"
+            ) from None
 
     def give_back(self, router: NodeId, routed: RouteDecision) -> None:
         """Gives back a decision that came too late or is not followed."""
