@@ -31,7 +31,7 @@ SERVE_FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(
 # from its commit alone. Each long test has one chance in seven; `make test-long` runs all of them.
 export PDSERVE_TEST_SEED ?= $(or $(shell git rev-parse --short=8 HEAD 2>/dev/null),0)
 
-.PHONY: help serve test test-long chaos soak lint check format bench docs clean
+.PHONY: help serve test test-long chaos soak lint check rewritten format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,7 +42,8 @@ help:
 serve: $(VENV)/.deps-serve $(BUILT)
 	@exec $(BIN)/pdserve $(SERVE_FLAGS) $(ARGS)
 
-test: $(VENV)/.deps-dev $(BUILT) lint check docs
+test: $(VENV)/.deps-dev $(BUILT)
+	@$(MAKE) --no-print-directory -j2 lint check docs rewritten
 	@$(SAY) "pytest, seed $(PDSERVE_TEST_SEED)"
 	@$(BIN)/python .ci/pytest.py -q --hypothesis-seed=$(PDSERVE_TEST_SEED) $(PYTEST)
 
@@ -77,6 +78,11 @@ format: $(VENV)/.deps-dev
 
 bench: $(VENV)/.deps-dev $(BUILT)
 	@for script in bench/micro/*.py; do $(SAY) "$$script"; $(BIN)/python $$script || exit 1; done
+
+# pytest rewrites each test file's asserts at its first import. Done here, beside mypy, it is done once
+# and not by each of the processes that run tests. What goes wrong here shows itself there.
+rewritten: $(VENV)/.deps-dev $(BUILT)
+	@$(BIN)/python -m pytest --collect-only -q -p no:cacheprovider >/dev/null 2>&1 || true
 
 docs: $(VENV)/.deps-serve $(BUILT)
 	@$(SAY) "links and flags in the documents"
