@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def new_call_id() -> str:
-    """An id as OpenAI writes them."""
+    """A new id for a tool call, in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -35,9 +35,9 @@ class Prompt(msgspec.Struct, frozen=True):
 
     tokens: list[int]
     echo: str = ""
-    """What the answer's text begins with; empty unless `echo` was asked for."""
+    """Text that the answer begins with; empty unless `echo` was requested."""
     reasoning: bool = False
-    """It has opened the model's reasoning: the output begins inside."""
+    """True if the prompt has opened the model's reasoning, so that the output begins inside it."""
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,58 +59,61 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     continues_text: bool = False
-    """The output goes on where the prompt's text ended, rather than being a text of its own."""
+    """True if the output continues the prompt's text, instead of being a text of its own."""
     logprobs: bool = False
     alternatives: int = 0
-    """Of an echoed prompt's tokens, told with their logprobs."""
+    """Number of alternatives per echoed prompt token, in its logprobs."""
     echo: bool = False
     scores_only: bool = False
-    """The one token that the engine makes is not told."""
+    """True if the one token that the engine generates is not sent to the client."""
     token_ids: bool = False
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     tools: tuple[Tool, ...] = ()
-    """Those that may be called; empty: calls are not looked for."""
+    """Tools that may be called; empty: the output is not parsed for calls."""
     one_call: bool = False
-    """At most one is."""
+    """True if at most one tool call is allowed."""
     parser: Callable[[], OutputParser] | None = None
-    """A fresh one for each choice; None: the output is text as it stands."""
+    """Makes a parser for each choice; None: the output is plain text."""
     keep: frozenset[int] = frozenset()
-    """Special tokens that the parser has to see."""
+    """Special tokens that the parser must see."""
     call_id: Callable[[], str] = new_call_id
-    """An id for a call of a tool."""
+    """Makes an id for a tool call."""
     reasons: bool = False
-    """The parser tells reasoning apart."""
+    """True if the parser separates reasoning from content."""
     include_reasoning: bool = True
     repetition: Callable[[], RepetitionDetector] | None = None
-    """A fresh detector for each choice; None: an output may repeat itself."""
+    """Makes a repetition detector for each choice; None: repetition is allowed."""
     prompt_logprobs: int | None = None
-    """Told beside the output, with so many alternatives each; None: they are not."""
+    """Number of alternatives per prompt token, sent beside the output; None: no prompt logprobs are
+    sent."""
     tokens_as_ids: bool = False
-    """Logprobs name tokens by their ids."""
+    """True if logprobs name tokens by their ids."""
     stream_interval: int = 1
     """Tokens per chunk of a stream."""
     vectors: EmbeddingFormat | None = None
-    """The prompts become vectors that look so; None: they are answered with text."""
+    """The format of the prompts' embeddings; None: the answer is text."""
     left_out: tuple[str, ...] = ()
-    """What the request asks for and does not get, without being refused: types of tools."""
+    """Tool types that the request has and that are ignored instead of refused."""
     dialect: ApiAdapter | None = None
-    """Words the answer for another API than OpenAI's chat and completions; `n` is 1 then."""
+    """Writes the answer in the format of an API other than OpenAI's chat and completions; `n` is 1
+    then."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(len(prompt.tokens) for prompt in self.prompts)
 
     @property
     def tells_chosen(self) -> bool:
-        """Whether alternatives are those of `logprob_token_ids`, which the sampled token joins."""
+        """True if the alternatives are those of `logprob_token_ids`, plus the sampled token."""
         return bool(self.requests[0].sampling.logprob_token_ids)
 
     @property
     def plain(self) -> bool:
-        """Whether text is all that a token adds: nothing to look for, nothing to tell beside it."""
+        """True if a token adds only text: nothing in it is searched for, and nothing is sent beside
+        it."""
         return not (
             self.stops
             or self.logprobs
@@ -123,7 +126,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def detokenizer(self, prompt: Prompt) -> Detokenizer:
-        """A fresh detokeniser for one choice of `prompt`."""
+        """A new detokenizer for one choice of `prompt`."""
         return self.model.tokenizer.detokenizer(
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
@@ -132,7 +135,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def matcher(self) -> StopMatcher | None:
-        """A fresh stop matcher for one choice; None without stop strings."""
+        """A new stop matcher for one choice; None without stop strings."""
         if not self.stops:
             return None
         return StopMatcher(self.stops, include_stop=self.include_stop, min_tokens=self.min_tokens)

@@ -25,38 +25,39 @@ __all__ = ["NO_HINTS", "RoutingHints", "parse_hints"]
 _SLO: Final = "x-pdserve-slo-ttft-ms"
 _WORKER: Final = "x-pdserve-worker"
 _MAX_SLO: Final = 86_400_000.0
-"""Milliseconds; a day. More is a mistake in the unit."""
+"""Largest SLO in milliseconds, a day: a larger one has the wrong unit."""
 _MAX_WORKERS: Final = 32
-"""Names in one request: more than a client pins by hand; routers keep them while it waits."""
+"""Most worker names in one request: more than a client lists by hand; routers store them while the
+request waits."""
 _NAME: Final = re.compile(r'["-~]{1,128}')
-"""Printable ASCII but for blanks and the mark of what is to be avoided."""
+"""Printable ASCII except blanks and `!`, the mark of a worker to avoid."""
 _NUMBER: Final = re.compile(
     r"[+]?[0-9]*+(?:[.][0-9]*+)?(?:e[+-]?[0-9]++)?", re.ASCII | re.IGNORECASE
 )
-"""`float` alone takes underscores and the digits of every script. Possessive: eight kilobytes of
-digits would take seconds to refuse otherwise."""
+"""`float` alone also accepts underscores and the digits of every script. Possessive: otherwise
+refusing eight kilobytes of digits would take seconds."""
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
-    """What travels with a request besides what is computed."""
+    """A client's routing hints, sent to routers with the request."""
 
     session_id: str = ""
-    """Requests of one conversation or agent."""
+    """Names the conversation or agent that the request belongs to."""
     tenant: str = ""
-    """Whom the API key belongs to; empty without keys."""
+    """Tenant of the API key; empty without keys."""
     weight: float = 1.0
-    """The tenant's share."""
+    """Weight of the tenant."""
     allowed: tuple[NodeId, ...] = ()
     """Only these workers; empty: all."""
     denied: tuple[NodeId, ...] = ()
     """None of these."""
     slo_ttft: Seconds | None = None
-    """From arrival to the first token, as the client can bear it."""
+    """Seconds from arrival to the first token that the client accepts; None: no limit."""
     waited: Seconds = 0.0
-    """Since the request arrived, until the backend got it."""
+    """Seconds from the request's arrival until the backend got it."""
 
     def takes(self, worker: NodeId) -> bool:
-        """Whether the client will have this worker."""
+        """True if the client allows this worker."""
         return worker not in self.denied and (not self.allowed or worker in self.allowed)
 
 
@@ -66,7 +67,7 @@ NO_HINTS: Final = RoutingHints()
 def parse_hints(
     headers: CIMultiDictProxy[str], session_id: str | None, key: ApiKey | None
 ) -> RoutingHints:
-    """Errors: `InvalidRequest` names the header."""
+    """Reads the hints. Errors: `InvalidRequest` names the header."""
     allowed, denied = _workers(",".join(headers.getall(_WORKER, ())))
     return RoutingHints(
         session_id=session_id or "",
@@ -96,7 +97,7 @@ def _slo(values: list[str] | tuple[str, ...]) -> Seconds | None:
 
 
 def _workers(text: str) -> tuple[tuple[NodeId, ...], tuple[NodeId, ...]]:
-    """Names with commas between them; `!` before a name: not this one."""
+    """Reads worker names separated by commas; `!` marks one to avoid."""
     if not text:
         return (), ()
     words = [word.strip() for word in text.split(",")]

@@ -58,13 +58,13 @@ Endpoint = Callable[[HttpRequest], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """What a path leads to."""
+    """The endpoint of a path."""
 
     route: str
-    """The path as metrics name it."""
+    """The path in metrics."""
     methods: Mapping[str, Endpoint]
     open: bool = False
-    """Needs no API key."""
+    """True if it needs no API key."""
 
     @property
     def allow(self) -> str:
@@ -131,7 +131,7 @@ class Api:
         }
 
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request. Cancellation: the client hung up."""
+        """Answers one request. Cancellation: the client has disconnected."""
         headers = http.headers
         call = HttpRequest(http, self._cors.lines(headers.get("Origin")))
         if call.is_anthropic:
@@ -243,7 +243,7 @@ async def _nothing_stored(call: HttpRequest) -> web.StreamResponse:
 
 
 class _NotAllowed(MethodNotAllowed):
-    """Carries the Allow header, which RFC 9110 wants with a 405."""
+    """Carries the Allow header that RFC 9110 requires with a 405."""
 
     def __init__(self, route: str, method: str, allow: str) -> None:
         super().__init__(f"'{route}' does not take {shorten(method)}; it takes {allow}")

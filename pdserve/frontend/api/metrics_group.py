@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["GroupMetrics"]
 
 _PATIENCE: Final[Seconds] = 1.0
-"""For all siblings together; scrapers wait ten seconds by default."""
+"""Seconds for all siblings together; scrapers wait ten seconds by default."""
 _SILENT: Final = "frontend_silent"
 
 
@@ -46,7 +46,7 @@ class GroupMetrics:
         node.serve(SCRAPE, self._scrape)
 
     async def page(self, accept: str = "") -> tuple[bytes, str]:
-        """The page of the whole group. However many scrape at once, siblings are asked once."""
+        """The page of the whole group. Concurrent scrapes share one question to the siblings."""
         if self._asking is None or self._asking.done():
             self._asking = self._node.tasks.spawn(self._ask_all(), "numbers of siblings")
         asking = self._asking
@@ -93,7 +93,7 @@ class GroupMetrics:
 
 
 def encode_families(families: list[Metric]) -> MetricPage:
-    """Families as they travel."""
+    """Encodes metric families for another frontend."""
     return MetricPage(
         tuple(
             MetricFamily(
@@ -108,7 +108,7 @@ def encode_families(families: list[Metric]) -> MetricPage:
 
 
 def decode_families(page: MetricPage) -> list[Metric]:
-    """The families that travelled."""
+    """Decodes metric families from another frontend."""
     from prometheus_client import Metric
 
     families = []

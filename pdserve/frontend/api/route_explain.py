@@ -35,7 +35,7 @@ _COMPLETION = RequestKind(COMPLETION, plan_completion)
 
 
 class _Kind(msgspec.Struct):
-    """What tells one kind of body from the other."""
+    """How one kind of body is decoded and planned."""
 
     messages: msgspec.Raw = msgspec.Raw(b"null")
     prompt: msgspec.Raw = msgspec.Raw(b"null")
@@ -45,7 +45,7 @@ _decode_kind = msgspec.json.Decoder(_Kind).decode
 
 
 class RouteExplainer:
-    """Asks routers why. Used on the event loop's thread."""
+    """Asks routers for explanations. Used on the event loop's thread."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RouteExplainer:
 
 
 def _kind(body: bytes) -> RequestKind[Any]:
-    """Chat or completion. Whatever else is wrong with the body is found by its decoder.
+    """Chat or completion. The decoder finds all other errors in the body.
 
     Errors: `InvalidRequest`.
     """
@@ -87,7 +87,7 @@ def _kind(body: bytes) -> RequestKind[Any]:
 
 
 def explanation(plan: RequestPlan, router: NodeId, explained: RoutingPreview) -> RouteExplanation:
-    """As clients read it: tokens instead of blocks, milliseconds instead of seconds."""
+    """The explanation for clients: in tokens instead of blocks, milliseconds instead of seconds."""
     predicted = explained.predicted_ttft
     block_size = plan.model.card.block_size
     return RouteExplanation(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pdserve.frontend.fields")
 
 MAX_NAMES = 64
-"""Names remembered, so that a client that invents names can grow neither log nor metric."""
+"""Most names remembered, so that a client that invents names can grow neither log nor metric."""
 
 
 _HOSTED = "leaving out a tool of type %s: only tools that clients run themselves can be called"
@@ -36,9 +36,10 @@ class UnknownFields:
         self._left_out: set[str] = set()
 
     def report(self, names: Iterable[str]) -> None:
-        """Count each name, and log those seen for the first time.
+        """Counts each name and logs new ones.
 
-        Of one request the first so many; a client that sends more is not making a spelling mistake.
+        Only a limited number of names per request: a client that sends more has not made a spelling
+        mistake.
         """
         for name in islice(names, MAX_NAMES):
             name = shorten(without_indices(name))
@@ -48,7 +49,7 @@ class UnknownFields:
                 logger.warning("ignoring the unknown request field %r (reported once)", name)
 
     def report_left_out(self, kinds: Iterable[str]) -> None:
-        """Count each type of tool that a request has and does not get, and log it once."""
+        """Counts each type of tool that a request has and that is left out; logs it once."""
         for kind in kinds:
             self._metrics.tools_left_out.labels(kind).inc()
             if kind not in self._left_out:

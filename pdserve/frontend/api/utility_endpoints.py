@@ -52,7 +52,7 @@ _CHARS_PER_TOKEN = 4
 
 
 class UtilityEndpoints:
-    """Everything that is not generation. Used on the event loop's thread."""
+    """All endpoints other than generation. Used on the event loop's thread."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class UtilityEndpoints:
         return ("unavailable" if self._backend.cards() else "loading"), reason
 
     async def live(self, call: HttpRequest) -> HttpResponse:
-        """`GET /live`: 200 while the event loop turns."""
+        """`GET /live`: 200 while the event loop runs."""
         return HttpResponse(200, b'{"status":"ok"}', headers=call.headers)
 
     async def metrics(self, call: HttpRequest) -> HttpResponse:
@@ -207,7 +207,7 @@ def _json(call: HttpRequest, answer: msgspec.Struct, status: int = 200) -> HttpR
 
 
 def resident_memory() -> Bytes:
-    """Resident memory of this process; where the system does not tell, the most it ever had."""
+    """Resident memory of this process in bytes; its peak where the system reports nothing else."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 
 class ApiAdapter(Protocol):
-    """Words one answer. Of a stream: `begin`, any number of `parts`, then `finish` or
-    `error`."""
+    """Writes one answer in an API's format. For a stream: `begin`, any number of `parts`, then
+    `finish` or `error`."""
 
     def repeats(self) -> Bytes:
-        """How much of the request it holds, to tell it again."""
+        """Bytes of the request that it holds in order to repeat them in the answer."""
         ...
 
     def begin(self, plan: RequestPlan, usage: Usage) -> bytes:
-        """The first token has come. `usage` knows the prompt."""
+        """Called with the first token. `usage` has the number of prompt tokens."""
         ...
 
     def parts(self, parts: Sequence[OutputPart], piece: OutputDelta) -> bytes:
-        """More of the answer; perhaps no parts at all, only tokens. `piece` has the tokens and
-        logprobs behind `parts`, which leave out what the client does not want to see."""
+        """Takes more of the answer; `parts` may be empty. `piece` has the tokens and logprobs of
+        `parts`, including those of parts that the client does not want to see."""
         ...
 
     def finish(
         self, finish_reason: FinishReason, stop_reason: int | str | None, usage: Usage
     ) -> bytes:
-        """The end, with everything that stands behind the last part."""
+        """Ends the answer; writes everything that follows the last part."""
         ...
 
     def error(self, error: PdserveError) -> bytes:
-        """The stream cannot go on: `begin` may not have been called. Nothing follows."""
+        """Ends a failed stream; `begin` may not have been called. No call follows."""
         ...
 
     def whole(self, answer: ChatCompletion) -> bytes:
-        """An answer that is not streamed, as JSON."""
+        """Returns an answer that is not streamed, as JSON."""
         ...

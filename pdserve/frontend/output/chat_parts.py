@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def chat_delta(parts: Iterable[OutputPart], call_id: Callable[[], str]) -> ChatDelta:
-    """What a chunk says of them. A call that begins gets an id."""
+    """The parts as a chunk's delta. A tool call that begins gets an id."""
     content, reasoning = _text(parts, ContentDelta), _text(parts, ReasoningDelta)
     calls: dict[int, ToolCallDelta] = {}
     for part in parts:
@@ -51,7 +51,7 @@ def chat_delta(parts: Iterable[OutputPart], call_id: Callable[[], str]) -> ChatD
 def chat_message(
     parts: Iterable[OutputPart], call_id: Callable[[], str], *, reasons: bool = True
 ) -> AssistantMessage:
-    """What a whole answer says of them. `reasons`: that there is no reasoning is said, too."""
+    """The parts as a whole message. `reasons`: include the reasoning field even if it is empty."""
     calls: list[CalledTool] = []
     arguments: list[list[str]] = []
     for part in parts:

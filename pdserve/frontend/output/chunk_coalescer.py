@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["ChunkCoalescer"]
 
 _MOST: Final[Bytes] = 1 << 16
-"""Held back at most, however long the interval: logprobs make a token large."""
+"""Most bytes held back, however long the interval: logprobs make a token large."""
 
 
 class ChunkCoalescer:
-    """`take` gives back what is to go on now."""
+    """Merges the pieces of one choice; `take` returns what is to be sent now."""
 
     __slots__ = ("_begun", "_held", "_size", "_tokens", "_wanted")
 
@@ -33,7 +33,7 @@ class ChunkCoalescer:
         self._begun = False
 
     def take(self, piece: OutputDelta, size: Bytes, *, last: bool) -> OutputDelta | None:
-        """The piece, after those that were held back; None: it is held back, too."""
+        """Returns the held pieces and this one, merged; None if it is held back too."""
         self._held.append(piece)
         self._tokens += len(piece.tokens)
         self._size += size
@@ -43,7 +43,7 @@ class ChunkCoalescer:
         return None
 
     def rest(self) -> OutputDelta | None:
-        """What is held back, if anything, and no longer is."""
+        """Returns the held pieces, merged, and holds nothing any more; None if there are none."""
         if not self._held:
             return None
         held, self._held = self._held, []

@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 _NUMBER = 4
 _BASE64 = 4 / 3
 _DECIMAL = 24
-"""Characters of a number as it is written in JSON, about."""
+"""Approximate characters of a number in JSON."""
 
 
 class EmbeddingFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer's vectors look like."""
+    """The format of an answer's vectors."""
 
     made: int
-    """Numbers that the engine makes."""
+    """Numbers per vector from the engine."""
     kept: int
-    """Of those, how many leading ones are told."""
+    """Leading numbers of each vector that are sent."""
     normalize: bool
-    """What is told has length 1."""
+    """If true, the sent vector is scaled to length 1."""
     base64: bool
 
     @property
     def size(self) -> Bytes:
-        """Of one vector in the answer, about."""
+        """Approximate size in bytes of a vector in the answer."""
         return int(self.kept * (_NUMBER * _BASE64 if self.base64 else _DECIMAL))
 
     def checked(self, vector: bytes) -> bytes:
-        """Errors: `EngineError` for a vector that does not fit what its worker said."""
+        """Checks the size of an engine's vector and returns it. Errors: `EngineError`."""
         if len(vector) != self.made * _NUMBER:
             raise EngineError(
                 f"the worker's vector has {len(vector) // _NUMBER} numbers, not {self.made}"
@@ -51,7 +51,7 @@ class EmbeddingFormat(msgspec.Struct, frozen=True, kw_only=True):
         return vector
 
     def written(self, vector: bytes) -> list[float] | str:
-        """As it stands in the answer."""
+        """The vector as it is written in the answer."""
         numbers = array("f", vector[: self.kept * _NUMBER])
         if sys.byteorder == "big":
             numbers.byteswap()

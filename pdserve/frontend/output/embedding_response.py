@@ -36,9 +36,9 @@ class EmbeddingChoice:
         self.reasoning_tokens = 0
         self.vector = b""
         self.done = False
-        """The vector is here."""
+        """True once the vector has arrived."""
         self.over = asyncio.Event()
-        """The same, to be waited for."""
+        """Set when `done` is."""
 
     def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
         """Takes the input's vector and sets `done`. Errors: `EngineError` for a delta without a
@@ -51,7 +51,7 @@ class EmbeddingChoice:
 
 
 class EmbeddingResponseBuilder(ResponseBuilder):
-    """Gathers the vectors of all inputs; `body` is the answer once `finished` is set."""
+    """Collects the vectors of all inputs; `body` is the answer once `finished` is set."""
 
     choices: list[EmbeddingChoice]  # type: ignore[assignment]  # made below, of this kind only
 
@@ -63,14 +63,14 @@ class EmbeddingResponseBuilder(ResponseBuilder):
         time: Callable[[], Seconds],
         gathered: ResponseMemory,
     ) -> None:
-        """`response_memory` bounds it, and is to forget it when it is over."""
+        """`gathered` limits its memory; the builder removes itself from it at the end."""
         assert plan.vectors is not None
         self._shape = plan.vectors
         self._gathered = gathered
         super().__init__(plan, metrics, arrival, time)
 
     def begin(self, now: Seconds) -> None:
-        """Not a token: the times to first tokens are not those of vectors."""
+        """Does nothing: a vector is not a first token, so no time to first token is measured."""
         self.first_token = now
 
     def cancel(self) -> None:
@@ -93,11 +93,11 @@ class EmbeddingResponseBuilder(ResponseBuilder):
 
     @property
     def work(self) -> int:
-        """What `body` takes, in characters of text to tokenise: writing a number takes as long."""
+        """Cost of `body`, in characters of text to tokenize; writing one number costs as much."""
         return self._shape.kept * len(self.choices)
 
     def body(self) -> bytes:
-        """The answer as JSON. May run in a thread: nothing else touches a finished answer."""
+        """The answer as JSON. Thread-safe, because a finished answer no longer changes."""
         written = self._shape.written
         return _encode_json(
             EmbeddingList(

@@ -1,4 +1,4 @@
-"""Builds answers that are not streamed: gathers tokens and writes one JSON object at the end."""
+"""Builds answers that are not streamed: collects tokens and writes one JSON object at the end."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 _encode = msgspec.json.Encoder().encode
 
 _LOGPROB_WORK = 10
-"""Writing one logprob takes as long as tokenising so many characters; a token's text takes one."""
+"""Cost of writing one logprob, in characters of text to tokenize; a token's text costs one."""
 
 _PARSING_WORK = 16
-"""Taking one token's text apart, likewise."""
+"""Cost of parsing one token's text, in the same unit."""
 
 
 class BufferedChoice:
-    """Collects one choice. Text is looked at on the way only if a stop string may end it."""
+    """Collects one choice. Text is detokenized on the way only if that may end the choice."""
 
     __slots__ = (
         "_grow",
@@ -84,7 +84,7 @@ class BufferedChoice:
         pace: Histogram,
         grow: Callable[[Bytes], None],
     ) -> None:
-        """`grow` hears of what tokens with logprobs take."""
+        """`grow` gets the bytes of each delta with logprobs."""
         self._plan = plan
         self._grow = grow
         self._pace = pace
@@ -97,7 +97,7 @@ class BufferedChoice:
         self.prompt = prompt
         self.completion_tokens = 0
         self.reasoning_tokens = 0
-        """Known once `output_processor` was asked for."""
+        """Known after `output` was called."""
         self.done = False
         self.finish_reason: FinishReason = "stop"
         self.stop_reason: int | str | None = None
@@ -131,7 +131,7 @@ class BufferedChoice:
             self.finish_reason, self.stop_reason = text.finish_reason, text.stop_reason
 
     def output(self) -> OutputDelta:
-        """All of the choice as one piece; may change its `finish_reason`. To be asked once."""
+        """The whole choice as one piece; may change `finish_reason`. To be called once."""
         if self._plan.scores_only:
             return OutputDelta("")
         if self._text is None and self._plan.parser is not None:
@@ -144,13 +144,13 @@ class BufferedChoice:
         return OutputDelta(detokenizer.feed_many(self._tokens) + detokenizer.flush(), self._tokens)
 
     def _read(self, text: ChoiceOutputProcessor) -> None:
-        """Have the parser read what was gathered without it."""
+        """Parses the tokens that were collected without a parser."""
         finish = Finish(reason=self.finish_reason, stop_reason=self.stop_reason)  # type: ignore[arg-type]
         self._text = text
         self._look(text, TokenDelta(0, 0, self._tokens, finish))
 
     def echoed_logprobs(self) -> CompletionLogprobs | None:
-        """Those of the prompt, if it is echoed with logprobs."""
+        """Logprobs of the prompt, if it is echoed with logprobs."""
         if not (self._plan.echo and self._plan.logprobs):
             return None
         return prompt_logprobs(
@@ -163,7 +163,7 @@ class BufferedChoice:
         )
 
     def scores(self) -> list[ScoredToken] | None:
-        """The prompt's logprobs by token id, if they are to be told beside the output."""
+        """The prompt's logprobs by token id, if they are sent beside the output."""
         most = self._plan.prompt_logprobs
         if most is None:
             return None
@@ -171,7 +171,7 @@ class BufferedChoice:
 
 
 class FullResponseBuilder(ResponseBuilder):
-    """Gathers all choices; `body` is the answer once `finished` is set."""
+    """Collects all choices; `body` is the answer once `finished` is set."""
 
     choices: list[BufferedChoice]  # type: ignore[assignment]  # made below, of this kind only
 
@@ -183,7 +183,7 @@ class FullResponseBuilder(ResponseBuilder):
         time: Callable[[], Seconds],
         gathered: ResponseMemory,
     ) -> None:
-        """`response_memory` bounds it, and is to forget it when it is over."""
+        """`gathered` limits its memory; the builder removes itself from it at the end."""
         self._gathered = gathered
         super().__init__(plan, metrics, arrival, time)
 
@@ -200,7 +200,7 @@ class FullResponseBuilder(ResponseBuilder):
 
     @property
     def work(self) -> int:
-        """What `body` takes, in characters of text to tokenise."""
+        """Cost of `body`, in characters of text to tokenize."""
         plan = self.plan
         tokens = self.completion_tokens
         if plan.parser is not None:
@@ -214,7 +214,7 @@ class FullResponseBuilder(ResponseBuilder):
         return tokens
 
     def body(self) -> bytes:
-        """The answer as JSON. May run in a thread: nothing else touches a finished answer."""
+        """The answer as JSON. Thread-safe, because a finished answer no longer changes."""
         if self.plan.dialect is not None:
             return self.plan.dialect.whole(self._chat())
         return _encode(self._chat() if self.plan.chat else self._completion())

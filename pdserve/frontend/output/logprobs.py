@@ -1,4 +1,4 @@
-"""Formats logprobs in the API's two shapes: chat's list of objects, completions' parallel lists.
+"""Formats logprobs in the API's two formats: chat's list of objects, completions' parallel lists.
 
 Bytes are exact even where a token is not a whole character. Does not decide which tokens are
 reported, or when.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdserve.text.tokenization.tokenizer import Tokenizer
 
 FLOOR = -9999.0
-"""What stands for minus infinity, which JSON cannot say; vLLM uses the same."""
+"""Replaces minus infinity, which JSON cannot express; vLLM uses the same value."""
 
 
 def chat_logprobs(
@@ -37,9 +37,9 @@ def chat_logprobs(
     *,
     own: bool = False,
 ) -> ChatLogprobs:
-    """One entry per token; `top_logprobs` as many as were asked for.
+    """One entry per token, with as many `top_logprobs` as requested.
 
-    Args: `as_ids` names tokens by their ids, which is unambiguous; `bytes` stay what they are;
+    Args: `as_ids` names tokens by their ids, which is unambiguous, and leaves `bytes` unchanged;
     `own`: each token is among its `top_logprobs`.
     """
     name = named_by_id if as_ids else tokenizer.token_text
@@ -67,7 +67,7 @@ def _chat_entry(
 
 
 def _with_own(logprob: TokenLogprob) -> list[tuple[int, float]]:
-    """Its own first."""
+    """The alternatives with the token's own logprob first."""
     own = logprob.token, logprob.logprob
     return [own, *(each for each in logprob.top if each[0] != logprob.token)]
 
@@ -78,7 +78,7 @@ def completion_logprobs(
     offsets: Sequence[int],
     as_ids: bool = False,
 ) -> CompletionLogprobs:
-    """Parallel lists; each token's own logprob is the first of its `top_logprobs`."""
+    """Parallel lists. Each token's own logprob is the first of its `top_logprobs`."""
     name = _namer(tokenizer, as_ids)
     return CompletionLogprobs(
         tokens=[name(logprob.token) for logprob in logprobs],
@@ -96,9 +96,9 @@ def prompt_logprobs(
     skip_special_tokens: bool,
     as_ids: bool = False,
 ) -> CompletionLogprobs:
-    """The echoed prompt's part: its first token has no logprob, for nothing comes before it.
+    """Logprobs of the echoed prompt; its first token has none, since no token comes before it.
 
-    Args: `echo` is the prompt's text in the answer, which the offsets count in.
+    Args: `echo` is the prompt's text in the answer, to which the offsets refer.
     """
     offsets = _offsets_in(echo, tokenizer, prompt, skip_special_tokens)
     rest = completion_logprobs(tokenizer, logprobs, offsets[1:], as_ids)
@@ -113,10 +113,10 @@ def prompt_logprobs(
 def _offsets_in(
     echo: str, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool
 ) -> list[int]:
-    """Per token of the prompt, the characters of `echo` before it.
+    """Per prompt token, the number of characters of `echo` before it.
 
-    A prompt sent as text is echoed as it came: with the special tokens it spells, without those
-    that the tokenizer put around it. So `echo` is looked for in the text of all tokens.
+    A prompt sent as text is echoed as it was sent: with the special tokens in it, but without those
+    that the tokenizer added around it. So `echo` is searched for in the text of all tokens.
     """
     whole, offsets = _text_and_offsets(tokenizer, prompt, False)
     place = whole.rfind(echo)
@@ -140,7 +140,7 @@ def _text_and_offsets(
 
 
 def concatenate(first: CompletionLogprobs | None, then: CompletionLogprobs) -> CompletionLogprobs:
-    """The prompt's part, if there is one, before the output's."""
+    """Joins the prompt's logprobs, if any, and the output's."""
     if first is None:
         return then
     return CompletionLogprobs(
@@ -152,7 +152,8 @@ def concatenate(first: CompletionLogprobs | None, then: CompletionLogprobs) -> C
 
 
 def best_of(logprobs: Sequence[TokenLogprob], count: int) -> list[TokenLogprob]:
-    """The same with so many alternatives at most: they may have been asked for by two fields."""
+    """The same logprobs with at most `count` alternatives each; two fields may have requested
+    different numbers."""
     return [
         logprob if len(logprob.top) <= count else replace(logprob, top=logprob.top[:count])
         for logprob in logprobs
@@ -160,7 +161,7 @@ def best_of(logprobs: Sequence[TokenLogprob], count: int) -> list[TokenLogprob]:
 
 
 def scored_prompt(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[ScoredToken]:
-    """A prompt's logprobs by token id, as vLLM tells them. Nothing comes before the first token."""
+    """A prompt's logprobs by token id, in vLLM's format. The first token has none."""
     return [None, *(_scored(tokenizer, logprob) for logprob in logprobs)]
 
 
@@ -186,7 +187,7 @@ def _top(name: Callable[[int], str], logprob: TokenLogprob) -> dict[str, float]:
 
 
 def named_by_id(token: int) -> str:
-    """A token's name that no other one has."""
+    """A name for a token that no other token has."""
     return f"token_id:{token}"
 
 
@@ -195,9 +196,9 @@ def _namer(tokenizer: Tokenizer, as_ids: bool) -> Callable[[int], str]:
 
 
 def legacy_token(tokenizer: Tokenizer, token: int) -> str:
-    """The token's text, or `bytes:\\xe2\\x82` for bytes that are no whole character.
+    """The token's text, or `bytes:\xe2\x82` for bytes that are not a whole character.
 
-    As OpenAI writes them: in this shape tokens are keys, and U+FFFD would make many equal.
+    This is OpenAI's format: tokens are keys here, and U+FFFD would make many of them equal.
     """
     raw = tokenizer.token_bytes(token)
     try:

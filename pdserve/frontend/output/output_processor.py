@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from pdserve.text.tokenization.detokenizer import Detokenizer
 
 REPETITION = "repetition_detected"
-"""The `stop_reason` of an output that said the same over and over; vLLM's word."""
+"""The `stop_reason` of an output that repeated itself; vLLM's word."""
 
 
 @dataclass(slots=True)
 class OutputDelta:
-    """Text that became final, and the tokens told with it."""
+    """Text that became final, with its tokens."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -46,23 +46,23 @@ class OutputDelta:
     offsets: list[int] = field(default_factory=list)
     """Per token, the characters of the choice's text before it."""
     parts: list[OutputPart] = field(default_factory=list)
-    """What a parser made of the text, which is empty then."""
+    """What a parser made of the text; `text` is empty then."""
     reasoning_tokens: int = 0
-    """Of `tokens`, those of the model's reasoning, its marks included."""
+    """Number of `tokens` that are reasoning, including its start and end marks."""
 
     @property
     def shown(self) -> list[OutputPart]:
-        """The parts, whether a parser has read the text or not."""
+        """The parts, also if no parser has read the text."""
         return [ContentDelta(self.text)] if self.text else self.parts
 
     @property
     def size(self) -> int:
-        """Characters of text."""
+        """Number of characters of text."""
         return len(self.text) + sum(map(_length, self.parts))
 
 
 class ChoiceOutputProcessor:
-    """Text state of one choice. Owned by the request's answer, fed on the event loop's thread."""
+    """Text state of one choice. Owned by the request's answer; used on the event loop's thread."""
 
     __slots__ = (
         "_calls",
@@ -89,10 +89,9 @@ class ChoiceOutputProcessor:
         hides_reasoning: bool = False,
         repetition: RepetitionDetector | None = None,
     ) -> None:
-        """Args: `start` is the length of the text before the output (an echoed prompt);
-        `one_call`: a second call of a tool is not told, and ends the choice; `repetition` ends it,
-        too.
-        """
+        """Args: `start` is the length of the text before the output (an echoed prompt); `one_call`:
+        a second tool call is dropped and ends the choice; `repetition` detects repetition, which
+        ends it too."""
         self._hides_reasoning = hides_reasoning
         self._detokenizer = detokenizer
         self._matcher = matcher
@@ -108,7 +107,7 @@ class ChoiceOutputProcessor:
 
     @property
     def settled(self) -> bool:
-        """Whatever comes before the end is content as it stands: `pass_on` is enough."""
+        """True if all further output is plain content, so that `pass_on` is enough."""
         return (
             self._parser is not None
             and self._parser.settled
@@ -117,7 +116,7 @@ class ChoiceOutputProcessor:
         )
 
     def pass_on(self, tokens: Sequence[int]) -> bytes:
-        """The content of tokens, once `settled`, for the inside of a JSON string."""
+        """The text of tokens, once `settled`, escaped for a JSON string."""
         self.completion_tokens += len(tokens)
         return self._detokenizer.feed_json(tokens)
 
@@ -125,7 +124,7 @@ class ChoiceOutputProcessor:
         """The pieces that a delta makes final: one per token that shows something.
 
         The last piece of the choice may be empty; `finish_reason` is set then. Tokens after the one
-        that completed a stop string, or began a call too many, are dropped.
+        that completed a stop string, or began a surplus tool call, are dropped.
         """
         pieces: list[OutputDelta] = []
         logprobs = delta.logprobs or ()
@@ -163,7 +162,8 @@ class ChoiceOutputProcessor:
         return text
 
     def _parse(self, parser: OutputParser, text: str) -> None:
-        """Both marks count as reasoning: the token before and the one after the border."""
+        """Parses the text of one token. The tokens that contain the start and the end mark both
+        count as reasoning."""
         before = parser.in_reasoning
         if text:
             self._pending.parts += self._told(parser.feed(text))
@@ -171,7 +171,7 @@ class ChoiceOutputProcessor:
             self._pending.reasoning_tokens += 1
 
     def _told(self, parts: list[OutputPart]) -> list[OutputPart]:
-        """Those that the client is to see."""
+        """The parts that the client gets."""
         parts = self._calls.told(parts)
         if not self._hides_reasoning:
             return parts
@@ -207,7 +207,7 @@ class ChoiceOutputProcessor:
         stop_reason: int | str | None,
         pieces: list[OutputDelta],
     ) -> None:
-        """The last piece; a rest of text that no token was told with joins the one before."""
+        """Adds the last piece; text left without a token is added to the piece before."""
         if self._parser is None:
             self._pending.text = rest
         else:
@@ -227,7 +227,7 @@ class ChoiceOutputProcessor:
 
 
 def choice_output_processor(plan: RequestPlan, prompt: Prompt) -> ChoiceOutputProcessor:
-    """Fresh text state for one choice of `prompt`."""
+    """New text state for one choice of `prompt`."""
     return ChoiceOutputProcessor(
         plan.detokenizer(prompt),
         plan.matcher(),
@@ -240,7 +240,7 @@ def choice_output_processor(plan: RequestPlan, prompt: Prompt) -> ChoiceOutputPr
 
 
 class ToolCallTracker:
-    """The calls of tools in one choice: whether there is a complete one, and when it is enough."""
+    """The tool calls of one choice: whether one is complete, and whether there are too many."""
 
     __slots__ = ("_arguments", "_one", "too_many")
 
@@ -248,10 +248,10 @@ class ToolCallTracker:
         self._one = one
         self._arguments: list[list[str]] = []
         self.too_many = False
-        """A second one has begun where one is wanted."""
+        """True once a second call has begun although one is allowed."""
 
     def told(self, parts: list[OutputPart]) -> list[OutputPart]:
-        """Those of `parts` that do not belong to a call too many."""
+        """The parts that do not belong to a surplus call."""
         if self.too_many:
             return []
         for place, part in enumerate(parts):
@@ -266,7 +266,7 @@ class ToolCallTracker:
 
     @property
     def complete(self) -> bool:
-        """Some call's arguments are whole."""
+        """True if the arguments of some call are complete JSON."""
         return any(_is_json("".join(texts)) for texts in self._arguments)
 
 
@@ -283,7 +283,7 @@ def _length(part: OutputPart) -> int:
 
 
 def merge_deltas(pieces: Sequence[OutputDelta]) -> OutputDelta:
-    """All of them as one."""
+    """Merges all pieces into one."""
     return OutputDelta(
         "".join([piece.text for piece in pieces]),
         [token for piece in pieces for token in piece.tokens],

@@ -43,10 +43,10 @@ class ChoiceSink(Protocol):
     done: bool
     completion_tokens: int
     reasoning_tokens: int
-    """Of these, tokens of the model's reasoning, where that is told apart."""
+    """Number of these tokens that are reasoning, if the parser separates it."""
 
     def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
-        """Tokens, and perhaps the end. Sets `done` with the end."""
+        """Takes tokens, and perhaps the end, which sets `done`."""
         ...
 
 
@@ -64,14 +64,14 @@ class PromptSink:
         self._left = len(choices)
         self._stream: RequestHandle | None = None
         self._stopped: list[int] = []
-        """Choices that were ended here before it was known by what to say so."""
+        """Choices that ended before the backend's handle was known."""
         self._begun = False
         self._finished = False
         self.course = PromptStats()
-        """By whom it is served, and how soon."""
+        """The prompt's placement and times."""
 
     def on_placed(self, placement: Placement) -> None:
-        """A worker is asked to take it."""
+        """Called for each worker that is asked to take the prompt."""
         course = self.course
         if self._begun and course.placement is not None:  # what was said of the first token stays
             placement = replace(
@@ -83,7 +83,7 @@ class PromptSink:
         course.placement = placement
 
     def opened(self, stream: RequestHandle) -> None:
-        """The backend has taken the prompt; it may have ended already."""
+        """Called when the backend has accepted the prompt, which may have ended already."""
         self._stream = stream
         if self._left == 0:
             stream.cancel()
@@ -92,7 +92,7 @@ class PromptSink:
             stream.end_choice(choice)
 
     def cancel(self) -> None:
-        """Free what the backend still holds. Idempotent."""
+        """Frees what the backend still holds. Idempotent."""
         if self._stream is not None:
             self._stream.cancel()
 
@@ -122,7 +122,7 @@ class PromptSink:
         self._answer.fail(error)
 
     def _begin(self, delta: TokenDelta, now: Seconds) -> None:
-        """The prompt's first token."""
+        """Handles the prompt's first token."""
         self._begun = True
         started = delta.started
         if started is not None:
@@ -146,7 +146,8 @@ class PromptSink:
             raise EngineError(finish.message or "the engine gave the request up")
 
     def _on_choice_done(self, choice: int, finish: Finish | None) -> None:
-        """Without `finish` it was ended here, by a stop string: the engine would go on."""
+        """Handles a choice that is done. Without `finish` it was ended here, by a stop string, and
+        the engine would continue it."""
         self._left -= 1
         if self._left:
             if finish is None:
@@ -164,7 +165,7 @@ class PromptSink:
 
 
 class ResponseBuilder(ABC):
-    """One request's answer in the making."""
+    """Builds one request's answer."""
 
     def __init__(
         self,
@@ -185,45 +186,46 @@ class ResponseBuilder(ABC):
         self._prompts_left = len(self.sinks)
 
     def begin(self, now: Seconds) -> None:
-        """The first token of any choice is here."""
+        """Called with the first token of any choice."""
         self.first_token = now
         self.metrics.time_to_first_token.observe(now - self.arrival)
 
     def fail(self, error: PdserveError) -> None:
-        """End the request with an error, unless it has ended."""
+        """Ends the request with an error, unless it has ended."""
         if not self.finished.done():
             self.finished.set_exception(error)
 
     @abstractmethod
     def _choice(self, index: int, prompt: Prompt) -> ChoiceSink:
-        """The choice that answers `prompt` at `index` (prompt index times n, plus choice)."""
+        """Makes the choice that answers `prompt` at `index` (prompt index times n, plus choice)."""
 
     def on_first_finish(self, course: PromptStats) -> None:
-        """A prompt's first choice has ended at the engine, perhaps not the one it began at."""
+        """Called when a prompt's first choice has ended at the engine, perhaps at another one than
+        it began on."""
         self.metrics.request_queue.observe(course.queue or 0.0)
         self.metrics.request_prefill.observe(course.prefill or 0.0)
 
     def on_prompt_done(self) -> None:
-        """All choices of one prompt have ended."""
+        """Called when all choices of one prompt have ended."""
         self._prompts_left -= 1
         if self._prompts_left == 0 and not self.finished.done():
             self.finished.set_result(None)
 
     def cancel(self) -> None:
-        """Free everything at the backend. Idempotent; nothing reaches the answer afterwards."""
+        """Frees everything at the backend. Idempotent; the answer gets no further output."""
         for sink in self.sinks:
             sink.cancel()
 
     @property
     def completion_tokens(self) -> int:
-        """Output tokens told so far, over all choices."""
+        """Number of output tokens so far, over all choices."""
         if self.plan.scores_only:
             return 0
         return sum(choice.completion_tokens for choice in self.choices)
 
     @property
     def stage(self) -> str:
-        """Where the request is, in words for an error."""
+        """The stage of the request, in words for an error."""
         if self.first_token is not None:
             return "generating"
         if any(sink.course.placement is None for sink in self.sinks):
@@ -231,8 +233,8 @@ class ResponseBuilder(ABC):
         return "waiting for the first token"
 
     def usage(self, *, last: bool = False) -> Usage:
-        """Tokens so far. Cached tokens are told once every prompt's are known. `last`: nothing
-        follows, and it is told how the request was served."""
+        """Tokens so far. Cached tokens are included once every prompt's are known. `last`: this is
+        the final usage, which also says how the request was served."""
         prompt, completion = self.plan.prompt_tokens, self.completion_tokens
         cached = cached_tokens([sink.course for sink in self.sinks])
         told = self._served() if last else None
@@ -254,7 +256,7 @@ class ResponseBuilder(ABC):
         return CompletionTokensDetails(reasoning_tokens=count)
 
     def served_lines(self) -> bytes:
-        """How the request was served, as far as it is known, as header lines."""
+        """How the request was served, as far as known, as header lines."""
         return header_lines(self._served())
 
     def _served(self) -> Served | None:

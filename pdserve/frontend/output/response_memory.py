@@ -18,30 +18,31 @@ if TYPE_CHECKING:
 __all__ = ["ResponseMemory", "delta_bytes", "tokens_bytes"]
 
 _LOGPROB: Final[Bytes] = 128
-"""What one logprob takes, about."""
+"""Approximate bytes of one logprob."""
 _TOKEN: Final[Bytes] = 8
 
 
 class BoundedResponse(Protocol):
-    """An answer in the making."""
+    """An answer that is being built."""
 
     def fail(self, error: PdserveError) -> None:
-        """End it, unless it has ended."""
+        """Ends it, unless it has ended."""
         ...
 
 
 class ResponseMemory:
-    """All answers of one frontend."""
+    """The memory of all answers of one frontend."""
 
     def __init__(self, most_each: Bytes, most: Bytes) -> None:
         self._most_each = most_each
         self._most = most
         self._sizes: dict[BoundedResponse, Bytes] = {}
         self.size: Bytes = 0
-        """Of all."""
+        """Bytes of all answers."""
 
     def grow(self, answer: BoundedResponse, more: Bytes) -> None:
-        """It is going to hold so much more. Beyond a bound it fails, or the largest does."""
+        """Adds `more` bytes for an answer. Beyond a limit this answer fails, or the largest one
+        does."""
         size = self._sizes.get(answer, 0) + more
         self._sizes[answer] = size
         self.size += more
@@ -52,7 +53,7 @@ class ResponseMemory:
             self._end(largest, "too many answers with logprobs are being put together")
 
     def forget(self, answer: BoundedResponse) -> None:
-        """It is over, or was not watched at all."""
+        """Removes an answer; no effect if it was not counted."""
         self.size -= self._sizes.pop(answer, 0)
 
     def _end(self, answer: BoundedResponse, cause: str) -> None:
@@ -62,11 +63,11 @@ class ResponseMemory:
 
 
 def delta_bytes(delta: TokenDelta) -> Bytes:
-    """What a delta with logprobs takes."""
+    """Approximate bytes of a delta with logprobs."""
     logprobs = sum(1 + len(logprob.top) for logprob in delta.logprobs or ())
     return _TOKEN * len(delta.tokens) + _LOGPROB * logprobs
 
 
 def tokens_bytes(tokens: int, logprobs: int) -> Bytes:
-    """What so many tokens take, each with so many alternatives."""
+    """Approximate bytes of so many tokens with so many alternatives each."""
     return tokens * (_TOKEN + _LOGPROB * (1 + logprobs))

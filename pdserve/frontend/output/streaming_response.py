@@ -52,7 +52,7 @@ _json = msgspec.json.Encoder().encode
 _WAITING = b": waiting for the first token\n\n"
 
 _LOGPROB_BYTES = 128
-"""About what one logprob entry takes while it is held back."""
+"""Approximate bytes of one logprob entry that is held back."""
 
 
 class StreamingResponseBuilder(ResponseBuilder):
@@ -80,16 +80,17 @@ class StreamingResponseBuilder(ResponseBuilder):
         wire.on_resume(self._flush)
 
     def begin(self, now: Seconds) -> None:
-        """Headers, unless they could not wait, and for chat the chunks that name the role go out
-        with the first token."""
+        """Sends, with the first token, the headers, unless they were sent before, and a chat's role
+        chunks."""
         super().begin(now)
         if not self.wire.started:
             self.wire.begin(self.served_lines())
         self.wire.write(self._opening())
 
     def tell_waiting(self) -> bool:
-        """No token has come for long: headers go out as far as they are known, and a comment that
-        clients skip, lest somebody in between gives the silent connection up. False: one has."""
+        """Sends the headers, as far as known, and a comment that clients skip, because no token has
+        come for long and a proxy might close a silent connection. Returns False if a token has
+        come."""
         if self.first_token is not None or self.finished.done() or self.wire.ended:
             return False
         if not self.wire.started:
@@ -98,12 +99,12 @@ class StreamingResponseBuilder(ResponseBuilder):
         return True
 
     def finish(self) -> None:
-        """All choices have ended: usage if it was asked for, and the end of the stream."""
+        """Ends the stream after all choices have ended; writes usage if it was requested."""
         self._flush()
         self.wire.end(self._ending())
 
     def abort(self, error: PdserveError) -> None:
-        """The stream has begun and cannot go on: tell why, and end it without `[DONE]`."""
+        """Ends a stream that has begun and failed: writes the error, and no `[DONE]`."""
         self._flush()
         self.wire.end(self._failure(error))
 
@@ -132,13 +133,13 @@ class StreamingResponseBuilder(ResponseBuilder):
         return encode_event(error_body(error))
 
     def _flush(self) -> None:
-        """Write what was held back, one chunk per choice."""
+        """Writes what was held back, one chunk per choice."""
         for choice in self.choices:
             choice.flush()  # type: ignore[attr-defined]  # both kinds below have it
 
 
 class AdaptedResponseBuilder(StreamingResponseBuilder):
-    """The same for another API: a dialect says every word of it."""
+    """Writes the answer in another API's format, with an `ApiAdapter`."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class AdaptedResponseBuilder(StreamingResponseBuilder):
         wire: SseWriter,
         gathered: ResponseMemory,
     ) -> None:
-        """`response_memory` bounds what the dialect may keep to tell it again at the end."""
+        """`gathered` limits the memory that the adapter may use to repeat output at the end."""
         self.dialect = dialect
         self._gathered = gathered
         super().__init__(plan, metrics, arrival, time, wire)
@@ -160,7 +161,7 @@ class AdaptedResponseBuilder(StreamingResponseBuilder):
         self._gathered.forget(self)
 
     def grow(self, more: Bytes) -> None:
-        """So much more may be kept."""
+        """Counts `more` bytes that the adapter keeps."""
         self._gathered.grow(self, more)
 
     def _choice(self, index: int, prompt: Prompt) -> ChoiceSink:
@@ -186,14 +187,14 @@ def streaming_response_builder(
     wire: SseWriter,
     gathered: ResponseMemory,
 ) -> StreamingResponseBuilder:
-    """The kind of answer that a plan asks for."""
+    """Makes the kind of builder that a plan needs."""
     if plan.dialect is None:
         return StreamingResponseBuilder(plan, metrics, arrival, time, wire)
     return AdaptedResponseBuilder(plan.dialect, plan, metrics, arrival, time, wire, gathered)
 
 
 class FastTextChoice:
-    """A choice whose chunks are text alone, until the last."""
+    """A choice whose chunks contain only text, until the last one."""
 
     __slots__ = (
         "_answer",
@@ -240,7 +241,7 @@ class FastTextChoice:
             self._write_each(tokens)
 
     def flush(self) -> None:
-        """Write what was held back while the client did not read."""
+        """Writes what was held back while the client did not read."""
         if self._held:
             form = self._form
             self._wire.write(form.head + self._held + form.tail)
@@ -293,7 +294,8 @@ class StreamedChoice:
         self._interval = ChunkCoalescer(plan.stream_interval) if plan.stream_interval > 1 else None
         self._echo_due = plan.echo
         self._prompt_due = plan.token_ids and not plan.chat
-        """The prompt's ids go out with the first chunk; a chat's have gone out with the role."""
+        """True while the prompt's ids must go out with the first chunk; a chat's go out with the
+        role."""
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self.done = False
@@ -315,7 +317,7 @@ class StreamedChoice:
         self._last = now
 
     def flush(self) -> None:
-        """Write what was held back while the client did not read, as one chunk."""
+        """Writes what was held back while the client did not read, as one chunk."""
         rest = None if self._interval is None else self._interval.rest()
         if rest is not None:
             self._count(rest)
@@ -327,7 +329,7 @@ class StreamedChoice:
             self._write(piece, last=False)
 
     def _gather(self, piece: OutputDelta, *, last: bool) -> None:
-        """A chunk may be wanted for several tokens only."""
+        """Merges pieces if the client wants one chunk per several tokens."""
         if self._interval is None:
             self._take(piece, last=last)
             return
@@ -367,7 +369,7 @@ class StreamedChoice:
         )
 
     def _prompt_ids(self) -> list[int] | None:
-        """Once, if they are wanted."""
+        """The prompt's ids, once, if they were requested."""
         due, self._prompt_due = self._prompt_due, False
         return self._prompt.tokens if due else None
 
@@ -381,7 +383,7 @@ class StreamedChoice:
         return _json(completion_logprobs(tokenizer, piece.logprobs, piece.offsets, as_ids))
 
     def _write_echo(self, delta: TokenDelta) -> None:
-        """The prompt, or a chat's last message, as the choice's first chunk."""
+        """Writes the prompt, or a chat's last message, as the choice's first chunk."""
         self._echo_due = False
         plan, prompt = self._plan, self._prompt
         logprobs: CompletionLogprobs | None = None
@@ -403,14 +405,14 @@ class StreamedChoice:
 
 
 class ParsedChoice(StreamedChoice):
-    """A chat's choice that is told in parts: content, reasoning, calls of tools."""
+    """A chat's choice in parts: content, reasoning, tool calls."""
 
     def __init__(self, answer: StreamingResponseBuilder, index: int, prompt: Prompt) -> None:
         super().__init__(answer, index, prompt)
         plan = answer.plan
         self._index = index
         self._bare = not (plan.logprobs or plan.token_ids or plan.continuous_usage)
-        """Chunks carry parts alone, until the last."""
+        """True if chunks carry only parts, until the last one."""
         self._settled = False
 
     def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
@@ -423,7 +425,7 @@ class ParsedChoice(StreamedChoice):
             self._pass_on(delta.tokens, now)
 
     def _pass_on(self, tokens: list[int], now: Seconds) -> None:
-        """After the reasoning, as fast as a `FastTextChoice`."""
+        """Writes content after the reasoning, as fast as a `FastTextChoice`."""
         self._keep_pace(len(tokens), now)
         self.completion_tokens += len(tokens)
         form = self._form
@@ -450,7 +452,7 @@ class ParsedChoice(StreamedChoice):
 
 
 class AdaptedChoice(StreamedChoice):
-    """The one choice of an answer that a dialect words."""
+    """The one choice of an answer that an adapter writes."""
 
     def __init__(
         self, answer: AdaptedResponseBuilder, index: int, prompt: Prompt, dialect: ApiAdapter
@@ -466,7 +468,7 @@ class AdaptedChoice(StreamedChoice):
 
     @property
     def outcome(self) -> tuple[FinishReason, int | str | None]:
-        """How it ended: the reason, and what stopped it."""
+        """How it ended: the finish reason, and what stopped it."""
         reason = self._text.finish_reason
         assert reason is not None  # asked for at the end only
         return reason, self._text.stop_reason

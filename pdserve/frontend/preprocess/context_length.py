@@ -17,20 +17,21 @@ if TYPE_CHECKING:
 
 
 class ContextFit(enum.Enum):
-    """What becomes of an output that is longer than the prompt leaves room for."""
+    """What happens to a request for more output than the context leaves room for."""
 
     ANY = enum.auto()
-    """It is as long as there is room: `/v1/messages` and `/v1/responses` have a word for it."""
+    """The output is cut to the room there is; `/v1/messages` and `/v1/responses` can report
+    that."""
     WITHIN = enum.auto()
-    """The same, unless it would not fit without a prompt either; as vLLM does."""
+    """The same, but refused if it would not fit without a prompt either, as in vLLM."""
     STRICT = enum.auto()
-    """It is refused; as OpenAI does."""
+    """The request is refused, as by OpenAI."""
 
 
 def max_output_tokens(
     asked: int, field: str, prompt_tokens: int, card: ModelCard, fit: ContextFit = ContextFit.WITHIN
 ) -> int:
-    """Output tokens at most, where `field` asks for so many and some fit.
+    """Returns the most output tokens, when `field` asks for `asked`.
 
     Errors: `ContextLengthExceeded`.
     """
@@ -50,7 +51,8 @@ def max_output_tokens(
 
 
 def check_prompt_length(prompt_tokens: int, card: ModelCard, field: str, why: str = "") -> None:
-    """Whether a prompt leaves room for one token. `why`: how the number is known, if not counted.
+    """Checks that a prompt leaves room for one token. `why`: how the number is known, if it was not
+    counted.
 
     Errors: `ContextLengthExceeded`.
     """

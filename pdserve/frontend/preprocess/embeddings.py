@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdserve.protocols.embeddings import EmbeddingRequest
 
 _VECTOR = SamplingParams(max_tokens=1, temperature=0.0)
-"""Nothing is sampled; other parts of the way want to know how much comes."""
+"""Nothing is sampled; other code needs to know how much output to expect."""
 _MIXTURE = (
     "'input' must be one text, a list of texts, a list of token ids, or a list of lists of token "
     "ids, not a mixture"
@@ -37,7 +37,8 @@ _MIXTURE = (
 
 
 async def plan_embeddings(request: EmbeddingRequest, context: PlanContext) -> RequestPlan:
-    """Errors: `InvalidRequest` and its kin, `Overloaded`."""
+    """Makes the plan of an embeddings request. Errors: `InvalidRequest` and its subclasses,
+    `Overloaded`."""
     card = context.model.card
     shape = embedding_format_of(request, card)
     inputs = input_list(request.input)
@@ -64,9 +65,9 @@ async def plan_embeddings(request: EmbeddingRequest, context: PlanContext) -> Re
 
 
 def embedding_format_of(request: EmbeddingRequest, card: ModelCard) -> EmbeddingFormat:
-    """What the answer's vectors look like.
+    """The format of the answer's vectors.
 
-    Errors: `InvalidRequest` if the model makes none, or none of that size.
+    Errors: `InvalidRequest` if the model computes no embeddings, or none of that size.
     """
     if "embeddings" not in card.features or not card.pooling or not card.embedding_size:
         raise InvalidRequest(
@@ -105,7 +106,7 @@ def _check_dimensions(wanted: int, card: ModelCard) -> None:
 
 
 def input_list(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The inputs, each a text or token ids, none of them empty.
+    """The inputs, each a text or token ids, none empty.
 
     Errors: `InvalidRequest`.
     """
@@ -129,7 +130,8 @@ def input_list(given: str | list[str | int | list[int]]) -> list[str | list[int]
 async def _tokens(
     request: EmbeddingRequest, inputs: Sequence[str | list[int]], context: PlanContext
 ) -> list[list[int]]:
-    """Of each input, cut if that is wished. Errors: `InvalidRequest`, `ContextLengthExceeded`."""
+    """The tokens of each input, cut if requested. Errors: `InvalidRequest`,
+    `ContextLengthExceeded`."""
     model = context.model
     keep = _kept_tokens(request, model.card)
     batch = isinstance(request.input, list) and type(request.input[0]) is not int
@@ -150,7 +152,7 @@ async def _tokens(
 
 
 def _kept_tokens(request: EmbeddingRequest, card: ModelCard) -> int | None:
-    """Of an input, at most; None: all, or it is refused."""
+    """The most tokens of an input that are kept; None: an input that does not fit is refused."""
     wanted = request.truncate_prompt_tokens
     if wanted == 0:
         raise InvalidRequest(
@@ -194,8 +196,9 @@ def _encode(
 
 
 def truncate_input(ids: list[int], bare: list[int], keep: int) -> list[int]:
-    """The first `keep` tokens of a text, of which those that the tokenizer puts around it (`bare`
-    is without them) are always some: a last one may be what the vector is made of.
+    """The first `keep` tokens of a text. The special tokens that the tokenizer puts around it are
+    always kept, because the last one may be what the embedding is made from; `bare` is the text
+    without them.
 
     Errors: `InvalidRequest` if nothing of the text would be left.
     """

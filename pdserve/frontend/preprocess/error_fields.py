@@ -20,10 +20,10 @@ __all__ = ["reword_errors"]
 
 @contextlib.contextmanager
 def reword_errors(names: Mapping[str, str], tools: Sequence[str] = ()) -> Iterator[None]:
-    """Words refusals of a chat request in the fields of the request it was made from.
+    """Rewrites errors about a chat request in terms of the request it was made from.
 
-    Args: `names` from pattern of a chat's field to what stands for it here; `tools`: where each of
-    the chat's tools stands here, if that is another place.
+    Args: `names` maps patterns of a chat's fields to the original fields; `tools`: the original
+    places of the chat's tools, if they differ.
     """
     try:
         yield

@@ -59,12 +59,13 @@ if TYPE_CHECKING:
     from pdserve.messages.card import ModelCard
 
 _MAX_CHARS = 1 << 20
-"""Text that is tokenised at once: tokenizers need about 150 bytes a character meanwhile."""
+"""Most characters that are tokenized at once: tokenizers need about 150 bytes per character
+meanwhile."""
 _MAX_CONTEXT_CHARS = 8
-"""Per token of the context, if that is more: what a model takes can also be counted."""
+"""Per token of the context, if that is more: text that the model can take can also be counted."""
 
 _USUAL_CHARS = 3
-"""Per token of the context: a text up to that is likely to fit, and is not counted before."""
+"""Per token of the context: a text up to this length is likely to fit and is not counted before."""
 
 
 class PlanContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,20 +78,20 @@ class PlanContext(msgspec.Struct, frozen=True, kw_only=True):
     naming: PromptHasher = NO_HASHING
     key: ApiKey | None = None
     deadline: Seconds | None = None
-    """Seconds that remain."""
+    """Seconds left until the deadline."""
     any_output: bool = False
-    """More output may be asked for than the whole context."""
+    """True if more output than the whole context may be requested."""
 
     @property
     def fit(self) -> ContextFit:
-        """What becomes of an output that is too long."""
+        """What happens to a request for too much output."""
         if self.config.strict_api:
             return ContextFit.STRICT
         return ContextFit.ANY if self.any_output else ContextFit.WITHIN
 
 
 async def plan_chat(request: ChatRequest, context: PlanContext) -> RequestPlan:
-    """Errors: `InvalidRequest` and its kin, `Overloaded`."""
+    """Makes the plan of a chat. Errors: `InvalidRequest` and its subclasses, `Overloaded`."""
     usual, places = normalize_chat(request)
     with reword_errors({}, places):
         return await _plan_usual(usual, context)
@@ -110,7 +111,7 @@ async def _plan_usual(request: ChatRequest, context: PlanContext) -> RequestPlan
 
 
 async def plan_completion(request: CompletionRequest, context: PlanContext) -> RequestPlan:
-    """Errors: `InvalidRequest` and its kin, `Overloaded`."""
+    """Makes the plan of a completion. Errors: `InvalidRequest` and its subclasses, `Overloaded`."""
     prompts = await _completion_prompts(request, context)
     return await _plan(request, context, prompts, chat=False, prefix="cmpl-")
 
@@ -119,7 +120,7 @@ async def plan_completion(request: CompletionRequest, context: PlanContext) -> R
 
 
 async def chat_tokens(request: ChatRequest | TokenizeRequest, context: PlanContext) -> list[int]:
-    """The tokens of a conversation, as the model's template writes it.
+    """The tokens of a conversation, rendered by the model's template.
 
     Errors: `InvalidRequest` for what the template or its arguments refuse.
     """
@@ -151,8 +152,8 @@ async def _chat_prompt(
 
 
 def _check_contents(messages: Sequence[Message]) -> None:
-    """An assistant's message may consist of tool calls; any other without content is a slip, and a
-    template would write it as if nothing had been said."""
+    """Checks that messages have content. An assistant's message may have tool calls instead; any
+    other message without content is a mistake, and a template would render it as empty."""
     for index, message in enumerate(messages):
         if message.content is None and message.role != "assistant":
             raise InvalidRequest(
@@ -172,9 +173,9 @@ def _render_and_encode(
 def _template_input(
     request: ChatRequest | TokenizeRequest, tools: Sequence[Tool], context: PlanContext
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and options as a template takes them.
+    """Messages and options for a template.
 
-    Errors: `InvalidRequest` for tools by which no call could be read in time.
+    Errors: `InvalidRequest` for tools whose calls could not be parsed in time.
     """
     if context.model.tools is not None:
         context.model.tools.check(tools)
@@ -201,13 +202,13 @@ def _encode_chat(request: ChatRequest | TokenizeRequest, text: str, context: Pla
 
 
 def _chat_echo(request: ChatRequest) -> str:
-    """The last message's text, if the model was the one who said it."""
+    """The last message's text, if it is the assistant's."""
     message = request.messages[-1]
     return _said(message) if request.echo and message.role == "assistant" else ""
 
 
 def _continued(message: Message, model: PreparedModel) -> str:
-    """The text that the model goes on with; reasoning counts if there is nothing else."""
+    """The text that the model continues; its reasoning, if there is nothing else."""
     if (text := _said(message)) or model.reasoning is None:
         return text
     reasoning = message.reasoning_content or message.reasoning
@@ -222,8 +223,8 @@ def _said(message: Message) -> str:
 
 
 def _options(request: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> dict[str, Any]:
-    """The template's own arguments. Without a word from the request, whoever is to go on speaking
-    follows from whether the last message is to be continued."""
+    """The template's own arguments. By default a generation prompt is added unless the last message
+    is to be continued."""
     continues = bool(request.continue_final_message)
     asked = request.add_generation_prompt
     return {
@@ -241,7 +242,7 @@ def _options(request: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> d
 
 
 def _effort(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """How much the model is to think, in the words that templates know; most know only whether."""
+    """The reasoning effort in the words that templates know; most know only on and off."""
     effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
     if effort is None:
         return {}
@@ -251,7 +252,7 @@ def _effort(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 def _thinking(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Whether the model is to think, under both names that templates have for it."""
+    """Whether the model is to think, under both names that templates use."""
     wanted, switch = request.enable_thinking, request.thinking
     if wanted is None and switch is not None:
         wanted = {"enabled": True, "disabled": False}.get(switch.type)
@@ -264,7 +265,7 @@ def _verbosity(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    """As clients write it: a template may print all there is."""
+    """A tool as clients write it, because a template may print all of it."""
     return {"type": tool.type, "function": _without_none(msgspec.to_builtins(tool.function))}
 
 
@@ -318,7 +319,7 @@ async def _completion_prompts(request: CompletionRequest, context: PlanContext) 
 
 
 def _check_count(request: CompletionRequest, card: ModelCard) -> None:
-    """Refuse too many token ids before they are looked at: that takes 35 ns each, on the loop.
+    """Refuses too many token ids before they are checked, which takes 35 ns each on the event loop.
 
     Errors: `ContextLengthExceeded`.
     """
@@ -386,7 +387,8 @@ def _is_batch(prompt: str | list[str | int | list[int]]) -> bool:
 def _check_chars(
     text: str, request: ChatRequest | CompletionRequest, model: PreparedModel, param: str
 ) -> None:
-    """Of a prompt that is cut all of it is encoded first: that has a bound of its own."""
+    """Checks a prompt's length. A prompt to be cut is encoded as a whole first, so it has a limit
+    of its own."""
     if request.truncate_prompt_tokens is None:
         check_prompt_chars(text, model, param)
     elif len(text) > (most := max_prompt_chars(model.card)):
@@ -398,12 +400,13 @@ def _check_chars(
 
 
 def max_prompt_chars(card: ModelCard) -> int:
-    """How long a text may be that is encoded whatever becomes of it."""
+    """Most characters of a text that is encoded as a whole in any case."""
     return max(_MAX_CHARS, _MAX_CONTEXT_CHARS * card.max_model_len)
 
 
 def check_chars_to_count(text: str, model: PreparedModel, param: str) -> None:
-    """Errors: `InvalidRequest` for a text that would take seconds and hundreds of megabytes."""
+    """Errors: `InvalidRequest` for a text whose tokens would take seconds and hundreds of megabytes
+    to count."""
     limit = max_prompt_chars(model.card)
     if len(text) > limit:
         raise InvalidRequest(
@@ -413,8 +416,8 @@ def check_chars_to_count(text: str, model: PreparedModel, param: str) -> None:
 
 
 def check_prompt_chars(text: str, model: PreparedModel, param: str) -> None:
-    """Spare the work of encoding what cannot fit. What is long beyond that is counted in slices,
-    before it is encoded as a whole.
+    """Refuses a text that cannot fit before it is encoded. A text that is much too long is counted
+    in slices first.
 
     Errors: `ContextLengthExceeded`.
     """

@@ -28,7 +28,8 @@ __all__ = ["normalize_chat", "normalize_messages"]
 
 
 def normalize_chat(request: ChatRequest) -> tuple[ChatRequest, Sequence[str]]:
-    """The same chat, and where each of its tools stands in the one that was sent; empty: there.
+    """The chat in its usual form, and the place of each of its tools in the original; empty if
+    unchanged.
 
     Errors: `InvalidRequest`.
     """
@@ -46,7 +47,7 @@ def normalize_chat(request: ChatRequest) -> tuple[ChatRequest, Sequence[str]]:
 
 
 def normalize_messages(messages: list[Message]) -> list[Message]:
-    """The same conversation."""
+    """The conversation in its usual form."""
     return [_message(message) for message in messages]
 
 
@@ -70,7 +71,7 @@ def _part(part: ContentPart) -> ContentPart:
 
 
 def _kept(allowed: AllowedTools, tools: Sequence[Tool]) -> list[tuple[int, Tool]]:
-    """Those that may be called, numbered as they were sent."""
+    """The tools that may be called, with their original numbers."""
     known = {tool.function.name for tool in tools}
     for index, each in enumerate(allowed.tools):
         if each.function.name not in known:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pdserve.text.output_parts import OutputParser
 
 MAX_TOOLS = 1024
-"""Of one request, whatever its API; chat completions take 128."""
+"""Most tools of one request, for every API; OpenAI's chat completions take 128."""
 
 __all__ = ["callable_tools", "check_reasoning", "with_output_parser"]
 
@@ -56,7 +56,7 @@ def callable_tools(request: ChatRequest, model: PreparedModel) -> tuple[Tool, ..
 
 
 def check_reasoning(request: ChatRequest, model: PreparedModel) -> None:
-    """Errors: `InvalidRequest` for a bound on what cannot be told apart."""
+    """Errors: `InvalidRequest` for a thinking budget where reasoning cannot be separated."""
     if request.thinking_token_budget is not None and model.reasoning is None:
         raise InvalidRequest(
             f"'thinking_token_budget': '{model.card.name}' is not known to mark its reasoning; "
@@ -68,7 +68,7 @@ def check_reasoning(request: ChatRequest, model: PreparedModel) -> None:
 def with_output_parser(
     plan: RequestPlan, request: ChatRequest, tools: tuple[Tool, ...]
 ) -> RequestPlan:
-    """The plan with a parser, if the model's output has anything to be told apart."""
+    """The plan with a parser, if there is anything to separate in the model's output."""
     model = plan.model
     if not tools and model.reasoning is None:
         return plan

@@ -22,35 +22,35 @@ if TYPE_CHECKING:
 __all__ = ["NO_HASHING", "PromptHasher", "PromptHashes"]
 
 _TOKENS_PER_CHAR: Final = 8
-"""Hashing a token takes a tenth of what tokenising a character does (0.02 against 0.18 us): this
-is what the pool is told, so that it runs in place what takes no longer than 0.2 ms."""
+"""Cost of hashing a token in characters to tokenize: a tenth of one (0.02 against 0.18 us). With it
+the pool runs work of up to 0.2 ms in place."""
 _ROOTS: Final = 4096
-"""Of models and tenants; one takes 3 us to make."""
+"""Most cached roots of models and tenants; one takes 3 us to make."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptHashes:
-    """The names of one prompt's full blocks, and the secret that they were made with."""
+    """The hashes of one prompt's full blocks, and the id of the secret they were made with."""
 
     id: bytes = b""
     hashes: bytes = b""
-    """Joined, 16 bytes each."""
+    """Joined hashes, 16 bytes each."""
 
 
 _NONE: Final = PromptHashes()
 
 
 class PromptHasher:
-    """See above."""
+    """Computes block hashes with the cluster's secret."""
 
     def __init__(self, secret: Callable[[], bytes]) -> None:
-        """`secret` returns what the nodes have agreed on, empty while this one does not know it."""
+        """`secret` returns the cluster's secret; empty while this node does not know it."""
         self._secret = secret
 
     async def of(
         self, card: ModelCard, salt: str, prompts: Sequence[Sequence[int]], pool: TextWork
     ) -> list[PromptHashes]:
-        """The names of each prompt; long ones are hashed in the pool.
+        """The hashes of each prompt; those of long ones are computed in the pool.
 
         Errors: `Overloaded`, `Draining` from the pool.
         """
@@ -61,7 +61,7 @@ class PromptHasher:
         return await pool.run(work, _names, secret, card, salt, prompts)
 
     def of_one(self, card: ModelCard, salt: str, prompt: Sequence[int]) -> PromptHashes:
-        """The same for one prompt, in place."""
+        """The hashes of one prompt, computed in place."""
         secret = self._secret()
         return _names(secret, card, salt, [prompt])[0] if secret else _NONE
 
@@ -78,7 +78,7 @@ def _names(
 
 
 NO_HASHING: Final = PromptHasher(lambda: b"")
-"""Knows no secret and names nothing."""
+"""A hasher without a secret, which computes nothing."""
 
 
 @lru_cache(maxsize=_ROOTS)

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from pdserve.text.tokenization.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16
-"""What `/v1/completions` generates when the request does not say; OpenAI's default."""
+"""Default `max_tokens` of `/v1/completions`, as at OpenAI."""
 MAX_PROMPT_LOGPROBS = 1 << 19
-"""Logprobs of prompt tokens in one answer: alternatives, prompts and choices multiply. So many make
-an answer of 20 MB and a second of work."""
+"""Most logprobs of prompt tokens in one answer: alternatives, prompts and choices multiply. This
+many make an answer of 20 MB and a second of work."""
 MAX_STREAMED_PROMPT_LOGPROBS = 1 << 16
-"""The same for a stream: its chunks are made on the event loop, which this delays by 0.1 s."""
+"""The same for a stream: its chunks are made on the event loop, which this blocks for 0.1 s."""
 T = TypeVar("T")
 _SEED_BITS = (1 << 63) - 1
 MAX_BAD_TOKENS = 1 << 16
-"""Of all bad words: they travel with the request."""
+"""Most tokens of all bad words together: they travel with the request."""
 
 
 def sampling_params(
@@ -57,10 +57,11 @@ def sampling_params(
     """Parameters for one prompt of the request.
 
     Args: `seed` is used when the request has none; `bad_words` are its bad words as tokens;
-    `grammar` and `thinking` are what `structured_output` made of it; `fit`: whether more output may
-    be asked for than fits; `like`: those of another of its prompts, which are used again as far as
-    the prompt does not matter: a request may name 65,536 tokens and have 128 prompts. Errors:
-    `ContextLengthExceeded`, `InvalidRequest`.
+    `grammar` and `thinking` come from `structured_output`; `fit`: whether more output may be
+    requested than fits; `like`: the parameters of another prompt of the request, which are reused
+    where the prompt does not matter, because a request may name 65,536 tokens and have 128 prompts.
+
+    Errors: `ContextLengthExceeded`, `InvalidRequest`.
     """
     limit, asked_by = _max_tokens(request, card, prompt_tokens, fit)
     minimum = request.min_tokens or 0
@@ -99,7 +100,7 @@ def sampling_params(
 
 
 def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
-    """The request's stop strings, without repetitions, in its order."""
+    """The request's stop strings, without duplicates, in its order."""
     stop = request.stop
     if stop is None:
         return ()
@@ -128,7 +129,8 @@ def choice_count(request: ChatRequest | CompletionRequest, prompts: int, limit: 
 def check_prompt_logprobs(
     request: ChatRequest | CompletionRequest, prompt_tokens: int, n: int
 ) -> None:
-    """Args: `prompt_tokens` of all prompts together. Errors: `InvalidRequest`."""
+    """Limits the prompt logprobs. Args: `prompt_tokens` of all prompts together. Errors:
+    `InvalidRequest`."""
     top = _prompt_logprobs(request)
     if top is None:
         return
@@ -151,10 +153,12 @@ def check_prompt_logprobs(
 def check_response_size(
     request: ChatRequest | CompletionRequest, most: int, choices: int, limit: Bytes
 ) -> None:
-    """Whether a whole answer of the length that is asked for may be gathered. Most are shorter than
-    they may be: those that do not say are only looked at while they are made.
+    """Refuses a non-streamed answer that would be too large at the requested length. Answers are
+    mostly shorter than allowed, so without a requested length only the actual size is checked,
+    during generation.
 
-    Args: `most` tokens that a choice may have; `choice_count` of all prompts together.
+    Args: `most` tokens per choice; `choices` of all prompts together.
+
     Errors: `InvalidRequest`.
     """
     top = _sampled_logprobs(request)
@@ -173,9 +177,9 @@ def check_response_size(
 
 
 def scores_only(request: ChatRequest | CompletionRequest) -> bool:
-    """A completion of 0 tokens: it wants its prompt back, with logprobs perhaps.
+    """True for a completion of 0 tokens, which wants only its prompt back, perhaps with logprobs.
 
-    An engine always makes one token; the frontend drops it.
+    An engine always generates one token; the frontend drops it.
     """
     return isinstance(request, CompletionRequest) and request.max_tokens == 0
 
@@ -183,7 +187,7 @@ def scores_only(request: ChatRequest | CompletionRequest) -> bool:
 def _max_tokens(
     request: ChatRequest | CompletionRequest, card: ModelCard, prompt_tokens: int, fit: ContextFit
 ) -> tuple[int, str]:
-    """Output tokens at most, and what in the request or model set that number."""
+    """The most output tokens, and which field or limit set that number."""
     check_prompt_length(prompt_tokens, card, _prompt_field(request))
     room = card.max_model_len - prompt_tokens
     field, asked = _asked(request)
@@ -222,13 +226,13 @@ def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
 
 
 def _sampled_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    """Tokens that are asked for by their ids come instead of the likeliest."""
+    """The number of logprobs to sample. Tokens requested by id replace the most likely ones."""
     count = _logprobs(request)
     return 0 if count is not None and request.logprob_token_ids else count
 
 
 def _prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    """Two fields may ask for them; the more is computed."""
+    """The number of prompt logprobs. Two fields may request them; the larger number is computed."""
     echoed = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
     asked = [count for count in (request.prompt_logprobs, echoed) if count is not None]
     return max(asked, default=None)
@@ -250,8 +254,8 @@ def _stop_token_ids(request: GenerationRequest, card: ModelCard) -> tuple[int, .
 
 
 def check_token_bans(request: GenerationRequest, card: ModelCard) -> None:
-    """Whether the model's engine does what the request wants of single tokens, and whether another
-    field wants something else of them. Errors: `InvalidRequest`."""
+    """Checks that the model's engine supports the request's bans and choices of single tokens, and
+    that no other field contradicts them. Errors: `InvalidRequest`."""
     for field in ("allowed_token_ids", "bad_words", "logprob_token_ids"):
         asked = getattr(request, field)
         if not asked and (asked is None or field != "allowed_token_ids"):
@@ -269,7 +273,7 @@ def check_token_bans(request: GenerationRequest, card: ModelCard) -> None:
 
 
 def _structure(request: GenerationRequest) -> str | None:
-    """The field that decides which tokens fit, if one does."""
+    """The field that restricts the answer by a grammar, if any."""
     if request.structured_outputs is not None:
         return "structured_outputs"
     if request.response_format is not None and request.response_format.type != "text":
@@ -280,8 +284,8 @@ def _structure(request: GenerationRequest) -> str | None:
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The words as tokens, each as it begins a text and as it stands within one, if the space in
-    front makes a token of its own of its beginning. Takes time: call it in a thread.
+    """Each word as tokens, as it begins a text and as it stands within one, if the space before it
+    is part of its first token. Slow: call it in a thread.
 
     Errors: `InvalidRequest` for a word without tokens or too many of them.
     """
@@ -305,7 +309,7 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
 
 
 def check_tokens_left(params: SamplingParams, card: ModelCard) -> None:
-    """Something has to be left to be sampled at every place, whatever came before.
+    """Checks that at every position some token can still be sampled.
 
     Errors: `InvalidRequest`.
     """
@@ -355,9 +359,11 @@ def _logprob_token_ids(
 def truncate_prompt(
     tokens: list[int], request: ChatRequest | CompletionRequest, card: ModelCard
 ) -> list[int]:
-    """The prompt's tokens at one end, as many as `truncate_prompt_tokens` says; all without a word.
+    """As many of the prompt's last (or first) tokens as `truncate_prompt_tokens` says; all if it is
+    not set.
 
-    -1: as many as leave room for the output that is asked for, or for 16 tokens.
+    -1: as many as leave room for the requested output, or for 16 tokens.
+
     Errors: `InvalidRequest`.
     """
     keep = request.truncate_prompt_tokens
@@ -376,7 +382,7 @@ def truncate_prompt(
 
 
 def repetition_detector(request: GenerationRequest) -> Callable[[], RepetitionDetector] | None:
-    """What makes a fresh detector for each choice. Errors: `InvalidRequest`."""
+    """Makes a repetition detector for each choice. Errors: `InvalidRequest`."""
     wanted = request.repetition_detection
     if wanted is None:
         return None
@@ -397,7 +403,7 @@ def repetition_detector(request: GenerationRequest) -> Callable[[], RepetitionDe
 
 
 def check_prompt_tokens(ids: Sequence[int], card: ModelCard, param: str) -> None:
-    """Errors: `InvalidRequest` for no ids at all or ids outside the vocabulary."""
+    """Errors: `InvalidRequest` for an empty list or ids outside the vocabulary."""
     if not ids:
         raise InvalidRequest(f"'{param}' must not be empty", param=param)
     if max(ids) >= card.vocab_size:
@@ -421,7 +427,7 @@ def _no_such_token(token: int, card: ModelCard, param: str) -> InvalidRequest:
 
 
 def _first(asked: T | None, recommended: T | None, otherwise: T) -> T:
-    """The request's own value, else the model's recommendation, else the neutral one."""
+    """The request's value, else the model's recommended one, else the neutral one."""
     if asked is not None:
         return asked
     return otherwise if recommended is None else recommended

@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 __all__ = ["grammar_of", "grammar_source_of", "thinking_of"]
 
 _MOST_BLAMED = 16
-"""Tools that are looked at one by one to say which is wrong: each takes its time to compile."""
+"""Most tools that are compiled one by one to find the wrong one: each takes time."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 async def grammar_of(request: GenerationRequest, context: PlanContext) -> str:
-    """What the answer has to match; empty: anything.
+    """The grammar of the answer; empty: anything is allowed.
 
     Errors: `InvalidRequest` that names the field and the place in it, `Overloaded`, `Unavailable`.
     """
@@ -84,7 +84,8 @@ async def grammar_of(request: GenerationRequest, context: PlanContext) -> str:
 
 
 async def _blame_tool(request: ChatRequest, context: PlanContext) -> None:
-    """What is wrong with all tools together is told in words of a grammar that nobody has written.
+    """Finds the tool whose schema is wrong. An error about all tools together would speak of a
+    grammar that the client has not written.
 
     Errors: `InvalidRequest` that names the place in the first schema that is wrong by itself.
     """
@@ -95,7 +96,7 @@ async def _blame_tool(request: ChatRequest, context: PlanContext) -> None:
 
 
 def _schemas_of_tools(request: ChatRequest) -> list[GrammarSource]:
-    """The first schemas that have a part in the grammar of calls, as they have it there."""
+    """The first schemas that are part of the grammar of calls, in the form they have there."""
     choice = request.tool_choice
     name = choice.function.name if isinstance(choice, NamedTool) else None
     wanted = [
@@ -112,12 +113,12 @@ def _schemas_of_tools(request: ChatRequest) -> list[GrammarSource]:
 
 
 def _less_strict(numbered: tuple[int, Tool]) -> bool:
-    """Strict ones are likelier to be wrong."""
+    """Orders strict tools first: they are more often wrong."""
     return not numbered[1].function.strict
 
 
 def _work(request: GenerationRequest) -> int:
-    """Of `grammar_source_of`, in characters: whatever reads a client's schema never runs in
+    """Cost of `grammar_source_of` in characters: work that reads a client's schema never runs in
     place."""
     wanted = request.response_format
     plain = wanted is None or wanted.type in ("text", "json_object")
@@ -134,7 +135,8 @@ def _work(request: GenerationRequest) -> int:
 
 
 def grammar_source_of(request: GenerationRequest, model: PreparedModel) -> GrammarSource | None:
-    """The grammar that the request's fields come to, not compiled yet. Errors: `InvalidRequest`."""
+    """The grammar that the request's fields describe, not compiled yet. Errors:
+    `InvalidRequest`."""
     answer = _of_answer(request, model)
     if not isinstance(request, ChatRequest) or not _tools(request) or model.tools is None:
         return answer
@@ -145,7 +147,8 @@ def grammar_source_of(request: GenerationRequest, model: PreparedModel) -> Gramm
 
 
 def thinking_of(request: GenerationRequest, model: PreparedModel, begun: bool) -> Thinking | None:
-    """Where the model reasons; None where nobody has to know. `begun`: the prompt has opened it.
+    """Where the model's reasoning begins and ends; None if that is not needed. `begun`: the prompt
+    has opened it.
 
     Errors: `InvalidRequest`.
     """
@@ -169,7 +172,7 @@ def thinking_of(request: GenerationRequest, model: PreparedModel, begun: bool) -
 
 
 def _call_marker(request: ChatRequest, model: PreparedModel) -> str:
-    """What begins a call, as the parser of the answer looks for it; empty without tools."""
+    """The text with which a call begins, as the answer's parser expects it; empty without tools."""
     return model.tools.markers[0] if model.tools is not None and _tools(request) else ""
 
 
@@ -206,7 +209,7 @@ def _of_format(wanted: ResponseFormat, model: PreparedModel) -> GrammarSource:
 
 
 def _of_nameless(wanted: ResponseFormat, schema: dict[str, Any] | bool) -> GrammarSource:
-    """llama.cpp takes a schema without a name with either type."""
+    """llama.cpp takes a schema without a name with both types."""
     if wanted.type not in ("json_object", "json_schema") or wanted.json_schema is not None:
         raise InvalidRequest(
             "'response_format.schema' goes with the types json_object and json_schema, and without "
@@ -250,7 +253,7 @@ def _style(outputs: StructuredOutputs) -> JsonStyle:
 
 
 def _schema(given: str | dict[str, Any] | bool, param: str) -> dict[str, Any] | bool:
-    """Some clients send it as text."""
+    """The schema. Some clients send it as text."""
     schema: object = _decoded(given, param) if isinstance(given, str) else given
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"'{param}' must be a JSON schema", param=param)
@@ -292,7 +295,7 @@ def _of_tags(
 
 
 def _special(texts: set[str] | Sequence[str], model: PreparedModel) -> Mapping[str, int]:
-    """Those that are special tokens, which no other text gives."""
+    """The texts that are special tokens, which no other text produces."""
     ids = {text: model.tokenizer.token_to_id(text) for text in texts}
     special = model.tokenizer.special_ids
     return {text: id for text, id in ids.items() if id is not None and id in special}
@@ -302,12 +305,13 @@ def _special(texts: set[str] | Sequence[str], model: PreparedModel) -> Mapping[s
 
 
 def _tools(request: ChatRequest) -> Sequence[Tool]:
-    """Those that may be called."""
+    """The tools that may be called."""
     return () if request.tool_choice == "none" else request.tools or ()
 
 
 def _of_tools(request: ChatRequest, model: PreparedModel) -> GrammarSource | None:
-    """All of them where one is strict: a call begins before it is known whose it is."""
+    """The grammar of all tools if one is strict: a call begins before it is known which tool it
+    calls."""
     asked = request.tool_choice or "auto"
     choice = asked.function.name if isinstance(asked, NamedTool) else str(asked)
     if asked == "auto" and not any(tool.function.strict for tool in _tools(request)):
@@ -341,7 +345,7 @@ def _limited(lark: str) -> GrammarSource:
 
 
 def _either(request: ChatRequest, model: PreparedModel, answer: GrammarSource) -> GrammarSource:
-    """An answer as it is wanted, or calls and nothing else."""
+    """A grammar for either the answer or only calls."""
     if answer.kind == "grammar":
         raise InvalidRequest(
             f"'{answer.param}' cannot be combined with tools: leave one of them out, or set "

@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["MIN_STRUCTURED_CHARS", "chat_chars", "texts_chars"]
 
 MIN_STRUCTURED_CHARS: Final = INLINE_CHARS + 1
-"""The least size of work that follows structure: a kilobyte of it may cost anything."""
+"""Least cost of work that follows structure: a kilobyte of structure may cost anything."""
 _UNKNOWN: Final = 1 << 24
 _ITEM_CHARS: Final = 64
-"""What an empty message, part or call costs, in characters of text: many of them are long work,
-too."""
+"""Cost of an empty message, part or call, in characters of text: many of them are long work too."""
 
 
 def chat_chars(request: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> int:
-    """Characters that rendering and tokenising a conversation has to do with, at most."""
+    """Upper bound of the characters that rendering and tokenizing a conversation handles."""
     chars = sum(map(_message, request.messages or ()))
     given = [tools, request.documents, request.chat_template_kwargs]
     if not any(given):
@@ -44,7 +43,7 @@ def chat_chars(request: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) ->
 
 
 def texts_chars(texts: Iterable[str]) -> int:
-    """Characters that tokenising texts has to do with: many short ones are long work, too."""
+    """Characters that tokenizing texts handles: many short texts are long work too."""
     return sum(_ITEM_CHARS + len(text) for text in texts)
 
 

@@ -1,7 +1,7 @@
-"""The answer of `/v1/messages`: content blocks, and the events that build them up in a stream.
+"""Writes the answer of `/v1/messages`: content blocks, and the events of a stream that build them.
 
-Parts of the output open and close blocks: thinking, text, one block per call of a tool. Owned by
-one request's answer.
+Parts of the output open and close blocks: thinking, text, one block per tool call. Owned by one
+request's answer.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 _encode = msgspec.json.Encoder().encode
 _SIGNATURE = "unsigned"
-"""Some clients drop thinking whose signature is empty."""
+"""Some clients drop thinking with an empty signature."""
 
 Event = dict[str, Any]
 
 
 class AnthropicAdapter:
-    """An `ApiAdapter`."""
+    """Writes one answer in Anthropic's format."""
 
     def __init__(self, plan: RequestPlan, *, cut: bool = False) -> None:
-        """`cut`: the context leaves room for less than was asked for."""
+        """`cut`: the context leaves less room than was requested."""
         self._plan = plan
         self._cut = cut
         self._blocks = ContentBlocks(plan.call_id)
@@ -105,7 +105,8 @@ class AnthropicAdapter:
         )
 
     def _usage(self, usage: Usage) -> MessagesUsage:
-        """Whole blocks of the prompt are kept, and read by the next request that begins so."""
+        """Usage in Anthropic's fields. Whole blocks of the prompt are cached for the next request
+        that begins with them."""
         cached = cached_tokens(usage)
         block = self._plan.model.card.block_size
         kept = max(0, usage.prompt_tokens // block * block - cached)
@@ -120,7 +121,7 @@ class AnthropicAdapter:
 
 
 class ContentBlocks:
-    """Content blocks as parts come."""
+    """Builds content blocks from parts."""
 
     def __init__(self, call_id: Callable[[], str]) -> None:
         self._call_id = call_id
@@ -128,7 +129,7 @@ class ContentBlocks:
         self._open: type[OutputBlock] | None = None
 
     def add(self, part: OutputPart) -> list[Event]:
-        """The events that tell of a part."""
+        """The events for a part."""
         match part:
             case ReasoningDelta(text):
                 block = ThinkingBlock(thinking="", signature="")
@@ -145,7 +146,7 @@ class ContentBlocks:
         return [*events, self._delta(delta)]
 
     def close(self) -> list[Event]:
-        """The open block ends, if there is one."""
+        """Ends the open block, if there is one."""
         opened, self._open = self._open, None
         if opened is None:
             return []
@@ -175,7 +176,7 @@ def _event(event: Event) -> bytes:
 def _stop(
     finish_reason: str, stop_reason: int | str | None, *, cut: bool
 ) -> tuple[StopReason, str | None]:
-    """In that API's words, and the stop sequence that was met."""
+    """The stop reason in Anthropic's words, and the stop sequence that was met."""
     if finish_reason == "length":
         return "model_context_window_exceeded" if cut else "max_tokens", None
     if finish_reason == "tool_calls":
@@ -186,7 +187,7 @@ def _stop(
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """A call's arguments; those of one that was cut off are told as none."""
+    """A call's arguments as an object; empty for a call that was cut off."""
     try:
         found = msgspec.json.decode(arguments)
     except msgspec.MsgspecError:

@@ -1,8 +1,9 @@
-"""`/v1/messages` as a chat: blocks become messages, and the rest is named differently.
+"""Translates `/v1/messages` to a chat: blocks become messages, and other fields get chat's names.
 
-A turn's blocks may be text, thinking, calls of tools and their results; each result is a message of
-its own here. Neighbouring turns of one role are one, as that API promises: many templates take no
-others. Refused by name: whatever is not text, and tools that a server would have to run.
+The blocks of a turn may be text, thinking, tool calls and tool results; each result becomes a
+message of its own. Neighbouring turns of one role are merged, as that API promises, since many
+templates accept no others. Content other than text, and tools that a server would run, are refused
+with an error that names them.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ _NAMES = {
 }
 _encode = msgspec.json.Encoder().encode
 _FEW = 16
-"""Messages of plain text that become a chat in no time."""
+"""Number of plain text messages up to which the translation runs on the event loop."""
 
 
 async def plan_messages(request: CountTokensRequest, context: PlanContext) -> RequestPlan:
-    """Errors: `InvalidRequest` and its kin, `Overloaded`."""
+    """Makes the plan of a `/v1/messages` request. Errors: `InvalidRequest` and its subclasses,
+    `Overloaded`."""
     chat = await context.pool.run(_work(request), chat_request, request)
     context = replace(context, any_output=True)
     with _own_sentences(), reword_errors(_names(request)):
@@ -79,7 +81,7 @@ async def plan_messages(request: CountTokensRequest, context: PlanContext) -> Re
 
 
 def _work(request: CountTokensRequest) -> int:
-    """Of `chat_request`, which takes 0.1 s for as many blocks as a body may have."""
+    """Cost of `chat_request`, which takes 0.1 s for the most blocks that a body can have."""
     plain = isinstance(request.system, str | None) and not request.tools
     if plain and len(request.messages) <= _FEW:
         plain = all(isinstance(message.content, str) for message in request.messages)
@@ -89,8 +91,8 @@ def _work(request: CountTokensRequest) -> int:
 
 @contextlib.contextmanager
 def _own_sentences() -> Iterator[None]:
-    """Claude Code recognises a context that has run over by Anthropic's sentences: at the first it
-    shortens the conversation, at the second it asks for less."""
+    """Rewords context errors as Anthropic's sentences, by which Claude Code recognizes them: after
+    the first it shortens the conversation, after the second it asks for less output."""
     try:
         yield
     except ContextLengthExceeded as error:
@@ -114,7 +116,7 @@ def _sentence(overrun: Overrun) -> str:
 
 
 def _names(request: CountTokensRequest) -> dict[str, str]:
-    """A form of the answer has two places."""
+    """Names of fields in errors; the format of the answer may stand in two places."""
     config = request.output_config
     if request.output_format is None or (config is not None and config.format is not None):
         return _NAMES
@@ -124,7 +126,7 @@ def _names(request: CountTokensRequest) -> dict[str, str]:
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:
-    """The same as a chat. Errors: `InvalidRequest` for what a chat cannot say."""
+    """The request as a chat. Errors: `InvalidRequest` for what a chat cannot express."""
     conversation = _Conversation()
     if request.system:
         conversation.say("system", _texts(request.system, "system"))
@@ -152,7 +154,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
 
 @dataclass
 class _Turn:
-    """One message in the making."""
+    """A message that is being built."""
 
     role: MessageRole
     texts: list[str] = field(default_factory=list)
@@ -173,19 +175,19 @@ class _Turn:
 
 
 class _Conversation:
-    """Turns, put together from blocks."""
+    """Builds messages from blocks."""
 
     def __init__(self) -> None:
         self._turns: list[_Turn] = []
 
     def messages(self) -> list[Message]:
-        """As a chat has them."""
+        """The messages of the chat."""
         return [turn.message() for turn in self._turns]
 
     def continues(self) -> bool:
-        """The model is to go on with what is the last turn.
+        """True if the model is to continue the last turn.
 
-        Errors: `InvalidRequest` where that turn cannot go on.
+        Errors: `InvalidRequest` if that turn cannot be continued.
         """
         last = self._turns[-1]
         if last.role != "assistant":
@@ -199,11 +201,11 @@ class _Conversation:
         return True
 
     def say(self, role: MessageRole, texts: Sequence[str]) -> None:
-        """More text of a role."""
+        """Adds text of a role."""
         self._turn(role).texts += texts
 
     def take(self, message: InputMessage, where: str) -> None:
-        """Errors: `InvalidRequest` for what is not understood, or not whole."""
+        """Adds a message. Errors: `InvalidRequest` for unsupported or incomplete content."""
         content = message.content
         if message.role not in ("user", "assistant", "system"):
             raise unsupported(f"{where}.role", message.role, "use user, assistant or system")
@@ -261,7 +263,7 @@ def _text(block: Block, where: str, understood: str) -> str:
 
 
 def _thinking(request: CountTokensRequest) -> dict[str, Any]:
-    """How much the model is to think, and whether it is shown, in a chat's fields."""
+    """The thinking options in a chat's fields: how much, and whether it is shown."""
     wanted = request.thinking
     if wanted is None:
         return {}

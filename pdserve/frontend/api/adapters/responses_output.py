@@ -1,7 +1,7 @@
-"""The answer of `/v1/responses`: output items, and the events that build them up in a stream.
+"""Writes the answer of `/v1/responses`: output items, and the events of a stream that build them.
 
-Parts of the output open and close items: reasoning, a message, one item per call. Whole answers go
-the same way, without events, so both come out alike. Owned by one request's answer.
+Parts of the output open and close items: reasoning, a message, one item per call. Whole answers
+take the same path without events, so both are equal. Owned by one request's answer.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ if TYPE_CHECKING:
 _encode = msgspec.json.Encoder().encode
 
 Event = tuple[str, dict[str, Any]]
-"""Its type without `response.`, and what it carries besides type and number."""
+"""Its type without `response.`, and its fields besides type and number."""
 
 
 class ResponsesAdapter:
-    """An `ApiAdapter`. Events are numbered from 0 on, over the whole stream."""
+    """Writes one answer in the format of the Responses API. Events are numbered from 0 over the
+    whole stream."""
 
     def __init__(self, request: ResponsesRequest, plan: RequestPlan, tools: Toolset) -> None:
         self._plan = plan
@@ -125,7 +126,7 @@ class ResponsesAdapter:
         return self._events([("created", {"response": said}), ("in_progress", {"response": said})])
 
     def _ended(self, reason: str, usage: Usage) -> tuple[ResponseObject, list[Event]]:
-        """The whole answer, and the events of what was still open."""
+        """The whole answer, and the events that close what is open."""
         status: Status = "incomplete" if reason == "length" else "completed"
         events = self._items.close(status)
         answer = replace(
@@ -141,7 +142,7 @@ class ResponsesAdapter:
         return answer, events
 
     def _logprobs(self, piece: OutputDelta) -> list[ChatLogprob]:
-        """Of the tokens that are not reasoning."""
+        """Logprobs of the tokens that are not reasoning."""
         if not self._plan.logprobs:
             return []
         own = piece.logprobs[piece.reasoning_tokens :]
@@ -156,14 +157,14 @@ class ResponsesAdapter:
 
 
 def failed_stream_events(said: ResponseObject, error: PdserveError) -> bytes:
-    """All of a stream that fails before its first token."""
+    """All events of a stream that fails before its first token."""
     begun: list[Event] = [("created", {"response": said}), ("in_progress", {"response": said})]
     events = enumerate([*begun, *_failure(said, [], error)])
     return b"".join([_written(name, number, data) for number, (name, data) in events])
 
 
 def _failure(said: ResponseObject, output: list[OutputItem], error: PdserveError) -> list[Event]:
-    """The last events of a stream that cannot go on. Codex goes by the code of the failure."""
+    """The last events of a stream that fails. Codex reads the error's code."""
     code = error.code if isinstance(error, ContextLengthExceeded) else "server_error"
     if isinstance(error, Overloaded):
         code = "rate_limit_exceeded"
@@ -197,26 +198,26 @@ class _Open:
 
     @property
     def place(self) -> dict[str, Any]:
-        """How events name it."""
+        """How events refer to it."""
         return {"item_id": self.item.id, "output_index": self.index}
 
 
 class OutputItems:
-    """Output items as parts come."""
+    """Builds output items from parts."""
 
     def __init__(
         self, request_id: str, call_id: Callable[[], str], called: Mapping[str, OriginalTool]
     ) -> None:
-        """`called`: which tool a function stands for."""
+        """`called`: the tool that each function stands for."""
         self.output: list[OutputItem] = []
-        """Those that are complete."""
+        """Complete items."""
         self._request_id = request_id
         self._call_id = call_id
         self._called = called
         self._open: _Open | None = None
 
     def add(self, part: OutputPart, logprobs: list[ChatLogprob]) -> list[Event]:
-        """The events that tell of a part; `output.logprobs` of its tokens, if it is content."""
+        """The events for a part; `piece` has the logprobs of its tokens, if it is content."""
         match part:
             case ReasoningDelta(text):
                 events = self._switch(ReasoningItem)
@@ -235,23 +236,24 @@ class OutputItems:
                 return [("function_call_arguments.delta", data)]
 
     def note(self, logprobs: list[ChatLogprob]) -> None:
-        """Of tokens that show nothing: they are told when the message is whole."""
+        """Keeps logprobs of tokens that show no text yet; they are sent when the message is
+        complete."""
         if self._open is not None and isinstance(self._open.item, MessageItem):
             self._open.logprobs += logprobs
 
     def close(self, status: Status) -> list[Event]:
-        """Nothing follows. An answer without anything in it is an empty message."""
+        """Closes the open item. An answer without content gets an empty message."""
         events: list[Event] = []
         if self._open is None and not self.output:
             events = self._switch(MessageItem)
         return events + self._close(status)
 
     def abandon(self) -> list[Event]:
-        """What was begun stays as it is."""
+        """Leaves the open item as it is."""
         return self._close("incomplete")
 
     def _switch(self, kind: type[ReasoningItem | MessageItem]) -> list[Event]:
-        """An item of this kind is open afterwards."""
+        """Makes sure that an item of this kind is open."""
         if self._open is not None and isinstance(self._open.item, kind):
             return []
         events = self._close("completed")
@@ -302,7 +304,7 @@ class OutputItems:
 
 
 def _closed_custom(opened: _Open, text: str, status: Status) -> tuple[OutputItem, list[Event]]:
-    """Its input in one piece."""
+    """The complete item of a custom tool, with its input in one piece."""
     item = opened.item
     assert isinstance(item, CustomToolCallItem)  # the caller has looked
     given = custom_input(text)
@@ -314,7 +316,7 @@ def _closed_custom(opened: _Open, text: str, status: Status) -> tuple[OutputItem
 
 
 def _closed(opened: _Open, text: str, status: Status) -> tuple[OutputItem, list[Event]]:
-    """The item as it stands in the answer, and the events that end what is in it."""
+    """The item as it appears in the answer, and the events that end its content."""
     item = opened.item
     if isinstance(item, CustomToolCallItem):
         return _closed_custom(opened, text, status)
@@ -340,7 +342,7 @@ def _part(item: OutputItem, text: str, logprobs: list[ChatLogprob]) -> dict[str,
 
 
 def _said(content: str, logprobs: list[ChatLogprob]) -> list[ChatLogprob]:
-    """Those of the tokens from the content's first one on; what the model thought is before it."""
+    """Logprobs from the content's first token on; reasoning comes before it."""
     begins = b"".join([bytes(entry.bytes or ()) for entry in logprobs]).rfind(content.encode())
     ends = 0
     for place, entry in enumerate(logprobs):
@@ -356,7 +358,7 @@ def _said(content: str, logprobs: list[ChatLogprob]) -> list[ChatLogprob]:
 def initial_response(
     request: ResponsesRequest, tools: Toolset, answer_id: str, created: int
 ) -> ResponseObject:
-    """The answer before its first token: the request's own words."""
+    """The answer before its first token, which repeats the request's fields."""
     reasoning, text = request.reasoning, request.text
     form = None if text is None else text.format
     return ResponseObject(
@@ -389,7 +391,7 @@ def _choice(request: ResponsesRequest) -> str | dict[str, Any]:
 
 
 def _tool(tool: NamespaceMember) -> dict[str, Any]:
-    """Official clients expect all of a function's fields."""
+    """A tool with all of a function's fields, which official clients expect."""
     if isinstance(tool, ResponsesTool) and tool.type == "namespace":
         return _stated(tool) | {"tools": [_tool(member) for member in tool.tools or ()]}
     always = {"parameters": None, "strict": None} if tool.type == "function" else {}

@@ -1,8 +1,8 @@
-"""`/v1/responses` as a chat: items become messages, and the rest is named differently.
+"""Translates `/v1/responses` to a chat: items become messages, and other fields get chat's names.
 
-An assistant's turn is several items there (reasoning, a message, calls of functions) and one
-message here. Refused by name: whatever is not text, and whatever refers to something stored. What
-becomes of tools is in `responses_tools.py`.
+An assistant's turn is several items there (reasoning, a message, function calls) and one message
+here. Content other than text, and references to stored data, are refused with an error that names
+them. `responses_tools.py` translates tools.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ _INCLUDABLE = (
 
 
 async def plan_responses(request: ResponsesRequest, context: PlanContext) -> RequestPlan:
-    """Errors: `InvalidRequest` and its kin, `Overloaded`."""
+    """Makes the plan of a `/v1/responses` request. Errors: `InvalidRequest` and its subclasses,
+    `Overloaded`."""
     size = MIN_STRUCTURED_CHARS if request.tools or isinstance(request.input, list) else 0
     tools, chat = await context.pool.run(size, _chat, request, context.config.strict_api)
     context = replace(context, any_output=True)
@@ -86,14 +87,14 @@ async def plan_responses(request: ResponsesRequest, context: PlanContext) -> Req
 
 
 def _chat(request: ResponsesRequest, strict: bool) -> tuple[Toolset, ChatRequest]:
-    """Takes 0.1 s for as many items as a body may have."""
+    """Translates the request; takes 0.1 s for as many items as a body can have."""
     tools = toolset_of(request, strict=strict)
     return tools, chat_request(request, tools)
 
 
 class FailedStream(ContextLengthExceeded):
-    """A stream's prompt does not fit. As at OpenAI, the stream says so itself: Codex shortens the
-    conversation when it reads that, and gives up at a 400."""
+    """The prompt of a stream does not fit. As at OpenAI, the error is an event of the stream: Codex
+    then shortens the conversation, while it gives up at a 400."""
 
     def __init__(self, error: ContextLengthExceeded, events: bytes) -> None:
         super().__init__(error.message, param=error.param, overrun=error.overrun)
@@ -101,7 +102,7 @@ class FailedStream(ContextLengthExceeded):
 
 
 def chat_request(request: ResponsesRequest, tools: Toolset) -> ChatRequest:
-    """The same as a chat. Errors: `InvalidRequest` for what a chat cannot say."""
+    """The request as a chat. Errors: `InvalidRequest` for what a chat cannot express."""
     _check(request)
     logprobs = bool(request.top_logprobs) or _LOGPROBS in (request.include or ())
     reasoning = request.reasoning
@@ -128,7 +129,7 @@ def chat_request(request: ResponsesRequest, tools: Toolset) -> ChatRequest:
 
 
 def _check(request: ResponsesRequest) -> None:
-    """Fields that may only say what holds in any case."""
+    """Checks fields for which only the default value is supported."""
     if request.background:
         raise InvalidRequest(
             "'background' is not supported: nothing is stored here; use 'stream' for long answers",
@@ -161,38 +162,39 @@ def _messages(request: ResponsesRequest) -> list[Message]:
 
 @dataclass
 class _Turn:
-    """An assistant's message in the making; lists, so that many items cost no more than once."""
+    """An assistant's message that is being built. Uses lists, so that many items take linear
+    time."""
 
     message: Message
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
 
     def answers(self) -> bool:
-        """It has said or called something, so that what is reasoned next belongs to another."""
+        """True if it has content or calls, so that further reasoning belongs to another message."""
         return bool(self.message.content or self.calls)
 
     def end(self) -> None:
-        """Nothing is added any more."""
+        """Ends the message."""
         message = self.message
         message.reasoning = message.reasoning_content = "\n".join(self.thoughts) or None
         message.tool_calls = self.calls or None
 
 
 class _Conversation:
-    """Messages, put together from items."""
+    """Builds messages from items."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._turn: _Turn | None = None
-        """The assistant's turn that the next item may still belong to."""
+        """The assistant's message that the next item may still belong to."""
 
     def messages(self) -> list[Message]:
-        """As a chat has them; nothing is taken after it."""
+        """The messages of the chat; call it after the last item."""
         self._end_turn()
         return self._messages
 
     def take(self, item: InputItem, where: str) -> None:
-        """Errors: `InvalidRequest` for an item that is not understood, or not whole."""
+        """Adds an item. Errors: `InvalidRequest` for an unsupported or incomplete item."""
         kind = item.type or ("message" if item.role is not None else "item_reference")
         if kind == "message":
             self._message(item, where)
@@ -214,7 +216,7 @@ class _Conversation:
             raise unsupported(f"{where}.type", kind, instead)
 
     def say(self, role: MessageRole, content: str) -> None:
-        """A message of no particular form."""
+        """Adds a message of another role."""
         self._add(Message(role=role, content=content))
 
     def _message(self, item: InputItem, where: str) -> None:
@@ -254,7 +256,7 @@ class _Conversation:
         turn.calls.append(ToolCall(id=call_id, type="function", function=function))
 
     def _unanswered(self) -> _Turn:
-        """The turn that reasoning, or its answer, belongs to."""
+        """The open message that has no answer yet, to which reasoning or an answer belongs."""
         turn = self._turn
         return self._begin() if turn is None or turn.answers() else turn
 

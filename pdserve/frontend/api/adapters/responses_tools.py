@@ -1,8 +1,8 @@
-"""The tools of `/v1/responses` as a chat's functions, and calls of these in that API's words.
+"""Translates the tools of `/v1/responses` to a chat's functions, and their calls back.
 
-Functions are what they are. A custom tool is a function of one text. A namespace's tools become
-functions of their own, whose names begin with the namespace's. Tools that a server would run are
-left out, as other servers do that run none, unless the request insists on one. Plain functions.
+Functions stay as they are. A custom tool becomes a function with one text argument. Tools of a
+namespace become functions whose names begin with the namespace's. Tools that a server would run are
+left out, as on other servers that run none, unless the request requires one. Plain functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
 
 INPUT = "input"
-"""The one argument of a custom tool."""
+"""Name of a custom tool's one argument."""
 HOSTED = (
     "apply_patch",
     "code_interpreter",
@@ -48,14 +48,14 @@ HOSTED = (
     "tool_search",
     "web_search",
 )
-"""Types of tools that OpenAI's platform runs; their versions have names that begin so."""
+"""Types of tools that OpenAI's platform runs; the names of their versions begin like this."""
 MAX_FUNCTIONS = 1024
-"""What all tools come to, those of namespaces included."""
+"""Most functions of all tools together, including those of namespaces."""
 MAX_DESCRIPTIONS = 4 << 20
-"""Characters of all functions' descriptions: a namespace's stands for each of its tools that has
-none."""
+"""Most characters of all functions' descriptions together; a namespace's description is used for
+each of its tools that has none."""
 _SEPARATOR = "__"
-"""Between a namespace and a tool's name; vLLM's."""
+"""Between a namespace and a tool's name, as in vLLM."""
 _ANY_TEXT = {
     "type": "object",
     "properties": {INPUT: {"type": "string"}},
@@ -67,7 +67,7 @@ _CHOICES = "use none, auto, required, a function, a custom tool or allowed_tools
 
 @dataclass(frozen=True, slots=True)
 class OriginalTool:
-    """The tool that a call is of."""
+    """The tool that a call refers to."""
 
     name: str
     namespace: str | None = None
@@ -76,17 +76,17 @@ class OriginalTool:
 
 @dataclass(frozen=True, slots=True)
 class Toolset:
-    """A request's tools, as a chat has them."""
+    """A request's tools as a chat has them."""
 
     functions: tuple[Tool, ...] = ()
     places: tuple[str, ...] = ()
-    """Where each of them stands in the request."""
+    """The place of each tool in the request."""
     called: dict[str, OriginalTool] = field(default_factory=dict)
-    """By the name of the function."""
+    """The original tool by the name of its function."""
     told: tuple[ResponsesTool, ...] = ()
-    """What the answer says of tools: all but those left out."""
+    """The tools that the answer lists: all but those left out."""
     left_out: tuple[str, ...] = ()
-    """Types of those."""
+    """Types of the tools left out."""
     choice: ToolChoice | NamedTool | None = None
 
 
@@ -96,7 +96,7 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def toolset_of(request: ResponsesRequest, *, strict: bool) -> Toolset:
-    """The request's tools. `strict`: none is left out.
+    """Translates the request's tools. `strict`: refuses instead of leaving tools out.
 
     Errors: `InvalidRequest`.
     """
@@ -107,8 +107,8 @@ def toolset_of(request: ResponsesRequest, *, strict: bool) -> Toolset:
 
 
 def custom_input(arguments: str) -> str:
-    """The text that a custom tool is called with, from the arguments of its function. What is no
-    such object is taken as it is: the client sees what the model has written."""
+    """The input text of a custom tool, from the arguments of its function. Arguments of another
+    form are taken as text, so that the client sees what the model has written."""
     try:
         given = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError):
@@ -118,7 +118,7 @@ def custom_input(arguments: str) -> str:
 
 
 class _Collected:
-    """Tools in the order in which they come."""
+    """The translated tools, in order."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict
@@ -128,10 +128,10 @@ class _Collected:
         self._told: list[ResponsesTool] = []
         self._left_out: list[str] = []
         self._described = 0
-        """Characters."""
+        """Characters of descriptions so far."""
 
     def take(self, tool: ResponsesTool, where: str) -> None:
-        """Errors: `InvalidRequest`."""
+        """Adds a tool. Errors: `InvalidRequest`."""
         if tool.type != "namespace":
             if self._member(tool, where):
                 self._told.append(tool)
@@ -142,7 +142,7 @@ class _Collected:
         self._told.append(tool)
 
     def toolset(self) -> Toolset:
-        """All of them."""
+        """Returns the result."""
         return Toolset(
             functions=tuple(self._functions),
             places=tuple(self._places),
@@ -158,7 +158,8 @@ class _Collected:
         namespace: str | None = None,
         description: str | None = None,
     ) -> bool:
-        """Whether it is one that can be called. `description`: the namespace's."""
+        """Adds a tool of a namespace; returns False if it cannot be called. `description`: the
+        namespace's."""
         if tool.type not in ("function", "custom"):
             self._leave_out(tool.type, where)
             return False
@@ -180,7 +181,7 @@ class _Collected:
         return True
 
     def _check_size(self, tool: NamespaceMember, description: str | None) -> None:
-        """Of all so far and this one, before anything is made of it."""
+        """Checks the size of all tools so far and this one, before anything is built from it."""
         self._described += len(tool.description or description or "") + len(_grammar(tool.format))
         if len(self._functions) == MAX_FUNCTIONS or self._described > MAX_DESCRIPTIONS:
             raise InvalidRequest(
@@ -216,7 +217,7 @@ def _grammar(form: CustomFormat | None) -> str:
 
 
 def _chosen(tools: Toolset, choice: str | ResponsesToolChoice | None) -> Toolset:
-    """With what `tool_choice` makes of it. Errors: `InvalidRequest`."""
+    """Applies `tool_choice`. Errors: `InvalidRequest`."""
     if choice is None:
         return tools
     if isinstance(choice, str):
@@ -241,7 +242,8 @@ def _wanted(tools: Toolset, choice: ToolChoice) -> Toolset:
 
 
 def _allowed(tools: Toolset, choice: ResponsesToolChoice) -> Toolset:
-    """The others are as if they had not been sent. What is left out anyway may be allowed."""
+    """Removes the tools that are not allowed. The list of allowed tools may name some that are left
+    out anyway."""
     allowed: set[str] = set()
     namespaces: set[str | None] = set()
     bare = _bare(tools)
@@ -283,7 +285,8 @@ def _bare(tools: Toolset) -> dict[str, list[str]]:
 
 
 def _flat(tools: Toolset, bare: Mapping[str, list[str]], name: str, where: str) -> str:
-    """The function that a name stands for: its own, or a tool's in only one namespace."""
+    """The function that a name stands for: its own name, or that of a tool in exactly one
+    namespace."""
     if name in tools.called:
         return name
     flats = bare.get(name, [])
