@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _RETRIES = 2
-"""Of a busy server; a person would rather be told than wait."""
+"""Retries for a busy server; a person would rather see the error than wait."""
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _SILENCE_TIMEOUT = 600.0
-"""Seconds without a byte before the server is given up; it may be busy with a long prompt."""
+"""Seconds without a byte before giving up; the server may be busy with a long prompt."""
 
 
 class ChatError(PdserveError):
-    """The server cannot be reached, or refused."""
+    """The server cannot be reached, or it refused."""
 
 
 @dataclass(slots=True)
 class _Server:
-    """Where to ask, and how."""
+    """The server's address and the request's options."""
 
     url: str
     api_key: str
@@ -47,7 +47,7 @@ class _Server:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def client(self) -> Client:
-        """Of one event loop's life."""
+        """A client for use in one event loop."""
         from pdserve.client import Client, Timeouts
 
         timeouts = Timeouts(first=_SILENCE_TIMEOUT, between=_SILENCE_TIMEOUT)
@@ -56,15 +56,15 @@ class _Server:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """Some of an answer."""
+    """A piece of an answer."""
 
     text: str
     thought: bool = False
-    """Of the model's reasoning: shown, but no part of the conversation."""
+    """True if it is the model's reasoning, which is shown but not part of the conversation."""
 
 
 def run(arguments: list[str]) -> int:
-    """Chat until the person leaves; with piped input, answer once."""
+    """Chats until the person leaves; with piped input, answers once."""
     parsed = _make_parser().parse(arguments)
     server = _Server(_address(parsed.url), parsed.api_key, parsed.model)
     for name in ("temperature", "max_tokens", "seed"):
@@ -107,7 +107,7 @@ def _address(url: str) -> str:
 
 
 def _answer_piped(server: _Server, conversation: Conversation) -> int:
-    """All of standard input is one message."""
+    """Answers all of standard input as one message."""
     text = sys.stdin.read().strip()
     if not text:
         raise ChatError("nothing to say: standard input is empty")
@@ -127,7 +127,7 @@ def _answer_piped(server: _Server, conversation: Conversation) -> int:
 
 
 class _Terminal:
-    """A person at a keyboard."""
+    """The terminal of an interactive chat."""
 
     def __init__(self, server: _Server, conversation: Conversation) -> None:
         self._server = server
@@ -143,7 +143,7 @@ class _Terminal:
         return exit_codes.OK
 
     def _on_line(self, line: str, run: Callable[[Coroutine[Any, Any, None]], None]) -> bool:
-        """React to one line; False when the person leaves."""
+        """Handles one line; returns False when the person leaves."""
         reaction = self._conversation.on_line(line)
         if reaction.action == "tell":
             print(reaction.text)
@@ -177,7 +177,7 @@ class _Terminal:
 
 
 async def _choose_model(server: _Server) -> None:
-    """Ask what is served, which also tells whether anybody is there."""
+    """Asks which models are served, which also checks that the server can be reached."""
     async with _told(server), server.client() as client:
         models = await client.models()
     if not models:
@@ -191,7 +191,7 @@ async def _choose_model(server: _Server) -> None:
 
 
 async def _stream(server: _Server, conversation: Conversation) -> AsyncIterator[AnswerPiece]:
-    """Pieces of the answer as they come. Closing it ends the request at the server."""
+    """Yields the answer's pieces as they come. Closing it ends the request at the server."""
     messages = conversation.to_send()
     async with (
         _told(server),
@@ -208,13 +208,13 @@ async def _stream(server: _Server, conversation: Conversation) -> AsyncIterator[
 
 
 def _printed(text: str) -> str:
-    """Text with bytes that are no UTF-8, which Python smuggles in as surrogates, as U+FFFD."""
+    """Text in which bytes that are not UTF-8 (surrogates in Python) are replaced by U+FFFD."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 @contextlib.asynccontextmanager
 async def _told(server: _Server) -> AsyncIterator[None]:
-    """The client's errors in words for a person, as `ChatError`."""
+    """Raises the client's errors as `ChatError`, in words for a person."""
     from pdserve.client import APIError, BadAnswer, ClientError, ConnectionFailed
 
     try:
@@ -239,21 +239,21 @@ def _show(text: str) -> None:
 
 
 class _Shown:
-    """Prints an answer; what the model thinks is dim on a terminal, and left out of a pipe."""
+    """Prints an answer; reasoning is dim on a terminal, and left out of a pipe."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
         self._thinking = False
 
     def piece(self, piece: AnswerPiece) -> None:
-        """One more."""
+        """Prints one more piece."""
         if piece.thought and not self._terminal:
             return
         self._style(piece.thought)
         _show(piece.text)
 
     def close(self) -> None:
-        """Back to plain text."""
+        """Returns to plain text."""
         self._style(False)
 
     def _style(self, thinking: bool) -> None:
@@ -263,7 +263,8 @@ class _Shown:
 
 
 def _read_line() -> str | None:
-    """One line, or several joined where each ends in a backslash; None when the person leaves."""
+    """Reads one line, or several joined lines that end in a backslash; None when the person
+    leaves."""
     lines: list[str] = []
     prompt = "> "
     while True:
@@ -285,7 +286,7 @@ def _read_line() -> str | None:
 
 @contextlib.contextmanager
 def _line_editing() -> Any:
-    """Editing and the history of earlier chats, where the platform has readline."""
+    """Enables line editing and the history of earlier chats, where the platform has readline."""
     try:
         import readline
     except ImportError:

@@ -10,7 +10,7 @@ from pdserve.launch.config.resolve import Config, option_rows, resolve
 
 
 def run(arguments: list[str]) -> int:
-    """Print the table, or with `--json` an object of `{option: {value, source[, meaning]}}`."""
+    """Prints the table, or with `--json` an object of `{option: {value, source[, meaning]}}`."""
     parser = Parser(
         "pdserve config",
         "Show the settings in force and where each comes from: a flag, an environment variable, a\n"

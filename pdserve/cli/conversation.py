@@ -17,7 +17,7 @@ Action = Literal["ask", "tell", "quit", "nothing"]
 
 @dataclass(frozen=True, slots=True)
 class Reaction:
-    """What the driver should do about a line."""
+    """What the terminal should do after a line."""
 
     action: Action
     text: str = ""
@@ -32,7 +32,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def on_line(self, line: str) -> Reaction:
-        """Take a line that a person typed."""
+        """Interprets a line that a person typed."""
         text = line.strip()
         if not text:
             return Reaction("nothing")
@@ -42,19 +42,19 @@ class Conversation:
         return Reaction("ask")
 
     def say(self, text: str) -> None:
-        """Add a message of the user's."""
+        """Adds a message of the user."""
         self.messages.append({"role": "user", "content": text})
 
     def answered(self, text: str) -> None:
-        """Add the answer, which may have been stopped half way."""
+        """Adds the answer, which may be incomplete."""
         self.messages.append({"role": "assistant", "content": text})
 
     def take_back(self) -> None:
-        """The last message got no answer at all: as if it had not been said."""
+        """Removes the last message, which got no answer."""
         self.messages.pop()
 
     def to_send(self) -> list[dict[str, str]]:
-        """What the model is asked with."""
+        """The messages to send to the model."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return first + self.messages
 

@@ -29,7 +29,7 @@ class MetricsPage:
     """One scrape."""
 
     at: Seconds
-    """By a monotonic clock."""
+    """Time by a monotonic clock, in seconds."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Sums over all labels, by sample name."""
     buckets: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ def quantile(counts: Mapping[float, float], share: float) -> float:
 
 
 def dashboard(pages: Sequence[MetricsPage], health: Mapping[str, Any], url: str) -> str:
-    """Rates between the first and the last of `pages`, levels of the last."""
+    """The dashboard: rates between the first and the last of `pages`, gauges of the last."""
     first, last = pages[0], pages[-1]
     span = last.at - first.at
     window = f"over the last {span:.0f} s" if span else "since its start"
@@ -122,7 +122,7 @@ def _degraded(health: Mapping[str, Any]) -> list[str]:
 
 
 def _grown(first: MetricsPage, last: MetricsPage, name: str) -> float:
-    """By how much a counter grew; a counter that fell began again."""
+    """Increase of a counter; a counter that fell was restarted from zero."""
     now, then = last.values.get(name, 0.0), first.values.get(name, 0.0)
     return now - then if now >= then and last is not first else now
 

@@ -34,7 +34,8 @@ never     where it is decoded"""
 
 
 def run(arguments: list[str]) -> int:
-    """Tell them, print what each did before; the exit status says whether all have heard it."""
+    """Changes the mode and prints each previous one; the exit status is 0 if all workers
+    confirmed."""
     parser = Parser(
         "pdserve disagg",
         "Say where decode workers have prompts computed from now on, until they restart:\n\n"
@@ -71,7 +72,8 @@ async def _tell(config: ClusterConfig, how: Disagg, only: list[str]) -> int:
 
 
 def decode_workers(status: ClusterStatus, only: list[str]) -> Iterator[MemberStatus]:
-    """Those that are meant. Raises `ConfigError` if there is none, or not one of a given name."""
+    """The decode workers to change. Raises `ConfigError` if there is none, or none of a given
+    name."""
     found = {
         member.node: member
         for member in status.members

@@ -20,7 +20,7 @@ _PLAIN_MARKS = {"ok": "+", "absent": ".", "problem": "!"}
 
 
 def run(arguments: list[str]) -> int:
-    """Print the report; the exit status is not 0 if something keeps pdserve from serving well."""
+    """Prints the report; the exit status is not 0 if a problem was found."""
     parser = Parser(
         "pdserve doctor",
         "Show what this machine has and what pdserve will use.\n"

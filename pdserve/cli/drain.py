@@ -31,7 +31,7 @@ __all__ = ["DrainProgress", "members_named", "run"]
 
 _POLL: Final[Seconds] = 0.5
 _MARGIN: Final[Seconds] = 15.0
-"""Beyond a node's own time to drain: for leaving the cluster, and for its end to be seen."""
+"""Seconds beyond a node's own drain timeout, to leave the cluster and for that to be seen."""
 _DESCRIPTION: Final = """\
 Take nodes away without losing a request: each takes nothing new from now on and has what it is
 doing served elsewhere, or finishes it; then it leaves the cluster and its process ends with exit
@@ -43,7 +43,7 @@ that starts ended processes again does so here, too: that is a rolling restart."
 
 
 def run(arguments: list[str]) -> int:
-    """Tell them; the exit status says whether all have heard it and, if waited for, are done."""
+    """Sends the drains; the exit status is 0 if all nodes confirmed and, with waiting, are done."""
     parser = Parser("pdserve drain", _DESCRIPTION)
     parser.own.add_argument("nodes", metavar="NODE[,NODE]", nargs="+", help="Names, as in status.")
     parser.own.add_argument(
@@ -80,8 +80,8 @@ async def _drain(config: ClusterConfig, names: list[str], *, stay: bool, wait: b
 
 
 def members_named(status: ClusterStatus, names: Sequence[str]) -> list[MemberStatus]:
-    """The members of these names, each once. Raises `ConfigError` for one that is not there: then
-    nobody is told anything."""
+    """The members of these names, each once. Raises `ConfigError` for an unknown name; then nothing
+    is sent to any node."""
     there = {member.node: member for member in status.members}
     found: dict[str, MemberStatus] = {}
     for name in names:
@@ -95,7 +95,7 @@ def members_named(status: ClusterStatus, names: Sequence[str]) -> list[MemberSta
 
 
 async def _tell(visitor: AdminClient, member: MemberStatus, *, stay: bool) -> Seconds:
-    """Returns how long it will take at most; below 0: it has not heard."""
+    """Seconds that the drain may take; below 0 if the node did not confirm."""
     try:
         state = await visitor.drain(member.address, member.node, stay=stay)
     except PdserveError as error:
@@ -107,7 +107,7 @@ async def _tell(visitor: AdminClient, member: MemberStatus, *, stay: bool) -> Se
 
 
 async def _wait(visitor: AdminClient, progress: DrainProgress, patience: Seconds) -> bool:
-    """False if some are not done in time."""
+    """Waits for the drains; returns False if some are not done in time."""
     until = time.monotonic() + patience
     while progress.waiting:
         if time.monotonic() > until:
@@ -130,23 +130,24 @@ async def _wait(visitor: AdminClient, progress: DrainProgress, patience: Seconds
 
 @dataclass
 class DrainProgress:
-    """What is known of nodes that drain. Pure."""
+    """The state of nodes that drain. Pure."""
 
     waiting: dict[NodeId, int]
-    """Their lives; emptied as they are done."""
+    """Epochs of nodes that are not done."""
     stay: bool
     asked: NodeId | None = None
-    """Whose view was seen last."""
+    """The node whose view was seen last."""
     _said: dict[NodeId, str] = field(default_factory=dict)
 
     @property
     def asked_is_going(self) -> bool:
-        """The node whose view was seen last is one of them: it may be gone when it does not
+        """True if that node is one of those that drain, so it may be gone when it does not
         answer."""
         return not self.stay and self.asked in self.waiting
 
     def look(self, status: ClusterStatus | None) -> list[tuple[NodeId, str]]:
-        """What is new of whom. None: the node that was asked has gone, and nobody else could be."""
+        """Returns the news in a status. `status` None: the node that was asked is gone, and no
+        other answered."""
         if status is None:
             gone = [(node, "gone, as far as can be seen") for node in self.waiting]
             self.waiting.clear()

@@ -65,7 +65,7 @@ FLAGS: Final = {
     "--log-requests": "use --log-level debug",
     "--disable-log-requests": "requests are not logged, leave it out",
 }
-"""Flag to a remedy that can follow "is unknown: "."""
+"""Flag to a remedy, which follows "is unknown: "."""
 
 COMMANDS: Final = {
     "run": "serve",
@@ -82,4 +82,4 @@ COMMANDS: Final = {
     "collect-env": "doctor",
     "help": "--help",
 }
-"""Sub-command to ours."""
+"""Sub-command to pdserve's."""

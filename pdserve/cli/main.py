@@ -38,7 +38,7 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Runs one command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)
@@ -73,12 +73,12 @@ def _status_of(error: PdserveError) -> int:
 
 
 def _silence() -> None:
-    """Nothing more can be written to standard output, not even at interpreter exit."""
+    """Prevents all further writes to standard output, also at interpreter exit: it is closed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _command(arguments: list[str]) -> Callable[[list[str]], int]:
-    """Take the sub-command's name off `arguments` and import what runs it."""
+    """Removes the sub-command's name from `arguments` and imports its code."""
     name = "serve"
     if arguments and not arguments[0].startswith("-"):
         name = arguments[0]

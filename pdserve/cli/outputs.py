@@ -15,14 +15,14 @@ __all__ = ["check_writable", "columns", "printable", "write"]
 
 
 def check_writable(paths: Iterable[Path]) -> None:
-    """Before the work, not after it. Errors: `ConfigError`."""
+    """Checks, before the work begins, that the files can be written. Errors: `ConfigError`."""
     for path in paths:
         if not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
 
 
 def write(path: Path, text: str) -> None:
-    """Errors: `ConfigError`."""
+    """Writes a file. Errors: `ConfigError`."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -31,7 +31,7 @@ def write(path: Path, text: str) -> None:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each row, as wide as it needs be: names to the left, numbers to the right."""
+    """One line per row, with aligned columns: names to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -43,5 +43,5 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters: a model's words must not steer the terminal."""
+    """`text` without control characters, because a model's output must not control the terminal."""
     return "".join(one for one in text if one in "\n\t" or unicodedata.category(one) != "Cc")

@@ -67,7 +67,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def add_options(parser: Parser, only: Collection[str] = BY_NAME) -> None:
-    """The options of the table, by group, with default and variable; or those named in `only`."""
+    """Adds the options of the table, by group, with default and variable; or only those named in
+    `only`."""
     defaults = resolve({}, {"PDSERVE_CONFIG": "none"})
     for group, title in GROUPS.items():
         members = [one for one in OPTIONS if one.group == group and one.name in only]
@@ -95,7 +96,7 @@ def _add(section: argparse._ArgumentGroup, option: Option, defaults: Config) -> 
 
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
-    """The flags that were written, as text, by option name."""
+    """The given flags as text, by option name."""
     found = {}
     for attribute, value in vars(arguments).items():
         name = attribute.replace("_", "-")

@@ -35,7 +35,8 @@ def make_parser() -> Parser:
 
 
 def read_flags(arguments: list[str]) -> dict[str, str]:
-    """Option names and texts. `serve` itself may come first, and takes a model as an argument.
+    """Returns option names and texts. `serve` itself may come first, and accepts a model as an
+    argument.
 
     Errors: `ConfigError`.
     """
@@ -55,7 +56,7 @@ def read_flags(arguments: list[str]) -> dict[str, str]:
 
 
 def run(arguments: list[str]) -> int:
-    """Serve until told to stop."""
+    """Serves until it is stopped."""
     config = resolve(read_flags(arguments))
     from pdserve.launch.process import serve
 

@@ -30,12 +30,12 @@ OPTIONS: Final = (
     *("join", "cluster", "cluster-key-file", "tls-cert", "tls-key", "tls-ca"),
     *("config", "log-level"),
 )
-"""Those of serving that say how to reach a cluster."""
+"""The serving options that say how to reach a cluster."""
 _HTTP_TIMEOUT: Final[Seconds] = 5.0
 
 
 def run(arguments: list[str]) -> int:
-    """Print the status; the exit status says whether there was one."""
+    """Prints the status; the exit status is 0 if there was one."""
     parser = Parser(
         "pdserve status",
         "Show a cluster as one of its nodes sees it: members, models, load, what is degraded.\n"
@@ -69,7 +69,7 @@ async def _ask(config: ClusterConfig) -> ClusterStatus:
 
 
 def health_of(url: str) -> dict[str, Any]:
-    """The server's `/health`. Errors: `ConfigError` for what is no URL, `Unavailable`."""
+    """The server's `/health`. Errors: `ConfigError` for an invalid URL, `Unavailable`."""
     try:
         health = json.loads(fetch(url, "/health"))
         return {"status": health["status"], **health}

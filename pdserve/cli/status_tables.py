@@ -56,7 +56,7 @@ def as_json(value: Any) -> Any:
 
 
 def age(seconds: Seconds) -> str:
-    """About how long: `9s`, `3m12s`, `2h05m`, `4d03h`."""
+    """An approximate duration: `9s`, `3m12s`, `2h05m`, `4d03h`."""
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -153,7 +153,7 @@ def _workers(status: ClusterStatus) -> _Rows:
 
 
 def _handoffs(status: ClusterStatus) -> _Rows:
-    """Workers that share the work on a prompt."""
+    """Handoff statistics of workers."""
     rows: _Rows = [("WORKER", "MODE", "BY", "REMOTE", "LOCAL", "UNDER WAY", "ENDED", "WHY")]
     for member in status.members:
         numbers = None if member.report is None else member.report.handoffs
@@ -176,13 +176,13 @@ def _handoffs(status: ClusterStatus) -> _Rows:
 
 
 def _counts(numbers: dict[str, int]) -> str:
-    """The largest first."""
+    """Counts, the largest first."""
     ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {word}" for word, count in ordered if count)
 
 
 def _paths(status: ClusterStatus, before: ClusterStatus | None) -> _Rows:
-    """By what KV moves, and how much has moved."""
+    """The transfer paths: backend and bytes moved."""
     rows: _Rows = [
         (
             *("KV BETWEEN", "AND", "BY", "SENT", "RECEIVED"),
@@ -204,7 +204,7 @@ def _paths(status: ClusterStatus, before: ClusterStatus | None) -> _Rows:
 def _path_rate(
     status: ClusterStatus, before: ClusterStatus, member: MemberStatus, path: PathState
 ) -> str:
-    """Bytes per second both ways since `before`, on the same path."""
+    """Bytes per second in both directions since `before`, on the same path."""
     elapsed = status.now - before.now
     for old in before.members:
         if (old.node, old.epoch) != (member.node, member.epoch) or old.report is None:
@@ -270,7 +270,7 @@ def _frontends(status: ClusterStatus) -> _Rows:
 
 
 def _degradations(status: ClusterStatus) -> Iterator[tuple[str, str]]:
-    """Nodes of one process share their reasons, which are then listed once."""
+    """Degradations. Nodes of one process share theirs, which are listed once."""
     seen: set[tuple[str, int, str]] = set()
     for member in status.members:
         told = member.report.degraded if member.report is not None else {}
@@ -295,7 +295,7 @@ def _silent(status: ClusterStatus) -> Iterator[tuple[str, str]]:
 
 
 def _table(rows: _Rows) -> str:
-    """Columns as wide as they need be; empty if there is a heading only."""
+    """A table with aligned columns; empty if it has only a heading."""
     if len(rows) == 1:
         return ""
     shown = [[_clean(cell) for cell in row] for row in rows]

@@ -36,13 +36,14 @@ __all__ = ["Viewport", "frame", "run"]
 
 _INTERVAL: Final[Seconds] = 1.0
 _ENTER: Final = "\x1b[?1049h\x1b[?25l"
-"""The terminal's other page, so that what was on it comes back; no cursor."""
+"""Switches to the terminal's alternate screen, so that its content comes back later, and hides the
+cursor."""
 _LEAVE: Final = "\x1b[?25h\x1b[?1049l"
 _HINT: Final = "q quits; arrows, PageUp, PageDown, g, G scroll"
 _SERVER: Final = "http://127.0.0.1:8000"
-"""Where a plain `pdserve` of this machine listens."""
+"""Default address of `pdserve` on this machine."""
 _WINDOW: Final = 10
-"""Looks over which a server's rates are taken."""
+"""Number of scrapes over which a server's rates are computed."""
 _KEYS: Final = {
     **dict.fromkeys(("k", "\x1b[A", "\x1bOA"), (-1, 0)),
     **dict.fromkeys(("j", "\x1b[B", "\x1bOB", "\r", "\n"), (1, 0)),
@@ -53,13 +54,13 @@ _KEYS: Final = {
     "g": (-(10**6), -(10**6)),
     "G": (10**6, 0),
 }
-"""(lines, columns) by which a key scrolls."""
+"""(lines, columns) by which each key scrolls."""
 _KEY: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO.|.", re.DOTALL)
-"""One key: a terminal's sequence for it, or a character."""
+"""One key: a terminal's escape sequence, or a character."""
 
 
 def run(arguments: list[str]) -> int:
-    """Draw until told to stop."""
+    """Redraws until it is stopped."""
     parser = Parser(
         "pdserve top",
         "Watch a cluster, or one server by --url, in the terminal; q or Ctrl-C ends. Without\n"
@@ -77,7 +78,7 @@ def run(arguments: list[str]) -> int:
 
 
 async def _watch(config: ClusterConfig) -> None:
-    """The cluster, or what serves alone on this machine where no cluster was named."""
+    """Watches the cluster, or this machine's server if no cluster was named."""
     try:
         await _Top(_Cluster(config)).run()
     except DialFailed:
@@ -99,13 +100,13 @@ async def _answers(server: _Server) -> bool:
 
 @dataclass(slots=True)
 class Viewport:
-    """Which part of the text is seen: its first line and column."""
+    """The visible part of the text: its first line and column."""
 
     line: int = 0
     column: int = 0
 
     def press(self, key: str) -> bool:
-        """Scroll; False for a key that does not."""
+        """Scrolls; returns False for any other key."""
         if key not in _KEYS:
             return False
         lines, columns = _KEYS[key]
@@ -114,14 +115,14 @@ class Viewport:
 
 
 def keys_of(typed: str) -> list[str]:
-    """The keys in what one read brought: a key that is held down brings several."""
+    """The keys in one read: a key that is held down brings several."""
     return _KEY.findall(typed)
 
 
 def frame(text: str, size: tuple[int, int], view: Viewport | None = None) -> str:
-    """`text` as it is drawn over the last frame of a terminal of `size` (columns, lines).
+    """`text` as drawn over the last frame of a terminal of `size` (columns, lines).
 
-    Args: `view` is moved back into the text where it has left it.
+    Args: `view` is moved back if it has left the text.
     """
     columns, lines = size
     view = view or Viewport()
@@ -138,14 +139,14 @@ def frame(text: str, size: tuple[int, int], view: Viewport | None = None) -> str
 
 
 class _Source(Protocol):
-    """What is looked at."""
+    """What is watched."""
 
     async def look(self) -> str:
-        """The text of now. Errors: `PdserveError`."""
+        """The current text. Errors: `PdserveError`."""
         ...
 
     async def close(self) -> None:
-        """Nothing is left."""
+        """Closes everything."""
         ...
 
 
@@ -167,7 +168,7 @@ class _Cluster:
 
 
 class _Server:
-    """One server, by its `/metrics` and `/health`."""
+    """One server, from its `/metrics` and `/health`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -190,7 +191,7 @@ class _Server:
 
 
 class _Top:
-    """One look, until it ends."""
+    """One run of the display."""
 
     def __init__(self, source: _Source) -> None:
         self._source = source
@@ -198,7 +199,8 @@ class _Top:
         self._text = ""
 
     async def run(self) -> None:
-        """Errors: those of the first question; later ones are shown, since nodes come back."""
+        """Runs the display. Errors: those of the first question; later ones are shown, because
+        nodes may come back."""
         self._over = asyncio.get_running_loop().create_future()
         try:
             self._text = await self._source.look()
@@ -230,7 +232,7 @@ class _Top:
 
     @contextlib.contextmanager
     def _keys(self) -> Iterator[None]:
-        """Keys act without Enter."""
+        """Makes keys take effect without Enter."""
         if not sys.stdin.isatty():
             yield
             return

@@ -10,7 +10,7 @@ from pdserve.launch import exit_codes
 
 
 def run(arguments: list[str]) -> int:
-    """Print it."""
+    """Prints the version."""
     Parser("pdserve version", "Print the version.").parse(arguments)
     print(f"pdserve {__version__} (Python {platform.python_version()}; {accel.describe()})")
     return exit_codes.OK

@@ -22,11 +22,11 @@ _log = logging.getLogger(__name__)
 
 _REDRAW_EVERY: Seconds = 0.1
 _REPEAT_EVERY: Seconds = 10.0
-"""Between two log lines of one stage: a collector needs signs of life, not a film."""
+"""Seconds between two log lines of one stage."""
 _BAR = 24
 _CLEAR = "\r\x1b[K"
 _ATOMIC = 4096
-"""Bytes that a pipe which can be written at all takes without waiting (PIPE_BUF)."""
+"""Bytes that a writable pipe takes without blocking (PIPE_BUF)."""
 
 
 class Console(io.TextIOBase):
@@ -64,11 +64,11 @@ class Console(io.TextIOBase):
         return len(text)
 
     def write_line(self, line: str) -> None:
-        """Write a whole line of somebody else's, such as a child process's log."""
+        """Writes a complete line of another source, such as a child process's log."""
         self.write(f"{line}\n")
 
     def progress(self, stage: str, fraction: float | None) -> None:
-        """Show that `stage` is under way, `fraction` (0 to 1) of it done if that is known."""
+        """Shows the current stage; `fraction` (0 to 1) is its progress, if known."""
         now = self._clock.now()
         fresh = stage != self._stage
         pause = _REDRAW_EVERY if self._terminal else _REPEAT_EVERY
@@ -82,13 +82,13 @@ class Console(io.TextIOBase):
             _log.info("%s%s", stage, "" if fraction is None else f" ({fraction:.0%})")
 
     def finish(self) -> None:
-        """No progress any more: the line goes away."""
+        """Removes the progress line."""
         if self._line:
             self._put(_CLEAR)
         self._line = self._stage = ""
 
     def _put(self, text: str) -> bool:
-        """Write without waiting; False if not all of it went out."""
+        """Writes without blocking; returns False if part of it was dropped."""
         try:
             if self._fd is None:
                 self._stream.write(text)
@@ -105,7 +105,7 @@ class Console(io.TextIOBase):
 
 
 def progress_line(stage: str, fraction: float | None) -> str:
-    """One line that fits a narrow terminal."""
+    """A progress line that fits a narrow terminal."""
     stage = stage if len(stage) <= 44 else f"{stage[:43]}…"
     if fraction is None:
         return f"  {stage} …"

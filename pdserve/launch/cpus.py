@@ -24,17 +24,17 @@ class CpuLimits:
     """CPU limits of this process; None for a limit that does not exist."""
 
     logical: int
-    """CPUs of the affinity mask, hardware threads counted singly."""
+    """Logical CPUs of the affinity mask."""
     cores: int
-    """Distinct physical cores among them: sharing one seldom helps arithmetic."""
+    """Distinct physical cores among them: two threads on one core seldom speed up arithmetic."""
     quota: float | None = None
-    """CPUs' worth of time a control group grants."""
+    """CPUs that a control group's quota allows."""
     slurm: int | None = None
     """SLURM_CPUS_PER_TASK."""
 
     @property
     def threads(self) -> int:
-        """Compute threads worth starting, at least 1."""
+        """Number of compute threads to start, at least 1."""
         bounds = [self.cores]
         if self.quota is not None:
             bounds.append(math.floor(self.quota))
@@ -44,7 +44,7 @@ class CpuLimits:
 
     @property
     def reason(self) -> str:
-        """Which bound decided, in words."""
+        """The limit that decided, in words."""
         if self.slurm is not None and self.slurm == self.threads < self.cores:
             return "SLURM_CPUS_PER_TASK"
         if self.quota is not None and self.threads < self.cores:
@@ -57,7 +57,7 @@ class CpuLimits:
 def read_cpu_limits(
     environ: Mapping[str, str] = os.environ, root: Path = Path("/"), pid: int = 0
 ) -> CpuLimits:
-    """Look at this machine. `root` stands in for `/` in tests; `pid` 0 is this process."""
+    """Reads this machine's limits. `root` replaces `/` in tests; `pid` 0 is this process."""
     cpus = _affinity(pid)
     return CpuLimits(
         logical=len(cpus),
@@ -74,7 +74,7 @@ def _affinity(pid: int) -> set[int]:
 
 
 def _physical_cores(cpus: set[int], root: Path) -> int:
-    """CPUs that are siblings of one core count once; unknown topology counts each."""
+    """Number of physical cores; each CPU counts if the topology is unknown."""
     topology = root / "sys/devices/system/cpu"
     cores = {read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
     return len(cores)
@@ -86,7 +86,7 @@ def _slurm(environ: Mapping[str, str]) -> int | None:
 
 
 def _cgroup_quota(root: Path) -> float | None:
-    """The least quota from this process's group up to the root, of either version."""
+    """The smallest quota from this process's group up to the root, for cgroup v1 or v2."""
     quotas = [_quota(group) for group in groups("cpu", root)]
     return min((quota for quota in quotas if quota is not None), default=None)
 

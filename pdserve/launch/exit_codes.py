@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 OK = 0
-"""Done, or served and shut down in order."""
+"""Success, or an orderly shut-down."""
 FAILED = 1
-"""Something broke that nobody foresaw; the log says what."""
+"""An unforeseen failure; the log has the details."""
 USAGE = 2
-"""A flag, variable, file or model is wrong: the message names cause and remedy."""
+"""A wrong flag, variable, file or model; the message names cause and remedy."""
 CANNOT_LISTEN = 3
-"""The address is in use or not ours."""
+"""The address is in use or not available."""
 ENGINE_FAILED = 4
-"""The engine could not start, or died too often to be started again."""
+"""The engine could not start, or died too often to be restarted."""
 CANNOT_JOIN = 5
-"""The cluster will not have this node: another key or cluster, or its name is taken."""
+"""The cluster refused this node: another key or cluster, or a name in use."""
 INTERRUPTED = 130
 """Ended at once by a second Ctrl-C or SIGTERM."""

@@ -22,7 +22,7 @@ __all__ = ["main", "read_config"]
 
 
 def read_config(line: bytes) -> Config:
-    """The configuration that `frontend_processes` sent. Errors: `ConfigError`."""
+    """The configuration that the parent process sent. Errors: `ConfigError`."""
     told = json.loads(line)
     config = resolve(told["flags"])
     frontend = dataclasses.replace(config.frontend, reuse_port=True, group=told["group"])
@@ -30,7 +30,7 @@ def read_config(line: bytes) -> Config:
 
 
 def main() -> int:
-    """Serve until told to stop, or until the process that started this one is gone."""
+    """Serves until a signal, or until the parent process is gone."""
     line = sys.stdin.buffer.readline()
     if not line:
         return exit_codes.FAILED

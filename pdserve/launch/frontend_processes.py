@@ -43,7 +43,7 @@ _OWN: Final = (
     *("role", "config", "frontends", "port", "metrics-port", "metrics-host"),
     *("node-name", "listen", "advertise", "join"),
 )
-"""Options that siblings do not take as they are."""
+"""Options that the other processes get with different values, or not at all."""
 
 
 def with_shared_port(config: Config) -> Config:
@@ -65,7 +65,8 @@ def is_child_frontend(config: Config) -> bool:
 
 
 def child_frontend_flags(config: Config, port: int, seed: str, number: int) -> dict[str, str]:
-    """Option names and texts for sibling `number`: ours, but for what only one process can have.
+    """Flags for frontend process `number`: those of this process, except what only one process can
+    have.
 
     Args: `port` is the shared one, `seed` a node of this process.
     """
@@ -226,7 +227,8 @@ def _describe(status: int) -> str:
 
 
 def _environ(ours: Mapping[str, str]) -> dict[str, str]:
-    """What was set by variables has become flags. The child imports exactly what we would."""
+    """The environment for the child. Settings are passed as flags instead, and the import path is
+    this process's."""
     kept = {
         name: value
         for name, value in ours.items()

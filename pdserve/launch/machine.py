@@ -55,11 +55,11 @@ class MachineFact:
     name: str
     value: str
     state: FactState = "ok"
-    """`absent` things are optional; a `problem` keeps pdserve from serving well, or at all."""
+    """`absent` facts are optional; a `problem` makes serving bad or impossible."""
 
 
 def read_facts() -> list[MachineFact]:
-    """Everything, in the order of the report. Takes seconds where torch is installed."""
+    """All facts, in the report's order. Takes seconds where torch is installed."""
     readers: tuple[Callable[[], Iterator[MachineFact]], ...] = (
         *(_software, _cpu, _memory, _shared_memory, _limits),
         *(_gpu, _cuda_ipc, _rdma, _compiler, _engines, _plan),
@@ -177,7 +177,7 @@ def _gpu() -> Iterator[MachineFact]:
 
 
 def _ask_torch() -> dict[str, list[list[str | int]]] | str:
-    """What torch sees, or why it could not say."""
+    """What torch reports, or why it could not."""
     command = [sys.executable, "-c", _TORCH_PROBE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT)
@@ -191,7 +191,7 @@ def _ask_torch() -> dict[str, list[list[str | int]]] | str:
 
 
 def _cuda_ipc() -> Iterator[MachineFact]:
-    """Whether KV can be copied from GPU to GPU of this host; asked in a process of its own."""
+    """Whether KV can be copied between GPUs of this host; tested in a child process."""
     command = [sys.executable, "-c", _CUDA_PROBE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT)
@@ -242,7 +242,7 @@ def _engines() -> Iterator[MachineFact]:
 
 
 def _plan() -> Iterator[MachineFact]:
-    """What serving would use, were it started now without a flag."""
+    """The settings that serving without flags would use now."""
     limits = read_cpu_limits()
     yield MachineFact("pdserve will use", "compute threads", f"{limits.threads} ({limits.reason})")
     bound = available()
@@ -264,7 +264,7 @@ def _plan() -> Iterator[MachineFact]:
 
 
 def _table(path: str) -> dict[str, str]:
-    """`name: value` lines; the first of a name counts."""
+    """Reads `name: value` lines; the first line of a name counts."""
     found: dict[str, str] = {}
     for line in (_read(path) or "").splitlines():
         name, _, value = line.partition(":")
@@ -280,7 +280,7 @@ def _read(path: str | Path) -> str | None:
 
 
 def _kib(text: str) -> str:
-    """`1024 kB`, as the kernel writes it, for people."""
+    """Formats `1024 kB`, the kernel's form, for display."""
     return approximate_size(int(text.split()[0]) * 1024)
 
 

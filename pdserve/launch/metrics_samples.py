@@ -30,7 +30,7 @@ def sample_node(
     router: RouterSample | None = None,
     rerouted: int | None = None,
 ) -> NodeSample:
-    """One node, now; what belongs to a role comes as arguments."""
+    """Samples of one node; the arguments after `topics` are the values of its role."""
     members = list(node.registry)
     return NodeSample(
         role=node.config.role,

@@ -1,8 +1,8 @@
 """Runs one pdserve process: starts its roles in order and stops them in order.
 
-The order: listen (a taken port is found before a model loads, and `/health` can report loading),
-join, load, announce, serve, drain, leave, close. One signal drains, a second ends the process at
-once. The roles make the decisions; this file only orders them.
+The order: listen (so that a port in use is found before a model loads, and `/health` can report
+loading), join, load, announce, serve, drain, leave, close. The first signal drains, the second ends
+the process at once. The roles make the decisions; this file only orders them.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _log = logging.getLogger(__name__)
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO: Seconds = 0.3
-"""A signal this soon after the first is the same wish: `timeout` and shells that forward a signal
-deliver it twice, to the process and to its group."""
+"""A signal this many seconds after the first one is a repetition: `timeout`, and shells that
+forward signals, deliver it twice, to the process and to its group."""
 _CONSEQUENCES: Seconds = 3.0
-"""Time after one engine's failure in which others can report theirs."""
+"""Seconds after one engine's failure in which others can report theirs."""
 _SIBLING = (
     "this is one of several frontend processes that share a port, and would be started again: "
     "drain the first of them, which is in charge of all"
@@ -66,7 +66,7 @@ _SIBLING = (
 
 
 def serve(config: Config) -> int:
-    """Serve until a signal; return the exit status."""
+    """Serves until a signal; returns the exit status."""
     _report_crashes()
     # A service manager may start us without a standard error.
     screen = Console(sys.stderr or io.StringIO(), SystemClock())
@@ -87,8 +87,8 @@ def serve(config: Config) -> int:
 
 
 def _report_crashes() -> None:
-    """A crash in native code, ours or a library's, leaves the stacks of all threads on standard
-    error: without them a process ends without a word."""
+    """Enables stack traces of all threads on standard error if native code crashes; otherwise the
+    process would end without a message."""
     if sys.stderr is not None and not faulthandler.is_enabled():
         with suppress(OSError, ValueError):  # it is no file
             faulthandler.enable()
@@ -104,7 +104,7 @@ def _status_of(error: PdserveError) -> int:
 
 
 def _refuse_idle_tls(config: Config) -> None:
-    """Certificates say that encryption is expected, and here would be none: a `ConfigError`."""
+    """Raises `ConfigError` if certificates are given and nothing would be encrypted with them."""
     cluster = config.cluster
     files = {"cert": cluster.tls_cert, "key": cluster.tls_key, "ca": cluster.tls_ca}
     given = [name for name, path in files.items() if path is not None]
@@ -117,8 +117,8 @@ def _refuse_idle_tls(config: Config) -> None:
 
 
 async def _load_all(workers: Sequence[WorkerRole]) -> None:
-    """All engines, side by side. If several fail, the cause is raised and not its consequence:
-    those that share a process end together, in no order."""
+    """Loads all engines at the same time. If several fail, raises the cause and not its
+    consequence: engines that share a process end together, in any order."""
     loads = [asyncio.ensure_future(worker.load()) for worker in workers]
     try:
         if loads:
@@ -137,13 +137,13 @@ def _failures(tasks: Sequence[asyncio.Future[None]]) -> list[BaseException]:
 
 
 def _first_cause(errors: Sequence[BaseException]) -> BaseException:
-    """Of failures side by side: what an engine says itself counts more than what was seen of its
-    end, which may be the consequence of another's."""
+    """The first cause among simultaneous failures: an engine's own error counts more than its
+    unexpected end, which may be the consequence of another engine's failure."""
     return min(errors, key=lambda error: isinstance(error, EngineDied))
 
 
 class ServerProcess:
-    """One process and its roles. `run` once, on the loop that it is made for."""
+    """One process and its roles. Call `run` once, on the loop that it was created for."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class ServerProcess:
         degradations: Degradations,
         said: dict[str, object],
     ) -> None:
-        """`said`: fields that every log line of this process has."""
+        """`said`: fields of every log line of this process."""
         _refuse_idle_tls(config)
         config = with_shared_port(config)
         self._config = config
@@ -176,7 +176,8 @@ class ServerProcess:
             config, self._membership, screen, metrics, degradations, self._drain
         )
         self._unheard: list[Callable[[], None]] = []
-        """Each ends what the log tells of members: who leaves does not judge who leaves too."""
+        """Callbacks that stop logging membership: a node that leaves cannot judge why others
+        leave."""
         self._frontend: FrontendRole | None = None
         self._workers: list[WorkerRole] = []
         self._tasks = Tasks("process")
@@ -187,9 +188,9 @@ class ServerProcess:
         metrics.build_info.labels(__version__, role).value = 1
 
     async def run(self) -> int:
-        """Run from listening to closed; return the exit status.
+        """Runs from listening to closed; returns the exit status.
 
-        Errors: `ConfigError`, `EngineDied`, `HandshakeRefused` when it cannot start.
+        Errors: `ConfigError`, `EngineDied`, `HandshakeRefused` if it cannot start.
         """
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._install_signals()
@@ -216,7 +217,7 @@ class ServerProcess:
     # ------------------------------------------------------------------ beginning
 
     def _make_parts(self) -> None:
-        """A router first, as the seed of the others in this process."""
+        """Creates the roles, with a router first, as the seed of the others in this process."""
         role = self._config.process.role
         roles = ("router", "worker", "frontend") if self._all_in_one else (role,)
         for name in roles:
@@ -244,7 +245,7 @@ class ServerProcess:
         return node
 
     def _make_part(self, role: str, node: Node) -> Role:
-        """Imports what this role needs: what the others need costs time and memory."""
+        """Creates one role; imports only what this role needs, to save time and memory."""
         if role == "router":
             from pdserve.launch.roles.router import RouterRole
 
@@ -261,7 +262,7 @@ class ServerProcess:
         return self._frontend
 
     def _make_pair(self) -> None:
-        """One worker for prompts and one for the rest; the latter answers for both."""
+        """Creates a prefill worker and a decode worker; the latter reports for both."""
         from pdserve.launch.roles.all_in_one import worker_pair
         from pdserve.launch.roles.worker import WorkerRole
 
@@ -275,11 +276,11 @@ class ServerProcess:
 
     @property
     def _worker(self) -> WorkerRole | None:
-        """The one that takes requests, if there is one in this process."""
+        """The worker that takes requests, if this process has one."""
         return self._workers[-1] if self._workers else None
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` unless a signal comes first."""
+        """Runs `work` unless a signal comes first."""
         starting = asyncio.get_running_loop().create_task(work, name="start")
         try:
             either: set[asyncio.Future[Any]] = {starting, self._exit}
@@ -292,8 +293,8 @@ class ServerProcess:
             self._screen.finish()
 
     async def _start(self) -> None:
-        """Join, load, announce. A model that cannot turn text into tokens is not ready, whatever
-        the engine says."""
+        """Joins, loads and announces. A model whose tokenizer or template fails is not ready,
+        whatever the engine reports."""
         if self._frontend is not None and self._frontend.service.listening:
             log_listening(self._config, self._frontend.service.port)
         for part in self._parts:
@@ -331,12 +332,12 @@ class ServerProcess:
     # ------------------------------------------------------------------ end
 
     def _on_given_up(self) -> None:
-        """Without that engine there is nothing to serve with."""
+        """Ends the process: it cannot serve without that engine."""
         if not self._exit.done():
             self._exit.set_result(exit_codes.ENGINE_FAILED)
 
     def _on_siblings_failed(self, error: BaseException) -> None:
-        """A service manager that sees this process end starts all of them afresh."""
+        """Ends the process, so that a service manager restarts all frontend processes."""
         if not self._exit.done():
             self._exit.set_result(exit_codes.FAILED)
 
@@ -368,7 +369,8 @@ class ServerProcess:
             self._exit.set_result(exit_codes.OK)
 
     def _on_hangup(self) -> None:
-        """The terminal is gone, or, where there is none, the key files are to be read again."""
+        """Handles SIGHUP: the terminal is gone or, without a terminal, the key files are to be read
+        again."""
         if sys.stdin is not None and sys.stdin.isatty():
             self._on_stop_signal(signal.SIGHUP)
             return
@@ -399,7 +401,7 @@ class ServerProcess:
         return keys is not None and keys.reload()
 
     async def _close(self, drain_timeout: float) -> None:
-        """Gate, drain, close; a frontend first, since it owns the requests."""
+        """Drains and closes every role; a frontend first, since it owns the requests."""
         await self._tasks.close()
         await self._drain.finish(drain_timeout)
         for end in self._unheard:
@@ -418,14 +420,15 @@ class ServerProcess:
 
 
 def _ignore_signals() -> None:
-    """All is closed and the exit status decided: an echo of the signal must not change it."""
+    """Ignores further signals: all is closed, and a repeated signal must not change the exit
+    status."""
     for number in (*_STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _on_signal(number: signal.Signals, callback: Callable[[], None]) -> None:
-    """Call `callback` on the running loop. Not by the loop's own handlers: taking one of those off
-    restores the deadly default for a moment, in which an echo of the signal would kill us."""
+    """Calls `callback` on the running loop. Does not use the loop's own handlers: removing one
+    restores the default, which kills, for a moment in which a repeated signal may arrive."""
     loop = asyncio.get_running_loop()
     signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback))
 
@@ -441,7 +444,7 @@ def _loop_factory(degradations: Degradations) -> Callable[[], asyncio.AbstractEv
 
 
 def _note_degradations(degradations: Degradations) -> None:
-    """Record the degradations known before start-up."""
+    """Records the degradations known before start-up."""
     if not accel.NATIVE:
         degradations.add("pure_twins", f"hot loops run in pure Python: {accel.REASON}")
     if not hasattr(os, "memfd_create"):
@@ -449,7 +452,8 @@ def _note_degradations(degradations: Degradations) -> None:
 
 
 def _raise_file_limit(connections: int) -> None:
-    """Each connection is an open file; the soft limit is often far below the hard one."""
+    """Raises the soft limit of open files, which is often far below the hard one; each connection
+    is a file."""
     wanted = connections + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 def ready_line(
     config: FrontendConfig, port: int, card: ModelCard, capabilities: EngineCapabilities
 ) -> str:
-    """One line: what is served, on what, within which limits, and how to try it."""
+    """One line: the model, the address, the limits, and a command to try it."""
     return f"{loaded_line(card, capabilities)}; try: {curl(config, port, card)}"
 
 
 def loaded_line(card: ModelCard, capabilities: EngineCapabilities) -> str:
-    """The same without how to try it, for a worker, which answers no client."""
+    """The same without the command, for a worker, which answers no clients."""
     place = ", ".join(x for x in (capabilities.device, capabilities.dtype) if x != "none")
     engine = f"{capabilities.engine} ({place})" if place else capabilities.engine
     limits = f"{card.max_model_len} tokens per sequence"
@@ -32,14 +32,14 @@ def loaded_line(card: ModelCard, capabilities: EngineCapabilities) -> str:
 
 
 def served_line(config: FrontendConfig, port: int, card: ModelCard) -> str:
-    """The same of a frontend, which knows a worker's engine by its card only."""
+    """The same for a frontend, which knows a worker's engine only from its card."""
     engine = ", ".join(x for x in (card.engine, card.dtype) if x not in ("", "none"))
     limits = f"{card.max_model_len} tokens per sequence"
     return f"ready: {card.name} on {engine}, {limits}; try: {curl(config, port, card)}"
 
 
 def curl(config: FrontendConfig, port: int, card: ModelCard) -> str:
-    """A request that works as it stands, but for the key."""
+    """A curl command that works as it is, except for the API key."""
     url = f"http://{_reachable(config.host)}:{port}"
     key = "" if config.api_keys_file is None else " -H 'Authorization: Bearer YOUR_API_KEY'"
     body: dict[str, object] = {"model": card.name, "stream": True}
@@ -54,7 +54,7 @@ def curl(config: FrontendConfig, port: int, card: ModelCard) -> str:
 
 
 def _reachable(host: str) -> str:
-    """`host` as it can be dialled from here: wildcards are no addresses."""
+    """`host` as it can be dialled from this machine: a wildcard is not an address."""
     if host in ("", "0.0.0.0"):
         return "127.0.0.1"
     if host == "::":

@@ -17,8 +17,8 @@ __all__ = ["arrival_times", "parse_burstiness"]
 
 
 def parse_burstiness(text: str) -> float:
-    """Of the gamma distribution between arrivals: 1 for `poisson`, 0 for `even`, or as
-    `gamma:SHAPE` says; below 1 is burstier than Poisson. Errors: `ConfigError`."""
+    """Reads the shape of the gamma distribution of gaps: 1 for `poisson`, 0 for `even`, or the
+    number in `gamma:SHAPE`; below 1 is burstier than Poisson. Errors: `ConfigError`."""
     if text in ("poisson", "even"):
         return 1.0 if text == "poisson" else 0.0
     kind, _, number = text.partition(":")
@@ -32,8 +32,8 @@ def parse_burstiness(text: str) -> float:
 
 
 def arrival_times(rate: float, shape: float, seed: int) -> Iterator[Seconds]:
-    """Moments since the begin, without end. Args: `rate` is per second, `shape` of
-    `parse_burstiness`."""
+    """Yields arrival times in seconds since the start, without end. Args: `rate` is per second,
+    `shape` as returned by `parse_burstiness`."""
     if not shape:
         yield from (number / rate for number in itertools.count())
     random, at = Random(f"arrivals {seed}"), 0.0

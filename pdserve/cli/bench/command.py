@@ -1,4 +1,4 @@
-"""Runs `pdserve bench`: flags to a run, and its results to a table, JSON and a plot."""
+"""Runs `pdserve bench`: turns flags into a run, and its results into a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _DEFAULT_REQUESTS: Final = 100
 _INPUT_TOKENS: Final = "512"
 _OUTPUT_TOKENS: Final = "128"
 _SEEDS: Final = 1 << 31
-"""Seeds are drawn below this: short enough to be typed again."""
+"""Seeds are drawn below this: short enough to type again."""
 
 
 class BenchError(PdserveError):
-    """Nothing can be measured."""
+    """The server cannot be measured."""
 
 
 def run(arguments: list[str]) -> int:
-    """Load the server, print a table, write what was asked for."""
+    """Sends the load, prints a table, and writes the requested files."""
     parsed = _parser().parse(arguments)
     if parsed.compare:
         print(_compared(*map(Path, parsed.compare)))
@@ -198,7 +198,7 @@ class _Plan:
     load: LoadConfig
     asks: Iterator[SampleRequest]
     total: int
-    """Requests to be sent; 0: not known."""
+    """Number of requests to send; 0: unknown."""
     warm: list[SampleRequest]
     slo: BenchSlo | None
     timeout: Seconds
@@ -206,7 +206,7 @@ class _Plan:
 
 
 def _plan(parsed: argparse.Namespace) -> _Plan:
-    """All flags, read before anything is asked. Errors: `ConfigError`."""
+    """Reads all flags before anything is sent. Errors: `ConfigError`."""
     from pdserve.cli.bench.runner import LoadConfig, RequestTemplate
 
     _check_used(parsed)
@@ -239,7 +239,7 @@ def _plan(parsed: argparse.Namespace) -> _Plan:
 
 
 def _check_used(parsed: argparse.Namespace) -> None:
-    """Errors: `ConfigError` for a flag that what else was given leaves without effect."""
+    """Errors: `ConfigError` for a flag that has no effect together with the others."""
     source = "--trace" if parsed.trace else "--prompts" if parsed.prompts else ""
     own_pace = parsed.trace and not parsed.rate and not parsed.concurrency
     for flag, given, effective, why in (
@@ -257,7 +257,7 @@ def _check_used(parsed: argparse.Namespace) -> None:
 def _asks(
     parsed: argparse.Namespace, words: bool, vocabulary: int, *, endless: bool
 ) -> tuple[Iterator[SampleRequest], int]:
-    """What is asked, and how much of it, 0 for not known."""
+    """The requests to send, and their number, 0 if unknown."""
     most = _count("--requests", parsed.requests, 1) if parsed.requests else 0
     seed = _count("--seed", parsed.seed or "0")
     outputs = length_sampler("--output-tokens", parsed.output_tokens or _OUTPUT_TOKENS)
@@ -286,7 +286,7 @@ def _asks(
 
 
 def _check_prompts(asks: list[SampleRequest], *, chat: bool) -> None:
-    """Errors: `ConfigError` for what the endpoint does not take."""
+    """Errors: `ConfigError` for prompts that the endpoint does not accept."""
     for ask in asks:
         lists = isinstance(ask.prompt, list)
         messages = lists and isinstance(ask.prompt[0], dict)
@@ -318,12 +318,12 @@ def _traced(
 
 
 def _expects_uncached(parsed: argparse.Namespace) -> bool:
-    """True where no prompt shares anything with another one, so the cache should not help."""
+    """True if prompts share no prefixes, so that the cache should have no effect."""
     return not (parsed.trace or parsed.prompts or int(parsed.shared_prefix or 0))
 
 
 def _timed(parsed: argparse.Namespace, asks: Iterator[SampleRequest]) -> Iterator[SampleRequest]:
-    """The rate's moments instead of the workload's."""
+    """The requests, with arrival times from the rate instead of the workload's."""
     shape, rate = parse_burstiness(parsed.arrivals or "poisson"), _number("--rate", parsed.rate)
     moments = arrival_times(rate, shape, _count("--seed", parsed.seed or "0"))
     return (replace(ask, at=at) for at, ask in zip(moments, asks, strict=False))
@@ -399,7 +399,7 @@ async def _load(parsed: argparse.Namespace, plan: _Plan) -> tuple[BenchRun, dict
 
 
 async def _facts(client: Client, model: str | None) -> dict[str, Any]:
-    """Who is measured. Errors: `ClientError` if nobody is there."""
+    """Details of the server. Errors: `ClientError` if it cannot be reached."""
     from pdserve.client import ClientError
 
     served = [one.id for one in await client.models()]
@@ -416,7 +416,7 @@ async def _facts(client: Client, model: str | None) -> dict[str, Any]:
 
 
 class _Progress:
-    """One line on a terminal's standard error; nothing elsewhere."""
+    """One progress line on a terminal's standard error; nothing elsewhere."""
 
     def __init__(self, total: int, duration: Seconds | None) -> None:
         self._total = total
@@ -425,14 +425,14 @@ class _Progress:
         self._next = 0.0
 
     def show(self, run: BenchRun) -> None:
-        """How far it is; drawn now and then."""
+        """Redraws the line now and then."""
         if self._shown and (moment := time.monotonic()) >= self._next:
             self._next = moment + _DRAW_EVERY
             sys.stderr.write(f"\r{self.line(run)}\x1b[K")
             sys.stderr.flush()
 
     def line(self, run: BenchRun) -> str:
-        """Its words."""
+        """The text of the line."""
         whole = run.ended / self._total if self._total else 0.0
         if self._duration:
             whole = max(whole, run.now() / self._duration)
@@ -444,7 +444,7 @@ class _Progress:
         )
 
     def close(self) -> None:
-        """Take it away."""
+        """Removes the line."""
         if self._shown:
             sys.stderr.write("\r\x1b[K")
 

@@ -19,7 +19,7 @@ _WINDOWS: Final = 60
 
 
 def draw(records: Sequence[BenchRecord], path: Path, title: str) -> None:
-    """Write a PNG. Errors: `ConfigError` if it cannot be written."""
+    """Writes a PNG. Errors: `ConfigError` if the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -52,7 +52,7 @@ def _share(axes: Any, values: Iterable[Seconds], title: str) -> None:
 
 
 def _milliseconds(value: float, position: object = None) -> str:
-    """A tick of a logarithmic axis: 20, not 2 x 10^1; only 1, 2 and 5 of a decade have a number."""
+    """A label of a logarithmic axis: 20, not 2 x 10^1; only 1, 2 and 5 of a decade are labelled."""
     return f"{value:g}" if f"{value:e}"[0] in "125" else ""
 
 
@@ -72,7 +72,7 @@ def _load(axes: Any, records: Sequence[BenchRecord]) -> None:
 def timeline(records: Sequence[BenchRecord]) -> list[tuple[Seconds, float, float]]:
     """(time, output tokens per second, requests in flight), in equal windows.
 
-    A token counts in the window in which it came. Of an answer whose tokens were not timed all
+    A token counts in the window in which it arrived. In an answer without token times all tokens
     count at its end.
     """
     end = max((record.ended or record.sent for record in records), default=0.0)
@@ -89,7 +89,7 @@ def timeline(records: Sequence[BenchRecord]) -> list[tuple[Seconds, float, float
 
 
 def _arrived(record: BenchRecord, ended: Seconds) -> Iterator[tuple[Seconds, float]]:
-    """(time, tokens) of one answer."""
+    """(time, tokens) pairs of one answer."""
     at = record.first
     if at is None or not record.seen:
         yield ended, record.output_tokens

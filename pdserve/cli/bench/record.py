@@ -13,59 +13,60 @@ __all__ = ["BenchRecord"]
 
 @dataclass(slots=True)
 class BenchRecord:
-    """Moments are seconds since the run's begin."""
+    """The result of one request. Times are seconds since the run's start."""
 
     number: int
     intended: Seconds
-    """When it was to be sent; in a closed loop: when it was."""
+    """When it was to be sent; in a closed loop, when it was sent."""
     sent: Seconds = 0.0
     first: Seconds | None = None
-    """Its first token."""
+    """Time of its first token."""
     last: Seconds | None = None
-    """Its last chunk with tokens."""
+    """Time of its last chunk with tokens."""
     ended: Seconds | None = None
     prompt_tokens: int = 0
     output_tokens: int = 0
-    """By the server's usage, or counted from chunks if it sends none."""
+    """From the server's usage, or counted from chunks if it sends none."""
     cached_tokens: int = 0
     worker: str = ""
     attempts: int = 1
     error: str = ""
-    """Its kind; empty: it was answered to its end."""
+    """Kind of the error; empty: it was answered completely."""
     message: str = ""
     finish_reason: str = ""
     gaps: list[Seconds] = field(default_factory=list)
-    """Between tokens. Of k tokens that came in one chunk each has a k-th of the chunk's gap."""
+    """Seconds between tokens. Each of k tokens in one chunk gets a k-th of the chunk's gap."""
     seen: int = 0
-    """Tokens that chunks have brought."""
+    """Number of tokens in chunks so far."""
     counted: bool = False
-    """Tokens of chunks are the server's running usage; else each chunk with text counts as one."""
+    """True if chunks carry the server's running usage; otherwise each chunk with text counts as one
+    token."""
 
     @property
     def completed(self) -> bool:
-        """Answered to its end."""
+        """True if it was answered completely."""
         return self.ended is not None and not self.error
 
     @property
     def ttft(self) -> Seconds | None:
-        """From sending to the first token."""
+        """Seconds from sending to the first token."""
         return None if self.first is None else self.first - self.sent
 
     @property
     def e2e(self) -> Seconds | None:
-        """From sending to the end."""
+        """Seconds from sending to the end."""
         return None if self.ended is None else self.ended - self.sent
 
     @property
     def tpot(self) -> Seconds | None:
-        """Mean gap between tokens after the first; None for one token."""
+        """Mean seconds between tokens after the first; None for one token."""
         if self.first is None or self.last is None or self.output_tokens < 2:
             return None
         return (self.last - self.first) / (self.output_tokens - 1)
 
     def on_chunk(self, now: Seconds, running: int | None, content: bool) -> None:
-        """A chunk came. Args: `running` is the usage's output tokens so far, if it tells;
-        `content`: it carries text."""
+        """Records a chunk. Args: `running`: output tokens so far by the usage, if sent; `content`:
+        True if it carries text."""
         if running is not None:
             self.counted = True
         brought = max(0, running - self.seen) if running is not None else int(content)

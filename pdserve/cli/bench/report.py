@@ -16,7 +16,7 @@ __all__ = ["comparison", "record_as_json", "report"]
 
 _COLUMNS: Final = ("mean", "p50", "p90", "p95", "p99", "max")
 _SHOWN: Final = 300
-"""Characters of an error's message."""
+"""Most characters of an error's message."""
 _TIMES: Final = (
     ("first token, ms", "ttft"),
     ("between tokens, ms", "itl"),
@@ -26,7 +26,7 @@ _TIMES: Final = (
 
 
 def report(numbers: dict[str, Any]) -> str:
-    """Everything on one screen."""
+    """The report, which fits on one screen."""
     times = ["", *_table(numbers)] if numbers["completed"] else []
     return "\n".join([*_heads(numbers), *times, "", *_tails(numbers)])
 
@@ -82,7 +82,7 @@ def _tails(numbers: dict[str, Any]) -> Iterator[str]:
 
 
 def record_as_json(record: BenchRecord) -> dict[str, Any]:
-    """One request for JSON, seconds since the run's begin."""
+    """One request for JSON; times in seconds since the run's start."""
     return {name: getattr(record, name) for name in record.__slots__} | {
         "ttft": record.ttft,
         "tpot": record.tpot,
@@ -91,7 +91,7 @@ def record_as_json(record: BenchRecord) -> dict[str, Any]:
 
 
 def comparison(names: Sequence[str], first: dict[str, Any], second: dict[str, Any]) -> str:
-    """The second run's numbers over the first's."""
+    """The second run's numbers relative to the first's."""
     rows: list[tuple[str, ...]] = [("", *names, "ratio")]
     for key in ("requests_per_second", "output_tokens_per_second", "goodput", "completed"):
         rows += _ratio(key.replace("_", " "), first.get(key), second.get(key), 1.0)

@@ -34,30 +34,31 @@ _TICK: Seconds = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTemplate:
-    """What each request is like."""
+    """What all requests of a run have in common."""
 
     endpoint: str = "completions"
     """chat, completions or embeddings."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of every request, such as `ignore_eos`."""
+    """Fields of every request, such as `ignore_eos`."""
     exact: bool = False
-    """Answers are as long as asked for: `ignore_eos` and `min_tokens`."""
+    """True if answers have exactly the requested length, by `ignore_eos` and `min_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """How requests follow each other."""
+    """When requests are sent."""
 
     concurrency: int = 0
-    """Callers, each with one request at a time; 0: an open loop, by the workload's moments."""
+    """Number of callers, each with one request at a time; 0: an open loop, with the workload's
+    arrival times."""
     most_in_flight: int = 1024
     duration: Seconds | None = None
-    """Nothing is sent after it."""
+    """Seconds after which no request is sent; None: no limit."""
 
 
 @dataclass(slots=True)
 class BenchRun:
-    """What has been measured so far."""
+    """The results so far."""
 
     records: list[BenchRecord] = field(default_factory=list)
     pace: GeneratorStats = field(default_factory=GeneratorStats)
@@ -66,7 +67,7 @@ class BenchRun:
     begin: Seconds = field(default_factory=time.perf_counter)
 
     def now(self) -> Seconds:
-        """Since the begin."""
+        """Seconds since the start."""
         return time.perf_counter() - self.begin
 
 
@@ -77,7 +78,8 @@ async def measure(
     asks: Iterator[SampleRequest],
     show: Callable[[BenchRun], None] = lambda run: None,
 ) -> BenchRun:
-    """Send all of `asks`. Cancellation: ends the requests under way, and returns what there is."""
+    """Sends all requests and returns the results. Cancellation: ends the running requests and
+    returns the results so far."""
     run = BenchRun()
     cpu = time.process_time()
     watch = asyncio.create_task(_watch(run, show))
@@ -221,7 +223,7 @@ def _kind(error: ClientError) -> str:
 
 
 async def _watch(run: BenchRun, show: Callable[[BenchRun], None]) -> None:
-    """Measures how late the loop is, and shows how it goes."""
+    """Measures the event loop's lag and updates the progress line."""
     while True:
         before = run.now()
         await asyncio.sleep(_TICK)

@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 __all__ = ["BenchSlo", "GeneratorStats", "parse_slo", "percentiles", "result_warnings", "summarise"]
 
 _SLIP: Final[Seconds] = 0.02
-"""A p99 of sending later than intended above this is told."""
+"""A p99 delay between intended and actual send times above this is reported."""
 _BUSY: Final = 0.9
-"""So is a share of a core above this."""
+"""A share of a CPU core above this is reported."""
 _CACHED: Final = 0.05
-"""And a share of cached tokens above this, where prompts share nothing."""
+"""A share of cached tokens above this is reported if prompts share no prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSlo:
-    """What a request has to keep to be good; None: anything goes."""
+    """Limits that a good request keeps; None: no limit."""
 
     ttft: Seconds | None = None
     itl: Seconds | None = None
-    """Of the mean gap between a request's tokens."""
+    """Limit of the mean gap between a request's tokens."""
     e2e: Seconds | None = None
 
     def kept(self, record: BenchRecord) -> bool:
-        """By a request that was answered to its end."""
+        """True if the request was answered completely and kept the limits."""
         pairs = ((record.ttft, self.ttft), (record.tpot, self.itl), (record.e2e, self.e2e))
         return record.completed and all(
             most is None or value is None or value <= most for value, most in pairs
@@ -43,7 +43,8 @@ class BenchSlo:
 
 
 def parse_slo(text: str) -> BenchSlo | None:
-    """Of `ttft=500,itl=50,e2e=10s`, in milliseconds without a unit. Errors: `ConfigError`."""
+    """Reads `ttft=500,itl=50,e2e=10s`; numbers without a unit are milliseconds. Errors:
+    `ConfigError`."""
     if not text:
         return None
     try:
@@ -55,14 +56,14 @@ def parse_slo(text: str) -> BenchSlo | None:
 
 @dataclass(slots=True)
 class GeneratorStats:
-    """How the generator itself fared."""
+    """Statistics of the load generator itself."""
 
     cpu_share: float = 0.0
-    """Of a core."""
+    """Share of one CPU core."""
     lags: list[Seconds] = field(default_factory=list)
-    """By how much its event loop was late, once every few milliseconds."""
+    """Event loop lags, measured every few milliseconds."""
     dropped: int = 0
-    """Requests of the open loop that were not sent: too many were under way."""
+    """Number of requests of an open loop that were not sent because too many were running."""
     interrupted: bool = False
 
 
@@ -81,7 +82,7 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 def summarise(
     records: Sequence[BenchRecord], pace: GeneratorStats, slo: BenchSlo | None
 ) -> dict[str, Any]:
-    """All numbers of a run, seconds where they are times."""
+    """All numbers of a run; times in seconds."""
     done = [record for record in records if record.completed]
     begin = min((record.sent for record in records), default=0.0)
     end = max((record.ended or record.sent for record in records), default=0.0)
@@ -118,7 +119,7 @@ def summarise(
 
 
 def result_warnings(numbers: dict[str, Any]) -> list[str]:
-    """Why the numbers may say less than they seem to."""
+    """Reasons why the results may be less meaningful than they look."""
     said = []
     cached = numbers["cached_tokens"] / max(1, numbers["prompt_tokens"])
     if numbers.get("expect_uncached") and cached > _CACHED:

@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 _FIRST: Final = 16
-"""Ids below are special in many vocabularies."""
+"""Smaller ids are special in many vocabularies."""
 _DIGITS: Final = 4
 _OWN: Final = 1 << 30
-"""Contents below may be shared by prompts."""
+"""Smaller content numbers may be shared by prompts."""
 _TEXT: Final = (
     "the of and to in is you that it he was for on are as with his they at be this have from or "
     "one had by word but not what all were we when your can said there use an each which she do "
@@ -64,7 +64,7 @@ SamplePrompt = str | list[int] | list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One request to be."""
+    """One request to send."""
 
     number: int
     prompt: SamplePrompt
@@ -72,7 +72,7 @@ class SampleRequest:
     max_tokens: int | None
     """None: the server's default."""
     at: Seconds | None = None
-    """Since the begin, where the workload says it."""
+    """Seconds since the start, if the workload has times."""
 
 
 def length_sampler(flag: str, text: str) -> Callable[[Random], int]:
@@ -119,10 +119,10 @@ def random_requests(
     vocabulary: int,
     seed: int,
 ) -> Iterator[SampleRequest]:
-    """Yields requests without end; another seed shares no prompt with this one.
+    """Yields requests without end; requests with different seeds share no prompts.
 
-    Args: all prompts begin with the same `shared_prefix` tokens, beside `inputs`; `words` instead
-    of ids.
+    Args: every prompt begins with the same `shared_prefix` tokens, in addition to `inputs`;
+    `words`: prompts are words instead of ids.
     """
     random = Random(f"lengths {seed}")
     for number in itertools.count():
@@ -135,7 +135,7 @@ def random_requests(
 def requests_from_trace(
     trace: Iterable[TraceRequest], *, words: bool, vocabulary: int, seed: int
 ) -> Iterator[SampleRequest]:
-    """The trace's timestamps and lengths, with the prefixes that its prompts share."""
+    """Requests with the trace's timestamps and lengths, and the prefixes that its prompts share."""
     for request in trace:
         prompt = build_prompt(request.pieces, words=words, vocabulary=vocabulary, seed=seed)
         yield SampleRequest(request.number, prompt, request.output_tokens, request.at)
@@ -144,7 +144,7 @@ def requests_from_trace(
 def with_output_lengths(
     asks: Iterable[SampleRequest], outputs: Callable[[Random], int], seed: int
 ) -> Iterator[SampleRequest]:
-    """The same requests with answers of other lengths."""
+    """The same requests with other output lengths."""
     random = Random(f"answers {seed}")
     for ask in asks:
         yield replace(ask, max_tokens=outputs(random))
@@ -153,7 +153,7 @@ def with_output_lengths(
 def warm_up_requests(
     count: int, *, words: bool, vocabulary: int, seed: int
 ) -> Iterator[SampleRequest]:
-    """Short prompts that share nothing with those that count."""
+    """Short prompts that share nothing with the measured ones."""
     for number in range(count):
         piece = (2 * _OWN + number, 32)
         prompt = build_prompt((piece,), words=words, vocabulary=vocabulary, seed=seed)
@@ -163,11 +163,11 @@ def warm_up_requests(
 def build_prompt(
     pieces: Iterable[PromptPiece], *, words: bool, vocabulary: int, seed: int = 0
 ) -> str | list[int]:
-    """A prompt of the pieces' lengths. Equal contents give equal tokens, under one seed.
+    """A prompt of the pieces' lengths. Equal contents give equal tokens for one seed.
 
-    A piece begins with its content's number as digits, so two contents differ within the first
-    block, and goes on with tokens that a generator of (seed, content) draws, so no part of a
-    prompt comes again in it or in another one.
+    A piece begins with its content number as digits, so that two contents differ within the first
+    block. Then come tokens from a generator seeded with (seed, content), so that no part of a
+    prompt repeats in it or in another one.
     """
     known: Sequence[Any] = _WORDS if words else range(_FIRST, max(_FIRST + 2, vocabulary))
     prompt: list[Any] = []
@@ -177,7 +177,7 @@ def build_prompt(
 
 
 def _drawn(known: Sequence[Any], content: int, count: int, seed: int) -> list[Any]:
-    """`count` of `known` for a content; fewer are the beginning of more."""
+    """`count` tokens of `known` for a content; a smaller count gives a prefix of a larger one."""
     span = len(known)
     number = content + (seed << 64)
     digits = [known[number // span**place % span] for place in range(_DIGITS)]
@@ -200,9 +200,8 @@ _decode = msgspec.json.Decoder(_Line).decode
 def requests_from_file(
     path: Path, outputs: Callable[[Random], int], seed: int
 ) -> list[SampleRequest]:
-    """Lines of text, or of JSON with `prompt` or `messages` and perhaps `max_tokens`; `outputs`
-    is for those without. Errors: `ConfigError`, with the line.
-    """
+    """Reads lines of text, or of JSON with `prompt` or `messages` and optionally `max_tokens`;
+    `outputs` is for lines without it. Errors: `ConfigError` with the line."""
     asks: list[SampleRequest] = []
     random = Random(f"answers {seed}")
     for number, text in read_lines(path, "the file of prompts"):

@@ -29,11 +29,12 @@ class SizeTrial:
 
     config: ReplayConfig
     numbers: dict[str, Any]
-    """Its summary."""
+    """Summary of the replay."""
 
 
 def smallest_size(meets: Callable[[int], bool], most: int) -> int | None:
-    """The least number from 1 to `most` that meets, or None. `meets` must not fall again."""
+    """The smallest number from 1 to `most` that `meets` accepts, or None. `meets` must accept every
+    larger number too."""
     low, high = 0, 1
     while not meets(min(high, most)):
         if high >= most:
@@ -60,9 +61,9 @@ def search_size(
     most: int,
     watch: Callable[[], Callable[[ReplayRecord, Seconds], None]],
 ) -> tuple[SizeTrial | None, list[SizeTrial]]:
-    """The least size that serves `share` of the requests well, and all sizes that were tried.
+    """The smallest size at which `share` of the requests meet the SLO, and all sizes tried.
 
-    Args: `watch` is called before each replay; what it returns hears of each request's end.
+    Args: `watch` is called before each replay; its result is called at each request's end.
     """
     tried: dict[int, SizeTrial] = {}
 
@@ -79,7 +80,7 @@ def search_size(
 def table(
     tried: list[SizeTrial], found: SizeTrial | None, share: float, config: ReplayConfig
 ) -> str:
-    """Every size that was tried, and the verdict."""
+    """A table of every size tried, and the result."""
     rows: list[tuple[str, ...]] = [("cluster", "good", "TTFT p50, s", "p99, s", "ITL p99, ms")]
     for one in tried:
         ttft, itl = one.numbers["ttft"], one.numbers["itl"]

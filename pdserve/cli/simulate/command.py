@@ -1,4 +1,5 @@
-"""Runs `pdserve simulate`: flags to a replay, and its results to a table, JSON and a plot.
+"""Runs `pdserve simulate`: turns flags into a replay, and its results into a table, JSON and a
+plot.
 
 The replay itself is `pdserve.sim.replay`: production code in virtual time.
 """
@@ -31,7 +32,7 @@ __all__ = ["run"]
 
 
 def run(arguments: list[str]) -> int:
-    """Replay, print a table, write what was asked for."""
+    """Replays the trace, prints a table and writes the requested files."""
     parsed = _parser().parse(arguments)
     from pdserve.sim.replay.plot import check_library, draw
     from pdserve.sim.replay.run import replay
@@ -367,7 +368,7 @@ def _size(
     config: ReplayConfig,
     requests: Callable[[], Iterator[TraceRequest]],
 ) -> int:
-    """Search the cluster's size, print what was tried."""
+    """Searches the cluster's size and prints every size tried."""
     from pdserve.cli.simulate.cluster_size import search_size, table
 
     if parsed.json or parsed.plot:
@@ -385,7 +386,7 @@ def _size(
 
 
 def _counted(trace: Iterable[TraceRequest]) -> int:
-    """Also finds every bad line before hours of work."""
+    """Counts the requests; finds every bad line before hours of work."""
     return sum(1 for _ in trace)
 
 
@@ -395,7 +396,8 @@ def _title(parsed: argparse.Namespace, config: ReplayConfig) -> str:
 
 
 def _as_text(parsed: argparse.Namespace, result: ReplayResult) -> str:
-    """Settings and numbers; of files only their names, of this machine nothing."""
+    """Settings and results as text; contains only the names of files, and nothing about this
+    machine."""
     settings: dict[str, Any] = {
         name: value for name, value in vars(parsed).items() if name not in ("json", "plot")
     }

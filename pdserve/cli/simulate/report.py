@@ -24,7 +24,7 @@ _BAR: Final = 30
 
 
 class ReplayProgress:
-    """One line on a terminal's standard error; nothing elsewhere."""
+    """One progress line on a terminal's standard error; nothing elsewhere."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -35,7 +35,7 @@ class ReplayProgress:
         self._virtual = 0.0
 
     def ended(self, record: ReplayRecord, now: Seconds) -> None:
-        """One more request, at this virtual time."""
+        """Counts one more request that ended, at this virtual time."""
         self._ended += 1
         self._virtual = now
         if self._shown and (moment := time.monotonic()) >= self._next:
@@ -44,7 +44,7 @@ class ReplayProgress:
             sys.stderr.flush()
 
     def line(self, real: Seconds) -> str:
-        """How far it is after `real` seconds."""
+        """The progress after `real` seconds."""
         full = _BAR * self._ended // max(1, self._total)
         pace = self._virtual / max(real, 1e-3)
         return (
@@ -54,12 +54,12 @@ class ReplayProgress:
 
     @staticmethod
     def clear() -> None:
-        """Take the bar away."""
+        """Removes the line."""
         if sys.stderr.isatty():
             sys.stderr.write("\r\x1b[K")
 
     def close(self) -> None:
-        """Say how it went, below the bar if there was one."""
+        """Prints the final state, below the line if there was one."""
         before = "\r\x1b[K" if self._shown else ""
         sys.stderr.write(f"{before}{self.line(time.monotonic() - self._begin)}\n")
 
@@ -75,7 +75,7 @@ def cluster_text(config: ReplayConfig) -> str:
 
 
 def slo_text(slo: ReplaySlo) -> str:
-    """What a good request keeps."""
+    """The SLO in a few words."""
     first = [f"{slo.ttft:g} s"] if slo.ttft else []
     first += [f"{slo.cold:g} x its time on an idle worker"] if slo.cold else []
     limits = [] if slo.ttft == math.inf else [f"first token within {' + '.join(first)}"]
@@ -84,7 +84,7 @@ def slo_text(slo: ReplaySlo) -> str:
 
 
 def report(result: ReplayResult, config: ReplayConfig) -> str:
-    """The summary as a person reads it."""
+    """The summary as text."""
     numbers = result.summary
     rows: list[tuple[str, ...]] = [("", "mean", "p50", "p90", "p99")]
     for name, key in (("first token, s", "ttft"), ("between tokens, s", "itl")):

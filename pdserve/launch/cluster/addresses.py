@@ -43,12 +43,13 @@ class ClusterConfig:
     node_name: str = ""
     """Node name, unique in the cluster; empty: the role, the host and a random word."""
     cluster_key_file: Path | None = None
-    """One key per line in hexadecimal, two while one is replaced; None: the user's own, which is
-    made at first use and good for this machine only."""
+    """File with one key per line in hexadecimal, two while a key is being replaced; None: the
+    user's own key, which is created at first use and works on this machine only."""
     hash_secret_file: Path | None = None
     """File with the secret of KV block hashes in hexadecimal; None: the nodes agree on one."""
     tls_cert: Path | None = None
-    """Certificate, with `tls_key`: encrypt links between nodes. All nodes or none."""
+    """Certificate; with `tls_key` it encrypts the links between nodes. Either all nodes have one or
+    none."""
     tls_key: Path | None = None
     tls_ca: Path | None = None
     """Certificate authority that must have signed every node's certificate."""
@@ -131,7 +132,7 @@ def advertise(config: ClusterConfig, listen: str, route: Callable[[str], str | N
 
 
 def route_from(host: str) -> str | None:
-    """The local address that packets to `host` leave from; nothing is sent."""
+    """The local address from which packets to `host` leave; sends nothing."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

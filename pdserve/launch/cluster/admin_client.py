@@ -47,7 +47,7 @@ __all__ = ["AdminClient", "with_remedy"]
 
 _DEFAULT: Final = f"127.0.0.1:{DEFAULT_ROUTER_PORT}"
 _TIMEOUT: Final[Seconds] = 3.0
-"""Timeout of a request; the node that is asked waits a second for the others."""
+"""Seconds for a request; the node that is asked waits one second for the others."""
 
 
 class AdminClient:

@@ -23,7 +23,7 @@ _REASON: Final = "advertise_unresolved"
 
 
 async def watch_advertised_name(advertise: str, degradations: Degradations) -> None:
-    """Wait until the name resolves here; report a degradation as long as it does not."""
+    """Waits until the name resolves here, and reports a degradation until then."""
     host = without_port(advertise).strip("[]")
     while True:
         try:

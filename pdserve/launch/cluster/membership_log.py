@@ -19,11 +19,11 @@ __all__ = ["log_member_event"]
 _log = logging.getLogger(__name__)
 
 _OWN_ENDS = ("closed", "own rejoin")
-"""Not the member's end, but this node's."""
+"""Reasons for which this node, not the other member, has ended."""
 
 
 def log_member_event(event: MemberEvent) -> None:
-    """Log one change; to be given to `Node.on_member`."""
+    """Logs one change; to be passed to `Node.on_member`."""
     member = event.member
     name = f"{member.role} {member.node}"
     if isinstance(event, MemberAppeared):

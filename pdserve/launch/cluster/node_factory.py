@@ -39,12 +39,12 @@ __all__ = ["NodeFactory"]
 
 
 class NodeFactory:
-    """Makes the nodes of one process."""
+    """Creates the nodes of one process."""
 
     def __init__(
         self, config: ClusterConfig, *, private: bool, environ: Mapping[str, str] = os.environ
     ) -> None:
-        """`private`: nodes of this process reach only each other, over an in-memory network.
+        """`private`: the nodes of this process reach only each other, over an in-memory network.
 
         Errors: `ConfigError`.
         """
@@ -66,8 +66,8 @@ class NodeFactory:
             self._tls = Certificates(config.tls_cert, config.tls_key, config.tls_ca)
 
     def node(self, role: str, *, first: bool = True, label: str = "") -> Node:
-        """A node that has not started. The first takes the configured name and address, others of
-        this process a name of their own, which begins with `label`, and any port.
+        """Creates a node, not started. The first node has the configured name and address. Others
+        of this process have their own names, which begin with `label`, and any free port.
 
         Errors: `ConfigError`. Call it inside the running loop.
         """
@@ -117,7 +117,7 @@ class NodeFactory:
         )
 
     def secrets(self, node: Node, degradations: Degradations) -> HashSecrets:
-        """Create the secrets with which `node` hashes KV blocks."""
+        """Creates the object that agrees on the secret of block hashes for `node`."""
         return HashSecrets(
             node,
             entropy=os.urandom,
@@ -127,9 +127,10 @@ class NodeFactory:
         )
 
     def transfer(self, node: Node, config: WorkerConfig) -> TransferSpec | None:
-        """Return how a worker on `node` transfers KV, or None. Bulk connections listen where the
-        node does, and are encrypted if its links are. An aggregated worker only moves what runs
-        there: alone in its cluster it has nobody to give it to, and it serves if it cannot."""
+        """Returns the KV transfer settings of a worker on `node`, or None. Transfer connections
+        listen where the node does, and are encrypted if its links are. An aggregated worker
+        transfers only requests that migrate: if it is alone in its cluster it needs none, and if
+        transfer is not possible it serves without it."""
         aggregated = config.mode == "aggregated"
         if aggregated and self.private:
             return None

@@ -30,5 +30,5 @@ _SHAPES: Final = tuple(
 
 
 def is_service_variable(name: str, value: str) -> bool:
-    """Whether Kubernetes made this variable, and not a person."""
+    """True if Kubernetes set this variable for a service."""
     return any(shape.fullmatch(name) and form.fullmatch(value) for shape, form in _SHAPES)

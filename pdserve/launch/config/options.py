@@ -49,7 +49,7 @@ UNBUILT_ROLES = ("planner",)
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One thing a person can set."""
+    """One option."""
 
     name: str
     """With dashes: `--kv-memory`, PDSERVE_KV_MEMORY, `kv-memory = …`."""
@@ -59,16 +59,16 @@ class Option:
     help: str
     metavar: str
     parse: Callable[[str], Any]
-    """Errors: `ValueError` says what is wrong and what would be right."""
+    """Parses the text. Errors: `ValueError` says what is wrong and what would be right."""
     show: Callable[[Any], str] = str
     unset: str = ""
-    """What a zero, empty or absent value means, in a word."""
+    """What a zero, empty or absent value means, in a few words."""
     switch: bool = False
-    """A flag without a value: `--name` and `--no-name`."""
+    """True for a flag without a value: `--name` and `--no-name`."""
     many: bool = False
-    """The flag may be repeated; its texts are lines."""
+    """True if the flag may be repeated; its texts are joined as lines."""
     imports: bool = False
-    """A value `module:attribute` has that module imported."""
+    """True if a value `module:attribute` imports that module."""
 
     @property
     def flag(self) -> str:
@@ -79,7 +79,7 @@ class Option:
         return "PDSERVE_" + self.name.upper().replace("-", "_")
 
     def text(self, value: Any) -> str:
-        """A value as a person would write it."""
+        """A value in the form in which it would be written."""
         if not value and self.unset:
             return self.unset
         return self.show(value)
@@ -101,12 +101,12 @@ def _role(text: str) -> str:
 
 
 def _auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`auto` stands for the field's zero."""
+    """A parser that reads `auto` as zero."""
     return lambda text: 0 if text.strip().lower() == "auto" else parse(text)
 
 
 def _optional(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Empty text or `none` stands for None."""
+    """A parser that reads empty text and `none` as None."""
     return lambda text: None if text.strip().lower() in ("", "none") else parse(text)
 
 
@@ -160,7 +160,8 @@ def _text(
     *,
     imports: bool = False,
 ) -> Option:
-    """A word for what is `unset` may be written, too; nothing at all is an unset shell variable."""
+    """An option with text. The word in `unset` may be written too, and means no value; so does an
+    empty text, as of an unset shell variable."""
 
     def parse(text: str) -> str:
         word = _filled(str.strip)(text)
@@ -170,7 +171,7 @@ def _text(
 
 
 def _filled(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Refuses what comes out empty."""
+    """A parser that refuses an empty result."""
 
     def checked(text: str) -> T:
         value = parse(text)
@@ -208,13 +209,13 @@ def _positive(parse: Callable[[str], float]) -> Callable[[str], Any]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """One `name=value` per line, or, in one line, separated by commas."""
+    """Reads one `name=value` per line or, on a single line, separated by commas."""
     parts = text.split("\n") if "\n" in text else text.split(",")
     return units.parse_pairs(part for part in parts if part.strip())
 
 
 def _address(text: str) -> str:
-    """`host:port`, as it was written."""
+    """Checks `host:port` and returns it as it was written."""
     try:
         address.split(text.strip())
     except ConfigError as error:

@@ -32,40 +32,40 @@ RESERVED = (
     *("PDSERVE_PURE", "PDSERVE_URL", "PDSERVE_API_KEY"),
     *("PDSERVE_TRACES", "PDSERVE_RDMA_VM", "PDSERVE_AGENTS"),
 )
-"""Variables with a reader of their own: the twins, the build, the chat client, the tests."""
+"""Variables that other code reads: pure-Python fallbacks, build, chat client, tests."""
 RESERVED_PREFIXES = ("PDSERVE_TEST_", "PDSERVE_BENCH_", "PDSERVE_REQUIRE_")
 
 _ROLES = ("frontend", "router", "worker")
-"""Components of the configuration that one role alone has."""
+"""Components of the configuration that belong to one role only."""
 _FOR_ALL = ("host", "drain-timeout")
-"""Options of the frontend that the others use, too: for probes, and at the end."""
+"""Options of the frontend that other roles use too, for probes and for the drain."""
 _FILE_NAME = "pdserve.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """What belongs to the process rather than to a component in it."""
+    """Settings of the process as a whole."""
 
     role: str = "all-in-one"
     """`frontend`, `router` or `worker`; `all-in-one` is one process with one of each."""
     config: Path | None = None
     """The configuration file that was read, if one was."""
     metrics_port: int | None = None
-    """A second listener for probes and scrapes; None: only the API's port."""
+    """A second port for probes and scrapes; None: only the API's port."""
     metrics_host: str = ""
-    """Where it listens; empty: on the API's host."""
+    """Address of that port; empty: the API's host."""
     aggregated: bool = False
-    """All-in-one with one worker; else one for prefill and one for decode, where the engine can
-    move KV."""
+    """All-in-one with one worker. Otherwise it has one for prefill and one for decode, if the
+    engine can move KV."""
     frontends: int = 1
-    """Frontend processes that share the port, this one included: one uses one core."""
+    """Number of frontend processes that share the port, this one included. Each uses one core."""
     log_format: LogFormat = "text"
     log_level: str = "info"
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything, resolved."""
+    """The complete configuration."""
 
     process: ProcessConfig
     frontend: FrontendConfig
@@ -75,13 +75,13 @@ class Config:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Option name to the place its value came from; absent: the default."""
     given: Mapping[str, str] = field(default_factory=dict)
-    """Option name to the text of its value, for what is not the default: flags that would make the
-    same configuration again."""
+    """Option name to the text of its value, for all that is not the default: flags that would
+    produce the same configuration."""
     ignored: tuple[str, ...] = ()
-    """Variables that begin like ours and are Kubernetes'."""
+    """Variables that begin like pdserve's and were set by Kubernetes."""
 
     def value(self, option: Option) -> Any:
-        """The value in force."""
+        """The present value of an option."""
         component, _, name = option.target.partition(".")
         return getattr(getattr(self, component), name)
 
@@ -91,7 +91,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """One value as text, and the words that name its place in messages."""
+    """One value as text, and its place for messages."""
 
     text: str
     source: str
@@ -102,9 +102,10 @@ def resolve(
     environ: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
 ) -> Config:
-    """Compose the configuration.
+    """Composes the configuration.
 
-    Args: `flags` maps option names to what was written.
+    Args: `flags` maps option names to their texts.
+
     Errors: `ConfigError` names the place, what is wrong and what would be right.
     """
     by_flag = {name: _Given(text, f"--{name}") for name, text in flags.items()}
@@ -135,16 +136,16 @@ def resolve(
 
 
 def has_worker_pair(config: Config) -> bool:
-    """Whether an all-in-one of this configuration has two workers. An engine that keeps no KV has
-    nothing that could move."""
+    """True if an all-in-one process of this configuration has two workers. An engine without KV has
+    nothing to move."""
     worker, process = config.worker, config.process
     moves = worker.engine == "torch" or worker.engine_options.get("content") == "on"
     return process.role == "all-in-one" and not process.aggregated and moves
 
 
 def unused_flags(config: Config) -> list[str]:
-    """The flags that were given and that no role of this process looks at. Variables and files may
-    be shared by several roles, so nobody is told of those."""
+    """The given flags that no role of this process uses. Variables and files may be shared by
+    several roles, so they are not reported."""
     role = config.process.role
     if role == "all-in-one":
         return []
@@ -159,15 +160,15 @@ def unused_flags(config: Config) -> list[str]:
 
 
 def closest_match(word: str, known: Iterable[str]) -> str | None:
-    """The known word that looks most alike, if any does."""
+    """The known word with the most similar spelling, if any is similar."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return close[0] if close else None
 
 
 def unknown_option(name: str, shown: str, spell: Callable[[Option], str]) -> ConfigError:
-    """The error for an option that does not exist.
+    """The error for an unknown option.
 
-    Args: `shown` is what was written, `spell` writes an option the same way.
+    Args: `shown` is what was written; `spell` writes an option in the same form.
     """
     close = closest_match(name, BY_NAME)
     hint = f", did you mean {spell(BY_NAME[close])}?" if close else ""
@@ -207,7 +208,7 @@ def _from_environment(environ: Mapping[str, str], ignored: Collection[str]) -> d
 
 
 def _config_path(given: _Given | None, environ: Mapping[str, str], cwd: Path) -> Path | None:
-    """The file that was asked for, else the first usual one that exists."""
+    """The requested file, else the first of the usual ones that exists."""
     if given is not None:
         path = BY_NAME["config"].parse(given.text)
         if path is not None and not path.is_file():
@@ -223,8 +224,8 @@ def _home_file(environ: Mapping[str, str]) -> Path:
 
 
 def _refuse_code(path: Path, found: Mapping[str, _Given], environ: Mapping[str, str]) -> None:
-    """A file that is found because of where somebody stands may be anybody's, such as that of a
-    repository just cloned: it must not name Python code to import."""
+    """Refuses Python code named by a file that was found in the current directory, because it may
+    be someone else's, such as that of a repository just cloned."""
     if path == _home_file(environ):
         return
     for name, one in found.items():
@@ -267,7 +268,7 @@ def _unknown_key(path: Path, key: str, name: str, value: Any) -> ConfigError:
 
 
 def _as_text(option: Option, value: Any, place: str) -> str:
-    """A TOML value as it would be written on the command line, so that one parser serves both."""
+    """A TOML value as it would be written on the command line, so that both have one parser."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str | int | float):
@@ -281,14 +282,14 @@ def _as_text(option: Option, value: Any, place: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OptionRow:
-    """One setting as `pdserve config` shows it."""
+    """One line of `pdserve config`."""
 
     name: str
     value: str
-    """As it could be written; empty where nothing that could be written is in force."""
+    """As it could be written; empty if the value cannot be written."""
     source: str
     meaning: str = ""
-    """What an empty value stands for."""
+    """What an empty value means."""
 
 
 def option_rows(config: Config) -> list[OptionRow]:

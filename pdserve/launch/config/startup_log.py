@@ -1,6 +1,7 @@
-"""Logs the settings' sources at start-up, and warns of allowed settings that are likely mistakes.
+"""Logs the settings' sources at start-up, and warns of settings that are allowed but likely
+mistakes.
 
-It decides nothing; the process calls it.
+The process calls it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def log_config_sources(config: Config) -> None:
-    """Where settings come from that are not on the command line."""
+    """Logs the sources of settings other than the command line."""
     path = config.process.config
     if path is not None and "config" in config.sources:
         _log.info("settings are read from %s", path)
@@ -35,7 +36,7 @@ def log_config_sources(config: Config) -> None:
 
 
 def log_listening(config: Config, port: int) -> None:
-    """Where the API is, and what protects it."""
+    """Logs the API's address and its protection."""
     host, role = config.frontend.host, config.process.role
     doing = "loading" if role == "all-in-one" else "looking for workers"
     _log.info("listening on %s, port %d; %s", host, port, doing)
@@ -51,7 +52,7 @@ def log_listening(config: Config, port: int) -> None:
 
 
 def warn_about_config(config: Config, address: str) -> None:
-    """What is allowed and most likely not meant. `address`: of this process's first node."""
+    """Warns of likely mistakes. `address`: of this process's first node."""
     role, mode = config.process.role, config.worker.mode
     idle = unused_flags(config)
     if idle:

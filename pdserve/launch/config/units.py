@@ -43,7 +43,7 @@ def parse_size(text: str) -> Bytes:
 
 
 def format_size(size: Bytes) -> str:
-    """The shortest binary form that loses nothing: `4GiB`, `1536MiB`, `1000`."""
+    """The shortest binary form without loss: `4GiB`, `1536MiB`, `1000`."""
     for unit, factor in reversed(_BINARY.items()):
         if size and size % factor == 0:
             return f"{size // factor}{unit}"
@@ -85,7 +85,7 @@ def parse_list(text: str) -> tuple[str, ...]:
 
 
 def parse_pairs(parts: Iterable[str]) -> dict[str, str]:
-    """`name=value` texts to a mapping; the last one of a name wins."""
+    """Converts `name=value` texts to a mapping; the last value of a name wins."""
     pairs = {}
     for part in parts:
         name, equals, value = part.partition("=")
@@ -98,7 +98,8 @@ def parse_pairs(parts: Iterable[str]) -> dict[str, str]:
 def parse_limits(
     text: str, times: tuple[str, ...], factors: tuple[str, ...] = ()
 ) -> tuple[dict[str, Seconds], list[float]]:
-    """`ttft=500,itl=50ms,cold=2` to times in seconds by name, and factors in order (0: not given).
+    """Converts `ttft=500,itl=50ms,cold=2` to times in seconds by name, and factors in order (0: not
+    given).
 
     A time without a unit is in milliseconds.
     """
@@ -134,7 +135,7 @@ def parse_count(text: str, least: int = 0, most: int | None = None) -> int:
 
 
 def parse_share(text: str) -> float:
-    """`0.45` or `45%`: more than nothing, and all of it at most."""
+    """`0.45` or `45%`: greater than 0 and at most 1."""
     number, unit = _quantity(text, "a share such as 0.45 or 45%")
     share = number / 100 if unit == "%" else number
     if unit not in ("", "%") or not 0 < share <= 1:

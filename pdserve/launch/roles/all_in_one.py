@@ -25,7 +25,8 @@ _MODES: Final[tuple[WorkerMode, ...]] = ("prefill", "decode")
 
 
 def worker_pair(context: RoleContext) -> list[tuple[WorkerConfig, Callable[[], CoreLauncher]]]:
-    """What each of the two is told, and what carries its engine."""
+    """The configuration of each of the two workers, and the launcher of their shared engine
+    process."""
     process = context.config.process
     shared = SharedCoreProcess(
         len(_MODES),

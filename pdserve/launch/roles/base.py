@@ -42,7 +42,7 @@ class RoleContext:
     metrics: Metrics
     degradations: Degradations
     drain: Drain | None = None
-    """None where no process is played."""
+    """None in tools without a serving process."""
 
 
 class Role(Protocol):

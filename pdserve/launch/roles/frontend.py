@@ -38,7 +38,7 @@ __all__ = ["FrontendRole"]
 _log = logging.getLogger(__name__)
 
 _MODEL_WAIT: Final[Seconds] = 10.0
-"""In one process a loaded model is in the frontend's hands after some messages."""
+"""Seconds; in one process a loaded model reaches the frontend after a few messages."""
 
 
 class FrontendRole:
@@ -47,12 +47,12 @@ class FrontendRole:
     def __init__(
         self, context: RoleContext, node: Node, on_failed: Callable[[BaseException], None]
     ) -> None:
-        """`on_failed` hears that the processes which share the port die too often."""
+        """`on_failed` is called when the processes that share the port die too often."""
         config = context.config.frontend
         self.node = node
         self.backend = ClusterClient(node, config, context.degradations, context.metrics)
         self.pages: ScrapeHandler = context.metrics
-        """What a scrape of this process is answered with."""
+        """Answers a scrape of this process."""
         if config.group:
             self.pages = GroupMetrics(node, config.group, context.metrics, context.degradations)
         self.siblings = FrontendProcesses(context.config, node, on_failed)
@@ -77,8 +77,8 @@ class FrontendRole:
         return replace(node_report(self._context, self), frontend=numbers)
 
     async def begin(self) -> None:
-        """Listen, so that a taken port is known before anything else happens. A sibling has its
-        port already, and takes connections once it can serve them: see `ready_message`."""
+        """Listens, so that a port in use is found first. A child frontend does not listen yet: it
+        has its port, and takes connections once it can serve them."""
         if is_child_frontend(self._context.config):
             return
         if self._context.config.process.frontends > 1:
@@ -95,9 +95,9 @@ class FrontendRole:
             await self.siblings.start(self.service.port, self.node.address)
 
     async def wait_model(self) -> bool:
-        """Wait until the models are here and their text can be dealt with; False if they are not
-        within seconds, because the engine restarts, say. Errors: `ConfigError` names a model whose
-        tokenizer or template will not do."""
+        """Waits until every served model has its tokenizer and templates; returns False if there is
+        no model within `_MODEL_WAIT` seconds, for example because the engine restarts. Errors:
+        `ConfigError` names a model whose tokenizer or template is not usable."""
         until = self.node.now() + _MODEL_WAIT
         while self.backend.unready_reason() is not None:
             if self.node.now() >= until:
@@ -107,7 +107,8 @@ class FrontendRole:
         return True
 
     async def announce(self) -> None:
-        """Say once that requests are served, whenever that comes."""
+        """Logs once, when requests can be served, what is served. A child frontend starts to listen
+        then."""
         while self.backend.unready_reason() is not None:
             await self.backend.wait_news()
         config = self._context.config.frontend
@@ -127,7 +128,7 @@ class FrontendRole:
         _log.info("process %d serves on port %d, too", os.getpid(), self.service.port)
 
     def announce_engine(self, worker: WorkerService) -> None:
-        """The same where the engine is in this process, with what it is."""
+        """Logs what is served and the engine's limits; for an engine in this process."""
         cards, capabilities = self.backend.cards(), worker.capabilities
         if capabilities is not None and cards:  # else it died this moment, and restarts
             model = next(iter(cards.values()))

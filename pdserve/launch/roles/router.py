@@ -63,19 +63,19 @@ class RouterRole:
         return replace(node_report(self._context, self), router=self.service.numbers())
 
     async def begin(self) -> None:
-        """Nothing can fail before joining."""
+        """Does nothing: nothing can fail before joining."""
 
     async def join(self, seeds: tuple[str, ...] = ()) -> None:
         await self.node.start(beside=seeds)
         self.service.open()
 
     async def drain(self, timeout: Seconds) -> None:
-        """Frontends turn to other routers; what was decided is decided."""
+        """Announces the drain, so that frontends use other routers; decisions made so far stay."""
         self.service.drain()
 
     @property
     def left(self) -> int:
-        """Questions that wait here."""
+        """Number of requests held here."""
         return self.service.core.held
 
     async def close(self) -> None:

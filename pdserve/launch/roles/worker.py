@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerRole:
-    """The worker role: a node, and an engine in a process of its own."""
+    """The worker role: a node, and an engine in its own process."""
 
     def __init__(
         self,
@@ -51,10 +51,11 @@ class WorkerRole:
         config: WorkerConfig | None = None,
         carrier: Callable[[], CoreLauncher] | None = None,
     ) -> None:
-        """`on_given_up`: an engine that had loaded is not started again; what goes wrong before,
-        `load` raises. `config.resolve` and `carrier`: of one of several workers in this process.
+        """`on_given_up` is called when a loaded engine will not be restarted; failures before that
+        are raised by `load`. `config` and `carrier`: those of one of several workers in this
+        process.
 
-        Errors: `ConfigError` if the engine's libraries are not there.
+        Errors: `ConfigError` if the engine's libraries are not installed.
         """
         config = config or context.config.worker
         check_installed(config.engine)
@@ -113,7 +114,7 @@ class WorkerRole:
             self._on_given_up()
 
     def _note_reduced(self) -> None:
-        """A context or a pool that is smaller than was asked for."""
+        """Reports a context or KV pool that is smaller than requested as a degradation."""
         capabilities, degradations = self.service.capabilities, self._context.degradations
         mode = self._config.mode
         name = "kv_reduced" if mode == "aggregated" else f"{mode}_kv_reduced"
@@ -122,13 +123,13 @@ class WorkerRole:
             degradations.add(name, capabilities.reduced)
 
     async def begin(self) -> None:
-        """The engine comes after joining, so that others see it load."""
+        """Does nothing: the engine starts after joining, so that other nodes see it load."""
 
     async def join(self, seeds: tuple[str, ...] = ()) -> None:
         await self.node.start(beside=seeds)
 
     async def load(self) -> None:
-        """Find the model and start the engine. Errors: see `WorkerService.start`."""
+        """Finds the model and starts the engine. Errors: as `WorkerService.start`."""
         self.service.rekey(self.secrets.need())
         await self.service.start(self._context.screen.progress)
         self._context.screen.finish()
