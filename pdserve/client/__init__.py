@@ -1,11 +1,11 @@
-"""The Python client of a pdserve server, or of any other that speaks the OpenAI API.
+"""A Python client for a pdserve server, or any other server of the OpenAI API.
 
     async with Client("http://127.0.0.1:8000") as client:
         async for text in client.chat_stream("Hello!").texts():
             print(text, end="", flush=True)
 
-`client.py` is what a program calls, `stream.py` an answer that comes in pieces, `errors.py` all
-that can go wrong, `policy.py` when it is tried again and how long anything may take.
+`client` has the methods that a program calls, `stream` the streamed answers, `errors` everything
+that can go wrong, `policy` retries and timeouts.
 """
 
 from pdserve.client.client import Client

@@ -52,7 +52,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ServedModel(msgspec.Struct, kw_only=True):
-    """One model; only its name is sure to be said by every server."""
+    """One served model; other servers than pdserve may give only its name."""
 
     id: str
     created: int = 0
@@ -68,7 +68,7 @@ class _ServedModels(msgspec.Struct, kw_only=True):
 
 
 class Client:
-    """A server of the OpenAI API."""
+    """A client of one server."""
 
     def __init__(
         self,
@@ -82,10 +82,13 @@ class Client:
         random: Random | None = None,
         watch: Callable[[Attempt], None] | None = None,
     ) -> None:
-        """Args: `url` may end in `/v1`; `model` is asked where a call names none, by default the
-        first that is served; `timeout` is a number for all of a request, or `Timeouts`; `retries`
-        is how often a request is tried again, or `Retries`; `watch` hears of failed attempts.
-        Errors: `ConfigError` for what is no address."""
+        """Args: `url` may end in `/v1`. `model` is used where a call names none; by default the
+        first served one. `timeout` is the number of seconds for a whole request, or `Timeouts`.
+        `retries` is how often a request is tried again, or `Retries`. `watch` is called with each
+        failed attempt.
+
+        Errors: `ConfigError` for an invalid URL.
+        """
         self.url = address_of(url)
         self._model = model
         self._timeouts = _timeouts(timeout, Timeouts())
@@ -103,7 +106,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """End every connection, and with them what is under way."""
+        """Close all connections; requests under way fail."""
         await self._transport.close()
 
     # ---------------------------------------------------------------- generation
@@ -117,7 +120,7 @@ class Client:
         timeout: Timeouts | Seconds | None = None,
         **fields: Unpack[ChatFields],
     ) -> ChatCompletion:
-        """The whole answer. Errors: any `ClientError`."""
+        """Return the whole answer. Errors: any `ClientError`."""
         body = {"messages": _messages(messages), "model": model, **fields}
         return await self._post(_CHAT, body, ChatCompletion, headers, timeout)
 
@@ -130,7 +133,7 @@ class Client:
         timeout: Timeouts | Seconds | None = None,
         **fields: Unpack[ChatFields],
     ) -> ChatStream:
-        """The answer as it comes; nothing is asked before it is read."""
+        """Return the answer as a stream; the request is sent at its first read."""
         body = {"messages": _messages(messages), "model": model, **fields}
         return ChatStream(lambda: self._stream(_CHAT, body, headers, timeout))
 
@@ -143,7 +146,8 @@ class Client:
         timeout: Timeouts | Seconds | None = None,
         **fields: Unpack[CompletionFields],
     ) -> Completion:
-        """The whole continuation of a text, of token ids, or of several of either."""
+        """Return the whole completion of a text, of token ids, or of several of either. Errors: any
+        `ClientError`."""
         body = {"prompt": prompt, "model": model, **fields}
         return await self._post(_COMPLETION, body, Completion, headers, timeout)
 
@@ -156,7 +160,7 @@ class Client:
         timeout: Timeouts | Seconds | None = None,
         **fields: Unpack[CompletionFields],
     ) -> CompletionStream:
-        """The continuation as it comes."""
+        """Return the completion as a stream; the request is sent at its first read."""
         body = {"prompt": prompt, "model": model, **fields}
         return CompletionStream(lambda: self._stream(_COMPLETION, body, headers, timeout))
 
@@ -169,18 +173,18 @@ class Client:
         timeout: Timeouts | Seconds | None = None,
         **fields: Unpack[EmbedFields],
     ) -> EmbeddingList:
-        """The vectors of one or more texts."""
+        """Return the embedding vectors of one or more texts."""
         body = {"input": input, "model": model, **fields}
         return await self._post("/v1/embeddings", body, EmbeddingList, headers, timeout)
 
     # ---------------------------------------------------------------- the small ones
 
     async def models(self) -> list[ServedModel]:
-        """What is served."""
+        """The served models."""
         return (await self._get("/v1/models", _ServedModels)).data
 
     async def model(self, name: str) -> ServedModel:
-        """One of them. Errors: `NotFound`."""
+        """One served model. Errors: `NotFound`."""
         return await self._get(f"/v1/models/{quote(name)}", ServedModel)
 
     async def tokenize(
@@ -191,7 +195,7 @@ class Client:
         model: str | None = None,
         **fields: Unpack[TokenizeFields],
     ) -> Tokenized:
-        """The token ids of a text, or of a conversation as the model would see it."""
+        """The token ids of a text, or of a conversation with the model's chat template."""
         body: dict[str, Any] = {"model": model, **fields}
         if prompt is not None:
             body["prompt"] = prompt
@@ -207,12 +211,12 @@ class Client:
     async def route(
         self, messages: Messages, *, model: str | None = None, **fields: Unpack[ChatFields]
     ) -> RouteExplanation:
-        """Which worker a router would choose for this chat, and why."""
+        """The worker that a router would choose for this chat, and why."""
         body = {"messages": _messages(messages), "model": model, **fields}
         return await self._post("/route", body, RouteExplanation)
 
     async def health(self) -> Health:
-        """How the server is; one that is not ready says so here, too, and is not asked again."""
+        """The server's health. A server that is not ready is no error and is not retried."""
         call = self._call("GET", "/health", None, None, None)
         try:
             answered = await self._transport.ask(call, retry=False)
@@ -221,7 +225,7 @@ class Client:
         return _decoded(Health, await answered.body())
 
     async def version(self) -> str:
-        """The server's."""
+        """The server's version."""
         return (await self._get("/version", Version)).version
 
     # ---------------------------------------------------------------- inside
@@ -304,7 +308,7 @@ def address_of(url: str) -> str:
     except ValueError:
         usable = False
     if not usable or " " in url:
-        raise ConfigError(f"{url!r} is no address such as http://127.0.0.1:8000")
+        raise ConfigError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
     return whole.rstrip("/").removesuffix("/v1")
 
 
@@ -322,4 +326,4 @@ def _decoded(record: type[T], body: bytes) -> T:
     try:
         return msgspec.json.decode(body, type=record)
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise BadAnswer(f"the answer is not of the OpenAI API: {error}") from None
+        raise BadAnswer(f"the answer does not follow the OpenAI API: {error}") from None

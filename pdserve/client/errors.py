@@ -1,22 +1,22 @@
-"""All that a client can meet, as one tree.
+"""Defines the client's errors, as one tree.
 
     ClientError
     ├── APIError                the server answered with an error
-    │   ├── InvalidRequest      400, 405, 408, 413, 422: the request is at fault
+    │   ├── InvalidRequest      400, 405, 408, 413, 422: the request is wrong
     │   ├── Unauthorized        401
     │   ├── Forbidden           403
     │   ├── NotFound            404: no such model or path
     │   ├── Overloaded          429: a queue of the server is full
-    │   │   └── RateLimited         the key's own limit
-    │   ├── Unavailable         503: nobody can serve it now
-    │   ├── DeadlineExceeded    504: the server's time for it ran out
+    │   │   └── RateLimited         the API key's own limit
+    │   ├── Unavailable         503: no worker can serve it now
+    │   ├── DeadlineExceeded    504: the server's deadline passed
     │   └── ServerError         every other status from 500 on
-    ├── ConnectionFailed        no connection came about, or it broke before the answer began
-    ├── Timeout                 one of the client's own deadlines passed
-    ├── StreamBroken            an answer ended half way; `text` is what had come
-    └── BadAnswer               what came is not of the API
+    ├── ConnectionFailed        no connection, or it broke before the answer began
+    ├── Timeout                 one of the client's own timeouts passed
+    ├── StreamBroken            a stream ended early; `text` is what had arrived
+    └── BadAnswer               the answer does not follow the API
 
-`retryable` says whether asking again may help; `attempts` how often it was asked.
+`retryable` says whether a retry may help; `attempts` is how often the request was sent.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _SHOWN: Final = 200
 
 
 class ClientError(PdserveError):
-    """Base of what the client raises."""
+    """Base of all errors that the client raises."""
 
     code: str | None = None  # type: ignore[misc]  # the server's word, of each error its own
     retryable = False
     attempts: int = 1
-    """How often the request was sent, or tried to be."""
+    """How often the client sent, or tried to send, the request."""
     request_id: str | None = None
 
 
@@ -81,7 +81,7 @@ class Unauthorized(APIError):
 
 
 class Forbidden(APIError):
-    """The key may not do this."""
+    """The API key does not allow this."""
 
 
 class NotFound(APIError):
@@ -89,32 +89,33 @@ class NotFound(APIError):
 
 
 class Overloaded(APIError):
-    """The server takes no more at the moment."""
+    """The server accepts no more requests now."""
 
     retryable = True
 
 
 class RateLimited(Overloaded):
-    """The key's limit is reached."""
+    """The API key's limit is reached."""
 
 
 class Unavailable(APIError):
-    """Nobody can serve it at the moment."""
+    """No worker can serve the request now."""
 
     retryable = True
 
 
 class DeadlineExceeded(APIError):
-    """The server gave the request up. Asked again it would take as long: that is the caller's to
-    decide."""
+    """The request's deadline passed at the server. The client does not retry, since another try
+    would take as long."""
 
 
 class ServerError(APIError):
-    """The server failed."""
+    """The server failed internally."""
 
 
 class ConnectionFailed(ClientError):
-    """Refused, reset or unreachable, before a byte of an answer. `refused`: nobody listens."""
+    """The connection was refused, reset or impossible before the answer began. `refused`: no
+    process listens there."""
 
     retryable = True
 
@@ -124,7 +125,7 @@ class ConnectionFailed(ClientError):
 
 
 class Timeout(ClientError):
-    """A deadline of the client's own; `stage` is connect, first, between or total."""
+    """One of the client's timeouts passed; `stage` is connect, first, between or total."""
 
     def __init__(self, stage: str, message: str, text: str = "") -> None:
         super().__init__(message)
@@ -134,7 +135,7 @@ class Timeout(ClientError):
 
 
 class StreamBroken(ClientError):
-    """A stream did not come to its end. It is not asked again: its text has been given out."""
+    """A stream ended early. It is not retried, because its text has been given out."""
 
     def __init__(self, message: str, text: str, error: APIError | None = None) -> None:
         super().__init__(message)
@@ -145,7 +146,7 @@ class StreamBroken(ClientError):
 
 
 class BadAnswer(ClientError):
-    """Who answers does not speak the OpenAI API."""
+    """The answer does not follow the OpenAI API."""
 
 
 _BY_STATUS: Final[dict[int, type[APIError]]] = {
@@ -174,7 +175,7 @@ def api_error(
     request_id: str | None = None,
     retry_after: Seconds | None = None,
 ) -> APIError:
-    """The error that an answer of this status is, whoever wrote its body."""
+    """The error for an answer of this status, by whatever server."""
     detail = detail_of(body) or _unworded(status, body)
     error = _named(status, detail, request_id, retry_after)
     error.body = body
@@ -182,12 +183,12 @@ def api_error(
 
 
 def event_error(detail: ErrorDetail, request_id: str | None = None) -> APIError:
-    """The error that an event within a stream is: the status had been sent before."""
+    """The error for an error event within a stream, whose status was already sent."""
     return _named(_status_of(detail), detail, request_id, None)
 
 
 def detail_of(body: bytes | str) -> ErrorDetail | None:
-    """OpenAI's error object, if it is one."""
+    """OpenAI's error object, if the body is one."""
     try:
         return _decode_error(body).error
     except (msgspec.MsgspecError, UnicodeError):

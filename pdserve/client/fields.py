@@ -1,7 +1,7 @@
-"""Types the request fields as keywords for the type checker, as in `completion_requests`.
+"""Types the request fields as keywords for type checkers, as in `completion_requests`.
 
 Records of that module and plain dictionaries work too. A test compares the names with the records;
-docs/api.md says what the server does with each.
+docs/api.md describes what the server does with each field.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pdserve.protocols import completion_requests
 
 Plain = Mapping[str, Any]
 Messages = str | Sequence[completion_requests.Message | Plain]
-"""A conversation; a string is one message of the user's."""
+"""A conversation; a string is one user message."""
 Tools = Sequence[completion_requests.Tool | Plain]
 
 
 class GenerationFields(TypedDict, total=False):
-    """Of chat and plain completions."""
+    """Fields of chat and plain completions."""
 
     stream_options: completion_requests.StreamOptions | Plain
     n: int
@@ -61,7 +61,7 @@ class GenerationFields(TypedDict, total=False):
 
 
 class ChatFields(GenerationFields, total=False):
-    """Of `chat` and `chat_stream`."""
+    """Fields of `chat` and `chat_stream`."""
 
     max_completion_tokens: int
     logprobs: bool
@@ -83,14 +83,14 @@ class ChatFields(GenerationFields, total=False):
 
 
 class CompletionFields(GenerationFields, total=False):
-    """Of `complete` and `complete_stream`."""
+    """Fields of `complete` and `complete_stream`."""
 
     logprobs: int
     best_of: int
 
 
 class EmbedFields(TypedDict, total=False):
-    """Of `embed`."""
+    """Fields of `embed`."""
 
     encoding_format: Literal["float", "base64"]
     dimensions: int
@@ -104,7 +104,7 @@ class EmbedFields(TypedDict, total=False):
 
 
 class TokenizeFields(TypedDict, total=False):
-    """Of `tokenize`."""
+    """Fields of `tokenize`."""
 
     add_special_tokens: bool
     return_token_strs: bool

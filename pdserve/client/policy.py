@@ -18,31 +18,32 @@ __all__ = ["Attempt", "Retries", "Timeouts", "retry_after_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Deadlines of one request."""
+    """Timeouts of one request, in seconds."""
 
     connect: Seconds = 10.0
-    """To reach the server."""
+    """To connect to the server."""
     first: Seconds = 600.0
-    """From sending until the answer begins; a long prompt at a busy server takes its time."""
+    """From sending the request to the beginning of the answer; long, for long prompts at a busy
+    server."""
     between: Seconds = 120.0
-    """Without a byte, once it has begun."""
+    """Longest silence once the answer has begun."""
     total: Seconds | None = None
-    """All of it, with every attempt and the pauses between them; None: as long as it goes on."""
+    """The whole request with all attempts and pauses; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retries:
-    """Exponential pauses with full jitter, unless the server says how long to wait."""
+    """Exponential back-off with full jitter, unless the server names a time."""
 
     attempts: int = 4
-    """Including the first; 1: never again."""
+    """Most attempts, including the first; 1: no retry."""
     first: Seconds = 0.25
     """Longest pause after the first attempt; it doubles with each."""
     most: Seconds = 20.0
-    """Longest pause of all. A server that asks for longer has its error raised instead."""
+    """Longest pause. If the server asks for a longer one, its error is raised."""
 
     def pause(self, attempt: int, error: ClientError, random: Random) -> Seconds | None:
-        """Before the next attempt, after this one (from 1) failed; None: there is none."""
+        """Seconds to wait after this attempt (from 1) has failed; None: do not retry."""
         if not error.retryable or attempt >= self.attempts:
             return None
         if error.retry_after is not None:
@@ -52,20 +53,20 @@ class Retries:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt that failed, for whoever watches."""
+    """A failed attempt, for `watch`."""
 
     request_id: str
     number: int
-    """From 1."""
+    """Number of the attempt, from 1."""
     error: ClientError
     pause: Seconds | None
-    """Until the next; None: it was the last."""
+    """Seconds until the next attempt; None: it was the last."""
 
 
 def retry_after_of(value: str | None, now: float) -> Seconds | None:
-    """Of a Retry-After header: seconds, or a date. None: absent, or nonsense.
+    """Parse a Retry-After header: seconds, or a date. None: absent or invalid.
 
-    Args: `now` is seconds since 1970.
+    Args: `now` is the Unix time in seconds.
     """
     if value is None:
         return None

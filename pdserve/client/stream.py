@@ -36,7 +36,7 @@ _AFTERMATH = 1.0
 
 
 class Stream(ABC, Generic[C]):
-    """One answer; iterate over it once."""
+    """One streamed answer; iterate over it once."""
 
     def __init__(self, record: type[C], ask: Callable[[], Awaitable[Answered]]) -> None:
         self._decode: Callable[[str], C] = msgspec.json.Decoder(record).decode
@@ -57,34 +57,35 @@ class Stream(ABC, Generic[C]):
 
     @property
     def text(self) -> str:
-        """Of the first choice, so far."""
+        """The first choice's text so far."""
         return "".join(self._text)
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Of the answer, such as `x-request-id` and `x-pdserve-worker`; empty before it begins."""
+        """The answer's headers, such as `x-request-id` and `x-pdserve-worker`; empty before it
+        begins."""
         return {} if self._answered is None else self._answered.response.headers
 
     @property
     def request_id(self) -> str | None:
-        """By which the server's logs know it."""
+        """The request id in the server's logs."""
         if self._answered is None:
             return None
         return self.headers.get("x-request-id", self._answered.request_id)
 
     @property
     def attempts(self) -> int:
-        """How often it was asked for until an answer began."""
+        """Number of attempts until an answer began."""
         return 0 if self._answered is None else self._answered.attempts
 
     async def open(self) -> Self:
-        """Ask, unless that has been done. Errors: any `ClientError`."""
+        """Send the request, once. Errors: any `ClientError`."""
         if self._answered is None:
             self._answered = await self._ask()
         return self
 
     def close(self) -> None:
-        """Let the connection go; the server ends what is not yet done."""
+        """Close the connection; the server stops unfinished work."""
         if self._answered is not None:
             self._answered.release()
 
@@ -115,7 +116,7 @@ class Stream(ABC, Generic[C]):
                 self.close()
 
     async def texts(self) -> AsyncGenerator[str, None]:
-        """The first choice's text as it comes."""
+        """Yield the first choice's text as it arrives."""
         chunks = self.__aiter__()
         try:
             async for chunk in chunks:
@@ -158,7 +159,7 @@ class Stream(ABC, Generic[C]):
         except (msgspec.MsgspecError, UnicodeError) as error:
             detail = detail_of(event)
             if detail is None:
-                raise BadAnswer(f"a chunk is not of the OpenAI API: {error}") from None
+                raise BadAnswer(f"a chunk does not follow the OpenAI API: {error}") from None
             said = event_error(detail, self.request_id)
             raise self._break(f"the server failed: {detail.message}", said) from None
 
@@ -186,7 +187,7 @@ class Stream(ABC, Generic[C]):
 
 
 class ChatStream(Stream[ChatChunk]):
-    """Of `Client.chat_stream`."""
+    """The result of `Client.chat_stream`."""
 
     def __init__(self, ask: Callable[[], Awaitable[Answered]]) -> None:
         super().__init__(ChatChunk, ask)
@@ -204,7 +205,7 @@ class ChatStream(Stream[ChatChunk]):
 
 
 class CompletionStream(Stream[Completion]):
-    """Of `Client.complete_stream`."""
+    """The result of `Client.complete_stream`."""
 
     def __init__(self, ask: Callable[[], Awaitable[Answered]]) -> None:
         super().__init__(Completion, ask)

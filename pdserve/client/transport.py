@@ -1,6 +1,6 @@
-"""Sends requests over aiohttp: attempts, retries, and a deadline around each wait.
+"""Sends requests over aiohttp: attempts, retries, and a timeout around each wait.
 
-Foreign exceptions are mapped here. It does not know what bodies mean.
+It maps foreign exceptions to `ClientError`s, and does not know what bodies mean.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_ERROR = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One request, whatever is tried for it."""
+    """One request, over all its attempts."""
 
     method: str
     path: str
@@ -44,13 +44,13 @@ class Call:
 
 @dataclass(slots=True)
 class Answered:
-    """An answer of good status has begun; whoever holds it reads or closes it."""
+    """A successful answer that has begun; its holder reads it or releases it."""
 
     response: aiohttp.ClientResponse
     attempts: int
     request_id: str
     deadline: Seconds | None
-    """Of the whole request, by the loop's clock."""
+    """Deadline of the whole request, on the event loop's clock."""
     timeouts: Timeouts
 
     async def within(self, wait: Awaitable[T]) -> T:
@@ -67,7 +67,7 @@ class Answered:
             raise _timeout(stage, self.timeouts) from None
 
     async def body(self) -> bytes:
-        """All of it. Errors: `ConnectionFailed`, `Timeout`."""
+        """Read the whole body. Errors: `ConnectionFailed`, `Timeout`."""
         parts = []
         try:
             while part := await self.within(self.response.content.readany()):
@@ -79,7 +79,8 @@ class Answered:
         return b"".join(parts)
 
     def release(self) -> None:
-        """Keep the connection if all was read; close it if not, which ends the request there."""
+        """Keep the connection if the body was read to its end; else close it, which ends the
+        request at the server."""
         if self.response.content.at_eof():
             self.response.release()
         else:
@@ -87,7 +88,7 @@ class Answered:
 
 
 class Transport:
-    """One session."""
+    """One session of connections."""
 
     def __init__(
         self,
@@ -105,15 +106,15 @@ class Transport:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """End every connection."""
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     async def ask(self, call: Call, *, retry: bool = True) -> Answered:
-        """Try until an answer of good status begins.
+        """Try until a successful answer begins.
 
-        Errors: the last attempt's. Cancellation: the connection is closed.
+        Errors: that of the last attempt. Cancellation: the connection is closed.
         """
         loop = asyncio.get_running_loop()
         total = call.timeouts.total
@@ -204,7 +205,7 @@ def _broken(error: Exception) -> ConnectionFailed:
 
 
 def why(error: Exception) -> str:
-    """A foreign error in words; some have none."""
+    """A foreign error in words, even if it has no text."""
     return str(error) or type(error).__name__
 
 

@@ -1,13 +1,13 @@
-"""What members say about themselves: cards by version, their large parts by content.
+"""Spreads members' cards by version, and large parts of cards by content hash.
 
-Gossip says only that a card has a new version. Whoever hears it pulls the card, first from the peer
-that said so, which has it or is about to, then from the member itself or anybody linked. So a card
-spreads over the same links as the news of it, once to each node. A card is replaced whole: its
-version counts its member's own changes in one epoch.
+Gossip carries only the news that a card has a new version. A node that hears it fetches the card,
+first from the peer that sent the news, then from the member itself or any linked peer. So a card
+spreads over the same links as its news, once to each node. A card is replaced whole: its version
+counts its member's own changes in one epoch.
 
-Parts (a tokenizer, descriptors of memory) are pulled only when asked for, in chunks, from the
-member or whoever is linked, and count only when their bytes hash to their name: a part is as good
-from anybody."""
+Parts (a tokenizer, memory descriptors) are fetched only on request, in chunks, from the member or
+any linked peer. A part is accepted only if its bytes hash to its name, so any peer may supply it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Cards", "part_hash"]
 
 
 def part_hash(data: bytes) -> bytes:
-    """A part's name."""
+    """The hash that names a part."""
     return blake2b(data, digest_size=16).digest()
 
 
@@ -61,10 +61,10 @@ class _PartFetch:
 
 
 class Cards:
-    """Those of all members, and the fetches under way."""
+    """The cards of all members, and the fetches under way."""
 
     def __init__(self, context: GossipContext, reach: Callable[[NodeId], None]) -> None:
-        """`reach`: dial a member that is not linked."""
+        """`reach` dials a member without a link."""
         self._context = context
         self._reach = reach
         self._held: dict[NodeId, _Held] = {}
@@ -77,7 +77,8 @@ class Cards:
     # ------------------------------------------------------------------------------ cards
 
     def set_own(self, epoch: Epoch, version: int, card: Card, parts: tuple[bytes, ...]) -> None:
-        """Raises `ValueError` if `parts` are not what the card names."""
+        """Set this node's card. Errors: `ValueError` if `parts` are not those that the card
+        names."""
         named = [(part.hash, part.size) for part in card.parts]
         if named != [(part_hash(data), len(data)) for data in parts]:
             raise ValueError("the parts are not those that the card names")
@@ -89,7 +90,7 @@ class Cards:
         return held.card if held else None
 
     def learn(self, record: MemberRecord, teller: NodeId | None) -> None:
-        """A member has a card of this version."""
+        """Note that a member has a card of this version."""
         held = self._held.get(record.node)
         if held and (held.epoch, held.version) >= (record.epoch, record.card):
             return
@@ -103,7 +104,7 @@ class Cards:
         self._pump()
 
     def drop(self, node: NodeId) -> None:
-        """That life is over."""
+        """A member's life has ended."""
         self._held.pop(node, None)
         if self._fetches.pop(node, None):
             self._context.agenda.cancel(("card", node))
@@ -118,7 +119,8 @@ class Cards:
         self._context.send(asker, reply)
 
     def reply(self, sender: NodeId, reply: CardReply) -> None:
-        """What came instead of a card, or too late, leaves the fetch to its deadline."""
+        """Handle an answer to a card request; other or late answers leave the fetch to its
+        deadline."""
         fetch = self._fetches.get(reply.node)
         if fetch is None or fetch.epoch != reply.epoch or fetch.asked != sender:
             return
@@ -133,15 +135,15 @@ class Cards:
         self._pump()
 
     def card_due(self, node: NodeId) -> None:
-        """No answer from the one asked: ask another, after those that wait."""
+        """The asked peer has not answered in time: ask another one, after the waiting fetches."""
         fetch = self._fetches.pop(node)
         fetch.under_way = False
         self._fetches[node] = fetch
         self._pump()
 
     def linked(self) -> None:
-        """There is a new link: what waits for the answer of somebody who is not there need wait no
-        longer. So begins every life after the first, which knows its members before its links."""
+        """A new link is up: fetches that wait for an unlinked peer may proceed. In a life after the
+        first, members are known before links."""
         links = self._context.links
         for node, card in tuple(self._fetches.items()):
             if card.under_way and card.asked not in links:
@@ -179,7 +181,7 @@ class Cards:
     # ------------------------------------------------------------------------------ parts
 
     def want(self, owner: NodeId, name: bytes) -> None:
-        """Fetch a part that `owner`'s card names; a fetch under way turns to that owner."""
+        """Fetch a part that `owner`'s card names; a fetch under way uses the new owner."""
         if name in self._part_fetches:
             self._part_fetches[name].owner = owner
             return
@@ -190,7 +192,7 @@ class Cards:
         card = self.get(owner)
         sizes = [part.size for part in card.parts if part.hash == name] if card else []
         if not sizes:
-            self._context.emit(PartFailed(name, f"no card of {owner} names it"))
+            self._context.emit(PartFailed(name, f"no card of {owner} names this part"))
             return
         self._part_fetches[name] = _PartFetch(owner, sizes[0])
         self._pump_parts()
@@ -217,7 +219,7 @@ class Cards:
             self._finish_part(reply.hash, bytes(fetch.data))
 
     def part_due(self, key: str) -> None:
-        """No answer from the one asked."""
+        """The asked peer has not sent the chunk in time."""
         name = bytes.fromhex(key)
         self._try_part(name, self._part_fetches[name])
 
@@ -233,7 +235,7 @@ class Cards:
         fetch.under_way = True
         fetch.tries += 1
         if fetch.tries > self._context.config.fetch_tries:
-            self._end_part(name, PartFailed(name, f"{fetch.owner} does not send it"))
+            self._end_part(name, PartFailed(name, f"{fetch.owner} does not send the part"))
             return
         if fetch.owner not in self._context.links:
             self._reach(fetch.owner)
@@ -246,7 +248,7 @@ class Cards:
 
     def _finish_part(self, name: bytes, data: bytes) -> None:
         if part_hash(data) != name:
-            self._end_part(name, PartFailed(name, "the bytes are not those of its name"))
+            self._end_part(name, PartFailed(name, "the part's bytes do not match its hash"))
             return
         self._cache[name] = data
         self._cached += len(data)

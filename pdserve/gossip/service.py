@@ -1,8 +1,8 @@
-"""Drives the membership machine of one node: its timer, its dials, its messages on real links.
+"""Runs the membership machine of one node: its timer, its dials, its messages over links.
 
-Everything that happens to the machine passes `_step`; every effect is carried out here or, if it
-tells of members, handed to the owner's listener. Large parts of cards travel on bulk connections.
-It decides nothing: `core` does. Owned by a node, one per life; `close` leaves nothing behind.
+Every event passes through `_step`. Each effect is carried out here or, if it is about members,
+passed to the owner's listener. Large parts of cards travel on bulk connections. `core` makes all
+decisions. Owned by a node, one for each life; nothing is left after `close`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["PARTS", "GossipService"]
 _log = logging.getLogger(__name__)
 
 PARTS: Final = 0x0101
-"""The method number of one-shot bulk streams whose opening body is a `PartReply`."""
+"""Method number of one-shot bulk streams whose opening body is a `PartReply`."""
 
 _TELLABLE: Final = 32 * 1024
 """Bytes of a part's chunk that may go between pings; larger ones take the bulk connection."""
@@ -47,7 +47,7 @@ _IDLE_CHECK: Final[Seconds] = 10.0
 
 
 class GossipService:
-    """See above. Make it inside the running loop it is to live on."""
+    """Membership of one life of a node. Create it inside the running event loop."""
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class GossipService:
         on_effect: Callable[[ev.Effect], None],
         on_dial_failed: Callable[[str, DialError], None],
     ) -> None:
-        """`on_effect` hears of members, cards and this node's own life, in order, on the loop."""
+        """`on_effect` gets effects about members, cards and this node's own life, in order, on the
+        event loop."""
         self.machine = Gossip(me, config, random)
         self._network = network
         self._on_effect = on_effect
@@ -80,7 +81,7 @@ class GossipService:
     # ------------------------------------------------------------------ what happens
 
     def start(self, start: ev.StartGossip) -> None:
-        """Begin: dial the seeds, introduce this node."""
+        """Dial the seeds and introduce this node."""
         self._step(start)
 
     def link_up(self, link: Link) -> None:
@@ -91,17 +92,17 @@ class GossipService:
         self._step(ev.LinkUp(peer.node, peer.epoch, peer.address))
 
     def link_down(self, node: NodeId, epoch: Epoch, *, orderly: bool = False) -> None:
-        """The node has no link to this life of the peer any more; `orderly`: one of the two has
-        closed it."""
+        """The node has no link to this life of the peer any more; `orderly`: one side has closed it
+        on purpose."""
         self._keep(node)
         self._step(ev.LinkDown(node, epoch, orderly))
 
     def told(self, link: Link, body: Buffer) -> None:
-        """A message of a peer. Raises `ProtocolError` for anything else."""
+        """Handle a gossip message of a peer. Errors: `ProtocolError`."""
         self._step(ev.MessageReceived(link.peer.node, link.peer.epoch, decode(body)))
 
     def opened(self, stream: IncomingStream, body: Buffer) -> None:
-        """A part's chunk on the bulk connection. Raises `ProtocolError`."""
+        """Handle a chunk of a part on the bulk connection. Errors: `ProtocolError`."""
         message = decode(body)
         if not isinstance(message, PartReply):
             raise ProtocolError("only parts of cards travel here")
@@ -110,11 +111,11 @@ class GossipService:
         self._step(ev.MessageReceived(stream.link.peer.node, stream.link.peer.epoch, message))
 
     def set_card(self, card: Card, parts: tuple[bytes, ...]) -> None:
-        """This node's card, from now on."""
+        """Set this node's card."""
         self._step(ev.SetCard(card, parts))
 
     def want_part(self, owner: NodeId, hash: bytes) -> None:
-        """Fetch a part; ends in `PartReady` or `PartFailed` at the listener."""
+        """Fetch a part; the listener gets `PartReady` or `PartFailed`."""
         self._step(ev.WantPart(owner, hash))
 
     def leave(self) -> None:
@@ -122,7 +123,7 @@ class GossipService:
         self._step(ev.Leave())
 
     async def close(self) -> None:
-        """No timer, no task is left; the listener falls silent."""
+        """End the timer and all tasks; the listener gets no further call."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -157,7 +158,7 @@ class GossipService:
         except Exception:
             if isinstance(event, ev.Tick):  # a peer's messages must not hold up the timer
                 self._not_before = self._loop.time() + _FAULT_PAUSE
-            _log.exception("membership could not take in %s", type(event).__name__)
+            _log.exception("membership failed on %s", type(event).__name__)
 
     def _arm(self) -> None:
         due = self.machine.due
@@ -190,7 +191,7 @@ class GossipService:
         try:
             self._on_effect(effect)
         except Exception:
-            _log.exception("%s was not taken note of", type(effect).__name__)
+            _log.exception("the listener failed on %s", type(effect).__name__)
 
     # ------------------------------------------------------------------ messages
 
@@ -244,7 +245,7 @@ class GossipService:
         except Exception as error:
             self._dialling.discard(address)
             if not isinstance(error, DialError):
-                _log.exception("dialling %s failed in an unknown way", address)
+                _log.exception("dialling %s failed unexpectedly", address)
                 error = DialError(f"{address}: {type(error).__name__}")
             self._on_dial_failed(address, error)
             refused, ours = isinstance(error, DialRefused), isinstance(error, OwnAddress)

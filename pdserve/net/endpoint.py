@@ -1,12 +1,13 @@
-"""One node's links: listens, dials, shakes hands, and keeps one link per peer.
+"""Keeps one node's links: listens, dials, does handshakes, and keeps one link per peer.
 
-Every connection begins as a `_PendingConnection` with a deadline. When the handshake is complete,
-`duplicate_links.resolve` says whether it becomes the node's link to that peer; a bulk connection
-finds its link by the id that the acceptor named in its READY. It owns all shells, dials and
-timers of the node, and after `close` there are none.
+Every connection begins as a `_PendingConnection` with a deadline. After the handshake,
+`duplicate_links.resolve` decides whether it becomes the node's link to that peer; a bulk connection
+finds its link by the id that the acceptor named in its READY. This file owns all connections, dials
+and timers of the node; after `close` there are none.
 
-Frames are the wire's, what happens on a link is `link`'s, when to dial again is the caller's
-(`redial` says how long to wait)."""
+The wire package handles frames, `link` what happens on a link. The caller decides when to dial
+again (`redial` computes the delay).
+"""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ class Endpoint:
         settings: NetSettings | None = None,
         bodies: BodyBudget | None = None,
     ) -> None:
-        """`keys` is asked for each handshake (see `cluster_keys`); `entropy(n)` gives n random
-        bytes; `bodies` counts those of requests over all lives of a node."""
+        """`keys` is called for each handshake (`cluster_keys`). `entropy(n)` gives n random bytes.
+        `bodies` counts the bytes of request bodies over all lives of a node."""
         self.identity = identity
         self.settings = settings or NetSettings()
         self._handler = handler
@@ -124,12 +125,12 @@ class Endpoint:
 
     @property
     def connections(self) -> int:
-        """Connections of any kind, in any state."""
+        """Number of connections of any kind, in any state."""
         return len(self._guests)
 
     @property
     def unauthenticated(self) -> int:
-        """Accepted connections whose handshake is not complete."""
+        """Number of accepted connections whose handshake is not complete."""
         return len(self._pending)
 
     # ------------------------------------------------------------------ listening and dialling
@@ -219,7 +220,7 @@ class Endpoint:
     # ------------------------------------------------------------------ handshakes
 
     def start(self, guest: _PendingConnection, shell: ConnectionDriver) -> Connection:
-        """A transport is there: begin the handshake."""
+        """A transport is connected: begin the handshake."""
         self._guests[guest] = None
         nonce, keys = self._entropy(NONCE_BYTES), self._keys()
         versions = self.settings.versions
@@ -252,7 +253,7 @@ class Endpoint:
     def authenticated(
         self, guest: _PendingConnection, claim: IdentityClaim, spoken: Negotiated
     ) -> None:
-        """Acceptor: who it is is known; whether it may stay is decided here."""
+        """Acceptor: the peer has proved its identity; decide whether it may stay."""
         self.settle(guest)
         connection = guest.shell.connection
         if self._closing:
@@ -288,7 +289,7 @@ class Endpoint:
             guest.on_lost = link.bulk_ready(guest.shell)
 
     def ready(self, guest: _PendingConnection, claim: IdentityClaim, spoken: Negotiated) -> None:
-        """Dialler: the connection is open, and who the peer is is known."""
+        """Dialler: the connection is open, and the peer has proved its identity."""
         if guest.bulk_of is not None:
             link = guest.bulk_of
             if (link.peer.node, link.peer.epoch) != (claim.node, claim.epoch):
@@ -310,14 +311,14 @@ class Endpoint:
         guest.succeed()
 
     def settle(self, guest: _PendingConnection) -> None:
-        """The handshake of an accepted connection is over, one way or the other."""
+        """The handshake of an accepted connection has ended."""
         self._pending.remove(guest, guest.host)
         if guest.timer is not None:
             guest.timer.cancel()
             guest.timer = None
 
     def complain(self, guest: _PendingConnection, error: PdserveError) -> None:
-        """An accepted connection failed its handshake: count it, and say so, but not too often."""
+        """An accepted connection failed its handshake: count it, and log it unless throttled."""
         name = type(error).__name__
         self.refused[name] = self.refused.get(name, 0) + 1
         suppressed = self._complaints.admit(name, self._loop.time())
@@ -381,8 +382,8 @@ class Endpoint:
     # ------------------------------------------------------------------ keys that are replaced
 
     def keys_changed(self) -> None:
-        """Links whose key is accepted no more are made anew by the side that dialled them; what is
-        under way goes on. What is left after `revoke_after` ends."""
+        """Use the new cluster keys. The side that dialled a link whose key is no longer accepted
+        dials it anew; work under way goes on. Old links that are left end after `revoke_after`."""
         for link in tuple(self._all):
             self._check_key(link)
 
@@ -405,7 +406,7 @@ class Endpoint:
                 await self.dial(link.address)
             except DialFailed as error:
                 _log.warning(
-                    "the link with %s keeps its old key for now: %s", link.peer.node, error.message
+                    "the link to %s keeps its old key for now: %s", link.peer.node, error.message
                 )
             else:
                 return
@@ -418,7 +419,7 @@ class Endpoint:
         if self._links.get(link.peer.node) not in (link, None):
             return  # it has; this one ends with what runs on it
         _log.warning(
-            "the link with %s ends: the cluster key that it was made with is no longer in use",
+            "the link to %s ends: its cluster key is no longer in use",
             link.peer.node,
         )
         link.abort("its cluster key is no longer in use")
@@ -505,7 +506,7 @@ class _PendingConnection:
             self.settled.set_result(None)
 
     def fail(self, error: PdserveError) -> None:
-        """The handshake has failed; whoever dialled hears the error, the log what we refused."""
+        """The handshake has failed: the dialler gets the error, the acceptor logs it."""
         self._endpoint.settle(self)
         if self.settled is None:
             self._endpoint.complain(self, error)
@@ -516,12 +517,12 @@ class _PendingConnection:
         self.shell.close()
 
     def refuse(self, why: HandshakeRefusalReason, error: HandshakeRefused) -> None:
-        """Acceptor: turn the peer away with a word."""
+        """Acceptor: refuse the peer and tell it why."""
         self.shell.connection.refuse(why, error)
         self.fail(error)
 
     def give_up(self, why: HandshakeRefusalReason, text: str) -> None:
-        """Acceptor: end an unfinished handshake at once; the word may not arrive."""
+        """Acceptor: end an unfinished handshake at once; the reason may not arrive."""
         self._endpoint.settle(self)
         self._endpoint.complain(self, HandshakeRefused(text))
         self.shell.rules = IGNORE

@@ -1,14 +1,14 @@
-"""One authenticated peer: requests, tells and streams over a control and a bulk connection.
+"""Runs one link: requests, one-way messages and streams over a control and a bulk connection.
 
-The control connection is the link: it ends, the link ends. The bulk connection is dialled when the
-first bulk stream wants it, by the side that dialled the link; it may end and be dialled again.
+The link ends when its control connection ends. The bulk connection is dialled when the first bulk
+stream needs it, by the side that dialled the link; it may end and be dialled again.
 
-When the link ends, everything under way on it ends exactly once, before `on_link_down`: each
-request of ours by `LinkLost`, whose `sent` is False only if its frame never left this process; each
-request of the peer's by its `on_cancel`; each stream by its sink's `on_end`.
+When the link ends, everything under way on it ends exactly once, before `on_link_down`: each own
+request with `LinkLost`, whose `sent` is False only if its frame never left this process; each
+request of the peer through its `on_cancel`; each stream through its sink's `on_end`.
 
-Decisions about frames are the wire's, about which link stays `duplicate_links`'; this file
-performs. Owned by one `Endpoint`.
+The wire package decides about frames, `duplicate_links` about which link stays. Owned by one
+`Endpoint`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 LateAnswerHandler = Callable[[Buffer], None]
-"""Takes the body of an answer that nobody waits for any more."""
+"""Takes the body of an answer that arrives after its request was cancelled or timed out."""
 
 PendingRequest = tuple["asyncio.Future[Buffer]", int, float, LateAnswerHandler | None]
-"""A request of ours, the context of its wire's call: the future that carries the answer's body, the
-bytes queued on the connection before it (below `taken`, it has left this process), the deadline,
-and who takes an answer that comes after it."""
+"""An own request: the future for the answer's body, the bytes queued on the connection before the
+request (below `taken`, it has left this process), the deadline, and the handler of a late
+answer."""
 
 _LONGEST: Final = 0xFFFF_FFFF
 """Milliseconds that fit the header: 49 days."""
@@ -135,7 +135,7 @@ class PeerLink:
 
     @property
     def retiring(self) -> bool:
-        """Nothing more can be started on it."""
+        """True if nothing new can be started on it."""
         return self.connection.leaving or self.connection.left
 
     # ------------------------------------------------------------------ tells and requests
@@ -235,7 +235,7 @@ class PeerLink:
             self._served.watch(serving.kept)
 
     def served(self, serving: LinkCall) -> None:
-        """It was answered after all."""
+        """A request of the peer was answered."""
         self._serving.pop(serving.id, None)
 
     def _expire_serving(self, now: Seconds) -> Seconds:
@@ -341,8 +341,8 @@ class PeerLink:
             self.wake()
 
     def bulk_ready(self, shell: ConnectionDriver) -> Callable[[BaseException | None], None]:
-        """A bulk connection for this link; it replaces an earlier one. Returns who hears its
-        end."""
+        """Take a bulk connection for this link, in place of an earlier one. Returns the object to
+        tell of its end."""
         if self.bulk is not None:
             self.bulk.abort()
         self.bulk = shell
@@ -351,7 +351,7 @@ class PeerLink:
         return lambda error: self._bulk_lost(shell, error)
 
     def bulk_failed(self, error: BaseException) -> None:
-        """The endpoint could not dial it."""
+        """The endpoint could not dial the bulk connection."""
         self._bulk_error = error
         self._wake_bulk()
 
@@ -496,7 +496,7 @@ class PeerLink:
             if destination is not None and (
                 destination.readonly or destination.nbytes != event.size
             ):
-                raise ValueError(f"the sink's memory does not take {event.size} bytes")
+                raise ValueError(f"the sink's memory cannot hold {event.size} bytes")
         except Exception as error:
             self._sink_failed(stream, error)
             destination = None
@@ -531,7 +531,8 @@ class PeerLink:
         self._end(down, GoAwayCode.REPLACED)
 
     def retire(self, down: LinkDownReason, code: GoAwayCode) -> None:
-        """Start nothing more; close when all is done, at the latest after `retire_after`."""
+        """Start nothing more; close when work under way has ended, at the latest after
+        `retire_after`."""
         if self.down is not None or self.connection.leaving:
             return
         self._farewell = down
@@ -541,7 +542,7 @@ class PeerLink:
         self._check_finished()
 
     def replaced(self) -> None:
-        """A later life of the peer has connected: this one's work is void."""
+        """A later life of the peer has connected: end this link."""
         self._end(
             LinkDownReason("replaced", "a later life of the peer has connected"),
             GoAwayCode.REPLACED,
@@ -596,7 +597,7 @@ class PeerLink:
         self.lost(None)
 
     def lost(self, error: BaseException | None) -> None:
-        """The control connection is gone: everything under way ends, then the handler hears."""
+        """The control connection is gone: end everything under way, then tell the handler."""
         if self.down is not None:
             return
         if self._farewell is not None:
@@ -675,7 +676,7 @@ class PeerLink:
         )
 
     def wake(self) -> None:
-        """Send what is queued at the end of this turn of the loop."""
+        """Send what is queued at the end of this turn of the event loop."""
         if not self.shell.due:
             self.shell.wake()
 

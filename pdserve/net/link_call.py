@@ -1,7 +1,8 @@
-"""The peer's requests, one record each until it is answered.
+"""Records the peer's requests until each is answered.
 
-A record ends exactly once: by its answer, its deadline, its cancellation or the end of its link.
-What is answered before the handler returns is never put in a table. Owned by one `link`."""
+A record ends exactly once: by its answer, its deadline, its cancellation, or the end of its link. A
+request that is answered before its handler returns is never put into a table. Owned by one `link`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class CallLink(Link, Protocol):
-    """What a record needs of its link."""
+    """The part of a link that a record needs."""
 
     shell: ConnectionDriver
     connection: Connection
@@ -37,7 +38,7 @@ class CallLink(Link, Protocol):
     def wake(self) -> None: ...
 
     def served(self, serving: LinkCall) -> None:
-        """A record that was kept has been answered."""
+        """A recorded request was answered."""
         ...
 
 
@@ -81,7 +82,7 @@ class LinkCall(msgspec.Struct, eq=False):
         self.link.wake()
 
     def expire(self) -> None:
-        """The deadline: the asker has stopped waiting, so the work should stop too."""
+        """The deadline has passed: cancel the work, since the peer no longer waits."""
         self.fail(DeadlineExceeded("the request was not answered in time"))
         self.cancelled()
 

@@ -1,6 +1,6 @@
-"""One stream's two ends meet here: the wire's record, the sink that reads, the tasks that write.
+"""Joins one stream's record in the wire protocol, the sink that reads, and the tasks that write.
 
-Owned by one connection of one `link`. Credit is the wire's; this file only waits for it.
+Owned by one connection of one `link`. The wire package counts credit; this file waits for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LinkStream"]
 
 
 class LinkStream:
-    """A stream of a link; see `base.Stream` and `base.IncomingStream`."""
+    """A stream of a link; implements `net.base.Stream` and `net.base.IncomingStream`."""
 
     __slots__ = ("_ended", "_hold", "_shell", "_sink", "_waiters", "_wire", "link")
 
@@ -90,7 +90,7 @@ class LinkStream:
             self.on_end(None)
 
     def on_end(self, error: BaseException | None) -> None:
-        """The peer's half is complete, or the stream failed; the sink hears of it once."""
+        """The peer's half is complete, or the stream failed; the sink is told once."""
         if self._ended:
             return
         self._ended = True if error is None else error
@@ -159,7 +159,7 @@ class LinkStream:
         self._wake()
 
     def on_unblocked(self) -> None:
-        """Credit came."""
+        """The peer has granted credit."""
         self._unblock()
         if self._sink is not None:
             self._sink.on_unblocked()

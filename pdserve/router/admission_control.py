@@ -1,14 +1,13 @@
-"""Whether a question may wait at all, or be begun after it has, and what it is told if not.
+"""Decides whether a request may wait in the router, or be placed after it has waited.
 
-Two refusals, both with the time after which asking again makes sense: a bound of the hold queue is
-reached; or the client has said by when it needs its first token, and nobody can have it ready by
-then. Clients that say nothing are never refused for the second reason.
+There are two refusals, both with the time after which a retry makes sense: the hold queue has
+reached a bound; or the client has said by when it needs its first token, and no worker can produce
+it by then. Requests without such a limit are never refused for the second reason.
 
-A question that waits too long is refused as soon as that shows, not when it is too late: work for
-an answer that comes too late is taken from those that could still come in time, and under overload
-everything would be late.
+A request that would wait too long is refused as soon as that is known: an answer that comes too
+late takes time from answers that could still be in time, and under overload all would be late.
 
-Pure functions; the core acts on what they say.
+Pure functions; `RouterCore` acts on the results.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ __all__ = [
 _LONGEST: Final[Seconds] = 60.0
 """Nobody is sent away for longer: predictions do not reach far."""
 HOPELESS: Final = 0.05
-"""Less likely than this is as good as impossible."""
+"""A first token that is less likely than this to be in time counts as impossible."""
 WORTH: Final = 0.85
-"""Waiting may take so much of the chance that a question would have if nobody were before it. Many
-wait under overload: with a small share most of them would be late."""
+"""Waiting may take this share of the chance that a request would have with an empty queue. Many
+requests wait under overload: with a small share most of them would be late."""
 
 
 MAX_WAIT_SHARE: Final = 0.5
-"""Share of the time left to a request that it may be expected to wait here. The rest is for its
-answer: one that is begun when its time is nearly over is work for nothing."""
+"""A request may be expected to wait here for this share of the time until its deadline. The rest is
+for its answer."""
 
 
 def drain_time(
     now: Seconds, workers: Sequence[WorkerView], held: Seconds, least: Seconds
 ) -> Seconds:
-    """Predicted time until what waits here, for `held` at most, and at the workers is done, within
-    reason."""
+    """Predicted time until the work that waits here for at most `held`, and at the workers, is
+    done; bounded."""
     if not workers:
         return least
     there = sum(worker.wait(now) for worker in workers)
@@ -57,11 +56,12 @@ def drain_time(
 
 
 def over_bound(config: RouterConfig, held: int, size: Bytes, drain: Seconds) -> Overloaded | None:
-    """The refusal, if one more question is too many for `held` that occupy `size`."""
+    """The refusal if one more request is too many for `held` requests of `size` bytes; else
+    None."""
     if held < config.hold_limit and size < config.hold_bytes:
         return None
     return Overloaded(
-        f"{held} requests wait for a worker in this router, as many as may", retry_after=drain
+        f"{held} requests wait for a worker in this router, which is its limit", retry_after=drain
     )
 
 
@@ -73,8 +73,8 @@ def best_chance(
     ahead: Seconds,
     age: Seconds,
 ) -> float:
-    """Probability that the first token comes in time where that is likeliest. `ahead`: what it
-    waits in this router."""
+    """Probability that the first token is in time at the worker where that is likeliest. `ahead`:
+    seconds that the request waits in this router first."""
     assert question.slo_ttft is not None
     limit = question.slo_ttft - question.waited - ahead
     if limit <= 0.0:
@@ -94,20 +94,21 @@ def best_chance(
 
 
 def worth_waiting(chance: float, alone: float) -> bool:
-    """Whether work should be spent on it. `alone`: its chance if it had not to wait here. What is
-    too long for its limit, but not hopeless, is not refused for that."""
+    """True if the router should spend work on the request. `alone`: its chance if the hold queue
+    were empty. A request whose prompt is long for its limit, but not hopeless, is not refused for
+    that."""
     return chance >= HOPELESS and chance >= WORTH * alone
 
 
 def too_late(question: RouteRequest, drain: Seconds) -> Overloaded:
-    """The refusal."""
+    """The refusal of a request whose first token would come too late."""
     return Overloaded(
-        f"a first token within {question.slo_ttft:g} s cannot be had now", retry_after=drain
+        f"no worker can produce a first token within {question.slo_ttft:g} s now", retry_after=drain
     )
 
 
 def waits_too_long(wait: Seconds, deadline: Seconds, drain: Seconds) -> Overloaded:
-    """The refusal of one that would be begun when its time is nearly over."""
+    """The refusal of a request that would be placed when most of its time has passed."""
     return Overloaded(
         f"it would wait about {wait:.0f} s for a worker, of the {deadline:.0f} s that it has",
         retry_after=drain,

@@ -1,18 +1,18 @@
-"""The questions of one model that wait until a worker has little enough left to do.
+"""Orders the requests of one model that wait in the router until a worker has room.
 
-Work that waits here can still go anywhere; work that waits in an engine cannot. So the order in
-which requests are begun is decided here:
+A request that waits here can still go to any worker, one that waits in an engine cannot. So the
+order in which requests begin is decided here:
 
     bands        higher priority first, strictly
     tenants      of a band: start-time fair queueing on predicted seconds over weight (Goyal et al.,
-                 SIGCOMM'96): whoever was served least, for its weight, is next. Who was away gets
-                 no credit for it
-    questions    of a tenant: least `predicted - AGEING * waited` first, so that short ones overtake
-                 long ones and nobody waits for ever; or by arrival alone
+                 SIGCOMM'96): the tenant that was served least, for its weight, is next. A tenant
+                 that was away gets no credit for it
+    requests     of a tenant: least `predicted - AGEING * waited` first, so that short ones overtake
+                 long ones and none waits for ever; or by arrival alone
 
-It knows neither workers nor why somebody waits: `take` is told which questions could be placed now.
-Nothing is bounded here but the memory of tenants; `admission_control` bounds what comes in. Pure;
-the core owns one per model.
+It knows no workers: the caller of `take` says which requests could be placed now. It bounds only
+the memory of tenants; `admission_control` bounds what comes in. Pure; `RouterCore` owns one for
+each model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["AGEING", "ORDERS", "AdmissionQueue", "PlacedRequest", "QueuedRequest"]
 
 AGEING: Final = 0.3
-"""A second of waiting outweighs so many seconds of predicted work."""
+"""Seconds of predicted work that one second of waiting outweighs."""
 ORDERS: Final = ("sjf", "fifo")
 _MICRO: Final = 1_000_000
 _NEWEST: Final = 1 << 62
@@ -49,7 +49,7 @@ _IDLE_TENANTS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class PlacedRequest:
-    """A question's good end."""
+    """The result of a request that was placed."""
 
     booking: Booking
     routed: RouteDecision
@@ -57,25 +57,25 @@ class PlacedRequest:
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A question that waits, or has waited."""
+    """A request that waits, or has waited."""
 
     question: RouteRequest
     asker: NodeLife
     answer: Callable[[PlacedRequest | PdserveError], None]
-    """Called once, unless it is withdrawn."""
+    """Called once with the result, unless the request is withdrawn."""
     arrived: Seconds
     cost: Seconds
-    """Predicted time to compute it where most of it is cached."""
+    """Predicted prefill time at the worker that has most of it cached."""
     deadline: Seconds | None = None
-    """Nobody waits for it any longer."""
+    """Nobody waits for the answer after this time; None: no deadline."""
     number: int = 0
-    """In the order of arrival at this router."""
+    """Order of arrival at this router."""
     waiting: bool = False
-    """It is in a queue."""
+    """True while it is in a queue."""
     wish: WorkerFilter | None = None
     """While it waits: which workers may take it; None: all of the model."""
     bytes: Bytes = field(init=False)
-    """What it occupies, about."""
+    """Approximate memory that it occupies."""
 
     def __post_init__(self) -> None:
         question = self.question
@@ -85,7 +85,7 @@ class QueuedRequest:
 
     @property
     def late(self) -> Seconds | None:
-        """When it has to be begun for its first token to come as soon as its client said."""
+        """When it must begin for its first token to be in time."""
         question = self.question
         if question.slo_ttft is None:
             return None
@@ -93,7 +93,7 @@ class QueuedRequest:
 
     @property
     def leaves(self) -> Seconds | None:
-        """When it waits no longer, whatever happens."""
+        """When it stops waiting, whatever happens."""
         return min((at for at in (self.deadline, self.late) if at is not None), default=None)
 
 
@@ -197,7 +197,7 @@ def _micros(item: QueuedRequest) -> int:
 
 
 class AdmissionQueue:
-    """One model's."""
+    """The hold queue of one model."""
 
     def __init__(self, order: str = "sjf") -> None:
         self._by_arrival = order == "fifo"
@@ -219,11 +219,11 @@ class AdmissionQueue:
 
     @property
     def work(self) -> Seconds:
-        """Predicted, of all."""
+        """Predicted seconds of all waiting requests."""
         return self._micros / _MICRO
 
     def ahead(self, question: RouteRequest, cost: Seconds, now: Seconds) -> Seconds:
-        """Predicted work that would be begun before a question that comes now, about."""
+        """Predicted seconds of about the work that would begin before a request that comes now."""
         micros = 0.0
         for priority, band in self._bands.items():
             if -priority > question.priority:
@@ -244,7 +244,7 @@ class AdmissionQueue:
         self._count(item, 1)
 
     def remove(self, item: QueuedRequest) -> bool:
-        """Without serving it; False if it does not wait."""
+        """Remove a request without serving it; False if it does not wait."""
         if not item.waiting:
             return False
         self._bands[-item.question.priority].remove(self._key(item), item)
@@ -252,7 +252,7 @@ class AdmissionQueue:
         return True
 
     def take(self, fits: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
-        """Remove and serve the first that fits."""
+        """Remove the first request that fits, and charge its tenant; None: none fits."""
         for item in self:
             if fits(item):
                 self._bands[-item.question.priority].serve(self._key(item), item)
@@ -261,8 +261,8 @@ class AdmissionQueue:
         return None
 
     def last_below(self, priority: int) -> QueuedRequest | None:
-        """The one that would be served last of those whose priority is lower, and that no router
-        has placed before: those were let in."""
+        """Of requests with a lower priority, the one that would be served last; None: none.
+        Requests that a router has placed before are passed over, because they were admitted."""
         for negative in reversed(self._bands):
             if -negative >= priority:
                 return None
@@ -273,7 +273,7 @@ class AdmissionQueue:
         return None
 
     def expired(self, now: Seconds) -> list[QueuedRequest]:
-        """Those whose time has passed; they are still in the queue."""
+        """Requests whose time has passed; they stay in the queue."""
         passed = []
         for (leaves, _), item in self._deadlines.items():
             if leaves > now:
@@ -283,7 +283,7 @@ class AdmissionQueue:
 
     @property
     def next_deadline(self) -> Seconds | None:
-        """When the next one's time has passed."""
+        """When the next request expires; None: none does."""
         return self._deadlines.peekitem(0)[0][0] if self._deadlines else None
 
     # ------------------------------------------------------------------ inside
@@ -315,7 +315,7 @@ class AdmissionQueue:
         self._count(item, -1)
 
     def check(self) -> None:
-        """Raise `AssertionError` unless all sums are those of the parts. For tests."""
+        """Raise `AssertionError` unless all sums are those of their parts. For tests."""
         items = list(self)
         assert len(items) == self._length == len(set(map(id, items)))
         assert all(item.waiting for item in items)

@@ -1,28 +1,29 @@
-"""The ledger: what was placed where and has not ended, so that a decision counts at once.
+"""Keeps a router's bookings, so that a decision counts as load of its worker at once.
 
     placed ──held──▶ seen ──report──▶ counted        at its worker
        └───────────────┴─────────────────┴─▶ ended   exactly once, for one reason (`BookingEnd`)
 
-A worker's load is what it reports plus what its report cannot contain yet: bookings that it was not
-seen to hold, and those that it took after its last report. Without a report, all bookings count.
-Nothing counts twice and nothing is forgotten, whichever message comes first: what a worker says it
-holds is kept apart from the bookings (`_Account.fresh`, `.reported`), and only `place` and a peer's
-word make a booking. So a worker's late word revives nothing that has ended, for any length of time
-and without a memory of the dead.
+A worker's load is what it reports, plus what the report cannot contain yet: bookings that the
+worker has not confirmed, and those that it took after its last report. Without a report, all
+bookings count. Nothing counts twice or is lost, in whatever order messages come: what a worker says
+it holds is kept apart from the bookings (`_Account.fresh`, `.reported`), and only `place` and a
+peer router's message make a booking. So a late message of a worker revives nothing that has ended,
+and no memory of ended bookings is needed.
 
-Until its first token a booking weighs by its prompt besides: the tokens that were not believed to
-be cached, and the time that they were predicted to take. The worker's word of the first token ends
-this part, as does the booking's end. Times are kept in whole microseconds: sums return to zero.
+Until its first token a booking also weighs by its prompt: the tokens that were not believed to be
+cached, and their predicted prefill time. The worker's report of the first token ends this part, as
+does the booking's end. Times are kept in whole microseconds, so that sums return to zero.
 
-Only a booking that its worker never reported runs out (`RouterConfig.booking_ttl`). Bookings of
-other routers are charged like own ones, but end when their router says so, or dies. While a busy
-router has not been heard for a moment, what it is believed to have placed is blended into what this
-one has placed itself: both serve the same cluster, and old news makes herds.
+Only a booking that its worker never reported expires (`RouterConfig.booking_ttl`). Bookings of
+other routers count like own ones, but end when their router says so, or dies. While a busy router
+has not been heard for a moment, its believed placements are blended with this router's own: both
+serve the same cluster, and routing by stale news sends everything to the same workers.
 
-Pure: time and randomness come in. The router's service owns it and brings it the news of members,
-of the topics `load`, `sequences` and `bookings`, and of frontends; per life, news comes between its
-`…_up` and its `…_gone`, and what comes outside is ignored. Ends of own bookings leave by `on_end`.
-Own bookings are bounded here, the others and the ids held by those who publish them.
+Pure: time and randomness are arguments. The router's service owns it and passes on the news of
+members, of the topics `load`, `sequences` and `bookings`, and of frontends. For each life, news
+comes between its `…_up` and its `…_gone`; news outside is ignored. Ends of own bookings are
+reported through `on_end`. Own bookings are bounded here; those of others, and the ids that workers
+hold, are bounded by their publishers.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class BookingEnd(Enum):
     """Why a booking ended."""
 
     LET_GO = "let_go"
-    """Its worker, which held it, no longer does."""
+    """Its worker no longer has the request."""
     RELEASED = "released"
-    """Its frontend said so."""
+    """Its frontend ended it."""
     WORKER_GONE = "worker_gone"
     ASKER_GONE = "asker_gone"
     NEVER_SEEN = "never_seen"
@@ -72,77 +73,77 @@ class BookingEnd(Enum):
 
 
 class BookedLoad(NamedTuple):
-    """What bookings weigh."""
+    """The load of some bookings."""
 
     sequences: int
     prompt_tokens: int
 
 
 class PendingPrefills(NamedTuple):
-    """What bookings without a first token weigh besides, and what is known of those that had it."""
+    """The additional load of bookings without a first token, and statistics of recent ones."""
 
     requests: int = 0
     sequences: int = 0
     tokens: int = 0
-    """Not believed to be cached."""
+    """Prompt tokens that are not believed to be cached."""
     work: Seconds = 0.0
-    """Predicted, each in full."""
+    """Predicted prefill seconds, each prompt counted in full."""
     head: Seconds = 0.0
-    """Of that, the one that came first."""
+    """The oldest booking's part of `work`."""
     as_of: Seconds = 0.0
-    """Since when that one is the first."""
+    """Since when that booking is the oldest."""
     strangers: int = 0
-    """Held without a first token, and nobody's booking that is known here."""
+    """Requests that the worker has without a first token, and that have no booking here."""
     left: int = 0
-    """Sequences that the worker's last report contains and that it has let go since."""
+    """Sequences in the worker's last report that have ended since."""
     ttft: Seconds = 0.0
-    """Mean time from the decision to the first token, lately; 0: unknown."""
+    """Recent mean seconds from the decision to the first token; 0: unknown."""
     window: Seconds = 0.0
-    """Work of the last three minutes."""
+    """Work placed in the last three minutes, in seconds."""
 
 
 class DecisionBasis(NamedTuple):
-    """What an own decision rested on, to be compared with what came of it."""
+    """What an own decision rested on, to compare it with the result."""
 
     model: str
     policy: str = ""
     predicted_ttft: Seconds | None = None
     sequences: int = 0
-    """At the worker, before it."""
+    """Sequences at the worker before the decision."""
     kv_tokens: int = 0
     load_age: Seconds = 0.0
     elsewhere_wait: Seconds | None = None
-    """Its prompt was predicted to be computed by a prefill worker, after so long in the queue."""
+    """Predicted wait in the prefill queue, if remote prefill was predicted; None: it was not."""
     attempt: int = 0
-    """Of the request: how often it had been placed before."""
+    """How often the request had been placed before."""
     fixed: bool = False
-    """Not every worker of its model may have it."""
+    """True if only some workers of the model could take the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """One request's place at one worker."""
+    """A request's place at one worker."""
 
     id: int
     worker: NodeLife
     sequences: int
     prompt_tokens: int
     cached_tokens: int = 0
-    """Of those, believed to be in the worker's pool."""
+    """Prompt tokens that are believed to be in the worker's pool."""
     work: int = 0
-    """Predicted microseconds to compute the others."""
+    """Predicted microseconds to compute the other prompt tokens."""
     placed: Seconds = 0.0
-    """When it was, or when this router heard of it."""
+    """When it was placed, or when this router heard of it."""
     dispatch: DecisionBasis | None = None
-    """Only of own bookings."""
+    """The frontend's id of the request; own bookings only."""
     owner: NodeLife | None = None
     """The router that placed it; None: this one."""
     asker: NodeLife | None = None
-    """The frontend that asked; only of own bookings."""
+    """The frontend that asked; own bookings only."""
 
     @property
     def record(self) -> BookingRecord:
-        """As other routers hear of it."""
+        """The booking as it is published to other routers."""
         node, epoch = self.worker
         return BookingRecord(
             self.id, node, epoch, self.sequences, self.prompt_tokens, self.cached_tokens
@@ -150,7 +151,7 @@ class Booking:
 
     @property
     def uncached(self) -> int:
-        """Prompt tokens to be computed, as far as was believed; at least one is."""
+        """Prompt tokens to compute, at least one."""
         return max(1, self.prompt_tokens - self.cached_tokens)
 
 
@@ -312,7 +313,7 @@ class _Account:
 
 
 class Bookings:
-    """Those of one router, and its picture of the other routers'."""
+    """The bookings of one router, and what it knows of other routers' bookings."""
 
     def __init__(
         self,
@@ -322,9 +323,9 @@ class Bookings:
         predict: Callable[[NodeLife, int, int], Seconds] = lambda worker, prompt, cached: 0.0,
         clock: Callable[[], Seconds] = lambda: 0.0,
     ) -> None:
-        """`on_end` hears of each own booking exactly once; it must not call back. `predict` says
-        how long a prompt of so many tokens, so many of them cached, takes a worker. `clock` is for
-        what happens without a time of its own."""
+        """`on_end` is called once for each own booking; it must not call back. `predict` gives a
+        worker's prefill time for so many prompt tokens, so many of them cached. `clock` is for
+        events without a time."""
         self._clock = clock
         self._config = config
         self._on_end = on_end
@@ -357,7 +358,7 @@ class Bookings:
 
     @property
     def full(self) -> bool:
-        """No further one may be placed."""
+        """True if no further booking may be made."""
         return len(self._own) >= self._config.max_bookings
 
     def place(
@@ -371,7 +372,7 @@ class Bookings:
         work: Seconds = 0.0,
         dispatch: DecisionBasis | None = None,
     ) -> Booking:
-        """Charge a worker. Raises `ValueError` if it is not up, or if the ledger is full."""
+        """Book a worker. Errors: `ValueError` if it is not up, or at the bound."""
         account = self._account(worker)
         if account is None or self.full:
             raise ValueError(f"{worker.node} cannot be booked")
@@ -395,7 +396,7 @@ class Bookings:
         return booking
 
     def release(self, id: int) -> bool:
-        """Its frontend is done with it; False if it had ended before, or is not ours."""
+        """The frontend has ended the booking; False if it had ended before, or is not ours."""
         booking = self._own.get(id)
         if booking is None:
             return False
@@ -403,7 +404,7 @@ class Bookings:
         return True
 
     def expire(self, now: Seconds) -> int:
-        """End what was never seen and ran out; how many that was."""
+        """End bookings that no worker reported in time; returns their number."""
         passed = []
         for id, deadline in self._unseen.items():
             if deadline > now:
@@ -414,13 +415,14 @@ class Bookings:
         return len(passed)
 
     def load(self, worker: NodeId) -> BookedLoad:
-        """What comes on top of the worker's report; all that is charged if there is none. Zero for
-        a worker that is not up."""
+        """The load to add to the worker's report; without a report, all bookings there. Zero for a
+        worker that is not up."""
         account = self._accounts.get(worker)
         return account.unreported if account else BookedLoad(0, 0)
 
     def prefills(self, worker: NodeId) -> PendingPrefills:
-        """What is charged there and has no first token. O(1), unless a peer is silent."""
+        """The bookings there without a first token, summed. O(1), unless a peer router is
+        silent."""
         account = self._accounts.get(worker)
         if account is None:
             return _NO_PREFILLS
@@ -442,15 +444,15 @@ class Bookings:
         )
 
     def unstarted(self, worker: NodeId) -> tuple[Seconds, tuple[Booking, ...]]:
-        """What is charged there and has no first token, in the order in which it came, and since
-        when the first of it is the first."""
+        """The bookings there without a first token, oldest first, and since when the first of them
+        is the oldest."""
         account = self._accounts.get(worker)
         if account is None:
             return 0.0, ()
         return account.head_since, tuple(account.prefill.values())
 
     def own_there(self, id: int) -> Booking | None:
-        """An own booking that its worker is known to hold; None: there is none such."""
+        """An own booking that its worker has confirmed; None: there is no such booking."""
         booking = self._own.get(id)
         return None if booking is None or id in self._unseen else booking
 
@@ -472,13 +474,13 @@ class Bookings:
         return round(sums[0]), round(sums[1]), round(sums[2])
 
     def occupied(self, worker: NodeId) -> int:
-        """Sequences that are charged there, and requests that it holds besides: known at once,
-        when a report is not."""
+        """Sequences booked there, and other requests that it holds: known at once, where a report
+        takes time."""
         account = self._accounts.get(worker)
         return account.sequences + len(account.strangers) if account else 0
 
     def pass_to(self, now: Seconds) -> None:
-        """Time has passed: what was long ago no longer counts."""
+        """Advance the time: drop old statistics."""
         for node, account in self._accounts.items():
             if account.window.sum and account.window.pass_to(now):
                 self.touched.add(node)
@@ -486,7 +488,7 @@ class Bookings:
     # ------------------------------------------------------------------ members
 
     def worker_up(self, worker: NodeLife) -> None:
-        """A life begins; an earlier one of the node ends. Idempotent."""
+        """Begin a worker's life; an earlier life of the node ends. Idempotent."""
         account = self._accounts.get(worker.node)
         if account and account.epoch >= worker.epoch:
             return
@@ -500,7 +502,7 @@ class Bookings:
         self.touched.add(worker.node)
 
     def worker_gone(self, worker: NodeLife) -> None:
-        """Everything there has ended."""
+        """End everything booked at this life of a worker."""
         account = self._account(worker)
         if account is None:
             return
@@ -511,20 +513,20 @@ class Bookings:
         self.touched.discard(worker.node)
 
     def asker_gone(self, asker: NodeLife) -> None:
-        """A frontend died, and with it all that it asked for."""
+        """End everything that a dead frontend has asked for."""
         for booking in tuple(self._by_asker.get(asker, {}).values()):
             self._end(booking, BookingEnd.ASKER_GONE)
 
     # ------------------------------------------------------------------ what workers say
 
     def reported(self, worker: NodeLife) -> None:
-        """A load report came, written when the worker held all that it has said it holds."""
+        """A load report arrived, written when the worker held all that it has said it holds."""
         if account := self._account(worker):
             account.report()
             self.touched.add(worker.node)
 
     def report_lost(self, worker: NodeLife) -> None:
-        """Its load is no longer known; from here on, all bookings count."""
+        """The worker's load is no longer known; all bookings count until the next report."""
         if account := self._account(worker):
             account.report_lost()
             self.touched.add(worker.node)
@@ -532,8 +534,8 @@ class Bookings:
     def held(
         self, worker: NodeLife, id: int, started: FirstTokenStats | None = None
     ) -> Booking | None:
-        """The worker has this booking's request, and `started` if its first token has come. Returns
-        the booking if that is news and it is one of ours."""
+        """The worker has this booking's request; `started`: also its first token. Returns the
+        booking if that is new and it is ours."""
         account = self._account(worker)
         if account is None:
             return None
@@ -551,7 +553,7 @@ class Bookings:
         return booking if booking is not None and booking.owner is None else None
 
     def let_go(self, worker: NodeLife, id: int) -> None:
-        """The worker no longer has it, so it had it."""
+        """The worker no longer has this booking's request."""
         account = self._account(worker)
         if account is None:
             return
@@ -568,7 +570,7 @@ class Bookings:
         self.touched.add(worker.node)
 
     def holds(self, worker: NodeLife, ids: Iterable[int]) -> None:
-        """The worker has these and no others. What it has not seen yet stays placed."""
+        """The worker has these requests and no others. Unconfirmed bookings stay placed."""
         account = self._account(worker)
         if account is None:
             return
@@ -581,18 +583,18 @@ class Bookings:
     # ------------------------------------------------------------------ other routers
 
     def peer_up(self, router: NodeLife) -> None:
-        """Its bookings are heard from here on. Idempotent."""
+        """Follow a router's bookings from now on. Idempotent."""
         self._peers.setdefault(router, {})
 
     def peer_beat(self, now: Seconds, router: NodeLife, busy: bool) -> None:
-        """It was heard. `busy`: it will be heard again soon, or something is wrong."""
+        """A router was heard. `busy`: it should be heard again soon."""
         if router in self._peers:
             self._beats[router] = now if busy else None
             if router in self._trust:
                 self.judge_peers(now)
 
     def judge_peers(self, now: Seconds) -> None:
-        """How much of what is known of each peer is to be believed; to be called often."""
+        """Update how much the news of each peer router is trusted; call it often."""
         trust: dict[NodeLife, float] = {}
         for router, heard in self._beats.items():
             if heard is not None and now - heard > _TRUSTED:
@@ -604,11 +606,11 @@ class Bookings:
 
     @property
     def silent_peers(self) -> list[NodeId]:
-        """Routers whose word is late."""
+        """Routers whose news is late."""
         return sorted(router.node for router in self._trust)
 
     def peer_gone(self, router: NodeLife) -> None:
-        """What it had placed no longer counts: frontends ask again, workers report what runs."""
+        """End a router's bookings: frontends ask again, and workers report what runs."""
         self._beats.pop(router, None)
         if self._trust.pop(router, None) is not None:
             self.touched.update(self._accounts)
@@ -616,7 +618,7 @@ class Bookings:
             self._discharge(booking)
 
     def peer_placed(self, router: NodeLife, booked: BookingRecord) -> None:
-        """Idempotent."""
+        """A peer router has made a booking. Idempotent."""
         bookings = self._peers.get(router)
         if bookings is None or booked.booking in bookings:
             return
@@ -640,7 +642,7 @@ class Bookings:
             self.touched.add(worker.node)
 
     def peer_ended(self, router: NodeLife, id: int) -> None:
-        """Idempotent."""
+        """A peer router has ended a booking. Idempotent."""
         booking = self._peers.get(router, {}).pop(id, None)
         if booking:
             self._discharge(booking)
@@ -678,7 +680,7 @@ class Bookings:
             self.touched.add(booking.worker.node)
 
     def check(self) -> None:
-        """Raise `AssertionError` unless every sum is the sum of its parts and every entry has its
+        """Raise `AssertionError` unless every sum is that of its parts and every entry has its
         owner. O(all), for tests."""
         assert self.placed == len(self._own) + self.ended.total()
         for node, account in self._accounts.items():

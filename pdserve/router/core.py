@@ -93,7 +93,7 @@ def _reusable(question: RouteRequest) -> bytes:
 
 @dataclass(slots=True)
 class RouterCounters:
-    """What was counted in this life; `offered` is the sum of the ends and of what is held."""
+    """Counters since the start. `offered` is the sum of the ends and of what is held now."""
 
     offered: int = 0
     placed: int = 0
@@ -101,27 +101,27 @@ class RouterCounters:
     expired: int = 0
     """Held beyond their deadlines."""
     withdrawn: int = 0
-    """Held, and no longer wanted."""
+    """Held, then withdrawn."""
     held: int = 0
-    """Ever; each of them is in one of the others too, or waits."""
+    """Ever held; each also counts under its end, or still waits."""
     held_seconds: float = 0.0
-    """Of those that were placed."""
+    """Time held, of those that were placed."""
     prompt_tokens: int = 0
     """Of own bookings whose first token has come."""
     expected_tokens: int = 0
-    """Of those, believed to be cached when they were placed."""
+    """Of `prompt_tokens`, those believed to be cached at the decision."""
     cached_tokens: int = 0
-    """Of those, found to be."""
+    """Of `prompt_tokens`, those found in the cache."""
     waited_seconds: float = 0.0
-    """From the decision to the first token, of those for which it was predicted,"""
+    """Time from the decision to the first token, where it was predicted."""
     predicted_seconds: float = 0.0
-    """and what was predicted."""
+    """The predictions for `waited_seconds`."""
     moves_asked: int = 0
-    """Bookings whose frontends were to have them begun elsewhere."""
+    """Bookings that frontends were told to move to another worker."""
 
 
 class RouterCore:
-    """One router's. Every call takes the time, and none waits."""
+    """The decisions of one router. Methods take the time and do not wait."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class RouterCore:
         predictor: Predictor | None = None,
         queue_of: Callable[[str], QueueState | None] = lambda model: None,
     ) -> None:
-        """`on_end` hears of each booking that was made here, once, when it ends. `clock` says the
-        time where a call does not, `queue_of` how a model's prefill queue is."""
+        """`on_end` is called once for each booking made here, when it ends. `clock` gives the time
+        where a call does not. `queue_of` gives the state of a model's prefill queue."""
         self._config = config
         self._policy = policy
         self._random = random
@@ -168,14 +168,14 @@ class RouterCore:
     # ------------------------------------------------------------------ news
 
     def worker(self, now: Seconds, facts: WorkerFacts) -> None:
-        """A worker appeared, or something about it changed."""
+        """A worker appeared, or its facts changed."""
         self.bookings.worker_up(facts.worker)
         self.index.worker_up(facts.worker)
         self.pool.put(now, facts)
         self.stirred = True
 
     def gone(self, now: Seconds, life: NodeLife) -> None:
-        """A member's life is over, whatever its role."""
+        """A member's life has ended, of any role."""
         self.bookings.worker_gone(life)
         self.bookings.asker_gone(life)
         self.bookings.peer_gone(life)
@@ -187,7 +187,7 @@ class RouterCore:
         self.stirred = True
 
     def load(self, worker: NodeLife, load: WorkerLoad | None, now: Seconds = 0.0) -> None:
-        """A worker's newest report; None: its reports no longer arrive."""
+        """A worker's newest load report; None: reports no longer arrive."""
         self.pool.report(worker, load, now)
         if load is None:
             self.bookings.report_lost(worker)
@@ -200,7 +200,7 @@ class RouterCore:
     def holds(
         self, now: Seconds, worker: NodeLife, id: int, started: FirstTokenStats | None
     ) -> None:
-        """A worker has a booking's request; `started`: and its first token has come."""
+        """A worker has a booking's request; `started`: also its first token."""
         booking = self.bookings.held(worker, id, started)
         if started is None:
             return
@@ -213,7 +213,7 @@ class RouterCore:
         self.bookings.let_go(worker, id)
 
     def sweep(self, now: Seconds) -> None:
-        """Drop what ran out; every `RouterConfig.sweep_interval`."""
+        """Drop expired entries; call it every `RouterConfig.sweep_interval`."""
         self.bookings.expire(now)
         self.bookings.pass_to(now)
         self.pool.forget(now)
@@ -282,8 +282,8 @@ class RouterCore:
         question: RouteRequest,
         answer: Callable[[PlacedRequest | PdserveError], None],
     ) -> PlacedRequest | QueuedRequest:
-        """Decide, and charge the worker at once; or hold the question: then `answer` gets what
-        became of it, once, unless it is withdrawn.
+        """Decide on a request and book its worker, or hold it. A held request's `answer` is called
+        once with the result, unless it is withdrawn.
 
         Errors: `ModelNotFound`, `NotReady`, `NoWorker`, `Overloaded`, `Draining`,
         `DeadlineExceeded`; `ConfigError` if the policy fails.
@@ -297,7 +297,7 @@ class RouterCore:
             raise
 
     def withdraw(self, item: QueuedRequest) -> bool:
-        """Nobody wants the answer any more; False if there was one, or it was withdrawn."""
+        """Drop a held request without an answer; False if it has one, or was withdrawn."""
         queue = self._queues.get(item.question.model)
         if queue is None or not queue.remove(item):
             return False
@@ -306,13 +306,14 @@ class RouterCore:
         return True
 
     def close(self) -> None:
-        """The router is going away: whoever waits is to ask another, from now on at once."""
+        """The router stops: held requests, and new ones, are refused with `Draining`."""
         self.draining = True
         for item in list(self._held()):
             self._drop(item, _leaving())
 
     def send_away(self) -> None:
-        """Something is wrong here: those who wait are to ask another router."""
+        """Refuse all held requests after an internal failure; their frontends ask another
+        router."""
         for item in list(self._held()):
             self._drop(item, _broken())
 
@@ -347,7 +348,7 @@ class RouterCore:
         workers = tuple(worker for worker in state.workers if _open(worker, now, work))
         if not workers or question.model in self._queues:
             raise Overloaded(
-                "every other worker has enough to do",
+                "no other worker has room now",
                 retry_after=self._drain_time(now, question.model, state.workers),
             )
         return replace(state, workers=workers)
@@ -468,7 +469,7 @@ class RouterCore:
         workers = self._among(question, model)
         if self.bookings.full:
             raise Overloaded(
-                f"this router has {len(self.bookings)} requests under way, as many as it may",
+                f"this router has {len(self.bookings)} requests in flight, which is its limit",
                 retry_after=self._drain_time(now, question.model, workers),
             )
         last = model.last
@@ -568,7 +569,8 @@ class RouterCore:
         return not self.predictor.poor(self.pool.model_of(state.workers[0].node))
 
     def look(self, now: Seconds) -> None:
-        """Let go whoever can. Answers are called from here; they may ask, not look."""
+        """Place or refuse held requests where possible. Calls their `answer`, which may call
+        `offer` but not `look`."""
         if self._looking:
             return
         self.stirred, self._looking = False, True
@@ -646,7 +648,7 @@ class RouterCore:
             self.numbers.refused += 1
             outcome = error
         except Exception:  # a bug: the asker leaves a router that fails inside
-            _log.exception("a question that had waited could not be placed")
+            _log.exception("a held request could not be placed")
             self.numbers.refused += 1
             outcome = _broken()
         else:
@@ -701,7 +703,7 @@ class RouterCore:
         return fits
 
     def next_look(self, now: Seconds) -> Seconds | None:
-        """When `look` may have something to do although nothing happens; None: nobody waits."""
+        """When `look` may have work without an event; None: no request waits."""
         if not self._queues:
             return None
         moments = [now + _LOOK_AGAIN]
@@ -723,20 +725,20 @@ class RouterCore:
 
     @property
     def held(self) -> int:
-        """Questions that wait now."""
+        """Number of held requests."""
         return sum(map(len, self._queues.values()))
 
     def prediction(self) -> ErrorSummary | None:
-        """How times to first token compare with what was predicted, of the model that is off most;
-        None: too little is known."""
+        """Actual against predicted times to first token, of the model with the largest error; None:
+        too few samples."""
         known = [each.all for each in self.predictor.calibration() if each.all.count]
         return max(known, key=lambda summary: abs(log(max(summary.p50, _TINY))), default=None)
 
     # ------------------------------------------------------------------ who had better move
 
     def rebalance(self, now: Seconds) -> list[Booking]:
-        """Own bookings whose requests another worker would begin sooner; to be called a few times
-        a second, and their frontends to be told."""
+        """Own bookings whose requests another worker would begin sooner. Call it a few times a
+        second, and tell their frontends."""
         groups = [group for model in self.pool.served() if (group := self._group(now, model))]
         moves = self._rebalancer.look(now, groups)
         found = [self.bookings.own_there(id) for id in moves]
@@ -845,7 +847,7 @@ class RouterCore:
     # ------------------------------------------------------------------ for tests
 
     def check(self) -> None:
-        """Raise `AssertionError` unless every question is accounted for. O(all)."""
+        """Raise `AssertionError` unless every request is accounted for. O(all)."""
         numbers = self.numbers
         ends = numbers.placed + numbers.refused + numbers.expired + numbers.withdrawn
         assert numbers.offered == ends + self.held
@@ -880,15 +882,15 @@ _NOTHING: Final[Mapping[NodeId, int]] = MappingProxyType({})
 def _check_time(question: RouteRequest) -> None:
     """Raises `DeadlineExceeded` for what has no time left."""
     if question.deadline is not None and question.deadline <= 0:
-        raise DeadlineExceeded("the request's time had run out when it reached the router")
+        raise DeadlineExceeded("the request's deadline had passed when it reached the router")
 
 
 def _leaving() -> PdserveError:
-    return Draining("this router is going away", retry_after=1.0)
+    return Draining("this router is draining", retry_after=1.0)
 
 
 def _broken() -> PdserveError:
-    return PdserveError("the router failed inside; its log says how")
+    return PdserveError("internal error in the router; see its log")
 
 
 def _check_offered(chosen: WorkerView, state: RoutingState) -> None:

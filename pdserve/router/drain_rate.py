@@ -1,9 +1,8 @@
-"""How fast the work that waits is being begun: seconds of predicted work per second.
+"""Measures how fast held work begins: seconds of predicted work per second.
 
-A worker that also decodes begins less than a second of work in a second, and how much less nobody
-predicts: it is seen. Only time in which somebody waited counts; what was seen fades within seconds.
-
-Pure; the core owns one per hold queue.
+A worker that also decodes begins less than one second of work per second; how much less is not
+predicted but measured. Only time in which some request waited counts, and old samples fade within
+seconds. Pure; `RouterCore` owns one for each hold queue.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _DOUBT: Final[Seconds] = 0.5
 
 
 class DrainRate:
-    """Of one queue, from the first that waits on."""
+    """The rate of one hold queue, from its first waiting request on."""
 
     __slots__ = ("_doubt", "_since", "_time", "_work")
 
@@ -37,7 +36,7 @@ class DrainRate:
         self._work: Seconds = 0.0
 
     def began(self, now: Seconds, work: Seconds) -> None:
-        """Held work has been begun."""
+        """Note that held work has begun."""
         passed = max(0.0, now - self._since)
         kept = exp(-passed / _MEMORY)
         self._time = self._time * kept + passed
@@ -46,7 +45,7 @@ class DrainRate:
         self._since = now
 
     def rate(self, now: Seconds, assumed: float) -> float:
-        """`assumed`: the rate if nothing has been seen; more than 0. Nor is the result ever 0."""
+        """The measured rate, never 0. `assumed`: the rate without samples; more than 0."""
         passed = max(0.0, now - self._since)
         kept = exp(-passed / _MEMORY)
         doubt = self._doubt * kept

@@ -1,9 +1,8 @@
-"""One decision: a question and what is known of its model in, a worker or a named refusal out.
+"""Decides which workers may take a request, or names the reason why none may.
 
-Who may be chosen is decided here, once, for every policy: never a worker that drains, that is not
-ready, that the request has failed at, or that its own filters leave out; one in doubt only if
-nobody else is left. Which of those that remain is the policy's choice. Nothing is changed here;
-`core.py` acts on it.
+This holds for every policy: never a worker that drains, is not ready, has failed the request, or is
+excluded by the request's own filters; a suspect one only if no other is left. The policy chooses
+among those that remain. Pure; `core.py` acts on the result.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ __all__ = ["RejectReason", "RouteRejection", "candidates", "explain_eligibility"
 
 
 class RejectReason(Enum):
-    """Why nobody can take a request. The first that fits, from the top, is named."""
+    """Why no worker can take a request. The first reason that fits, from the top, is reported."""
 
     UNKNOWN_MODEL = "unknown_model"
-    """Nobody serves such a model, and nobody did lately: the client's mistake."""
+    """No worker serves the model, now or recently: the client's mistake."""
     NO_WORKER = "no_worker"
-    """Its last worker left not long ago."""
+    """The model's last worker left recently."""
     PREFILL_ONLY = "prefill_only"
-    """All its workers compute prompts for others, and none of those others is there."""
+    """The model has only prefill workers."""
     NOT_ALLOWED = "not_allowed"
-    """The client named its workers, and none of them is there."""
+    """The client named workers, and none of them is here."""
     NO_ADAPTER = "no_adapter"
-    """No worker of the model has the adapter."""
+    """No worker of the model has the LoRA adapter."""
     EXCLUDED = "excluded"
-    """The request has failed at every worker that could take it, or will not have it."""
+    """The request has failed at, or excludes, every worker that could take it."""
     NOT_READY = "not_ready"
-    """Its workers are loading or restarting."""
+    """The model's workers are loading or restarting."""
     DRAINING = "draining"
-    """Its workers are all going away."""
+    """All workers of the model are draining."""
 
 
 _MESSAGES = {
@@ -66,13 +65,13 @@ _MESSAGES = {
 
 @dataclass(frozen=True, slots=True)
 class RouteRejection:
-    """Nobody, and why."""
+    """No worker may take the request, and why."""
 
     why: RejectReason
     question: RouteRequest
 
     def error(self, retry_after: Seconds) -> PdserveError:
-        """As the frontend, and its client, hear it."""
+        """The error for the frontend and its client."""
         question = self.question
         message = _MESSAGES[self.why].format(
             model=shorten(question.model),
@@ -88,7 +87,8 @@ class RouteRejection:
 def candidates(
     question: RouteRequest, model: ModelView, adapted: Collection[NodeId] | None = None
 ) -> tuple[WorkerView, ...] | RouteRejection:
-    """Who may take it; at least one. `adapted`: who has the adapter, if it wants one."""
+    """The workers that may take the request, at least one, or the rejection. `adapted`: the workers
+    with its LoRA adapter, if it names one."""
     excluded, allowed = frozenset(question.excluded), frozenset(question.allowed)
     for workers in (model.sound, model.doubtful):
         if excluded:
@@ -108,7 +108,7 @@ def explain_eligibility(
     known: WorkerEligibility,
     adapted: Collection[NodeId] | None = None,
 ) -> str:
-    """For an explanation: the worker's own standing, or why the request will not have it."""
+    """For an explanation: the worker's own state, or why the request excludes it."""
     if known in (WorkerEligibility.DRAINING, WorkerEligibility.UNREADY):
         return str(known.value)
     if worker.node in wish.excluded:

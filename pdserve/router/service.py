@@ -1,13 +1,13 @@
-"""The router role on a node: questions in, answers out, and what keeps its view true.
+"""Runs the router role on a node: answers routing requests, and keeps the router's view current.
 
     serves      Route, ReleaseBooking, Explain, and the prefill queues (`prefill_queue`)
     follows     load, sequences and KV events of workers, bookings of other routers
     publishes   its own bookings
 
-Everything is decided by `core`; this file turns messages and topics into calls of it, and looks
-after the questions that wait: once at the end of each turn of the loop in which something happened
-that may let one go, and by a timer at the moment the core names. Owned by whoever starts the role;
-`close` before the node.
+`core` decides everything. This file turns messages and topics into its calls, and calls
+`RouterCore.look` for held requests: at the end of each turn of the event loop in which something
+happened that may place one, and by a timer at the time that the core names. The code that starts
+the role owns it, and calls `close` before it closes the node.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _fullness(state: QueueState) -> tuple[int, int]:
 
 
 class RouterService:
-    """See above. Needs a node; `open` once it has joined."""
+    """The router role of one node. Call `open` once the node has joined."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class RouterService:
         degradations: Degradations,
         on_move: Callable[[], None] = lambda: None,
     ) -> None:
-        """`card` is what every node says of itself. `on_move` hears of each request that another
-        worker would begin sooner, once its frontend has been told."""
+        """`card`: the fields of the card that every node has. `on_move` is called for each request
+        that another worker would begin sooner, after its frontend has been told."""
         self._queues: dict[NodeId, QueueReport] = {}
         """Prefill queues of other routers."""
         self.core = RouterCore(
@@ -159,11 +159,12 @@ class RouterService:
             self._rebalance()
 
     def open(self) -> None:
-        """The node has joined: be there for frontends, once the view has settled."""
+        """The node has joined: take routing requests once the view has settled."""
         self._node.timers.call_later(_SETTLE, lambda: self._node.publish_card(self._card, {}))
 
     def drain(self) -> None:
-        """Frontends ask others from now on, if there are any; who waits here is sent to them."""
+        """Send frontends to other routers from now on, if there are any, with the requests held
+        here."""
         self._draining = True
         self._card = replace(self._card, draining=True)
         self._node.publish_card(self._card, {})
@@ -172,7 +173,7 @@ class RouterService:
             self.prefill.drain()
 
     def close(self) -> None:
-        """Answer whoever still waits. Idempotent."""
+        """Refuse all held requests. Idempotent."""
         self.core.close()
         self.prefill.close()
         if self._timer is not None:
@@ -185,7 +186,7 @@ class RouterService:
         return any(m.card is not None and not m.card.draining for m in routers)
 
     def unready_reason(self) -> str | None:
-        """For probes: a router can always answer, if only that there is no worker."""
+        """For probes; a router can always answer, if only that there is no worker."""
         if self._draining:
             return "draining: frontends ask other routers"
         return None if self._node.lives else "joining the cluster"
@@ -254,7 +255,7 @@ class RouterService:
         self._bookings.flush()
 
     def numbers(self) -> RouterStats:
-        """For status and top."""
+        """Numbers for status and top."""
         core = self.core
         numbers, ratios = core.numbers, core.prediction()
         return RouterStats(
@@ -291,7 +292,7 @@ class RouterService:
             try:
                 link.tell(MOVE, encode(RouterMigrationHint(booking.id)))
             except PdserveError as error:
-                _log.debug("%s did not hear that it should move: %s", asker.node, error)
+                _log.debug("%s could not be told to move a request: %s", asker.node, error)
             else:
                 self._on_move()
 
@@ -309,7 +310,7 @@ class RouterService:
         try:
             self.core.index.placed(now, life, item.names, item.names_id)
         except Overloaded as error:
-            _log.debug("a prefill at %s is not predicted: %s", worker.node, error)
+            _log.debug("no prediction for a prefill at %s: %s", worker.node, error)
 
     def _on_queues(self, member: Member, report: QueueReport) -> None:
         self._queues[member.node] = report
@@ -337,7 +338,7 @@ class RouterService:
         try:
             self.core.look(self._node.now())
         except Exception:  # a bug: no question waits here for what does not come
-            _log.exception("the questions that wait could not be looked at")
+            _log.exception("held requests could not be examined")
             self.core.send_away()
         self._arm()
 

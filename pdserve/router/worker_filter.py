@@ -1,9 +1,10 @@
-"""Which workers a question may go to: those its client wants, less those it failed at.
+"""Tracks which workers each held request may go to: those that its client allows and where it has
+not failed yet.
 
-Thousands of questions may wait, each with names of its own, and the router looks at all of them
-with every first token. So a wish becomes two sets once, when its question comes; equal wishes are
-one. What it allows is judged when workers come or go; whether it is open is one operation on sets
-per look, bounded by the names in the wish. Pure; a hold queue owns one `WorkerFilters`.
+Thousands of requests may wait, each with its own names of workers, and the router looks at all of
+them after every first token. So a filter becomes two sets once, when its request comes; requests
+with equal filters share them. The sets are updated when workers come or go, and a look costs one
+set operation, bounded by the names in the filter. Pure; each hold queue owns one `WorkerFilters`.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ _Key = tuple[frozenset["NodeId"], frozenset["NodeId"], str]
 
 @dataclass(slots=True, eq=False)
 class WorkerSet:
-    """Some workers of a model, as names: all that may be chosen, or those that are open."""
+    """Some workers of a model: all that may be chosen, or those that are open."""
 
     sound: frozenset[NodeId]
     doubtful: frozenset[NodeId]
     adapted: Callable[[str], AbstractSet[NodeId]]
-    """Workers that have an adapter."""
+    """Workers by LoRA adapter."""
     _with: dict[str, WorkerSet] = field(default_factory=dict)
 
     def having(self, lora: str) -> WorkerSet:
-        """Those of them that have the adapter; looked up once each."""
+        """The workers of the set that have the adapter; looked up once for each adapter."""
         if not lora:
             return self
         found = self._with.get(lora)
@@ -49,7 +50,7 @@ class WorkerSet:
 
 
 class WorkerFilter:
-    """What some questions want; judged once per crowd."""
+    """The filter that some held requests share."""
 
     __slots__ = (
         "_wanted",
@@ -82,7 +83,7 @@ class WorkerFilter:
 
     @classmethod
     def of(cls, question: RouteRequest) -> WorkerFilter:
-        """A question's own."""
+        """The filter of a request."""
         return cls(frozenset(question.allowed), frozenset(question.excluded), question.lora)
 
     @property
@@ -90,18 +91,19 @@ class WorkerFilter:
         return (self.allowed, self.excluded, self.lora)
 
     def takes(self, worker: NodeId) -> bool:
-        """Whatever adapters it has."""
+        """True if the filter admits this worker, whatever adapters it has."""
         return worker not in self.excluded and (not self.allowed or worker in self.allowed)
 
     def meets(self, workers: frozenset[NodeId]) -> bool:
-        """Some of them may take it. Costs as many look-ups as it has names, at most."""
+        """True if some of these workers pass. Costs at most one look-up for each name in the
+        filter."""
         if self.allowed:
             return not self._wanted.isdisjoint(workers)
         return not self.excluded.issuperset(workers)
 
 
 class WorkerFilters:
-    """Those of the questions of one queue that not every worker may take."""
+    """The filters of one hold queue's requests that not every worker may take."""
 
     def __init__(self) -> None:
         self.judged = 0
@@ -118,7 +120,7 @@ class WorkerFilters:
         return iter(self._known.values())
 
     def add(self, question: RouteRequest) -> WorkerFilter | None:
-        """The wish of a question that waits from now on; None: any worker may take it."""
+        """Add the filter of a request that begins to wait; None: any worker may take it."""
         if not (question.excluded or question.allowed or question.lora):
             return None
         wish = WorkerFilter.of(question)
@@ -127,13 +129,13 @@ class WorkerFilters:
         return wish
 
     def remove(self, wish: WorkerFilter) -> None:
-        """A question waits no more."""
+        """The request no longer waits."""
         wish.questions -= 1
         if not wish.questions:
             del self._known[wish.key]
 
     def possible(self, wish: WorkerFilter, everybody: WorkerSet) -> bool:
-        """Some worker may take it, open or not."""
+        """True if some worker may take it, open or not."""
         if wish.everybody is not everybody:
             self.judged += 1
             crowd = everybody.having(wish.lora)
@@ -144,7 +146,8 @@ class WorkerFilters:
         return wish.possible
 
     def is_open(self, wish: WorkerFilter, everybody: WorkerSet, open_: WorkerSet) -> bool:
-        """An open worker may take it. Doubtful ones only if no sound one may, open or not."""
+        """True if an open worker may take it. A suspect one counts only if no sound worker may,
+        open or not."""
         if wish.open is not open_:
             possible = self.possible(wish, everybody)
             self.judged += 1
@@ -155,6 +158,6 @@ class WorkerFilters:
 
 
 def filter_bytes(question: RouteRequest) -> Bytes:
-    """What the names of a question's wish occupy, about."""
+    """Approximate memory of the names in a request's filter."""
     names = (*question.allowed, *question.excluded)
     return len(question.lora) + sum(map(len, names)) + _NAME_BYTES * len(names)

@@ -1,20 +1,21 @@
-"""How all nodes come to name blocks with one secret, without anybody having to hand one out.
+"""Brings all nodes to hash blocks with one secret, without a node that hands it out.
 
-Everybody's card says which secret the node holds, by id, and how it came by it: its *birth*.
-Of two, the smaller (birth, id) is the better one, and everybody turns to the best that it hears of:
+Each node's card tells which secret it holds, by id, and how it got it: the secret's *birth*. Of two
+secrets, the one with the smaller (birth, id) is better, and each node adopts the best that it hears
+of:
 
-    0       the node's own --hash-secret-file: it never turns to another
+    0       the node's own --hash-secret-file: it never adopts another
     1       learned from such a node
-    else    drawn by some node at its first need, at this time (Unix milliseconds)
+    else    drawn by some node when it first needed one, at this time (Unix milliseconds)
 
-So a file wins over what was drawn, the earliest drawn one over later ones, and a file that was
-replaced over what others remember of the old one. The order is total: whatever the order of
-starts, splits and mergers, who hear of each other end with the same secret. A secret that was
-just drawn is told to nobody before this node has heard what the others have, and gives way to any
-of theirs: a restart, or a clock that is wrong, costs the cluster nothing.
+So a file wins over drawn secrets, the earliest drawn one over later ones, and a replaced file over
+what others remember of the old one. The order is total: whatever the order of starts, partitions
+and mergers, nodes that hear of each other end with the same secret. A secret that was just drawn is
+not published before this node has heard what the others have, and yields to any of theirs: so a
+restart, or a wrong clock, costs the cluster nothing.
 
-The secret itself travels only by request, over authenticated links. What it is used for is its
-listeners' business. One per node, for as long as that lives.
+The secret itself travels only on request, over authenticated links. It does not know what the
+secret is used for; listeners do. One per node, for the process's lifetime.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ LEARNED: Final = 1
 _FIRST_DRAWN: Final = 2
 
 SECRET_BYTES: Final = 32
-"""Of a secret that is drawn."""
+"""Length of a drawn secret."""
 
 _PATIENCE: Final[Seconds] = 2.0
 """For one node to give its secret."""
@@ -64,27 +65,28 @@ _MISSING: Final = "hash_secret_missing"
 
 @dataclass(frozen=True, slots=True, order=True)
 class SecretClaim:
-    """Which secret, and how good it is: the smaller the better."""
+    """A secret's id and birth; the smaller claim is better."""
 
     birth: int
     id: bytes
 
     @property
     def adopted(self) -> SecretClaim:
-        """The same in the hands of one who learned it."""
+        """The claim of a node that learned this secret from another."""
         return SecretClaim(max(self.birth, LEARNED), self.id)
 
 
 @dataclass(frozen=True, slots=True)
 class SecretOffers:
-    """What the other nodes hold, by node, and whether more may be heard of soon."""
+    """The secrets that the other nodes hold, by node."""
 
     claims: Mapping[NodeId, SecretClaim]
     complete: bool
-    """Every member's card is known."""
+    """True if every member's card is known."""
 
     def better(self, own: SecretClaim | None, *, told: bool) -> SecretClaim | None:
-        """What to turn to from `own`; None: nothing. `told`: the others may rely on `own`."""
+        """The claim to adopt instead of `own`; None: none. `told`: `own` was published, so others
+        may rely on it."""
         if own is not None and own.birth == GIVEN:
             return None
         best = min(self.claims.values(), default=None)
@@ -96,18 +98,19 @@ class SecretOffers:
         return best if best < own or not told else None
 
     def holders(self, id: bytes) -> list[NodeId]:
-        """Who can give that secret."""
+        """Nodes that hold that secret."""
         return sorted(node for node, claim in self.claims.items() if claim.id == id)
 
     def rivals(self, own: SecretClaim | None) -> list[NodeId]:
-        """Nodes whose file holds another secret than the best file's: this node's own, if any."""
+        """Nodes whose file has another secret than the best file's; this node's own, if it has a
+        file."""
         given = {node: claim for node, claim in self.claims.items() if claim.birth == GIVEN}
         right = own if own is not None and own.birth == GIVEN else min(given.values(), default=own)
         return sorted(node for node, c in given.items() if right is None or c.id != right.id)
 
 
 def held_by(member: Member) -> SecretClaim | None:
-    """What a member's card says."""
+    """The claim in a member's card."""
     card = member.card
     if card is None or len(card.names_id) != SHORT_HASH_BYTES or card.names_birth < GIVEN:
         return None
@@ -115,7 +118,7 @@ def held_by(member: Member) -> SecretClaim | None:
 
 
 def offers_of(members: Iterable[Member]) -> SecretOffers:
-    """What all members' cards say."""
+    """The claims in all members' cards."""
     everybody = list(members)
     claims = {member.node: held_by(member) for member in everybody}
     return SecretOffers(
@@ -125,7 +128,7 @@ def offers_of(members: Iterable[Member]) -> SecretOffers:
 
 
 class HashSecrets:
-    """See above."""
+    """The hash secret of one node."""
 
     def __init__(
         self,
@@ -158,16 +161,16 @@ class HashSecrets:
 
     @property
     def secret(self) -> bytes:
-        """What this node names blocks with; empty: it knows none yet."""
+        """The secret in use; empty: none yet."""
         return self._secret
 
     @property
     def claim(self) -> SecretClaim | None:
-        """Which that is."""
+        """The claim of the secret in use."""
         return self._claim
 
     def listen(self, listener: Callable[[bytes], None]) -> None:
-        """Call `listener` with every secret that this node turns to from now on."""
+        """Call `listener` with every secret that this node adopts from now on."""
         self._listeners.append(listener)
 
     def need(self) -> bytes:
@@ -258,7 +261,7 @@ class HashSecrets:
         if changed:
             # Nobody knew one that was drawn and not told: giving way is how every node starts.
             level = logging.INFO if renamed else logging.DEBUG
-            _log.log(level, "blocks are named with secret %s from now on", claim.id.hex())
+            _log.log(level, "blocks are hashed with secret %s from now on", claim.id.hex())
             for listener in self._listeners:
                 listener(secret)
 

@@ -1,11 +1,11 @@
-"""One node of the cluster: its links, its membership, and who answers what on it.
+"""Runs one node of the cluster: its links, its membership, and the handlers of its messages.
 
-    Node      what stays while the process lives: handlers, tasks, the registry, the card
-    _Life     what belongs to one epoch: endpoint and gossip; replaced whole when others have held
-              this node for dead, so that nothing of the old life can act in the new one
+    Node      what lasts as long as the process: handlers, tasks, the registry, the card
+    _Life     what belongs to one epoch: endpoint and gossip. It is replaced whole when peers have
+              declared this node dead, so that nothing of the old life acts in the new one
 
-The order of an end: `leave` (the others hear it and stop choosing us), then `close`. What the
-messages mean is their owners' business: they register here by method number.
+A node ends with `leave` (the others hear it and stop choosing it), then `close`. It does not know
+what messages mean: their owners register handlers here by method number.
 """
 
 from __future__ import annotations
@@ -77,27 +77,27 @@ _CARD_LIMIT: Final = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
-    """How a node takes part. Addresses are `host:port`."""
+    """How a node takes part in the cluster. Addresses are `host:port`."""
 
     node: NodeId
     role: str
     listen: str = "127.0.0.1:0"
-    """Where peers reach it; port 0: any."""
+    """Address for peers' links; port 0: any free port."""
     advertise: str = ""
-    """What others dial; empty: where it listens. A port 0 stands for the one in use."""
+    """Address that peers dial; empty: the listening address. Port 0 stands for the bound port."""
     join: tuple[str, ...] = ()
-    """Seeds: any nodes of the cluster. Empty: be the first, others come here."""
+    """Seeds: addresses of any nodes of the cluster. Empty: this is the first node."""
     cluster: str = "pdserve"
-    """Nodes of another cluster are refused by name, whatever their key."""
+    """Name of the cluster; nodes of another name are refused, whatever their key."""
     leave_timeout: Seconds = 2.0
-    """A goodbye takes `gossip.leave_linger`; beyond this it is cut short. 0: no goodbye, for nodes
-    that end together."""
+    """Longest wait for a goodbye, which takes `gossip.leave_linger`. 0: no goodbye, for nodes that
+    end together."""
     gossip: GossipConfig = field(default_factory=GossipConfig)
     net: NetSettings = field(default_factory=NetSettings)
 
 
 class Node:
-    """See above. Make it inside the running loop it is to live on."""
+    """One node. Create it inside the running event loop."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class Node:
         random: Random,
         wall: Callable[[], Seconds],
     ) -> None:
-        """`wall` is the wall clock, which numbers the lives; `entropy` and `random` differ: one is
-        for nonces, the other for whatever a simulation must repeat."""
+        """`wall` is the wall clock, which numbers the epochs. `entropy` is for nonces, `random` for
+        what a simulation must repeat."""
         self.id = config.node
         self.config = config
         self.random = random
@@ -152,46 +152,46 @@ class Node:
 
     @property
     def epoch(self) -> Epoch:
-        """The present life; 0 before `start`."""
+        """The present epoch; 0 before `start`."""
         return self._epoch
 
     @property
     def joined(self) -> bool:
-        """It has its seeds' table, or knows that it is alone."""
+        """True once it has its seeds' member table, or knows that it is alone."""
         return self._life is not None and self._life.joined
 
     @property
     def address(self) -> str:
-        """Where others dial this node."""
+        """Address at which peers dial this node."""
         return "" if self._life is None else self._life.endpoint.identity.address
 
     @property
     def endpoint(self) -> Endpoint:
-        """The links of the present life. Raises `NotReady` without one."""
+        """The endpoint of the present life. Errors: `NotReady` without one."""
         return self._living().endpoint
 
     @property
     def links(self) -> int:
-        """Peers that this node is linked to."""
+        """Peers with a link."""
         return 0 if self._life is None else len(self._life.endpoint.links)
 
     def handshakes_refused(self) -> dict[str, int]:
-        """Connections turned away over all lives, by the name of the error."""
+        """Refused connections over all lives, by error class."""
         present = Counter({} if self._life is None else self._life.endpoint.refused)
         return dict(self._refused + present)
 
     def now(self) -> Seconds:
-        """The loop's clock."""
+        """The event loop's time."""
         return self._loop.time()
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """At the end of this turn of the loop."""
+        """Call at the end of this turn of the event loop."""
         self._loop.call_soon(callback)
 
     # ------------------------------------------------------------------ what it answers
 
     def serve(self, method: Method[Q, R], answer: Callable[[Q, IncomingCall], R | None]) -> None:
-        """Answer requests: by what `answer` returns, by what it raises, or, after None, by the
+        """Answer requests of a method: with what `answer` returns or raises; after None, with the
         call's `reply` or `fail`."""
 
         def on_call(call: IncomingCall) -> None:
@@ -202,11 +202,12 @@ class Node:
         self._answers[method.id] = on_call
 
     def serve_tell(self, number: int, hear: Callable[[Link, Buffer], None]) -> None:
-        """Hear one-way messages. `hear` raises `ProtocolError` for what cannot be decoded."""
+        """Handle one-way messages of a method. `hear` raises `ProtocolError` for what cannot be
+        decoded."""
         self._tells[number] = hear
 
     def serve_stream(self, number: int, opened: Callable[[IncomingStream, Buffer], None]) -> None:
-        """Take streams that peers open."""
+        """Handle streams of a method that peers open."""
         self._streams[number] = opened
 
     def on_member(self, listener: Callable[[MemberEvent], None]) -> Callable[[], None]:
@@ -217,11 +218,11 @@ class Node:
     # ------------------------------------------------------------------ taking part
 
     async def start(self, *, beside: tuple[str, ...] = ()) -> None:
-        """Listen and join; returns when this node has its seeds' table or knows that it is alone.
-        `beside`: seeds that the configuration could not know yet.
+        """Listen and join; returns once this node has its seeds' member table or knows that it is
+        alone. `beside`: more seeds, unknown when the node was configured.
 
-        Raises `ConfigError` for an address that cannot be listened on; `WrongClusterKey`,
-        `WrongCluster`, `NoCommonVersion` or `WrongPeer` when a seed says so.
+        Errors: `ConfigError` for an address that cannot be listened on; `WrongClusterKey`,
+        `WrongCluster`, `NoCommonVersion` or `WrongPeer` from a seed.
         """
         epoch = max(int(self._wall() * 1000), self._epoch + 1)
         await self._begin(epoch, ev.StartGossip((*self.config.join, *beside)))
@@ -237,7 +238,7 @@ class Node:
         return True
 
     async def leave(self) -> None:
-        """Say goodbye and wait until the others can have heard it."""
+        """Say goodbye, and wait until the others can have heard it."""
         life = self._life
         timeout = self.config.leave_timeout
         if life is None or life.over or not len(self.registry) or not timeout:
@@ -246,9 +247,9 @@ class Node:
         await asyncio.wait({life.stopped}, timeout=timeout)
 
     async def close(self, *, grace: Seconds = 0.0) -> None:
-        """End links and tasks; nothing is left. `grace`: what is under way may finish. Idempotent.
+        """End links and tasks. `grace`: seconds that calls in flight have to finish. Idempotent.
 
-        Members are reported as gone, so that whoever waits for one is released.
+        Members are reported as gone, so that waits for them end.
         """
         self._closed = True
         self.timers.close()
@@ -264,7 +265,8 @@ class Node:
         self._give_up(Draining("the node was closed before it had joined", retry_after=1.0))
 
     def publish_card(self, card: NodeCard, parts: Mapping[bytes, bytes]) -> None:
-        """Tell everybody; `parts` are the contents of what the card names by hash."""
+        """Publish this node's card; `parts` are the contents that the card names by hash. Errors:
+        `ConfigError` if the card is too large."""
         names_id, birth = self._names
         card = replace(card, names_id=names_id, names_birth=birth)
         body = encode(card)
@@ -279,7 +281,7 @@ class Node:
             self._tell_card(self._life)
 
     def publish_names(self, names_id: bytes, birth: int) -> None:
-        """Which hash secret this node holds; every card of its says so from now on."""
+        """Publish which hash secret this node holds, in this card and all later ones."""
         if self._names == (names_id, birth):
             return
         self._names = (names_id, birth)
@@ -294,15 +296,15 @@ class Node:
     # ------------------------------------------------------------------ reaching others
 
     def link_nowait(self, node: NodeId) -> Link | None:
-        """The link to a member, if there is one; it may be retiring."""
+        """The present link to a member, or None; it may be closing."""
         life = self._life
         return None if life is None else life.endpoint.link(node)
 
     async def link(self, node: NodeId, *, timeout: Seconds) -> Link:
-        """The link to a member, dialled if need be.
+        """The link to a member, dialled if there is none.
 
-        Raises `LinkLost` (not sent) for somebody who is no member, `DialFailed`,
-        `DeadlineExceeded`. Cancellation: only the waiting ends.
+        Errors: `LinkLost` (not sent) if it is no member, `DialFailed`, `DeadlineExceeded`.
+        Cancellation: ends only this wait.
         """
         found = self.link_nowait(node)
         if found is not None and not found.retiring:
@@ -317,10 +319,9 @@ class Node:
             raise DeadlineExceeded(f"no connection to {node} within {timeout:g} s") from None
 
     async def part(self, owner: NodeId, hash: bytes, *, timeout: Seconds) -> bytes:
-        """A large part of a member's card; one fetch for all that want it at a time.
+        """Fetch a large part of a member's card; concurrent callers share one fetch.
 
-        Raises `LinkLost` when nobody has it, `DeadlineExceeded`. Cancellation: only this waiting
-        ends.
+        Errors: `LinkLost` if no node has it, `DeadlineExceeded`. Cancellation: ends only this wait.
         """
         life = self._life
         if life is None or life.over:
@@ -331,7 +332,7 @@ class Node:
         life.gossip.want_part(owner, hash)  # a fetch under way turns to this owner
         await asyncio.wait({waiting}, timeout=timeout)
         if not waiting.done():
-            raise DeadlineExceeded(f"a part of {owner}'s card did not come within {timeout:g} s")
+            raise DeadlineExceeded(f"a part of {owner}'s card did not arrive within {timeout:g} s")
         return waiting.result()
 
     def _stop_fetching(self, reason: str) -> None:
@@ -373,19 +374,21 @@ class Node:
             del self._past[old]
             self._refused.update(old.endpoint.refused)
         epoch = max(int(self._wall() * 1000), effect.above + 1)
-        _log.warning("the cluster held this node for dead: rejoining as life %d", epoch)
+        _log.warning("peers declared this node dead: rejoining with epoch %d", epoch)
         await self._begin(epoch, effect.start)
 
     # ------------------------------------------------------------------ from below
 
     def take(self, life: _Life, effect: ev.Effect) -> None:
-        """An effect of membership that concerns more than links."""
+        """Apply an effect of gossip that concerns more than links."""
         if life is not self._life or self._closed:
             return
         if isinstance(effect, ev.TableReady):
             if effect.alone and set(self.config.join) - life.own - {self.address}:
                 why = "; ".join(life.troubles.values()) or "no answer"
-                _log.warning("no seed has let this node in (%s): alone for now, trying on", why)
+                _log.warning(
+                    "no seed accepted this node (%s): it is alone for now and goes on trying", why
+                )
             life.ready()
             if not self._joined.done():
                 self._joined.set_result(None)
@@ -401,7 +404,7 @@ class Node:
         elif isinstance(effect, ev.PartFailed):
             self._part_settled(effect.hash, LinkLost(effect.reason, sent=False))
         elif isinstance(effect, ev.TableFull):
-            _log.warning("the table of members is full: %s was refused", effect.node)
+            _log.warning("the member table is full: %s was refused", effect.node)
         else:
             self.registry.feed(effect)
 
@@ -428,7 +431,7 @@ class Node:
             self.on_superseded(f"this node cannot rejoin: {error}")
 
     def dial_failed(self, life: _Life, address: str, error: DialFailed) -> None:
-        """Some answers of a seed are final while joining, one of anybody's always."""
+        """A dial failed. Some errors of a seed end the join; a taken name ends this life."""
         _log.debug("dialling %s failed: %s", address, error)
         if isinstance(error, OwnAddress):
             life.own.add(address)
@@ -466,7 +469,9 @@ class Node:
         """Pass a one-way message to its handler; messages of unknown methods are dropped."""
         hear = self._tells.get(method)
         if hear is None:
-            _log.debug("%s told us something of method %d, unknown here", link.peer.node, method)
+            _log.debug(
+                "a one-way message of %s has the unknown method %d; dropped", link.peer.node, method
+            )
         else:
             hear(link, body)
 
@@ -490,14 +495,14 @@ class Node:
             self._life.gossip.told(link, body)
 
     def keys_changed(self) -> None:
-        """The cluster keys are others from now on: see `Endpoint.keys_changed`."""
+        """Use the new cluster keys from now on (`Endpoint.keys_changed`)."""
         if self._life is not None:
             self._life.endpoint.keys_changed()
 
     # ------------------------------------------------------------------ for a life
 
     def make_endpoint(self, epoch: Epoch, address: str) -> Endpoint:
-        """The endpoint of a life."""
+        """Create the endpoint of a life."""
         return Endpoint(
             Identity(self.config.cluster, self.id, epoch, address),
             self,
@@ -530,7 +535,7 @@ class _Life:
         self._epoch = epoch
 
     async def listen(self, address: str) -> None:
-        """Begin to accept peers. Raises `ConfigError`."""
+        """Begin to accept peers. Errors: `ConfigError`."""
         node = self._node
         self.listening = await self.endpoint.listen(address)
         advertised = addresses.advertised(node.config.advertise, self.listening)

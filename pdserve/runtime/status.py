@@ -1,10 +1,10 @@
-"""Answers how the cluster is: every node can be asked, and asks all others for its answer.
+"""Answers status requests: any node can be asked, and asks all others for their reports.
 
-    REPORT   what this node says of itself, at once
+    REPORT   this node's own report, at once
     STATUS   the whole view: this node's members, each with the report that it gave in time
 
-Whoever asks need not be a member. What a report says is its role's business, what a view looks like
-`build_cluster_view`'s. It lives as long as its node, whose tasks it uses.
+The asking side need not be a member. The role makes the report, `build_cluster_view` the view. It
+lives as long as its node, whose tasks it uses.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ _ASKERS: Final = 16
 
 
 class StatusService:
-    """See above."""
+    """Status of the cluster, as one node sees it."""
 
     def __init__(
         self, node: Node, report: Callable[[], NodeReport], wall: Callable[[], Seconds]
     ) -> None:
-        """`report` is quick and does not raise; `wall` is the wall clock, Unix seconds."""
+        """`report` returns this node's report; it must be quick and must not raise. `wall` is the
+        wall clock, in Unix seconds."""
         self._node = node
         self._report = report
         self._wall = wall
@@ -55,7 +56,7 @@ class StatusService:
 
     def _status(self, question: StatusQuery, call: IncomingCall) -> None:
         if self._askers >= _ASKERS:
-            raise Overloaded("too many ask for the cluster's status at once", retry_after=1.0)
+            raise Overloaded("too many status requests at once", retry_after=1.0)
         self._askers += 1
         task = self._node.tasks.spawn(self._answer(call), f"status for {call.link.peer.node}")
         task.add_done_callback(self._answered)
@@ -73,7 +74,7 @@ class StatusService:
         call.reply(await self.view(patience=max(0.0, patience)))
 
     async def view(self, *, patience: Seconds) -> ClusterStatus:
-        """This node's view. Cancellation: nobody is asked any further."""
+        """Ask all members and build the view. Cancellation: ends the questions."""
         node = self._node
         members = tuple(node.registry)
         answers: dict[NodeId, NodeReport | str] = {node.id: self._report()}

@@ -1,1 +1,1 @@
-"""The KV data plane: what moves blocks from one worker's pool into another's."""
+"""Moves KV blocks from one worker's pool into another's."""

@@ -1,31 +1,31 @@
-"""The port: how KV gets from one node's blocks into another's, whatever carries it.
+"""Defines the transfer port: how KV gets from one node's blocks into another's, over any backend.
 
-    Transport   one back end on one node: paths to peers        fake, shm, tcp (rdma, cuda_ipc)
-    Path        one peer, one life of it: grants and deliveries
-    Grant       destination: these blocks may be filled under this ticket
-    Sink        destination: hears what has arrived
-    Ask         how a transport talks to its counterpart: over the authenticated link
+    KvTransport  one backend on one node: paths to peers       rdma, cuda_ipc, shm, tcp, a fake
+    KvPath       one life of one peer: grants and deliveries
+    Grant        destination: these blocks may be filled under this ticket
+    GrantSink    destination: the callback for what has arrived
+    CallPeer     how a transport talks to its counterpart, over the authenticated link
 
 The destination *grants*: it binds blocks to a ticket, which travels to the source. The source
-*delivers* parts: some of its blocks, some of their layers, as they are computed. Who moves the
-bytes is the back end's matter (rdma writes them, tcp sends them to a receiver that places them, shm
-and cuda_ipc let the destination fetch them) and changes nothing of what follows.
+*delivers* parts: some of its blocks, some of their layers, as they are computed. How the bytes move
+depends on the backend (rdma writes them, tcp sends them to a receiver that places them, with shm
+and cuda_ipc the destination fetches them); what follows holds for all of them.
 
-**Order.** `GrantSink.on_part` comes after all bytes of the part are in the blocks, on every road.
-Parts may arrive in another order than they were delivered in.
+**Order.** `GrantSink.on_part` is called after all bytes of the part are in the blocks. Parts may
+arrive in another order than they were delivered in.
 
-**Completion.** `done` of a delivery comes once. Without an error, the part has arrived and its sink
-has been or is being told; either way, the source's blocks are no longer read afterwards.
+**Completion.** `done` of a delivery is called once. Without an error, the part has arrived and its
+sink has been or is being told. With or without one, the source's blocks are no longer read.
 
-**Fence.** A failure, a timeout or a death says nothing about bytes that are still under way. Two
-things do, and only after one of them may the blocks be used for anything else:
+**Fence.** A failure, a timeout or a death says nothing about bytes that are still under way. Only
+after one of these two may the blocks be used for anything else:
     `Grant.revoke` returned    the writer has acknowledged that nothing is under way for this grant
-    `KvPath.close` returned      this node has destroyed what the peer could write through: needs
-                               nobody's cooperation, and holds for all grants of the path
-`Grant.finish` needs neither: the owner has been told of all parts that there are.
+    `KvPath.close` returned    this node has destroyed what the peer could write through; it needs
+                               no cooperation of the peer, and holds for all grants of the path
+`Grant.finish` needs neither, because the owner knows that all parts have arrived.
 
-Calls come on the event loop that the transport was made on. Nothing here blocks it: bytes are moved
-by hardware or by threads. Errors are `TransferError`s and name transfer, peer, step and reason.
+Call everything on the event loop that the transport was made on. Nothing here blocks it: hardware
+or threads move the bytes. Errors are `TransferError`s and name transfer, peer, step and reason.
 """
 
 from __future__ import annotations
@@ -61,18 +61,19 @@ __all__ = [
 
 
 CallPeer = Callable[[NodeLife, TransferControl, float], Awaitable[TransferControl]]
-"""Says something to the peer's transport and returns its answer, within so many seconds. Raises a
-`PdserveError` when there is none. What it says arrives at the peer's `KvTransport.answer`."""
+"""Sends a control message to the peer's transport (`KvTransport.answer`) and returns its answer.
+The float is the timeout in seconds. Errors: a `PdserveError` without an answer."""
 
 DeliveryDone = Callable[["TransferError | None"], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """The pool of one rank on this node: a run of memory that peers may reach, and no more of it.
+    """The KV pool of one rank on this node: the memory that peers may reach.
 
     It must outlive the transport. `view` is its bytes in this process, None in device memory; `fd`
-    is a descriptor that others can map, if there is one (`kv.storage.MemoryExport.fd`)."""
+    is a descriptor that others can map, if there is one (`kv.storage.MemoryExport.fd`).
+    """
 
     layout: RankKvLayout
     blocks: int
@@ -82,17 +83,17 @@ class Region:
 
     @property
     def size(self) -> Bytes:
-        """Of all blocks."""
+        """Bytes of all blocks."""
         return self.blocks * block_bytes(self.layout)
 
     def card(self, keys: tuple[int, ...] = ()) -> RegionCard:
-        """As peers learn of it."""
+        """The description that peers get."""
         return RegionCard(layout=self.layout, blocks=self.blocks, address=self.address, keys=keys)
 
 
 @dataclass(frozen=True, slots=True)
 class GrantSpec:
-    """What a destination wants filled. Becomes a `TransferTicket` once it has a slot."""
+    """What a destination wants filled. With a slot it becomes a `TransferTicket`."""
 
     transfer: str
     attempt: int
@@ -103,28 +104,29 @@ class GrantSpec:
 
 @dataclass(frozen=True, slots=True)
 class KvPart:
-    """What a source has ready: `blocks` hold the tokens from `start` on, in `layers`."""
+    """What a source has ready: `blocks` hold the tokens from `start` on, for `layers`."""
 
     number: int
-    """Names the part in the notification; of one ticket, each is delivered once."""
+    """The part's number, unique within its ticket."""
     start: int
-    """A token's position in the sequence, at a block's beginning. Blocks before the ticket's first
-    token are skipped: the destination has them."""
+    """Position of the first token in the sequence; begins a block. Blocks before the ticket's first
+    token are skipped, because the destination has them."""
     blocks: Sequence[int]
     layers: Layers
     names: bytes = b""
-    """16 bytes per block, their hashes; empty: they have none. For back ends that can compare."""
+    """Block hashes, 16 bytes each, for backends that compare them; empty: unknown."""
 
 
 class GrantSink(Protocol):
-    """Who hears what arrives under a grant. Called on the loop; quick, must not raise."""
+    """Receives what happens to a grant. Called on the event loop; must be quick and must not
+    raise."""
 
     def on_part(self, part: int) -> None:
-        """All bytes of the part are in the blocks. Once per part."""
+        """All bytes of the part are in the blocks. Called once for each part."""
         ...
 
     def on_failed(self, error: TransferError) -> None:
-        """No further part will arrive. Once at most, and no fence: call `revoke`."""
+        """No further part will arrive. Called at most once. It is no fence: call `revoke`."""
         ...
 
 
@@ -136,25 +138,26 @@ class Grant(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Fenced or finished: the blocks are the owner's again."""
+        """True once fenced or finished: the blocks belong to the owner again."""
         ...
 
     def finish(self) -> None:
-        """All parts there are have arrived. The caller knows their number from the source; without
-        that knowledge, `revoke`."""
+        """Close the grant after all parts have arrived. The caller knows their number from the
+        source; without it, call `revoke`."""
         ...
 
     async def revoke(self, *, timeout: Seconds) -> None:
-        """Want nothing more; returns when nothing can arrive any more: a fence.
+        """Stop the transfer; returns when nothing can arrive any more, which is a fence. The sink
+        gets no further call.
 
-        Raises `TransferTimeout` or another `TransferError` if that could not be had; then the
-        blocks stay in quarantine, and closing the path is the fence. Its sink falls silent at once.
-        Cancellation: as after a failure."""
+        Errors: `TransferTimeout` or another `TransferError` without the peer's confirmation; the
+        blocks then stay in quarantine until the path is closed. Cancellation: as after an error.
+        """
         ...
 
 
 class KvPath(Protocol):
-    """One peer, in one life of it, over one back end. Both ends may grant and deliver."""
+    """A connection to one life of one peer over one backend. Both ends may grant and deliver."""
 
     @property
     def peer(self) -> NodeLife: ...
@@ -164,65 +167,65 @@ class KvPath(Protocol):
 
     @property
     def down(self) -> TransferError | None:
-        """Why nothing more can be started; None while it can."""
+        """Why the path accepts nothing new; None while it is up."""
         ...
 
     def grant(self, order: GrantSpec, sink: GrantSink) -> Grant:
-        """Let the peer fill these blocks. Raises `TransferRefused` for what cannot be (blocks of
-        another grant, a wrong number), `PathLost`, `Overloaded` without a free slot."""
+        """Let the peer fill these blocks. Errors: `TransferRefused` (blocks of another grant, a
+        wrong number of blocks), `PathLost`, `Overloaded` without a free slot."""
         ...
 
     def deliver(self, ticket: TransferTicket, part: KvPart, done: DeliveryDone) -> None:
-        """Bring a part to the blocks of the peer's ticket. `part.blocks` must keep their content
-        until `done`. Raises `TransferRefused`, `PathLost`, `Overloaded`; then `done` is not called.
-        """
+        """Send a part to the blocks of the peer's ticket. `part.blocks` must keep their content
+        until `done` is called. Errors: `TransferRefused`, `PathLost`, `Overloaded`; `done` is then
+        not called."""
         ...
 
     def withdraw(self, ticket: TransferTicket) -> None:
-        """Deliver nothing more under this ticket. What is under way ends by its `done`, when the
-        source's blocks are no longer read; the peer's sink fails."""
+        """Deliver nothing more under this ticket. Deliveries under way end by their `done`, after
+        which the source's blocks are no longer read. The peer's sink fails."""
         ...
 
     async def close(self, reason: str) -> None:
-        """End all of it; idempotent. Returns when no byte that came, or comes, by this path can be
-        written to this node's memory: a fence for all its grants. Deliveries under way end by
-        `PathLost`, sinks of open grants fail. Not to be cancelled."""
+        """End the path; returns when nothing can be written to this node's memory through it, which
+        is a fence for all its grants. Deliveries under way end with `PathLost`, and the sinks of
+        open grants fail. Idempotent. Do not cancel it."""
         ...
 
     @property
     def stats(self) -> PathStats:
-        """Its counters. The record is the path's own and goes on counting."""
+        """The path's counters: a live record."""
         ...
 
 
 class KvTransport(Protocol):
-    """One back end on one node."""
+    """One backend on one node."""
 
     @property
     def name(self) -> str: ...
 
     async def connect(self, peer: NodeLife, *, timeout: Seconds) -> KvPath:
-        """The path to a peer, set up if there is none. Raises `TransferError`, naming the step.
-        When both ends connect at once, both get a path that works; they may be two."""
+        """Return the path to a peer, and set it up if there is none. If both ends connect at once,
+        there may be two paths; both work. Errors: `TransferError`, which names the step."""
         ...
 
     async def answer(self, peer: NodeLife, control: TransferControl) -> TransferControl:
-        """What the peer's transport asked. The caller has authenticated the peer. Raises
-        `TransferError`, which the caller passes on."""
+        """Answer a control message of the peer's transport. The caller has authenticated the peer.
+        Errors: `TransferError`, which the caller sends to the peer."""
         ...
 
     def path(self, peer: NodeLife) -> KvPath | None:
-        """The path to a peer that is up, whoever asked for it."""
+        """The path to this life of a peer that is up, whichever end asked for it."""
         ...
 
     async def close(self) -> None:
-        """Close every path, give up every resource."""
+        """Close every path and free all resources."""
         ...
 
 
 @dataclass(slots=True)
 class PathStats:
-    """Only grow during one life of a path, but for the last two."""
+    """Counters of one life of a path; the last two are gauges."""
 
     parts_delivered: int = 0
     bytes_delivered: Bytes = 0
@@ -230,15 +233,15 @@ class PathStats:
     deliveries_failed: int = 0
     parts_received: int = 0
     bytes_received: Bytes = 0
-    """0 over queue pairs: their notifications do not say it."""
+    """0 over RDMA, whose notifications do not carry it."""
     grants: int = 0
     grants_failed: int = 0
     fenced: int = 0
-    """Grants that ended by a fence."""
+    """Grants closed by a fence."""
     stale: int = 0
-    """Notifications for no current grant. After a fence there must be none: each is a bug."""
+    """Notifications for no open grant. After a fence there must be none: each is a bug."""
     refused: int = 0
-    """What the peer asked for and was not allowed."""
+    """Requests of the peer that were refused."""
     outgoing: int = 0
     """Deliveries under way."""
     granted: int = 0

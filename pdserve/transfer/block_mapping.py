@@ -1,7 +1,8 @@
 """Maps a ticket and a part between the KV regions of two nodes to runs of bytes to copy.
 
-All ranks of a node number their blocks alike, so one list of ids serves every pair. Pure; made once
-per path. A pair of nodes with incompatible layouts is refused here, before there is a path.
+All ranks of a node number their blocks alike, so one list of block ids serves every pair of ranks.
+Pure; created once for each path. Refuses two nodes with incompatible layouts before there is a
+path.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["BlockMapper", "BlockMapping", "RegionCopy", "check_blocks"]
 
 
 class RegionCopy(NamedTuple):
-    """Runs from one region of the source to one of the destination, by their places."""
+    """The runs to copy from one source region to one destination region, given by their indices."""
 
     source: int
     destination: int
@@ -39,8 +40,8 @@ class RegionCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockMapping:
-    """What of a part a destination lacks: source block `blocks[i]` fills the ticket's block at
-    `place + i`. Both ends can say it without knowing the other's addresses."""
+    """The blocks of a part that the destination lacks: source block `blocks[i]` fills the ticket's
+    block at `place + i`. Both ends compute it without the other's addresses."""
 
     place: int
     blocks: tuple[int, ...]
@@ -49,12 +50,12 @@ class BlockMapping:
 
 
 class BlockMapper:
-    """Sources to destinations."""
+    """Maps blocks between the regions of a source and of a destination."""
 
     def __init__(self, sources: Sequence[RegionCard], destinations: Sequence[RegionCard]) -> None:
-        """Raises `PlanError` unless all fit together."""
+        """Errors: `PlanError` if the layouts are incompatible."""
         if not sources or not destinations:
-            raise PlanError("a node without a pool has nothing to move")
+            raise PlanError("a node has no KV pool")
         self._sources = tuple(sources)
         self._destinations = tuple(destinations)
         for source in sources:
@@ -65,7 +66,9 @@ class BlockMapper:
         )
         """Regions of both, by their places, that have bytes to exchange."""
         if not self.pairs:
-            raise PlanError("no rank of the source has what a rank of the destination holds")
+            raise PlanError(
+                "a rank of the destination holds layers or heads that no rank of the source has"
+            )
         self._blocks = (_least(sources), _least(destinations))
         self.block_tokens = sources[0].layout.tokens
 
@@ -78,14 +81,15 @@ class BlockMapper:
         layers: Layers,
         names: bytes = b"",
     ) -> BlockMapping:
-        """What a part, given by its start and blocks, has for a ticket, given by its tokens."""
+        """The blocks that a part brings to a ticket. Errors: `PlanError`."""
         if names and len(names) != 16 * len(blocks):
-            raise PlanError(f"{len(names)} bytes of names for {len(blocks)} blocks")
+            raise PlanError(f"{len(names)} bytes of block hashes for {len(blocks)} blocks")
         skip, place = align_blocks(first_token, tokens, self.block_tokens, start, len(blocks))
         return BlockMapping(place, tuple(blocks[skip:]), names[16 * skip :], layers)
 
     def moves(self, share: BlockMapping, destinations: Sequence[int]) -> list[RegionCopy]:
-        """The runs of a share; `destinations` are all blocks of the ticket. Raises `PlanError`."""
+        """The runs to copy for a mapping; `destinations` are all blocks of the ticket. Errors:
+        `PlanError`."""
         self.check(share, destinations)
         count = len(share.blocks)
         theirs = destinations[share.place : share.place + count]
@@ -97,32 +101,32 @@ class BlockMapper:
         return moves
 
     def check(self, share: BlockMapping, destinations: Sequence[int]) -> None:
-        """Raise `PlanError` unless both ends have these blocks."""
+        """Errors: `PlanError` if either end lacks one of these blocks."""
         check_blocks(share.blocks, self._blocks[0])
         check_blocks(destinations[share.place : share.place + len(share.blocks)], self._blocks[1])
 
     def size(self, share: BlockMapping) -> Bytes:
-        """Bytes that a share brings to the destination."""
+        """Bytes that a mapping brings to the destination."""
         return len(share.blocks) * sum(
             plan_block(self._sources[s].layout, self._destinations[d].layout, share.layers).size
             for s, d in self.pairs
         )
 
     def check_order(self, first_token: int, tokens: int, blocks: Sequence[int]) -> None:
-        """Raise `PlanError` unless these blocks can take these tokens."""
+        """Errors: `PlanError` if these blocks cannot hold these tokens."""
         if first_token < 0 or first_token % self.block_tokens:
-            raise PlanError(f"token {first_token} begins no block")
+            raise PlanError(f"token {first_token} is not the first of a block")
         if tokens <= 0 or len(blocks) != blocks_for(tokens, self.block_tokens):
             raise PlanError(f"{len(blocks)} blocks for {tokens} tokens")
         if len(set(blocks)) != len(blocks):
-            raise PlanError("a block is there twice")
+            raise PlanError("a block is listed twice")
         check_blocks(blocks, self._blocks[1])
 
 
 def check_blocks(blocks: Sequence[int], count: int) -> None:
-    """Raise `PlanError` unless these are blocks of a pool of `count`."""
+    """Errors: `PlanError` unless all these blocks are in a pool of `count`."""
     if blocks and not (min(blocks) >= 0 and max(blocks) < count):
-        raise PlanError(f"there are blocks 0 to {count - 1}, not {min(blocks)} to {max(blocks)}")
+        raise PlanError(f"the pool has blocks 0 to {count - 1}, not {min(blocks)} to {max(blocks)}")
 
 
 def _least(cards: Sequence[RegionCard]) -> int:

@@ -56,21 +56,22 @@ __all__ = [
 ]
 
 MAX_RUNS: Final = 1 << 22
-"""Of one binding: beyond it the layouts fit so badly that copying run by run is the wrong way."""
+"""Most runs of one binding. With more, the layouts fit so badly that copying run by run is too
+slow."""
 
 Layers = tuple[int, int]
 """A half-open range of the model's layers, counted over all ranks."""
 
 
 class PlanError(ValueError):
-    """The two ends do not fit together; the text says in what."""
+    """The two ends do not fit together; the text says why."""
 
 
 # ------------------------------------------------------------------------------ ranks and heads
 
 
 def heads_of(layout: RankKvLayout) -> range:
-    """The model's heads that this rank holds."""
+    """The range of the model's KV heads that this rank holds. Errors: `PlanError`."""
     heads, size, rank = layout.heads, layout.tp, layout.rank
     if rank >= size:
         raise PlanError(f"there is no rank {rank} of {size}")
@@ -86,12 +87,12 @@ def heads_of(layout: RankKvLayout) -> range:
 
 
 def block_bytes(layout: RankKvLayout) -> Bytes:
-    """Of one block on this rank."""
+    """Bytes of one block on this rank."""
     return layout.layers * _layer_bytes(layout)
 
 
 def check_fit(source: RankKvLayout, destination: RankKvLayout) -> None:
-    """Raise `PlanError` unless a byte means the same at both ends."""
+    """Errors: `PlanError` unless both ends store a token's KV alike."""
     for field in ("content", "order", "heads", "tokens", "dim", "itemsize"):
         ours, theirs = getattr(source, field), getattr(destination, field)
         if ours != theirs:
@@ -103,7 +104,8 @@ def check_fit(source: RankKvLayout, destination: RankKvLayout) -> None:
 def rank_pairs(
     sources: Sequence[RankKvLayout], destinations: Sequence[RankKvLayout]
 ) -> list[tuple[int, int]]:
-    """(source, destination) by their places, for each two that have bytes to exchange."""
+    """Pairs of (source, destination) ranks, by index, that have bytes to exchange. Errors:
+    `PlanError`."""
     return [
         (s, d)
         for s, source in enumerate(sources)
@@ -138,7 +140,7 @@ class CopySpan:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopyPlan:
-    """What one block of the source has for one block of the destination."""
+    """The bytes that one block of the source has for one block of the destination."""
 
     spans: tuple[CopySpan, ...]
     source_block: Bytes
@@ -146,22 +148,21 @@ class BlockCopyPlan:
 
     @property
     def whole(self) -> bool:
-        """The block at both ends, nothing else: neighbours merge."""
+        """True if all of a block is copied, so that neighbouring blocks become one run."""
         return self.spans == (CopySpan(0, 0, self.source_block),) and (
             self.source_block == self.destination_block
         )
 
     @property
     def size(self) -> Bytes:
-        """Bytes of one block."""
+        """Bytes copied for one block."""
         return sum(span.length for span in self.spans)
 
 
 @lru_cache(maxsize=4096)
 def plan_block(source: RankKvLayout, destination: RankKvLayout, layers: Layers) -> BlockCopyPlan:
-    """The spans of one block, for those of `layers` that both ends hold. Raises `PlanError`.
-
-    Spans are in ascending order at both ends. Empty: this pair has nothing to exchange."""
+    """The spans to copy for one block, for those of `layers` that both ends hold. They ascend at
+    both ends; none: this pair of ranks has nothing to exchange. Errors: `PlanError`."""
     check_fit(source, destination)
     ours, theirs = heads_of(source), heads_of(destination)
     first, last = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
@@ -219,7 +220,8 @@ def _merged(spans: list[CopySpan]) -> Iterator[CopySpan]:
 
 @dataclass(frozen=True, slots=True)
 class CopyRuns:
-    """Runs of bytes between two regions: offsets from their beginnings, as arrays of int64."""
+    """Runs of bytes between two regions, as arrays of int64. Offsets count from each region's
+    beginning."""
 
     source: array[int]
     destination: array[int]
@@ -238,9 +240,9 @@ class CopyRuns:
 
 
 def bind_blocks(plan: BlockCopyPlan, source: Sequence[int], destination: Sequence[int]) -> CopyRuns:
-    """The runs that bring block `source[i]` to block `destination[i]`, for every i.
+    """The runs that copy block `source[i]` to block `destination[i]`, for every i.
 
-    Where whole blocks go, ids that ascend together at both ends become one run. Raises `PlanError`.
+    Whole blocks whose ids ascend together at both ends become one run. Errors: `PlanError`.
     """
     if len(source) != len(destination):
         raise PlanError(f"{len(source)} blocks cannot fill {len(destination)}")
@@ -252,7 +254,7 @@ def bind_blocks(plan: BlockCopyPlan, source: Sequence[int], destination: Sequenc
 def bind_blocks_pure(
     plan: BlockCopyPlan, source: Sequence[int], destination: Sequence[int]
 ) -> CopyRuns:
-    """`bind_blocks`, of lists that fit."""
+    """Pure-Python version of `bind_blocks`, for lists that are already checked."""
     here, there = plan.source_block, plan.destination_block
     if plan.whole:
         return _bind_whole(here, source, destination)
@@ -308,7 +310,7 @@ def _bind_whole(size: Bytes, source: Sequence[int], destination: Sequence[int]) 
 
 
 def split_runs(runs: CopyRuns, limit: Bytes) -> CopyRuns:
-    """The same bytes in runs of at most `limit`: a device's largest message, a stripe of a rail."""
+    """The same bytes in runs of at most `limit` bytes. Errors: `PlanError` beyond `MAX_RUNS`."""
     if limit <= 0:
         raise ValueError("a run has at least one byte")
     if not runs.length or max(runs.length) <= limit:
@@ -328,12 +330,13 @@ def split_runs(runs: CopyRuns, limit: Bytes) -> CopyRuns:
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Number of blocks that hold so many tokens."""
     return -(-tokens // block_tokens)
 
 
 def valid_tokens(tokens: int, block_tokens: int, place: int) -> int:
-    """How many tokens of the block at this place count: the last one may be partly filled."""
+    """Number of valid tokens in the block at this index; the last block may be partly filled.
+    Errors: `PlanError`."""
     left = tokens - place * block_tokens
     if left <= 0 or place < 0:
         raise PlanError(f"{tokens} tokens do not reach the block at place {place}")
@@ -343,16 +346,16 @@ def valid_tokens(tokens: int, block_tokens: int, place: int) -> int:
 def align_blocks(
     first_token: int, tokens: int, block_tokens: int, start: int, count: int
 ) -> tuple[int, int]:
-    """Where `count` blocks of the source, from token `start` on, belong among the destination's,
-    which are from `first_token` on.
+    """Match `count` blocks of the source, from token `start` on, to the destination's blocks, which
+    begin at `first_token`.
 
-    Returns (blocks of the source to skip, place of the first one that is not skipped). Both lists
-    are counted from the same token, so that nobody trims one of them only. Raises `PlanError` when
-    there is a position that is no block's beginning, or blocks beyond the last token.
+    Returns (source blocks to skip, destination index of the first one that is not skipped). Both
+    lists count from the same token. Errors: `PlanError` for a position inside a block, or for
+    blocks beyond the last token.
     """
     for name, value in (("the destination", first_token), ("the source", start)):
         if value < 0 or value % block_tokens:
-            raise PlanError(f"{name} begins at token {value}, which begins no block")
+            raise PlanError(f"{name} begins at token {value}, which is not the first of a block")
     shift = (start - first_token) // block_tokens
     skip = min(count, max(0, -shift))
     place = max(0, shift)
@@ -365,10 +368,11 @@ def align_blocks(
 
 
 def layer_groups(layers: Layers, count: int) -> list[Layers]:
-    """The layers in `count` groups of nearly equal size, in order; fewer when there are fewer."""
+    """Split the layers, in order, into `count` groups of nearly equal size; fewer if there are
+    fewer layers. Errors: `PlanError`."""
     first, last = layers
     if first >= last or count < 1:
-        raise PlanError(f"no groups of the layers {first} to {last}")
+        raise PlanError(f"layers {first} to {last} cannot be grouped")
     count = min(count, last - first)
     edges = [first + (last - first) * n // count for n in range(count + 1)]
     return list(pairwise(edges))

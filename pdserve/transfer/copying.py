@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK", "NON_TEMPORAL_BYTES", "checksum", "chunks", "copy_pure", "copy_runs", "crc32"]
 
 CHUNK: Final[Bytes] = 8 << 20
-"""About how much is copied between two looks at whether it is still wanted: a millisecond."""
+"""Bytes copied between two checks for a stop: about a millisecond."""
 
 NON_TEMPORAL_BYTES: Final[Bytes] = 1 << 20
-"""Copies of so much together go past the caches: they would push out what others have there."""
+"""Copies of at least this many bytes bypass the CPU caches, so that they do not evict other
+data."""
 
 
 def copy_pure(
@@ -34,13 +35,13 @@ def copy_pure(
     lengths: Iterable[int],
     streaming: bool = False,
 ) -> int:
-    """Copy `lengths[i]` bytes from `from_[i]` to `to[i]`, for all i; returns their number.
+    """Copy `lengths[i]` bytes from `from_[i]` to `to[i]`, for all i; returns the number of bytes.
 
-    `streaming`: past the caches, for what is larger than they are; natively about 1.6 times as fast
-    for runs of 64 KiB and more, and slower for what would have fitted.
-
-    The last three are arrays of int64. Raises ValueError, before anything is copied, for a run that
-    leaves its memory. Source and destination must not overlap."""
+    `streaming` bypasses the CPU caches: natively about 1.6 times as fast for runs of 64 KiB and
+    more, and slower for what fits into the caches. The last three are arrays of int64. Source and
+    destination must not overlap. Errors: ValueError, before anything is copied, for a run outside
+    of its memory.
+    """
     runs = list(zip(to, from_, lengths, strict=True))
     for there, here, length in runs:
         fits = here + length <= len(source) and there + length <= len(destination)
@@ -54,15 +55,15 @@ def copy_pure(
 copy_runs = accel.native.copy_runs if accel.NATIVE else copy_pure
 
 crc32 = accel.native.crc32 if accel.NATIVE and accel.native.crc32_here() else zlib.crc32
-"""`zlib.crc32`; natively the same value, several times as fast. It does not depend on where the
-bytes are cut, which is what two ends with other runs of the same bytes need."""
+"""`zlib.crc32`; the native version returns the same value several times as fast. The value does not
+depend on how the bytes are divided into runs, so two ends with different runs can compare."""
 
 
 def chunks(
     runs: CopyRuns, size: Bytes = CHUNK
 ) -> Iterator[tuple[memoryview, memoryview, memoryview]]:
-    """The runs' destinations, sources and lengths, a few at a time, of about `size` bytes. Runs are
-    not cut: `plan.split` does that."""
+    """Yield the runs' destinations, sources and lengths, a few runs at a time, of about `size`
+    bytes together. Runs are not divided; `copy_plan.split_runs` does that."""
     if not len(runs):
         return
     each = max(1, size * len(runs) // max(1, runs.size))
@@ -73,7 +74,7 @@ def chunks(
 
 
 def checksum(memory: memoryview, runs: Iterable[tuple[Bytes, Bytes]], start: int = 0) -> int:
-    """CRC-32 of runs (offset, length) of a memory, one after the other."""
+    """CRC-32 of runs (offset, length) of a memory, in order."""
     for at, length in runs:
         start = crc32(memory[at : at + length], start)
     return start

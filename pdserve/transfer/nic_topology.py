@@ -1,8 +1,8 @@
-"""Reads the kernel's view of this machine's network adapters and where they lead.
+"""Reads which networks this machine's RDMA adapters are on, from sysfs.
 
-Opens no device. Separates fabrics only where that is certain: two RoCE adapters may or may not
-reach each other through routers, InfiniBand adapters need the same subnet, and the two kinds never
-connect.
+Opens no device. Reports two fabrics only where they are certainly separate: two RoCE adapters may
+or may not reach each other through routers, InfiniBand adapters need the same subnet, and the two
+kinds never connect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _IPV6: Final = Path("/proc/net/if_inet6")
 
 
 def fabrics(adapters: Path) -> tuple[str, ...]:
-    """What the active ports of these adapters are on, each once; empty: the kernel does not say."""
+    """The fabrics that the active ports of these adapters are on, without duplicates; empty:
+    unknown."""
     found: set[str] = set()
     for port in sorted(adapters.glob("*/ports/*")):
         try:

@@ -44,11 +44,11 @@ __all__ = ["MAX_DELIVERIES", "Delivery", "DeliveryKey", "PathBase"]
 _log = logging.getLogger(__name__)
 
 MAX_DELIVERIES: Final = 4096
-"""Deliveries under way on one path; one more is `Overloaded`."""
+"""Most deliveries under way on one path; one more raises `Overloaded`."""
 
 
 class DeliveryKey(NamedTuple):
-    """One delivery."""
+    """Identifies a delivery on its path."""
 
     slot: int
     generation: int
@@ -66,7 +66,7 @@ class Delivery:
     size: Bytes
     runs: int = 0
     ended: asyncio.Future[None] | None = None
-    """For who waits for its end."""
+    """Set when the delivery ends, if `drain` waits for it."""
 
     @property
     def key(self) -> DeliveryKey:
@@ -88,7 +88,7 @@ class PathBase:
         grants: GrantTable,
         forget: Callable[[PathBase], None],
     ) -> None:
-        """Raises `PlanError` when the two nodes' pools do not fit."""
+        """Errors: `PlanError` if the two nodes' pools are incompatible."""
         self.peer = peer
         self.number = number
         self.remote = 0
@@ -187,11 +187,11 @@ class PathBase:
             self._stats.fenced += 1
 
     def arrived(self, slot: int, generation: int, part: int, size: Bytes) -> None:
-        """All bytes of a part are in the blocks of a grant."""
+        """A backend reports that all bytes of a part are in a grant's blocks."""
         granted = self.grants.find(self, slot, generation)
         if granted is None or part in granted.parts:
             self._stats.stale += 1
-            _log.error("%r: a notification for slot %d, which it does not hold", self, slot)
+            _log.error("%r: a notification for slot %d, which has no open grant", self, slot)
             return
         if granted.state != "open":
             return
@@ -201,7 +201,7 @@ class PathBase:
         granted.sink.on_part(part)
 
     def spoiled(self, granted: GrantEntry, error: TransferError) -> None:
-        """One grant has failed; the path goes on."""
+        """Fail one grant; the path goes on."""
         if granted.state != "open":
             return
         granted.state = "failed"
@@ -209,7 +209,7 @@ class PathBase:
         granted.sink.on_failed(error)
 
     def given_up(self, slot: int, generation: int) -> None:
-        """The source delivers nothing more to a grant. One that is over by now needs nothing."""
+        """The source delivers nothing more to a grant. Ignored if the grant is closed."""
         granted = self.grants.find(self, slot, generation, exact=True)
         if granted is not None:
             transfer, reason = granted.ticket.transfer, "the source has withdrawn it"
@@ -258,7 +258,7 @@ class PathBase:
     def _look(self, before: object) -> None:
         self._watching = None
         if self.outgoing and self._mark() == before:
-            self.fail("deliver", f"the peer has taken nothing for {self.patience:g} s")
+            self.fail("deliver", f"the peer has received nothing for {self.patience:g} s")
         else:
             self._watch()
 
@@ -269,7 +269,8 @@ class PathBase:
             self.tell(TicketWithdrawn(self.remote, ticket.slot, ticket.generation))
 
     def stop(self, slot: int, generation: int) -> list[Delivery]:
-        """Nothing more for this ticket; returns what is still under way, having told it to end."""
+        """Stop deliveries under this ticket, now and later; returns those that are still under
+        way."""
         self._stopped[slot] = generation
         mine = [o for key, o in self.outgoing.items() if key[:2] == (slot, generation)]
         for outgoing in mine:
@@ -277,7 +278,7 @@ class PathBase:
         return [outgoing for outgoing in mine if outgoing.key in self.outgoing]
 
     async def drain(self, slot: int, generation: int) -> None:
-        """`stop`, and return when nothing of it is under way any more."""
+        """Call `stop`, and return when nothing of the ticket is under way."""
         loop, waiting = asyncio.get_running_loop(), []
         for outgoing in self.stop(slot, generation):  # they end while an earlier one is awaited
             if outgoing.ended is None:
@@ -287,7 +288,7 @@ class PathBase:
             await asyncio.shield(ended)
 
     def settle(self, key: DeliveryKey, error: TransferError | None = None) -> None:
-        """A delivery has ended: the source's blocks are not read for it any more."""
+        """A delivery has ended: the source's blocks are no longer read for it. Calls its `done`."""
         outgoing = self.outgoing.pop(key, None)
         if outgoing is None:
             return
@@ -303,14 +304,14 @@ class PathBase:
         outgoing.done(error)
 
     def withdrawn(self, outgoing: Delivery) -> TransferError:
-        """Why a delivery that was stopped has failed."""
+        """The error of a delivery that was stopped."""
         reason = f"part {outgoing.part} of attempt {outgoing.ticket.attempt} is not wanted any more"
         return self._error(TransferWithdrawn, outgoing.ticket.transfer, "deliver", reason)
 
     # ------------------------------------------------------------------ the end
 
     def fail(self, step: str, reason: str) -> None:
-        """The path has ended, or is to end; the first reason stands."""
+        """Begin to end the path. Only the first reason is kept."""
         if self.down is not None:
             return
         self.down = self._error(PathLost, "", step, reason)

@@ -29,20 +29,21 @@ __all__ = [
 ]
 
 MAX_FAILURES: Final = 3
-"""In a row, after which a back end is passed over with a peer."""
+"""Failures in a row after which a backend is skipped with a peer."""
 RETRY_INTERVAL: Final[Seconds] = 60.0
-"""After which it is tried again; one further failure puts it off for as long."""
+"""How long a backend is skipped; one further failure skips it as long again."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """What to try with a peer."""
+    """Which backend to try with a peer."""
 
     backend: str
     why: str
-    """Why none better, in words."""
+    """Why no better backend was chosen, in words."""
     degraded: str = ""
-    """A better one, which both have, has failed: what happened, and until when."""
+    """A better backend that both ends have was skipped after failures: what happened, and until
+    when; empty: none."""
 
 
 @dataclass(slots=True)
@@ -50,23 +51,24 @@ class _Record:
     """How a back end did with a peer lately."""
 
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     until: Seconds = 0.0
-    """Passed over until then."""
+    """The backend is skipped until this time."""
     last: str = ""
 
 
 @dataclass(slots=True)
 class BackendSelector:
-    """For all peers of one life of a node."""
+    """Chooses backends for all peers of one life of a node."""
 
     order: Sequence[str]
-    """That may be used, best first."""
+    """The allowed backends, best first."""
     ours: BackendOffers
     _records: dict[tuple[NodeLife, str], _Record] = field(default_factory=dict)
 
     def choose(self, peer: NodeLife, theirs: BackendOffers, now: Seconds) -> BackendChoice:
-        """Raises `TransferRefused` with the reason of each when there is none."""
+        """Choose the backend for a peer. Errors: `TransferRefused` with the reason of each if there
+        is none."""
         reasons: list[str] = []
         passed_over: list[tuple[str, _Record]] = []
         for name in self.order:
@@ -83,17 +85,17 @@ class BackendSelector:
                     name, "; ".join(reasons) or best, _degraded(name, passed_over, now)
                 )
         if passed_over:  # no other is left: rather this than nothing
-            return BackendChoice(passed_over[0][0], "it fails, and there is no other")
-        raise TransferRefused.at("", str(peer), "choose a back end", "; ".join(reasons) or "none")
+            return BackendChoice(passed_over[0][0], "it has failed, and there is no other")
+        raise TransferRefused.at("", str(peer), "choose a backend", "; ".join(reasons) or "none")
 
     def in_common(self, theirs: BackendOffers | None) -> int:
-        """How many could join both ends; of an end that has not said what it has, one."""
+        """How many backends could join both ends; 1 for a peer that has not sent its list."""
         if theirs is None:
             return 1
         return sum(not incompatible_reason(name, self.ours, theirs) for name in self.order)
 
     def failed(self, peer: NodeLife, backend: str, reason: str, now: Seconds) -> None:
-        """No path came about, or it has died."""
+        """Note that no path could be set up, or that it died."""
         record = self._records.setdefault((peer, backend), _Record())
         record.failures += 1
         record.last = reason
@@ -101,17 +103,17 @@ class BackendSelector:
             record.until = now + RETRY_INTERVAL
 
     def worked(self, peer: NodeLife, backend: str) -> None:
-        """It has brought something."""
+        """Note that a transfer succeeded."""
         self._records.pop((peer, backend), None)
 
     def forget(self, peer: NodeLife) -> None:
-        """That life of the peer is over."""
+        """Drop what is known of this life of a peer."""
         for key in [key for key in self._records if key[0] == peer]:
             del self._records[key]
 
 
 def incompatible_reason(backend: str, ours: BackendOffers, theirs: BackendOffers) -> str:
-    """Why a back end cannot join two ends; empty: it can."""
+    """Why a backend cannot join two ends; empty: it can."""
     if backend not in ours.places:
         return ours.lacking.get(backend, "not offered") + " (here)"
     if backend not in theirs.places:

@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 __all__ = ["HALF_OPEN", "HelloExchange", "TransportBase"]
 
 HALF_OPEN: Final[Seconds] = 30.0
-"""How long an accepted path waits for its PathReady before it is given up."""
+"""How long an accepted path waits for its PathReady before it fails."""
 _UNUSABLE: Final = (OSError, ValueError, OverflowError)
-"""What comes of a peer's details that are wrong, or of another version: `PlanError`, a record that
-nobody can read, an address that is none. It costs the path, never this node."""
+"""Errors caused by a peer's wrong details, or details of another version: `PlanError`, an
+undecodable record, an invalid address. They end the path, never this node."""
 _COURTESY: Final[Seconds] = 1.0
-"""How long a peer has to hear what it would find out by itself, only later."""
+"""Timeout of messages that only tell the peer early what it would notice later."""
 
 
 class HelloExchange(Protocol):
-    """Says PathHello with these details and returns the PathWelcome."""
+    """Sends PathHello with these details and returns the PathWelcome."""
 
     async def __call__(self, details: bytes) -> PathWelcome: ...
 
@@ -80,17 +80,17 @@ class TransportBase:
     # ------------------------------------------------------------------ what back ends bring
 
     def _cards(self) -> tuple[RegionCard, ...]:
-        """What peers learn of the regions."""
+        """The descriptions of the regions that peers get."""
         return tuple(region.card() for region in self.regions)
 
     async def _dial(self, peer: NodeLife, number: int, exchange: HelloExchange) -> PathBase:
-        """This side of a new path; it is ready when this returns."""
+        """Create this node's end of a new path; it is ready when this returns."""
         raise NotImplementedError
 
     async def _accept(
         self, peer: NodeLife, number: int, hello: PathHello
     ) -> tuple[PathBase, bytes]:
-        """The other side of it, and the details of the PathWelcome."""
+        """Create the accepting end of a path; also returns the details of the PathWelcome."""
         raise NotImplementedError
 
     async def _stopped(self, path: PathBase, slot: int, generation: int) -> None:
@@ -201,7 +201,7 @@ class TransportBase:
         return self._numbers
 
     def forget(self, path: PathBase) -> None:
-        """A path has ended."""
+        """Remove a path that has ended."""
         self._paths.pop(path.number, None)
         if self._up.get(path.peer) is path:
             del self._up[path.peer]
@@ -243,14 +243,16 @@ class TransportBase:
                 path = self._mine(peer, control.path, "close")
                 path.fail("peer", control.reason or "the peer closed the path")
             case _:
-                self._refuse(peer, "control", f"{type(control).__name__} asks nothing")
+                self._refuse(peer, "control", f"{type(control).__name__} is not a request")
         return ControlDone()
 
     async def _welcome(self, peer: NodeLife, hello: PathHello) -> PathWelcome:
         if hello.backend != self.name:
-            self._refuse(peer, "connect", f"{hello.backend} is not {self.name}")
+            self._refuse(
+                peer, "connect", f"the hello is for backend {hello.backend}, not {self.name}"
+            )
         if hello.epoch != peer.epoch:
-            self._refuse(peer, "connect", f"it says that it is in epoch {hello.epoch}")
+            self._refuse(peer, "connect", f"its hello names epoch {hello.epoch}, its link another")
         number = self._next()
         try:
             path, details = await self._accept(peer, number, hello)

@@ -209,7 +209,7 @@ async def test_a_server_of_another_kind(body):
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "", "http://x:99999", "no where"])
 def test_what_is_no_address(url):
-    with pytest.raises(ConfigError, match="is no address"):
+    with pytest.raises(ConfigError, match="is not a URL"):
         Client(url)
 
 

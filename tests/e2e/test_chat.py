@@ -80,7 +80,7 @@ def test_a_refusal_is_told_in_the_servers_words(server):
 def test_what_is_no_address_is_a_mistake(url):
     done = piped("hello", "--url", url)
     assert done.returncode == exit_codes.USAGE
-    assert done.stderr == f"pdserve: --url: {url!r} is no address such as http://127.0.0.1:8000\n"
+    assert done.stderr == f"pdserve: --url: {url!r} is not a URL such as http://127.0.0.1:8000\n"
 
 
 def test_an_address_may_come_without_its_scheme(server):

@@ -443,7 +443,7 @@ def test_what_cannot_come_in_time_is_refused_at_once():
     error = world.error(world.ask(slo_ttft=10.0, waited=9.99))
     assert isinstance(error, Overloaded)
     told = world.core.explain(world.now, replace(route("m"), slo_ttft=0.001))
-    assert (told.worker, "cannot be had" in told.refusal) == (None, True)
+    assert (told.worker, "no worker can produce a first token" in told.refusal) == (None, True)
     world.core.check()
 
 
@@ -664,7 +664,7 @@ def test_who_has_waited_too_long_is_refused_when_its_turn_comes():
     world.now += 0.45  # what is left is less than its prompt takes
     world.start(first)
     world.look()
-    assert "cannot be had" in world.error(late).message
+    assert "no worker can produce a first token" in world.error(late).message
     assert isinstance(world.error(late), Overloaded)
     world.placed(patient)
 

@@ -443,7 +443,7 @@ async def test_who_waits_in_a_router_that_fails_inside_is_answered() -> None:
 
         router.service.core.look = look  # type: ignore[method-assign]
         router.service._look()
-        with pytest.raises(PdserveError, match="failed inside"):
+        with pytest.raises(PdserveError, match="internal error"):
             await asking
         assert router.service.core.held == 0
 

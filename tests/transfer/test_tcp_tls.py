@@ -145,7 +145,7 @@ async def test_another_certificate_than_the_links_is_refused() -> None:
         assert true != D.fingerprint
         object.__setattr__(two.destination.transport._tls, "fingerprint", D.fingerprint)
         try:
-            with pytest.raises(TransferError, match="another certificate"):
+            with pytest.raises(TransferError, match="is not the peer's"):
                 await two.connect()
         finally:
             object.__setattr__(two.destination.transport._tls, "fingerprint", true)
@@ -251,7 +251,7 @@ def test_keys_are_not_used_for_ever(monkeypatch) -> None:
     with sealed() as (sender, _):
         sender.send(b"record", [memoryview(bytes(1000))])
         monkeypatch.setattr("pdserve.transfer.tcp.tls_socket.MAX_SESSION_BYTES", 1000)
-        with pytest.raises(BulkError, match="keys"):
+        with pytest.raises(BulkError, match="byte limit"):
             sender.send(b"record")
 
 

@@ -1,9 +1,9 @@
-"""Certificates that are renewed while the node runs.
+"""Reloads TLS certificates that are renewed while the node runs.
 
-The files are looked at before each new connection and read again when they have changed, so every
-process of a node follows without a signal. Connections that stand keep what they were made with.
-Files that do not fit together, as in the middle of a renewal, change nothing: the old ones stay in
-force and the log says so.
+The files are checked before each new connection and read again when they have changed, so that
+every process of a node follows without a signal. Open connections keep their certificates. Files
+that do not match each other, as in the middle of a renewal, change nothing: the old certificates
+stay in force, and an error is logged.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Certificates:
     """Supplies TLS contexts from certificate files, and reads the files again when they change."""
 
     def __init__(self, cert: Path, key: Path, ca: Path | None = None) -> None:
-        """Raises `ConfigError`, naming the file."""
+        """Errors: `ConfigError`, which names the file."""
         self._paths = (cert, key, ca)
         self._state = self._look()
         self._tls = Tls.load(cert, key, ca)
 
     def current(self) -> Tls:
-        """What new connections use."""
+        """The contexts for new connections."""
         state = self._look()
         if state != self._state:
             try:
@@ -48,8 +48,8 @@ class Certificates:
         return self._tls
 
     def reload(self) -> bool:
-        """Read the files again; True if our certificate or key is another. Raises `ConfigError`
-        and keeps the old ones."""
+        """Read the files again; True if the node's own certificate or key has changed. Errors:
+        `ConfigError`; the old ones stay in force."""
         self._state = self._look()  # first: what is written meanwhile is read next time
         fresh = Tls.load(*self._paths)
         changed, self._tls = fresh.fingerprint != self._tls.fingerprint, fresh

@@ -1,7 +1,8 @@
-"""Bytes over TCP, with TLS if the node has certificates.
+"""Carries bytes over TCP, with TLS if the node has certificates.
 
-Under TLS the encryption's own handshake comes before ours and is the stranger's first chance to
-cost us something: it has the same deadline and the same bound (`PendingHandshakes`) as ours."""
+With TLS, its handshake comes before the cluster's own and is the first that an unknown peer can
+cost this node. So it has the same deadline and the same bound (`PendingHandshakes`).
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The prefill queues on a router's node: streams in, streams out, a report.
+"""Runs the prefill queues on a router's node: streams to workers, and a report.
 
     serves      PREFILL_QUEUE, one stream per worker: items from decode workers, offers and ends of
                 claims from prefill workers
     publishes   `prefill`, the state of every queue
 
-Everything is decided by `queue`; this file turns messages into calls of it, tells it of streams and
-members that end, and looks when time alone changes something. What is to be sent is gathered and
-leaves at the end of the loop's turn; a peer that does not read is cut off at a bound and starts
-afresh on another stream. Owned by the router's service.
+`queue` decides everything. This file turns messages into its calls, reports streams and members
+that end, and calls it when time alone changes something. Outgoing messages are collected and sent
+at the end of the event loop's turn. A peer that does not read is disconnected at a bound, and
+starts over on another stream. Owned by the router's service.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ class PrefillQueueService:
     # ------------------------------------------------------------------ looking
 
     def states(self) -> dict[str, QueueState]:
-        """By model."""
+        """The state of each model's queue."""
         return {model: queue.state() for model, queue in sorted(self._queues.items())}
 
     def state(self, model: str) -> QueueState | None:
-        """Of one model; None: nobody has spoken of it here."""
+        """The state of one model's queue; None: it has none."""
         queue = self._queues.get(model)
         return None if queue is None else queue.state()
 
@@ -125,24 +125,25 @@ class PrefillQueueService:
 
     @property
     def streams(self) -> int:
-        """Workers connected."""
+        """Number of workers connected."""
         return len(self._streams)
 
     # ------------------------------------------------------------------ ending
 
     def drain(self) -> None:
-        """Decode workers hand their items to the next owner; what is claimed goes on."""
+        """Refuse new items; decode workers pass waiting ones to the next owner, and claims go
+        on."""
         self.draining = True
         for queue in self._queues.values():
             queue.refuse_all("draining")
         self._settle_soon()
 
     def close(self) -> None:
-        """Cut all streams: their workers turn to other routers. Idempotent."""
+        """End all streams; their workers turn to other routers. Idempotent."""
         self.draining = True
         self._deaf()
         for stream in tuple(self._streams.values()):
-            stream.cut(Draining("this router is going away", retry_after=1.0))
+            stream.cut(Draining("this router is draining", retry_after=1.0))
         for timer in (self._timer, self._told):
             if timer is not None:
                 timer.cancel()
@@ -163,7 +164,7 @@ class PrefillQueueService:
             raise
 
     def ended(self, stream: _Stream) -> None:
-        """Its items go with it, its claims to others."""
+        """A stream has ended: its items are dropped, its claims go to others."""
         if self._streams.pop(stream.peer, None) is None:
             return
         self._due.pop(stream, None)
@@ -173,7 +174,7 @@ class PrefillQueueService:
         self._settle_soon()
 
     def take(self, stream: _Stream, message: ToQueue) -> None:
-        """A worker has said something."""
+        """Handle a worker's message."""
         now, peer = self._node.now(), stream.peer
         if isinstance(message, EnqueueItem):
             self._enqueue(now, peer, message.item)
@@ -198,7 +199,7 @@ class PrefillQueueService:
             self._send(peer, ItemRefused(item.request, item.round, reason))
             return
         if len(item.names) % SHORT_HASH_BYTES:
-            _log.warning("%s names blocks by %d bytes: passed over", peer.node, len(item.names))
+            _log.warning("%s sent block hashes of %d bytes; ignored", peer.node, len(item.names))
             item = replace(item, names=b"")
         queue.enqueue(now, peer, item)
 
@@ -288,7 +289,7 @@ class PrefillQueueService:
         if member.role != "worker":
             return
         if isinstance(event, MemberGone):  # its connection may stand for long
-            error = WorkerLost(f"{member.node} was held for dead, and its work dropped")
+            error = WorkerLost(f"{member.node} was declared dead, and its work was dropped")
             for stream in tuple(self._streams.values()):
                 if stream.peer[:2] == (member.node, member.epoch):
                     stream.cut(error)
@@ -320,7 +321,7 @@ class _Stream:
         except PdserveError:  # the stream has ended: `on_end` is on its way
             return
         if len(waiting) > _MOST_WAITING:
-            _log.warning("%s does not read what the prefill queue says", self.peer.node)
+            _log.warning("%s does not read the prefill queue's messages", self.peer.node)
             self.cut(Overloaded("the worker does not read", retry_after=1.0))
 
     def cut(self, error: PdserveError) -> None:

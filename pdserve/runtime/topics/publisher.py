@@ -1,12 +1,12 @@
-"""A log at its publisher: numbered events, a ring of the latest, and where each reader is in it.
+"""Publishes a log: numbered events, a ring of the latest ones, and each reader's position in it.
 
-Readers have no queues of their own: a `LogFeed` is a place in the one ring, so a hundred slow
-readers cost no more than one. Who falls out of the ring is told so (`Lagged`) and resumes, with a
-snapshot. While a snapshot is under way the ring keeps what came after it, up to a harder bound;
-beyond that the snapshot begins anew, later each time.
+Readers have no queues: a `LogFeed` is a position in the one ring, so a hundred slow readers cost no
+more memory than one. A reader that falls out of the ring is told so (`Lagged`) and resumes with a
+snapshot. While a snapshot is being sent, the ring keeps the later events up to a harder bound;
+beyond that the snapshot restarts, after a longer pause each time.
 
-Events are opaque bytes. Plain synchronous code: whoever owns a feed calls `poll` whenever there is
-credit, and again at `due`. Owned by the node that publishes (see `service`).
+Events are opaque bytes. Plain synchronous code: the owner of a feed calls `poll` whenever there is
+credit, and again at `due`. Owned by the publishing node (`service`).
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _SLOT_WAIT: Final[Seconds] = 0.1
 
 
 class LogSource(Protocol):
-    """The state that the events add up to. Both methods speak of it after the last event that was
-    appended, and before any that was not."""
+    """The state that the events add up to. Both methods describe it after the last appended event,
+    and before any event that is not yet appended."""
 
     def snapshot(self) -> Iterator[bytes]:
-        """The state in pieces of at most `CHUNK_BYTES`, as of this call: what changes
-        while the pieces are taken does not show in them."""
+        """The state as of this call, in pieces of at most `CHUNK_BYTES`. Changes made while the
+        pieces are taken are not in them."""
         ...
 
     def digest(self) -> int:
-        """64 bits that the same state always gives, and another one hardly ever. Cheap."""
+        """64-bit digest of the state; equal states have equal digests. Cheap."""
         ...
 
 
@@ -79,10 +79,11 @@ class LogPublisher:
         self._encoded: tuple[int, int, bytes] = (-1, -1, b"")  # the last batch: first, end, bytes
 
     def append(self, event: bytes) -> None:
-        """The source's state has changed by `event`. Raises `PayloadTooLarge` (not appended)."""
+        """Append an event that has changed the source's state. Errors: `PayloadTooLarge`; it is not
+        appended."""
         size = len(event)
         if size > self.config.event_bytes:
-            raise PayloadTooLarge(f"an event of {size} bytes is too long for a log")
+            raise PayloadTooLarge(f"an event of {size} bytes is too large for a log")
         self._ring[self.head] = event
         self.head += 1
         self.bytes += size + _OVERHEAD
@@ -103,15 +104,14 @@ class LogPublisher:
             self.oldest += 1
 
     def feed(self, resume: Resume, now: Seconds) -> LogFeed:
-        """A new reader. Close the feed when it is gone."""
+        """Add a reader. Close the feed when the reader is gone."""
         feed = LogFeed(self)
         feed.resume(resume, now)
         return feed
 
     def batch(self, first: int) -> tuple[int, bytes]:
-        """The events from `first` on, as many as one message takes: their end, the message.
-
-        Encoded once for all readers that are at the same place."""
+        """One message with the events from `first` on, as many as fit: (number after the last,
+        message). Encoded once for all readers at the same position."""
         if self._encoded[0] != first:
             end, size, ring = first, 0, self._ring
             last = min(self.head, first + self.config.batch_events)
@@ -123,7 +123,7 @@ class LogPublisher:
         return self._encoded[1:]
 
     def free_slot(self, now: Seconds) -> bool:
-        """Take the slot of a reader that has stood still for too long; False: there is none."""
+        """Take the snapshot slot of a reader that has stalled; False: there is none."""
         for feed in self.pins:
             if now - feed.polled >= self.config.stalled:
                 feed.give_way(now)
@@ -131,7 +131,7 @@ class LogPublisher:
         return False
 
     def statistics(self) -> dict[str, int]:
-        """Counters since the start, and what the ring holds."""
+        """Counters since the start, and the ring's size."""
         return {
             "events": self.head,
             "ring_events": self.head - self.oldest,
@@ -149,19 +149,19 @@ class _Stage(Enum):
     """What a reader is sent next."""
 
     BEGIN = 0
-    """That its events follow."""
+    """Sends `Begin`."""
     WAITING = 1
-    """Nothing until `due`; then a snapshot begins."""
+    """Sends nothing until `due`; then a snapshot begins."""
     SNAPSHOT = 2
-    """The snapshot's next piece."""
+    """Sends the snapshot's next piece."""
     EVENTS = 3
-    """Events, and watermarks when there are none."""
+    """Sends events, or watermarks if there are none."""
     LAGGED = 4
-    """That it lags, until it resumes."""
+    """Sends `Lagged`, until the reader resumes."""
 
 
 class LogFeed:
-    """One reader's place in a log."""
+    """One reader's position in a log."""
 
     def __init__(self, log: LogPublisher) -> None:
         self.due: Seconds | None = None
@@ -185,11 +185,11 @@ class LogFeed:
     # ------------------------------------------------------------------ from the reader
 
     def hear(self, body: Buffer, now: Seconds) -> None:
-        """Something came from the reader. Raises `ProtocolError`."""
+        """Handle a message of the reader. Errors: `ProtocolError`."""
         self.resume(decode_resume(body), now)
 
     def resume(self, resume: Resume, now: Seconds) -> None:
-        """Start over from where the reader says it is."""
+        """Start over from the reader's position."""
         self._drop_snapshot()
         self._attempt = resume.attempt
         position, log = resume.position, self._log
@@ -211,11 +211,11 @@ class LogFeed:
     # ------------------------------------------------------------------ to the reader
 
     def poll(self, now: Seconds) -> bytes | None:
-        """The next message for the reader, to be sent at once; None: nothing until `due` or until
-        something is appended.
+        """The next message for the reader, to be sent at once; None: nothing until `due` or the
+        next event.
 
-        Raises `Overloaded` when snapshot after snapshot did not help: the reader has to go;
-        whatever the source raises.
+        Errors: `Overloaded` after too many unsuccessful snapshots, which ends the stream; and what
+        the source raises.
         """
         self.due = None
         self.polled = now
@@ -296,7 +296,9 @@ class LogFeed:
             self.due = now + _SLOT_WAIT
             return None
         if self._tries >= log.config.attempts:
-            raise Overloaded(f"{self._tries} snapshots in a row did not help", retry_after=1.0)
+            raise Overloaded(
+                f"{self._tries} snapshots in a row did not catch up with the log", retry_after=1.0
+            )
         self._tries += 1
         self._tried = now
         self._stage = _Stage.SNAPSHOT
@@ -313,7 +315,9 @@ class LogFeed:
         data = next(self._chunks, None)
         if data is not None:
             if len(data) > CHUNK_BYTES:
-                raise PayloadTooLarge(f"a piece of {len(data)} bytes; the limit is {CHUNK_BYTES}")
+                raise PayloadTooLarge(
+                    f"a snapshot piece has {len(data)} bytes; the limit is {CHUNK_BYTES}"
+                )
             self._chunk += 1
             return encode(SnapshotChunk(self._chunk - 1, data))
         self._chunks = iter(())
@@ -329,7 +333,7 @@ class LogFeed:
         return self._poll_waiting(now)
 
     def give_way(self, now: Seconds) -> None:
-        """Another reader takes the slot: this one's snapshot begins anew, another time."""
+        """Lose the snapshot slot to another reader; this reader's snapshot starts over later."""
         if self._stage is _Stage.SNAPSHOT:
             self._log.restarts += 1
             self._want_snapshot(now)

@@ -1,16 +1,16 @@
-"""A log at its reader: applies each event once, in order, and finds out whenever that fails.
+"""Reads a log: applies each event once, in order, and notices when that fails.
 
-    WAITING   it has asked to resume; nothing counts but the answer to that request
-    LOADING   a snapshot comes in, beside the state that is in use
-    LIVE      events are applied as they come
+    WAITING   it has asked to resume; only the answer to that request counts
+    LOADING   a snapshot is arriving, beside the state in use
+    LIVE      events are applied as they arrive
 
-A number that is too high is a gap: it asks to resume. A watermark with a higher number finds what
-was lost at the end, one with another digest finds that the states differ, for whatever reason; then
-nothing here is trusted and a snapshot is asked for. A log in another life begins with an empty
+An event number that is too high is a gap: the reader asks to resume. A watermark with a higher
+number reveals events lost at the end; one with another digest reveals that the states differ, for
+whatever reason, and the reader asks for a snapshot. A log of another life begins with an empty
 state.
 
-No clock: the publisher paces snapshots. Plain synchronous code, owned by `service`; it knows no
-streams, and of the events only that `LogTarget` applies them.
+It has no clock: the publisher paces snapshots. Plain synchronous code, owned by `service`; it knows
+no streams, and events only as what `LogTarget` applies.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ _MOST: Final = 16
 
 
 class LogTarget(Protocol):
-    """What the events are applied to. An exception means: start over with a snapshot."""
+    """What events are applied to. After an exception the reader starts over with a snapshot."""
 
     def reset(self) -> None:
-        """Begin a new state beside the present one, in place of any begun before."""
+        """Begin a new state beside the present one; it replaces any that was begun before."""
         ...
 
     def load(self, chunk: bytes) -> None:
-        """A piece of a snapshot belongs to the new state."""
+        """Add a piece of a snapshot to the new state."""
         ...
 
     def commit(self) -> None:
-        """The new state is complete: it becomes the present one, at once."""
+        """The new state is complete: it replaces the present one at once."""
         ...
 
     def apply(self, event: bytes) -> None:
-        """Change the present state."""
+        """Apply an event to the present state."""
         ...
 
     def digest(self) -> int:
-        """As `LogSource.digest`, of the present state."""
+        """Digest of the present state, as `LogSource.digest`."""
         ...
 
 
 class Stage(Enum):
-    """See the module."""
+    """The reader's stage; see the module's docstring."""
 
     WAITING = 0
     LOADING = 1
@@ -78,7 +78,7 @@ class Stage(Enum):
 
 
 class LogReader:
-    """One reader of one publisher's log, across streams."""
+    """One reader of one publisher's log, over any number of streams."""
 
     def __init__(self, target: LogTarget) -> None:
         self.target = target
@@ -97,13 +97,13 @@ class LogReader:
 
     @property
     def live(self) -> bool:
-        """The state is the publisher's as of a moment ago."""
+        """True if the state follows the publisher's."""
         return self.stage is Stage.LIVE
 
     # ------------------------------------------------------------------ asking
 
     def resume(self) -> Resume:
-        """What to open a stream with; nothing that was under way before counts any more."""
+        """The message to open a stream with; earlier messages under way are ignored from now on."""
         self._attempt += 1
         self._unanswered = 0
         self.stage = Stage.WAITING
@@ -113,11 +113,11 @@ class LogReader:
         return Resume(self._attempt, position)
 
     def lost(self) -> None:
-        """There is no stream for now."""
+        """The stream has ended."""
         self.stage = Stage.WAITING
 
     def forget(self) -> None:
-        """The publisher is gone, and all it said with it."""
+        """The publisher is gone: empty the state."""
         self.target.reset()
         self.target.commit()
         self.epoch = None
@@ -128,10 +128,11 @@ class LogReader:
     # ------------------------------------------------------------------ hearing
 
     def hear(self, body: Buffer) -> bytes | None:
-        """Take one message; returns what to tell the publisher, if anything.
+        """Handle one message; returns the message to send to the publisher, if any.
 
-        Raises `ProtocolError`, and whatever the target raises: then start over, with `resume` on
-        another stream."""
+        Errors: `ProtocolError`, and what the target raises; then start over with `resume` on
+        another stream.
+        """
         said = decode_publisher_message(body)
         if isinstance(said, Begin):
             return self._begin(said)
@@ -162,7 +163,7 @@ class LogReader:
             self.replays += said.mode is CatchUpMode.REPLAY
             self.stage = Stage.LIVE
         elif said.next > self.next or not self._trusted:
-            raise ProtocolError("the publisher goes on from where the reader is not")
+            raise ProtocolError("the publisher continues from another position than the reader's")
         return None  # else: the same answer once more, after events
 
     def _new_epoch(self, epoch: LogEpoch) -> None:

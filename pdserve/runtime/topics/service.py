@@ -1,12 +1,13 @@
-"""Topics of one node: what it publishes, to whom, and what it follows of others.
+"""Publishes a node's topics and follows those of other nodes.
 
-The publisher's side is here: one `_Subscriber` per stream that a peer opened moves messages from a
-feed into the stream's credit. Who follows others is `subscription`. What is sent is decided by the
-machines (`state`, `publisher`); this file owns streams and timers. Owned by whoever owns the node;
-close it before the node.
+The publisher's side is here: for each stream that a peer opened, a `_Subscriber` moves messages
+from a feed into the stream as its credit allows. `subscription` follows others. `state` and
+`publisher` decide what is sent; this file owns streams and timers. The node's owner owns it and
+closes it before the node.
 
-The names that a node publishes are in its card: `Topics.names` says which, whoever makes the card
-puts them there."""
+A node's card lists the topics that it publishes: the code that makes the card copies
+`Topics.names`.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ _CLOSED: Final = "the topic is no longer published here"
 
 
 class Topics:
-    """See above."""
+    """All topics of one node."""
 
     def __init__(
         self, node: TopicsNode, timers: Timers, config: TopicsConfig | None = None
@@ -62,20 +63,21 @@ class Topics:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is published, for the node's card."""
+        """Names of the published topics, for the node's card."""
         return tuple(name for _, name in self._published)
 
     def publish_state(
         self, name: str, encode: Callable[[T], bytes], *, interval: Seconds = 0.0
     ) -> StateTopic[T]:
-        """Publish a value; each subscriber gets the latest, at least `interval` apart.
+        """Publish a value; each subscriber gets the latest one, at most once per `interval`.
 
-        Raises `ValueError` if the name is taken."""
+        Errors: `ValueError` if the name is taken.
+        """
         topic = StateTopic(self, name, StatePublisher(encode, interval=interval))
         return self._publish(STATE, topic)
 
     def publish_log(self, name: str, source: LogSource) -> LogTopic:
-        """Publish a log of what happens to `source`. Raises `ValueError` if the name is taken."""
+        """Publish the log of changes of `source`. Errors: `ValueError` if the name is taken."""
         self._logs += 1
         # Readers keep a position for one life of this node at most, so a count would do; the life
         # is there for whoever reads a trace. It is 0 for what is published before the node starts.
@@ -85,9 +87,11 @@ class Topics:
         )
 
     def publish_set(self, name: str) -> SetLog:
-        """Publish a set; see `SetLog`. What its owner does not flush follows within `linger`.
+        """Publish a set (`SetLog`). Changes that its owner does not flush are published within
+        `linger`.
 
-        Raises `ValueError` if the name is taken."""
+        Errors: `ValueError` if the name is taken.
+        """
         source = SetLog()
         topic = self.publish_log(name, source)
         timers, linger = self.timers, self.config.linger
@@ -101,7 +105,7 @@ class Topics:
         return topic
 
     def withdraw(self, name: str) -> None:
-        """Publish it no more: its subscribers are told. Nothing happens if it is not published."""
+        """Stop to publish a topic and tell its subscribers. Idempotent."""
         for method in (STATE, LOG):
             topic = self._published.pop((method, name), None)
             if topic is not None:
@@ -126,8 +130,9 @@ class Topics:
     ) -> Subscription[StateFollower[T]]:
         """Follow the value of every member whose card names the topic.
 
-        `on_gone` is called once per life of a member that was followed: when it is gone, or no
-        longer publishes, or the subscription is closed; no value comes after it."""
+        `on_gone` is called once for each followed life: when it ends, no longer publishes, or the
+        subscription is closed. No value follows it.
+        """
         return self._subscribe(name, lambda m: StateFollower(name, m, decode, on_value, on_gone))
 
     def subscribe_log(
@@ -136,10 +141,11 @@ class Topics:
         make_target: Callable[[Member], LogTarget],
         on_gone: Callable[[Member], None] | None = None,
     ) -> Subscription[LogFollower]:
-        """Follow the log of every member whose card names the topic, each into a target of its own.
+        """Follow the log of every member whose card names the topic, each with its own target.
 
-        When a member is gone, or no longer publishes, or the subscription is closed, its target is
-        emptied, then `on_gone` is called: once per life."""
+        When a life ends, no longer publishes, or the subscription is closed, its target is emptied,
+        then `on_gone` is called, once.
+        """
         return self._subscribe(name, lambda m: LogFollower(name, m, make_target(m), on_gone))
 
     def _subscribe(self, name: str, make: Callable[[Member], F]) -> Subscription[F]:
@@ -152,11 +158,11 @@ class Topics:
     # ------------------------------------------------------------------ looking, ending
 
     def published(self, name: str) -> Publication | None:
-        """What this node publishes under `name`."""
+        """What this node publishes under `name`; None: nothing."""
         return next((topic for (_, n), topic in self._published.items() if n == name), None)
 
     def following(self, name: str, node: NodeId) -> Following | None:
-        """How `node` is followed in `name`, if it is."""
+        """How this node follows `node` under `name`; None: it does not."""
         found = (s.get(node) for s in self._subscriptions if s.name == name)
         return next((following for following in found if following is not None), None)
 
@@ -170,7 +176,7 @@ class Topics:
         return found
 
     def close(self) -> None:
-        """Subscriptions end as if all members were gone; subscribers are told. Idempotent."""
+        """End all subscriptions as if all members were gone, and tell subscribers. Idempotent."""
         for subscription in tuple(self._subscriptions):
             subscription.close()
         for name in self.names:
@@ -204,7 +210,7 @@ class Publication:
         raise NotImplementedError
 
     def open(self, stream: IncomingStream, subscribe: Subscribe) -> None:
-        """Serve a peer. Raises `Overloaded`, `ProtocolError`."""
+        """Serve a peer that subscribes. Errors: `Overloaded`, `ProtocolError`."""
         limit = self._topics.config.subscribers
         if len(self.subscribers) >= limit:
             raise Overloaded(f"{self.name!r} has {limit} subscribers", retry_after=1.0)
@@ -213,12 +219,12 @@ class Publication:
         subscriber.start()
 
     def pump(self) -> None:
-        """There is something new."""
+        """Send what is new."""
         for subscriber in tuple(self.subscribers):
             subscriber.pump()
 
     def close(self) -> None:
-        """Tell the subscribers that there is no more."""
+        """Tell the subscribers that the topic has ended."""
         for subscriber in tuple(self.subscribers):
             subscriber.drop(Unavailable(_CLOSED))
 
@@ -235,13 +241,13 @@ class StateTopic(Publication, Generic[T]):
         self._machine = machine
 
     def set(self, value: T) -> None:
-        """Publish `value` in place of the one before. Nothing happens if it is the same."""
+        """Publish a new value; an equal one is ignored."""
         if self._machine.set(value):
             self.pump()
 
     @property
     def value(self) -> bytes | None:
-        """The present one, as it travels; None: there was none yet."""
+        """The present value, encoded; None: none yet."""
         return self._machine.value
 
     def feed(self, subscribe: Subscribe) -> _Feed:
@@ -259,18 +265,18 @@ class LogTopic(Publication):
         self._machine = machine
 
     def append(self, event: bytes) -> None:
-        """The source has changed by `event`. Raises `PayloadTooLarge`: then the change is seen only
-        by those who take a snapshot, and found by the others' next watermark."""
+        """Append an event that has changed the source. Errors: `PayloadTooLarge`; readers then
+        notice the change at the next watermark and take a snapshot."""
         self._machine.append(event)
         self.pump()
 
     def digest(self) -> int:
-        """Of the source's present state."""
+        """Digest of the source's present state."""
         return self._machine.source.digest()
 
     def feed(self, subscribe: Subscribe) -> _Feed:
         if subscribe.resume is None:
-            raise ProtocolError("a subscriber of a log does not say where it is")
+            raise ProtocolError("a subscriber of a log sent no position")
         return self._machine.feed(subscribe.resume, self._topics.node.now())
 
     def statistics(self) -> dict[str, int]:
@@ -292,7 +298,7 @@ class _Subscriber:
         self._over = False
 
     def start(self) -> None:
-        """Raises `Overloaded`."""
+        """Begin to send. Errors: `Overloaded`."""
         try:
             self._stream.accept(self, window=self._topics.config.resume_window)
         except Overloaded as error:
@@ -301,7 +307,7 @@ class _Subscriber:
         self.pump()
 
     def pump(self) -> None:
-        """Send as much as there is, and credit for it."""
+        """Send messages as long as there are some and the stream has credit."""
         stream, feed = self._stream, self._feed
         if self._over:
             return
@@ -333,7 +339,7 @@ class _Subscriber:
         self.pump()
 
     def drop(self, error: BaseException) -> None:
-        """Serve this peer no more, and say why. Idempotent."""
+        """End this subscriber's stream with an error. Idempotent."""
         if self._over:
             return
         self._over = True

@@ -1,7 +1,7 @@
-"""A value that replaces the one before: each subscriber gets the latest, never a queue of old ones.
+"""Publishes a value that replaces the one before: a subscriber gets the latest, never old values.
 
-Plain synchronous code. It knows neither what the values mean nor who carries them; `service` polls
-each feed whenever its stream takes something. Owned by the node that publishes.
+Plain synchronous code. It knows neither what the values mean nor how they travel; `service` polls
+each feed when its stream has credit. Owned by the publishing node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StatePublisher(Generic[T]):
     """The present value of one topic, encoded once."""
 
     def __init__(self, encode: Callable[[T], bytes], *, interval: Seconds = 0.0) -> None:
-        """`interval`: a subscriber gets values at least this far apart."""
+        """`interval`: least time between two values to one subscriber."""
         self.interval = interval
         self.value: bytes | None = None
         """None: nothing was ever set."""
@@ -34,7 +34,7 @@ class StatePublisher(Generic[T]):
         self._encode = encode
 
     def set(self, value: T) -> bool:
-        """Replace the value; False if it is the same. Takes effect with the feeds' next `poll`."""
+        """Replace the value; False if it is equal. Takes effect at the feeds' next `poll`."""
         encoded = self._encode(value)
         if encoded == self.value:
             return False
@@ -42,12 +42,12 @@ class StatePublisher(Generic[T]):
         return True
 
     def feed(self) -> StateFeed:
-        """A new subscriber; it is forgotten by dropping it."""
+        """Add a subscriber; drop the feed to remove it."""
         return StateFeed(self)
 
 
 class StateFeed:
-    """What one subscriber has of a value."""
+    """What one subscriber has received."""
 
     __slots__ = ("_not_before", "_publisher", "_sent", "due")
 
@@ -59,7 +59,7 @@ class StateFeed:
         self._not_before: Seconds = 0.0
 
     def poll(self, now: Seconds) -> bytes | None:
-        """The value to send now, if the subscriber has another one."""
+        """The value to send now; None: the subscriber has it, or the interval has not passed."""
         publisher = self._publisher
         value = publisher.value
         self.due = None
@@ -74,8 +74,8 @@ class StateFeed:
         return value
 
     def hear(self, body: Buffer, now: Seconds) -> None:
-        """Subscribers of a state have nothing to say."""
-        raise ProtocolError("a subscriber of a state sent something")
+        """Errors: `ProtocolError`; subscribers of a state send nothing."""
+        raise ProtocolError("a subscriber of a state must not send messages")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to do."""

@@ -1,9 +1,10 @@
-"""Following a topic: one stream to each member that publishes it, again and again while it lives.
+"""Follows a topic: one stream to each member that publishes it, reopened while the member lives.
 
-Members come and go by the registry's events. A stream that ends is opened anew after a jittered
-back-off; a log then goes on from where it was. What arrives goes to the member's `Following`. When
-the member is gone, or its card names the topic no more, that is told once, and nothing follows.
-Owned by `service`."""
+The registry's events tell of members. A stream that ends is opened anew after a jittered back-off;
+a log then resumes at its position. Messages go to the member's `Following`. When the member is
+gone, or its card no longer names the topic, `gone` is called once and nothing follows. Owned by
+`service`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 
 class TopicsNode(Protocol):
-    """What topics need of `runtime.node.Node`."""
+    """The part of `runtime.node.Node` that topics use."""
 
     tasks: Tasks
     random: Random
@@ -60,29 +61,29 @@ class TopicsNode(Protocol):
 
 
 class Following(Protocol):
-    """What is done with one life of a publisher."""
+    """Handles the messages of one life of a publisher."""
 
     member: Member
     method: int
 
     def opening(self) -> Subscribe:
-        """What to open a stream with."""
+        """The message that opens a stream."""
         ...
 
     def window(self, config: TopicsConfig) -> int:
-        """Credit for the publisher."""
+        """Credit to grant to the publisher."""
         ...
 
     def hear(self, body: Buffer) -> bytes | None:
-        """Take a message; returns what to answer."""
+        """Handle a message; returns the answer to send, if any."""
         ...
 
     def lost(self) -> None:
-        """There is no stream for now."""
+        """The stream has ended; another may follow."""
         ...
 
     def gone(self) -> None:
-        """It is over; called once."""
+        """The publisher is gone, or no longer publishes; called once."""
         ...
 
     def statistics(self) -> dict[str, int]: ...
@@ -114,7 +115,7 @@ class StateFollower(Generic[T]):
 
     @property
     def last(self) -> bytes | None:
-        """The newest value, as it came."""
+        """The newest value, encoded."""
         return self._last
 
     def opening(self) -> Subscribe:
@@ -132,7 +133,7 @@ class StateFollower(Generic[T]):
         self._on_value(self.member, value)
 
     def lost(self) -> None:
-        """The last value stays."""
+        """The last value stays valid."""
 
     def gone(self) -> None:
         if self._on_gone is not None:
@@ -181,7 +182,7 @@ class LogFollower:
 
 
 class Subscription(Generic[F]):
-    """A topic, and whom this node follows in it."""
+    """One topic and the members that this node follows in it."""
 
     def __init__(
         self,
@@ -205,11 +206,11 @@ class Subscription(Generic[F]):
         self._closed = False
 
     def start(self) -> None:
-        """Follow those who publish, now and later."""
+        """Follow present and later publishers."""
         self._stop = self.node.on_member(self._on_member)
 
     def get(self, node: NodeId) -> F | None:
-        """How `node` is followed, if it is."""
+        """How this node follows `node`; None: it does not."""
         cord = self._cords.get(node)
         return None if cord is None else cord.following
 
@@ -238,7 +239,7 @@ class Subscription(Generic[F]):
             _log.exception("%s: the end of %s", self.name, following.member.node)
 
     def statistics(self) -> dict[str, int]:
-        """Counters, summed over all members, those that are gone included."""
+        """Counters, summed over all members, also those that are gone."""
         total = Counter(self._past)
         for cord in self._cords.values():
             total.update(cord.following.statistics())
@@ -247,7 +248,7 @@ class Subscription(Generic[F]):
         return {**total, **now}
 
     def close(self) -> None:
-        """Follow nobody any more. Idempotent."""
+        """Stop to follow. Idempotent."""
         self._closed = True
         if self._stop is not None:
             self._stop()
@@ -283,7 +284,7 @@ class _FollowedStream(Generic[F]):
                 self._connect(), f"follow {name} of {member.node}"
             )
         except Draining:
-            _log.debug("the node is closing: %s of %s is not followed", name, member.node)
+            _log.debug("%s of %s is not followed: the node is closing", name, member.node)
 
     async def _connect(self) -> None:
         subscription, following = self._subscription, self.following
@@ -291,7 +292,7 @@ class _FollowedStream(Generic[F]):
         try:
             link = await node.link(member.node, timeout=subscription.config.link_timeout)
             if link.peer.epoch != member.epoch:
-                raise LinkLost(f"{member.node} is linked in another life", sent=False)
+                raise LinkLost(f"{member.node} has another epoch on its link", sent=False)
             self._heard = False
             self._stream = link.open_stream(
                 following.method,
@@ -318,7 +319,7 @@ class _FollowedStream(Generic[F]):
         self._timer = self._subscription.timers.call_later(delay, self.connect)
 
     def cut(self) -> None:
-        """End what there is."""
+        """End the stream, or the attempt to open one."""
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -340,7 +341,7 @@ class _FollowedStream(Generic[F]):
             if answer is None or stream is None or self._stream is not stream:
                 return
             if not stream.try_send(answer):
-                raise ProtocolError("the publisher grants no credit for an answer")
+                raise ProtocolError("the publisher granted no credit for an answer")
         except LinkLost:
             return  # `on_end` follows
         except Exception as error:
@@ -361,4 +362,4 @@ class _FollowedStream(Generic[F]):
             stream.end()
 
     def on_unblocked(self) -> None:
-        """Answers are not queued."""
+        """Nothing to do: answers are not queued."""

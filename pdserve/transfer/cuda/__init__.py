@@ -1,1 +1,1 @@
-"""What transfers need of CUDA: a few calls of its driver, and kernels compiled where they run."""
+"""Wraps the CUDA driver calls that transfers need, and kernels compiled at run time."""

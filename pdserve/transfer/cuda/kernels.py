@@ -1,9 +1,8 @@
-"""The CUDA kernels: where their sources are, and NVRTC, which compiles them where they run.
+"""Finds the CUDA kernels' sources and compiles them at run time with NVRTC.
 
-Sources are in `native/cuda`; a wheel that was built with the extension has them beside this file,
-a pure one lacks them. Compiled for a virtual architecture they are PTX, which needs no GPU and is
-what tests look at; for a real one they are machine code, which needs no driver as new as the
-compiler.
+Sources are in `native/cuda`; a wheel built with the native extension has them beside this file, a
+pure one lacks them. For a virtual architecture the result is PTX, which tests can check without a
+GPU. For a real one it is machine code, which also loads on drivers older than the compiler.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ KERNELS: Final = {
     "convert": ("pdserve_convert_16", "pdserve_convert_4", "pdserve_convert_1"),
     "copy_runs": ("pdserve_copy_runs",),
 }
-"""Each source's entry points."""
+"""Entry points of each source."""
 _HEADERS: Final = ("layout_map.hpp",)
 _PLACES: Final = (Path(__file__).parent, Path(__file__).parents[3] / "native" / "cuda")
 
 
 def source_of(name: str) -> str:
-    """The text of one of the files. Raises `CudaError` where the installation lacks it."""
+    """The text of a source file. Errors: `CudaError` if the installation lacks it."""
     for place in _PLACES:
         if (place / name).is_file():
             return (place / name).read_text(encoding="utf-8")
@@ -35,8 +34,8 @@ def source_of(name: str) -> str:
 
 @lru_cache(maxsize=16)
 def compiled(name: str, architecture: str) -> bytes:
-    """A kernel for `compute_90` and the like (PTX) or `sm_90` and the like (machine code). Raises
-    `CudaError` with the compiler's words, also where there is no compiler."""
+    """Compile a kernel, for `compute_90` and the like to PTX, or for `sm_90` and the like to
+    machine code. Errors: `CudaError` with the compiler's log, also without a compiler."""
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:

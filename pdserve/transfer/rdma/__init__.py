@@ -1,13 +1,15 @@
-"""RDMA writes through pyverbs, where the system has it; importing this needs none of it.
+"""RDMA writes through pyverbs, where the system has it; importing this package does not need it.
 
-library          where pyverbs is, and whether it can be used
-native_objects   the C objects behind pyverbs' ones
+pyverbs_loader   finds pyverbs, and says why it cannot be used
+ibverbs_ffi      the C objects behind pyverbs' objects
 adapter          one adapter: its port, registered pools, queue pairs
-adapters         those of this machine, with an engine's pools registered once
-device_memory    whether a pool of a GPU can be registered
-negotiate        GID, MTU, who takes which rail                             pure
-table            work requests as C structures                              pure, native twin
-queue            what waits, is under way, has completed                    pure
-rail             one queue pair on the loop
-transport        one life's paths, the end
+adapters         the adapters of this machine, with an engine's pools registered once
+device_memory    whether a pool in GPU memory can be registered
+negotiate        GID, MTU, which adapter takes which rail      pure
+imm_data         the 32 bits of a notification                 pure
+work_requests    work requests as C structures                 pure, with a native twin
+send_queue       what waits, is posted, has completed          pure
+rail             one queue pair on the event loop
+verbs_path       a path over several rails
+transport        the paths of one life of a node
 """

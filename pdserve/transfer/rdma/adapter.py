@@ -1,9 +1,9 @@
-"""One adapter of this node: its port, this node's pools registered with it, and queue pairs made
-on it. The calls are pyverbs'; they block for milliseconds, registering a large pool for seconds.
+"""Wraps one RDMA adapter: its port, this node's pools registered with it, and queue pairs. Calls
+go to pyverbs and block for milliseconds; registering a large pool blocks for seconds.
 
-Each queue pair has a completion queue and a channel of its own, with room for every work request
-that it can have: a queue that overflows loses completions, and nothing that one peer does can fill
-another's. A queue pair that has failed, or whose path has ended, is destroyed and never used again.
+Each queue pair has its own completion queue and channel, with room for every work request that it
+can have: a completion queue that overflows loses completions, and so no peer can fill another's. A
+queue pair that has failed, or whose path has ended, is destroyed and never used again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 SLICE_BYTES: Final[Bytes] = 7 << 29
-"""Most bytes of one registration, 3.5 GiB: some adapters and drivers stop at 4."""
+"""Most bytes of one registration, 3.5 GiB: some adapters and drivers allow less than 4 GiB."""
 _ACTIVE: Final = 4
 _ETHERNET: Final = 2
 _RELIABLE: Final = 2
@@ -72,21 +72,21 @@ _READS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class QueuePairOptions:
-    """Of every queue pair."""
+    """Options of every queue pair."""
 
     depth: int = 1024
-    """Work requests under way at most; less where an adapter allows less."""
+    """Most work requests posted at a time; fewer if the adapter allows fewer."""
     receives: int = 512
-    """Notifications that may come before this node has looked at any."""
+    """Most notifications that may arrive before this node has read any."""
     timeout: int = 14
-    """Of an acknowledgement: 4.096 µs * 2^timeout, here 67 ms; adapters may take up to four times
-    as long."""
+    """Acknowledgement timeout, as the exponent in 4.096 µs * 2^timeout: 14 is 67 ms. Adapters may
+    take up to four times as long."""
     retries: int = 7
-    """How often it is sent again before the path is lost: after 0.5 s and more."""
+    """Retransmissions before the path is lost, which takes 0.5 s or more."""
     traffic_class: int = 0
-    """Of RoCE; by it switches tell which traffic is lossless."""
+    """RoCE traffic class, by which switches recognise lossless traffic."""
     service_level: int = 0
-    """Of InfiniBand, or the priority of RoCE."""
+    """InfiniBand service level, or RoCE priority."""
     slice: Bytes = SLICE_BYTES
     """Most bytes of one registration."""
 
@@ -95,7 +95,8 @@ class QueuePairOptions:
 
 
 def region_address(region: Region) -> int:
-    """Where a pool begins. Raises `TransferError` for one that an adapter cannot be told of."""
+    """Address of a pool's first byte. Errors: `TransferError` for a pool that an adapter cannot
+    register."""
     if region.view is None:
         if not region.address:
             reason = "a pool in device memory needs its address"
@@ -105,8 +106,8 @@ def region_address(region: Region) -> int:
 
 
 def slice_bytes(region: Region, most: Bytes) -> Bytes:
-    """Of one registration: whole blocks, no more than `most` unless a block is larger; of a pool
-    that fits, all of it."""
+    """Bytes of one registration: whole blocks, at most `most` bytes unless a block is larger; the
+    whole pool if it fits."""
     block = block_bytes(region.layout)
     return min(region.size, max(1, most // block) * block)
 
@@ -115,7 +116,7 @@ def slice_bytes(region: Region, most: Bytes) -> Bytes:
 
 
 class Adapter:
-    """See above. Everything raises `TransferError`."""
+    """One adapter's open device. All methods raise `TransferError`."""
 
     def __init__(self, verbs: PyverbsModules, name: DeviceName) -> None:
         self.verbs = verbs
@@ -167,7 +168,7 @@ class Adapter:
     # ------------------------------------------------------------------ memory
 
     def register(self, regions: Sequence[Region], most: Bytes) -> None:
-        """Let the adapter reach these pools. May take seconds; other threads run meanwhile."""
+        """Register these pools with the adapter. May take seconds, without the GIL."""
         for region in regions:
             self.regions.append(self._register(region, slice_bytes(region, most)))
 
@@ -202,22 +203,22 @@ class Adapter:
         return TransferError.at("", f"{self.name} over rdma", "register", reason)
 
     def remote_keys(self, region: int) -> tuple[int, ...]:
-        """Of each slice of a region, for peers."""
+        """The keys of a region's slices, for peers."""
         return self._remote_keys[region]
 
     # ------------------------------------------------------------------ the rest
 
     def pair(self, place: int, options: QueuePairOptions) -> PyverbsQueuePair:
-        """A new queue pair; `place` is the adapter's among this node's."""
+        """Create a queue pair; `place` is the adapter's index among this node's."""
         with self._step("queue pair"):
             return PyverbsQueuePair(self, place, options)
 
     def events(self) -> list[IbvAsyncEvent]:
-        """Failures that the adapter reports by itself. Does not block."""
+        """Failures that the adapter has reported by itself. Does not block."""
         return [event for event in iter(partial(next_event, self.device), None) if event.failure]
 
     def close(self) -> None:
-        """Unregister all and let the adapter go; its queue pairs must be destroyed."""
+        """Unregister the pools and close the device; its queue pairs must be destroyed."""
         with self._step("close"):
             while self._registered:
                 unregister(self._registered.pop())
@@ -277,8 +278,8 @@ class PyverbsQueuePair:
         )
 
     def connect(self, peer: RailOffer) -> None:
-        """To the peer's queue pair, as far as it goes: afterwards writes may be posted, and arrive.
-        Raises `PlanError`, `TransferError`."""
+        """Connect to the peer's queue pair; afterwards writes may be posted and may arrive. Errors:
+        `PlanError`, `TransferError`."""
         attributes, ours, options = self._attributes, self.offer, self._options
         attributes.path_mtu = common_mtu(ours, peer)
         attributes.ah_attr = self._way_to(peer)
@@ -306,13 +307,13 @@ class PyverbsQueuePair:
         return addr.AHAttr(dlid=peer.lid, is_global=1, gr=route, **common)
 
     def receive(self, number: int) -> None:
-        """Make room for so many notifications. Raises `OSError`."""
+        """Post so many receives for notifications. Errors: `OSError`."""
         error = post_receives(self.raw.post_receive, self.raw.pair, number)
         if error:
             raise OSError(error, os.strerror(error))
 
     def rearm(self) -> bool:
-        """Take note of the channel's event and ask for the next one; False: there is none."""
+        """Read the channel's event and ask for the next one; False: there was none."""
         try:
             self._channel.get_cq_event(self._queue)
         except self.adapter.verbs.pyverbs_error.PyverbsRDMAError as error:
@@ -324,8 +325,8 @@ class PyverbsQueuePair:
         return True
 
     def destroy(self) -> None:
-        """Afterwards nothing is sent or taken by it. Idempotent. Raises `TransferError`: then that
-        is not so."""
+        """Destroy the queue pair; afterwards it sends and receives nothing. Idempotent. Errors:
+        `TransferError`; it may then still be in use."""
         with self.adapter._step("destroy"):
             for part in ("_pair", "_queue", "_channel"):
                 held = getattr(self, part)

@@ -1,7 +1,8 @@
-"""This machine's adapters with one engine's pools registered: what all lives of its node share.
+"""Owns this machine's adapters with one engine's pools registered, for all lives of its node.
 
-Registering locks the pools' pages and takes up to minutes. So it happens once, before the engine is
-ready, and not for each life of the node: what a life's peers can reach ends with its queue pairs.
+Registering locks the pools' pages and takes up to minutes. So it is done once, before the engine is
+ready, and not for each life of the node. What the peers of one life can reach ends when its queue
+pairs are destroyed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Adapters:
-    """See above. Its calls block: use one thread at a time."""
+    """The adapters of one engine. Calls block: use it from one thread at a time."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Adapters:
         options: QueuePairOptions | None = None,
     ) -> None:
         """`devices`: `name`, `name:port` or `name:port:gid-index`, in the order in which they pair
-        with the peers' ones; without them, all with an active port."""
+        with the peers' adapters; empty: all adapters with an active port."""
         self.options = options or QueuePairOptions()
         self.opened: list[Adapter] = []
         """Empty until `open`, and after `close`."""
@@ -47,8 +48,8 @@ class Adapters:
         self._devices = tuple(devices)
 
     def open(self) -> None:
-        """Open the adapters and register the pools; nothing if it is done. Raises `TransferError`,
-        and leaves nothing open then."""
+        """Open the adapters and register the pools. Idempotent. Errors: `TransferError`; nothing is
+        left open then."""
         if self.opened:
             return
         try:
@@ -70,7 +71,7 @@ class Adapters:
                 if self._devices:
                     raise
                 refused = error
-                _log.info("%s is left out: %s", name, error.message)
+                _log.info("%s is not used: %s", name, error.message)
         if refused is not None and not self.opened:
             raise refused
 
@@ -95,6 +96,7 @@ class Adapters:
         return msgspec.structs.replace(region.card(keys), address=address, slice=size)
 
     def close(self) -> None:
-        """Unregister the pools; no queue pair may be left. Raises `TransferError`. Idempotent."""
+        """Unregister the pools and close the adapters; no queue pair may be left. Idempotent.
+        Errors: `TransferError`."""
         while self.opened:
             self.opened.pop().close()

@@ -1,10 +1,10 @@
 """Checks whether an RDMA adapter can register a KV pool in GPU memory.
 
-It can where the kernel module `nvidia-peermem` is loaded and the GPU sees data before the adapter
+It can if the kernel module `nvidia-peermem` is loaded and the GPU sees the data before the adapter
 reports the write as complete. `adapter` also takes DMA-BUF descriptors, which need no such module,
 but no engine exports them so far.
 
-Never run on a GPU.
+This has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdserve.transfer.base import Region
 
     class Driver(Protocol):
-        """What it needs of `cuda.nvidia.NvidiaDriver`."""
+        """The part of `cuda.nvidia.NvidiaDriver` that is used here."""
 
         def prepare_for_rdma(self, address: int) -> None: ...
 
@@ -43,8 +43,8 @@ def unsupported_reason(
     modules: Path = MODULES,
     make_driver: Callable[[], Driver] = _nvidia,
 ) -> str:
-    """Why these pools cannot be registered; empty: they can, or are in host memory. Pools in device
-    memory are made ready for it."""
+    """Why these pools cannot be registered; empty: they can, or are in host memory. Prepares pools
+    in device memory for RDMA."""
     ours = [region for region in regions if region.view is None]
     if not ours:
         return ""

@@ -1,14 +1,14 @@
-"""The C objects behind pyverbs' ones, and the calls of libibverbs that pyverbs lacks or holds the
-GIL in.
+"""Finds the C objects behind pyverbs' objects, and calls what libibverbs has and pyverbs lacks, or
+calls without releasing the GIL.
 
-pyverbs says where its C objects are only from release 61 on. Before, and the same way since, the
-pointer is found among the words of the Python object: it is the one that leads to a memory region,
-or a queue pair, with the very numbers that pyverbs reports. Words are followed by reading this
-process's memory through the kernel, which answers a wrong one with an error, not with a crash.
+pyverbs tells where its C objects are only from release 61 on. For all releases alike, the pointer
+is searched among the words of the Python object: it is the one that leads to a memory region, or a
+queue pair, with the same numbers that pyverbs reports. Words are followed by reading this process's
+memory through the kernel, which answers a wrong address with an error instead of a crash.
 
-From a queue pair everything else follows: its device's context and the table of functions in it,
-its completion queue, that queue's channel and the channel's descriptor. The offsets are
-rdma-core's stable ABI on 64-bit machines.
+A queue pair leads to everything else: its device's context and the table of functions in it, its
+completion queue, that queue's channel and the channel's descriptor. The offsets are rdma-core's
+stable ABI on 64-bit machines.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _POLL_CQ, _POST_SEND, _POST_RECEIVE = 96, 208, 216
 _COMMAND_FD, _ASYNC_FD = 264, 268
 _RELIABLE: Final = 2
 ACCESS: Final = 3
-"""Local and remote writes: nobody reads here over the network."""
+"""Access flags: local and remote writes. Nothing is read over the network."""
 
 
 class IbvDevice(NamedTuple):
-    """One opened adapter, by addresses."""
+    """Addresses of one opened adapter."""
 
     context: int
     domain: int
@@ -56,7 +56,7 @@ class IbvDevice(NamedTuple):
 
 
 class IbvQueuePair(NamedTuple):
-    """One queue pair, by addresses, and the descriptor that says when to poll."""
+    """Addresses of one queue pair, and the descriptor that says when to poll."""
 
     pair: int
     queue: int
@@ -67,7 +67,7 @@ class IbvQueuePair(NamedTuple):
 
 
 class MemoryRegion(NamedTuple):
-    """A slice of memory that an adapter may reach."""
+    """A registered slice of memory."""
 
     handle: int
     local_key: int
@@ -119,7 +119,7 @@ def _missing(what: str) -> TransferError:
 
 
 def device_of(region: Any) -> IbvDevice:
-    """The adapter that a `pyverbs.mr.MR` was registered with. Raises `TransferError`."""
+    """The adapter that a `pyverbs.mr.MR` was registered with. Errors: `TransferError`."""
     with _Memory() as memory:
         for pointer in memory.candidates(region):
             context, domain, address, length = (*memory.words(pointer, 4), 0, 0, 0, 0)[:4]
@@ -143,7 +143,7 @@ def _checked(memory: _Memory, context: int, domain: int) -> IbvDevice:
 
 
 def queue_pair_of(instance: Any, device: IbvDevice) -> IbvQueuePair:
-    """The C object of a `pyverbs.qp.QP`. Raises `TransferError`."""
+    """The C object of a `pyverbs.qp.QP`. Errors: `TransferError`."""
     number = instance.qp_num
     with _Memory() as memory:
         for pointer in memory.candidates(instance):
@@ -210,17 +210,15 @@ def _library() -> ctypes.CDLL:
 def register(
     device: IbvDevice, address: int, size: Bytes, *, dmabuf: int | None = None, offset: Bytes = 0
 ) -> MemoryRegion:
-    """Let the adapter write, and be written through, this memory; with `dmabuf` it is the device
-    memory behind that descriptor. Blocks for as long as the pages take; other threads run.
-
-    Raises OSError."""
+    """Register memory for local and remote writes; with `dmabuf`, the device memory behind that
+    descriptor. Blocks while pages are locked, without the GIL. Errors: OSError."""
     library = _library()
     if dmabuf is None:
         handle = library.ibv_reg_mr(device.domain, address, size, ACCESS)
     elif hasattr(library, "ibv_reg_dmabuf_mr"):
         handle = library.ibv_reg_dmabuf_mr(device.domain, offset, size, address, dmabuf, ACCESS)
     else:
-        raise OSError(errno.EOPNOTSUPP, "this libibverbs knows no DMA-BUF")
+        raise OSError(errno.EOPNOTSUPP, "this libibverbs does not support DMA-BUF")
     if not handle:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -230,7 +228,7 @@ def register(
 
 
 def unregister(region: MemoryRegion) -> None:
-    """The adapter cannot reach it any more. Raises OSError."""
+    """Unregister memory: the adapter cannot reach it any more. Errors: OSError."""
     number = _library().ibv_dereg_mr(region.handle)
     if number:
         raise OSError(number, os.strerror(number))
@@ -240,12 +238,12 @@ def unregister(region: MemoryRegion) -> None:
 
 
 class IbvAsyncEvent(NamedTuple):
-    """What an adapter reports by itself."""
+    """An asynchronous event of an adapter."""
 
     failure: str
-    """Empty: nothing has failed."""
+    """What has failed; empty: nothing."""
     element: int
-    """Address of the queue pair or the completion queue that it is about; 0: of all."""
+    """Address of the queue pair or completion queue concerned; 0: the whole adapter."""
 
 
 class _RawEvent(ctypes.Structure):
@@ -264,7 +262,7 @@ _ADAPTER: Final = 8
 
 
 def next_event(device: IbvDevice) -> IbvAsyncEvent | None:
-    """What the adapter reports, None without a report. The descriptor must not block."""
+    """The adapter's next event; None: there is none. The descriptor must be non-blocking."""
     library, event = _library(), _RawEvent()
     if library.ibv_get_async_event(device.context, ctypes.addressof(event)):
         return None

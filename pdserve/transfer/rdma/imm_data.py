@@ -1,7 +1,7 @@
-"""The 32 bits that a notification carries: kind, slot, the slot's generation, part.
+"""Packs what a notification says into 32 bits of immediate data: kind, slot, generation, part.
 
-As RDMA's immediate data they are all that tells the receiver what has arrived. Of the generation
-only four bits travel; slots are reused in turn, so that a number comes back late.
+They are all that the receiver learns of what has arrived. Only four bits of the slot's generation
+travel; slots are reused in turn, so a generation repeats only after a long time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ IMM_GENERATIONS = 1 << 4
 
 
 class ImmKind(IntEnum):
-    """What is notified; new ones are appended."""
+    """What is notified; new kinds are appended."""
 
     PART = 1
 
@@ -29,7 +29,7 @@ class ImmData(NamedTuple):
     part: int
 
     def pack(self) -> int:
-        """As a number; its byte order is the device's matter."""
+        """The 32-bit number, in host byte order."""
         return (
             self.kind << 28 | self.slot << 16 | self.generation % IMM_GENERATIONS << 12 | self.part
         )

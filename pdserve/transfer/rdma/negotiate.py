@@ -1,10 +1,9 @@
-"""What two adapters agree on before a queue pair connects: addresses, MTU, who takes which rail.
-
-It is pure: records in, records out.
+"""Decides what two adapters use before their queue pairs connect: addresses, MTU, who takes which
+rail. Pure: records in, records out.
 
     RoCE        both ends by GID; RoCE v2 over IPv4 first, then IPv6, then link-local addresses.
-                RoCE v1 does not cross routers and is taken only when it is named
-    InfiniBand  by LID; the GID goes along where the subnets differ
+                RoCE v1 does not cross routers and is used only if it is named
+    InfiniBand  by LID; with the GID where the subnets differ
 """
 
 from __future__ import annotations
@@ -43,24 +42,24 @@ class RailOffer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One rail's queue pair, as its peer needs to know it."""
 
     device: Annotated[int, Meta(ge=0, lt=MAX_RAILS)]
-    """Which of its node's adapters: it says which of a region's keys are this rail's."""
+    """Index of the adapter on its node; selects the rail's keys of each region."""
     link: LinkLayer
     number: Annotated[int, Meta(ge=0, lt=1 << 24)]
     sequence: Annotated[int, Meta(ge=0, lt=1 << 24)]
-    """Its first packet's."""
+    """Number of its first packet."""
     gid: Annotated[bytes, Meta(min_length=16, max_length=16)]
     lid: Annotated[int, Meta(ge=0, lt=1 << 16)]
     mtu: Annotated[int, Meta(ge=1, le=5)]
-    """As verbs number them: 1 is 256 bytes, 5 is 4096."""
+    """MTU in the numbering of verbs: 1 is 256 bytes, 5 is 4096."""
     reads: Annotated[int, Meta(ge=0, le=255)]
-    """How many reads and atomics it can answer at once. None are sent."""
+    """Most RDMA reads and atomics that it can answer at a time. None are sent."""
 
 
 class RdmaDetails(msgspec.Struct, frozen=True, array_like=True):
-    """Of Hello and Welcome."""
+    """The details of PathHello and PathWelcome."""
 
     devices: Annotated[int, Meta(ge=1, le=MAX_RAILS)]
-    """Of the node; each has its own keys of every region."""
+    """Number of the node's adapters; each has its own keys of every region."""
     offers: Annotated[tuple[RailOffer, ...], Meta(min_length=1, max_length=MAX_RAILS)]
 
 
@@ -74,10 +73,12 @@ class DeviceName:
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
-        """Raises `PlanError`."""
+        """Parse one device name. Errors: `PlanError`."""
         name, *numbers = text.split(":")
         if not name or len(numbers) > 2 or not all(n.isdecimal() for n in numbers):
-            raise PlanError(f"{text!r} is no device, device:port or device:port:gid-index")
+            raise PlanError(
+                f"{text!r} is not of the form device, device:port or device:port:gid-index"
+            )
         port, gid_index = (*(int(n) for n in numbers), None, None)[:2]
         return cls(name, 1 if port is None else port, gid_index)
 
@@ -97,7 +98,7 @@ class Gid:
 
 
 def choose_gid(table: Sequence[Gid], link: LinkLayer, wanted: int | None = None) -> Gid:
-    """The entry to use. Raises `PlanError` when there is none."""
+    """The table entry to use. Errors: `PlanError` if there is none."""
     if wanted is not None:
         named = [gid for gid in table if gid.index == wanted]
         if not named:
@@ -107,7 +108,7 @@ def choose_gid(table: Sequence[Gid], link: LinkLayer, wanted: int | None = None)
     if link == "roce":
         usable = [gid for gid in usable if gid.kind == ROCE_V2]
     if not usable:
-        raise PlanError("no GID of RoCE v2: has the interface an address?")
+        raise PlanError("the port has no RoCE v2 GID; check that its interface has an IP address")
     return min(usable, key=lambda gid: (_distance(gid.value), gid.index))
 
 
@@ -119,19 +120,19 @@ def _distance(value: bytes) -> int:
 
 
 def common_mtu(ours: RailOffer, theirs: RailOffer) -> int:
-    """The larger one is cut to the smaller. Raises `PlanError` between two kinds of network."""
+    """The smaller MTU of two ports. Errors: `PlanError` between two kinds of network."""
     if ours.link != theirs.link:
-        raise PlanError(f"{ours.link} here and {theirs.link} there are two networks")
+        raise PlanError(f"this adapter is on {ours.link}, the peer's on {theirs.link}")
     return min(ours.mtu, theirs.mtu)
 
 
 def pair_rails(offers: Sequence[RailOffer], links: Sequence[LinkLayer]) -> list[int]:
-    """For each rail of the peer the place of this node's adapter that takes it: in turn, among
-    those on the same kind of network. Raises `PlanError` when there is none."""
+    """For each rail of the peer, the index of this node's adapter that takes it: in turn, among
+    adapters on the same kind of network. Errors: `PlanError` if there is none."""
     chosen = []
     for turn, offer in enumerate(offers):
         same = [place for place, link in enumerate(links) if link == offer.link]
         if not same:
-            raise PlanError(f"no adapter on {offer.link} here")
+            raise PlanError(f"this node has no adapter on {offer.link}")
         chosen.append(same[turn % len(same)])
     return chosen

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 PACKAGES: Final = "python3-pyverbs ibverbs-providers"
-"""Debian's and Ubuntu's names; with an adapter `rdma-core` besides."""
+"""Package names of Debian and Ubuntu; with a real adapter `rdma-core` is needed too."""
 SYSTEM: Final = (Path("/usr/lib/python3/dist-packages"), Path("/usr/lib64/python3/site-packages"))
 ADAPTERS: Final = Path("/sys/class/infiniband")
 _MODULES: Final = ("addr", "base", "cq", "device", "mr", "pd", "pyverbs_error", "qp")
@@ -41,7 +41,7 @@ _MODULES: Final = ("addr", "base", "cq", "device", "mr", "pd", "pyverbs_error", 
 
 @dataclass(frozen=True, slots=True)
 class PyverbsModules:
-    """pyverbs' modules, as far as they are used."""
+    """The modules of pyverbs that are used."""
 
     addr: Any
     base: Any
@@ -54,12 +54,12 @@ class PyverbsModules:
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What its calls raise; a device that is not there any more is a plain OSError."""
+        """The exceptions of its calls; a device that was removed raises a plain OSError."""
         return (self.pyverbs_error.PyverbsError, OSError, ValueError, OverflowError)
 
 
 def missing_reason(folders: Sequence[Path] = SYSTEM) -> str | None:
-    """None if pyverbs can be imported, or else why not and what helps."""
+    """Why pyverbs cannot be imported, with a remedy; None: it can."""
     if sys.byteorder != "little" or struct.calcsize("P") != 8 or sys.platform != "linux":
         return "needs Linux on a 64-bit little-endian machine"
     if importlib.util.find_spec("pyverbs") is not None:
@@ -81,7 +81,7 @@ def _fits(folder: Path) -> bool:
 
 @cache
 def load_pyverbs() -> PyverbsModules:
-    """Import it. Raises `TransferError`."""
+    """Import pyverbs. Errors: `TransferError`."""
     reason = missing_reason()
     if reason is not None:
         raise TransferError.at("", "this node over rdma", "set-up", reason)
@@ -113,7 +113,7 @@ def _add_package() -> None:
 
 
 def adapter_names() -> list[str]:
-    """Names of the adapters here. Raises `TransferError` where the kernel has no verbs."""
+    """Names of this machine's adapters. Errors: `TransferError` if the kernel has no verbs."""
     verbs = load_pyverbs()
     try:
         found = verbs.device.get_device_list()
@@ -126,8 +126,8 @@ def adapter_names() -> list[str]:
 
 
 def unavailable_reason(adapters: Path = ADAPTERS) -> str | None:
-    """None if there is an adapter that can be used, or else why not: the lack of adapters before
-    that of pyverbs, which would not help. It is quick after the first time; nothing is opened."""
+    """Why no adapter can be used; None: one can. A lack of adapters is reported before a lack of
+    pyverbs. Quick after the first call; opens nothing."""
     if not adapters.is_dir():
         return "the kernel offers no RDMA: no adapter, or its driver is not loaded"
     try:

@@ -1,4 +1,4 @@
-"""One rail of a path: a queue pair, its books, and the descriptor by which the loop hears of it."""
+"""Drives one rail of a path: a queue pair, its send queue, and the descriptor that wakes a loop."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ WC_STATUS_TEXT: Final = {
     13: "the peer takes no notification: retries exhausted",
     21: "general error",
 }
-"""`ibv_wc_status`, those that can be met."""
+"""Texts of the values of `ibv_wc_status` that can occur."""
 
 
 def describe_failure(completion: WorkCompletion, key: DeliveryKey | None) -> str:
-    """What a failed work request means, and whose it was."""
+    """Describe a failed work request: its status and the part it belonged to."""
     text = WC_STATUS_TEXT.get(completion.status, "unknown")
     whose = "" if key is None else f", slot {key.slot}, part {key.part}"
     vendor = f", vendor code {completion.vendor:#x}" if completion.vendor else ""
@@ -45,7 +45,7 @@ def describe_failure(completion: WorkCompletion, key: DeliveryKey | None) -> str
 
 
 class RailListener(Protocol):
-    """The path, as a rail needs it."""
+    """What a rail calls on its path."""
 
     def completed(self, key: DeliveryKey, *, whole: bool = True) -> None: ...
     def notified(self, word: int) -> None: ...
@@ -99,7 +99,7 @@ class Rail:
             self._fail(f"the completion channel has failed: {error}")
 
     def poll(self) -> None:
-        """Tell the path all that has completed."""
+        """Read completions and report them to the path."""
         raw = self.pair.raw
         while not self._over:
             found = [WorkCompletion(*c) for c in poll_completions(raw.poll, raw.queue)]

@@ -1,14 +1,14 @@
-"""A queue pair's books: what waits, what is under way, what has completed.
+"""Tracks one queue pair's work requests: waiting, posted, completed.
 
-A device's send queue is short and overflows badly; so never more is posted than fits, and the rest
-of a chain waits here until completions make room. Work requests are numbered from 1 on; only some
-of them ask for a completion, and one that completes says that all before it have. The last of every
-chain asks.
+A device's send queue is short, and overflowing it breaks the queue pair. So no more is posted than
+fits, and the rest of a chain waits here until completions make room. Work requests are numbered
+from 1; only some of them ask for a completion, and one completion means that all before it have
+completed. The last work request of every chain asks.
 
-A chain that is given up stops where it is. What of it was posted is followed by an empty write,
-which asks for a completion and tells the peer nothing.
+A chain that is given up is not posted any further. An empty write follows what was posted of it:
+this asks for a completion and tells the peer nothing.
 
-It is pure: a table is filled, and someone else posts it.
+Pure: it fills a table, and the caller posts it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["ChainEnded", "FillableTable", "RailRegions", "SendQueue"]
 
 
 class FillableTable(Protocol):
-    """`table.SendTable`, as far as it is filled here."""
+    """The part of `work_requests.SendTable` that is used here."""
 
     def fill(
         self,
@@ -48,14 +48,14 @@ class FillableTable(Protocol):
 
 
 class RailRegions(NamedTuple):
-    """Of both ends, as this rail may reach them (`table.slices`)."""
+    """The regions of both ends as this rail reaches them (`work_requests.region_slices`)."""
 
     ours: Sequence[array[int]]
     theirs: Sequence[array[int]]
 
 
 class ChainEnded(NamedTuple):
-    """A chain has completed, or what of it was posted has."""
+    """A chain has completed, or the posted part of one that was given up."""
 
     key: DeliveryKey
     whole: bool
@@ -74,7 +74,7 @@ class _Posting:
 
 
 class SendQueue:
-    """See above."""
+    """The send queue of one queue pair."""
 
     def __init__(self, depth: int, regions: RailRegions) -> None:
         if depth < 2:
@@ -89,8 +89,8 @@ class SendQueue:
 
     @property
     def every(self) -> int:
-        """One work request of so many asks for a completion: often enough that the queue is filled
-        again before it is empty."""
+        """One work request of so many asks for a completion: often enough that the queue is
+        refilled before it is empty."""
         return max(1, self.depth // 4)
 
     @property
@@ -99,16 +99,16 @@ class SendQueue:
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way, and nothing waits."""
+        """True if nothing waits and nothing is posted."""
         return self.posted == self.completed and not self._waiting
 
     def push(self, chain: WorkRequestChain) -> None:
-        """Behind everything else."""
+        """Append a chain."""
         self._waiting.append(_Posting(chain))
 
     def give_up(self, key: DeliveryKey) -> bool:
-        """Post no more of a chain. True: it has not begun and is gone; else it ends by `complete`,
-        whole or not."""
+        """Post no more of a chain. True: none of it was posted and it is gone; False: it ends
+        through `complete`."""
         for posting in self._waiting:
             if posting.chain.key == key:
                 if not posting.begun:
@@ -119,7 +119,8 @@ class SendQueue:
         return False
 
     def fill(self, table: FillableTable) -> int:
-        """Write what may be posted now; returns how many entries. They count as posted."""
+        """Write the work requests that may be posted now into the table; returns their number. They
+        count as posted."""
         at, stop = 0, self.room
         while self._waiting and at < stop:
             posting = self._waiting[0]
@@ -160,7 +161,7 @@ class SendQueue:
         return posting.given_up or posting.move == len(posting.chain.moves)
 
     def complete(self, number: int) -> list[ChainEnded]:
-        """Everything up to this work request has completed."""
+        """The device reports that all work requests up to this number have completed."""
         self.completed = max(self.completed, number)
         ended = []
         while self._ends and self._ends[0][0] <= self.completed:
@@ -168,14 +169,14 @@ class SendQueue:
         return ended
 
     def key_at(self, number: int) -> DeliveryKey | None:
-        """Whose work request this is; for messages."""
+        """The delivery that a work request belongs to, for messages."""
         for last, ended in self._ends:
             if number <= last:
                 return ended.key
         return self._waiting[0].chain.key if self._waiting else None
 
     def clear(self) -> None:
-        """The queue pair is gone."""
+        """Forget everything: the queue pair is destroyed."""
         self._waiting.clear()
         self._ends.clear()
         self.completed = self.posted

@@ -1,13 +1,13 @@
-"""RDMA: this node's pools are registered with its adapters, peers write into them.
+"""Implements the RDMA backend: pools are registered with adapters, and peers write into them.
 
-    open       off the loop: adapters, pools, keys
-    Hello      one queue pair per adapter, how to reach each, and the keys of all pools
-    Welcome    the same of the peer, whose queue pairs are connected already
-    Ready      so are these: both may write
+    open         off the loop: adapters, pools, keys
+    PathHello    one queue pair per adapter, how to reach each, and the keys of all pools
+    PathWelcome  the same from the peer, whose queue pairs are already connected
+    PathReady    this node's are connected too: both may write
 
-Between two nodes there is one rail per adapter of the side that asked. What both must know comes
-over the authenticated link, keys first of all: whoever has one, and a queue pair, can write to all
-of a pool. So only peers get queue pairs, and only this node decides when one ends.
+A path has one rail for each adapter of the side that connects. Keys and addresses travel over the
+authenticated link, because anyone with a key and a queue pair can write to all of a pool. So only
+peers get queue pairs, and only this node decides when one ends.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ __all__ = ["PATIENCE", "RdmaPath", "RdmaTransport"]
 _log = logging.getLogger(__name__)
 
 PATIENCE: Seconds = 30.0
-"""How long nothing may complete on any rail before the path is given up. Adapters know by
-themselves when a peer is gone; this is for a peer that takes no notification."""
+"""How long no work request may complete on any rail before the path fails. Adapters notice a dead
+peer by themselves; this is for a peer that reads no notifications."""
 
 
 class RdmaPath(VerbsPath):
-    """See above."""
+    """A path over queue pairs of real adapters."""
 
     backend = "rdma"
     transport: RdmaTransport
@@ -90,8 +90,8 @@ class RdmaTransport(TransportBase):
         options: QueuePairOptions | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """`adapters`: open ones with these regions, which stay the caller's. Without them it opens
-        its own, by `devices` and `options` (see `Adapters`)."""
+        """`adapters`: open ones with these regions; the caller keeps and closes them. None: the
+        transport opens its own, by `devices` and `options` (`Adapters`)."""
         super().__init__(node, epoch, regions, ask)
         self._shared = adapters is not None
         self._adapters = adapters or Adapters(regions, devices, options)
@@ -103,12 +103,12 @@ class RdmaTransport(TransportBase):
 
     @property
     def adapters(self) -> list[Adapter]:
-        """Empty before `open`."""
+        """The open adapters; empty before `open`."""
         return self._adapters.opened
 
     async def open(self) -> None:
-        """Open the adapters and register the pools unless that is done; the first path does it too.
-        Raises `TransferError`. Cancellation: it goes on."""
+        """Open the adapters and register the pools, once. The first path calls it too. Errors:
+        `TransferError`. Cancellation: the work goes on."""
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._set_up())
             self._opening.add_done_callback(self._opened)
@@ -143,7 +143,7 @@ class RdmaTransport(TransportBase):
             welcome = await exchange(self._details(pairs))
             details = _read(welcome.details)
             if len(details.offers) != len(pairs):
-                raise PlanError(f"{len(pairs)} rails here, {len(details.offers)} there")
+                raise PlanError(f"this node has {len(pairs)} rails, the peer {len(details.offers)}")
             path = self._path(peer, number, welcome.regions, pairs, details)
         path.remote = welcome.path
         return path
@@ -217,13 +217,13 @@ class RdmaTransport(TransportBase):
 
 
 def remote_regions(cards: Sequence[RegionCard], offer: RailOffer, devices: int) -> list[array[int]]:
-    """The peer's pools as the queue pairs on one of its adapters may reach them. Raises
-    `PlanError` when keys are missing."""
+    """The peer's pools as the queue pairs on one of its adapters reach them. Errors: `PlanError` if
+    keys are missing."""
     regions = []
     for card in cards:
         each = len(card.keys) // devices
         if not each or len(card.keys) % devices or offer.device >= devices or not card.slice:
-            raise PlanError(f"{len(card.keys)} keys of a pool for {devices} adapters")
+            raise PlanError(f"a pool has {len(card.keys)} keys for {devices} adapters")
         keys = card.keys[offer.device * each : (offer.device + 1) * each]
         regions.append(region_slices(card.address, card.slice, keys))
     return regions

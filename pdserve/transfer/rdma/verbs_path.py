@@ -1,14 +1,14 @@
-"""Pushing through queue pairs that complete in order: what rdma and its fake have in common.
+"""Implements a path over queue pairs that complete in order; real RDMA and its fake share it.
 
 Each rail is one reliable queue pair. A part is cut into stripes that go out on all rails; on each
-rail its last work request is a notification without data. Order holds on a rail only, so the
+rail the last work request is a notification without data. Order holds only within a rail, so the
 destination counts one notification per rail before it tells the sink.
 
-Nothing that was posted can be recalled, so a stop waits until all of it has completed; and what the
-peer could write through is gone only when this node has destroyed its queue pairs. A queue pair
-that has failed is never used again: its path ends.
+What was posted cannot be recalled, so a stop waits until all of it has completed. The peer's access
+ends only when this node has destroyed its queue pairs. A queue pair that has failed is never used
+again: its path ends.
 
-It knows no device. `QueuePair` is what one has to offer; work requests reach it as whole tables.
+It knows no device, only the `QueuePair` interface, which takes work requests as whole chains.
 """
 
 from __future__ import annotations
@@ -32,37 +32,38 @@ if TYPE_CHECKING:
 __all__ = ["STRIPE_BYTES", "QueuePair", "VerbsPath", "WorkRequestChain", "stripe_copies"]
 
 STRIPE_BYTES: Final[Bytes] = 1 << 20
-"""Longest run of one work request: small enough to spread a part over the rails, large enough that
-the fixed cost of a work request does not count."""
+"""Most bytes of one work request: small enough to spread a part over the rails, large enough that a
+work request's fixed cost does not matter."""
 
 _REASON: Final = 500
 
 
 class WorkRequestChain(NamedTuple):
-    """Work requests of one part for one rail: writes, then a notification."""
+    """The work requests of one part on one rail: writes, then a notification."""
 
     moves: tuple[RegionCopy, ...]
     word: int
     """The notification's immediate data."""
     key: DeliveryKey
-    """Comes back with the completion."""
+    """Returned with the completion."""
 
 
 class QueuePair(Protocol):
     """One rail of a path, connected to one queue pair of the peer."""
 
     def post(self, chain: WorkRequestChain) -> None:
-        """Start it, behind what was posted before. `VerbsPath.completed` follows once all of it has
-        completed, `VerbsPath.fail` when it cannot."""
+        """Queue a chain after those posted before. `VerbsPath.completed` is called once all of it
+        has completed, `VerbsPath.fail` if it fails."""
         ...
 
     def destroy(self) -> None:
-        """Afterwards nothing arrives by it, and it reads nothing."""
+        """Destroy the queue pair; afterwards nothing arrives by it and it reads nothing."""
         ...
 
 
 class VerbsPath(PathBase):
-    """See above. Its back end sets `rails` and `peer_rails` before the path is used."""
+    """A path over one or more rails. A subclass sets `rails` and `peer_rails` before the path is
+    used."""
 
     def __init__(self, *args: Any, ask: CallPeer, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,7 +86,7 @@ class VerbsPath(PathBase):
             rail.post(WorkRequestChain(share, word, key))
 
     def completed(self, key: DeliveryKey, *, whole: bool = True) -> None:
-        """One rail has completed its chain, or what it has posted of one that was given up."""
+        """A rail has completed its chain, or what it had posted of one that was given up."""
         left = self._posted.pop(key, 0) - 1
         if left < 0:
             return
@@ -100,7 +101,7 @@ class VerbsPath(PathBase):
             self.settle(key)
 
     def notified(self, word: int) -> None:
-        """One rail of the peer has notified a part."""
+        """A rail of the peer has notified a part."""
         event = ImmData.unpack(word)
         granted = self.grants.find(self, event.slot, event.generation)
         if granted is None or event.kind != ImmKind.PART:
@@ -130,7 +131,8 @@ class VerbsPath(PathBase):
 def stripe_copies(
     moves: Sequence[RegionCopy], rails: int, size: Bytes
 ) -> list[tuple[RegionCopy, ...]]:
-    """The same bytes for so many rails, in runs of at most `size`, about as many on each."""
+    """Divide copies among so many rails, in runs of at most `size` bytes, with about as many bytes
+    on each."""
     shares: list[list[RegionCopy]] = [[] for _ in range(rails)]
     first = 0
     for move in moves:

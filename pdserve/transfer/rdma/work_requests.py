@@ -1,16 +1,17 @@
-"""Work requests as the C structures that libibverbs takes: filled from runs, posted by the chain.
+"""Fills work requests as the C structures of libibverbs, and posts them as a chain.
 
-A `SendTable` is filled from its first entry on, posted in one call, and filled anew: a device has
-copied what was posted. What never changes (how entries are linked, where their pieces are) is
-written once. Of so many work requests one asks for a completion, and the last of every post does;
-each is named by its number on its queue pair, so that a completion tells how far the queue is.
+A `SendTable` is filled from its first entry on, posted in one call, and filled anew: the device has
+copied what was posted. What never changes (the links between entries, the addresses of their
+pieces) is written once. One of every few work requests asks for a completion, and so does the last
+of every post; each has its number on its queue pair, so that a completion tells how far the queue
+is.
 
-A region is an array of int64: its address, the bytes of a slice of it that was registered, and the
-key of each slice. A run that crosses slices becomes several work requests.
+A region is an array of int64: its address, the bytes of one registered slice of it, and the key of
+each slice. A run that crosses slices becomes several work requests.
 
-It knows no queue pair but as an address, and that of the device's function which takes it. The
+Of a queue pair it knows only the address, and the address of the device's post function. The
 layouts are rdma-core's stable ABI on 64-bit little-endian machines. `native/src/bind_rdma.cpp` is
-the twin that workers use; this one serves where there is no compiler.
+the native twin that workers use; this one serves without a compiler.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _POLL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_v
 
 
 class WorkCompletion(NamedTuple):
-    """What a device says of a work request; without success only id, status and vendor count."""
+    """One work completion; without success only id, status and vendor error are valid."""
 
     id: int
     status: int
@@ -60,12 +61,12 @@ class WorkCompletion(NamedTuple):
 
 
 def region_slices(address: int, size: Bytes, keys: tuple[int, ...]) -> array[int]:
-    """A region as tables take it; `size` is that of one slice."""
+    """A region in the form that tables take; `size` is the bytes of one slice."""
     return array("q", (address, size, *keys))
 
 
 class SendTablePure:
-    """See above."""
+    """Pure-Python version of the native send table."""
 
     def __init__(self, depth: int) -> None:
         if depth < 1:
@@ -92,8 +93,8 @@ class SendTablePure:
         ours: array[int],
         theirs: array[int],
     ) -> tuple[int, int, Bytes]:
-        """Writes into entries from `at` on, before `stop`, beginning `done` bytes into a run.
-        Returns where it came to, in the table and in the runs."""
+        """Write entries from `at` on, before `stop`, beginning `done` bytes into a run. Returns the
+        next position in the table and in the runs."""
         count = len(length)
         if len(source) != count or len(destination) != count or stop > self.depth or at < 0:
             raise ValueError("three arrays of one size, and entries of the table")
@@ -117,7 +118,7 @@ class SendTablePure:
         return at, run, done
 
     def empty(self, at: int, word: int, theirs: array[int]) -> None:
-        """An entry without data: a notification, or with -1 only something to wait for."""
+        """Write an entry without data: a notification, or with -1 one that only completes."""
         self._check(at)
         opcode = _WRITE if word < 0 else _WRITE_WITH_WORD
         swapped = int.from_bytes((word & 0xFFFF_FFFF).to_bytes(4, "big"), "little")
@@ -127,8 +128,8 @@ class SendTablePure:
         self._words[_REQUEST * at + 6] = theirs[2]
 
     def post(self, function: int, pair: int, count: int, first: int, every: int) -> tuple[int, int]:
-        """The first `count` entries, numbered from `first` on. Returns the error's number, 0 if
-        there is none, and how many were posted."""
+        """Post the first `count` entries, numbered from `first` on. Returns errno, 0 without an
+        error, and how many were posted."""
         if not 0 < count <= self.depth or every < 1:
             raise ValueError("nothing to post")
         words = self._words
@@ -146,8 +147,8 @@ class SendTablePure:
         return error, posted
 
     def row(self, at: int) -> tuple[int, int, int, int, int, int, int, int, int, int]:
-        """An entry as tests read it: id, opcode, flags, pieces, address, length, key, remote
-        address, remote key, word."""
+        """One entry for tests: id, opcode, flags, pieces, address, length, key, remote address,
+        remote key, immediate data."""
         self._check(at)
         number, _, _, kind, flags, remote, key = self._words[_REQUEST * at :][:7]
         address, piece = self._pieces[2 * at : 2 * at + 2]
@@ -172,7 +173,7 @@ def _key(region: array[int], offset: Bytes, left: Bytes) -> tuple[int, Bytes]:
 
 
 def post_receives_pure(function: int, pair: int, count: int) -> int:
-    """Room for so many notifications. Returns the error's number, or 0."""
+    """Post so many receives for notifications. Returns errno, or 0."""
     if count < 1:
         raise ValueError("nothing to post")
     memory = ctypes.create_string_buffer(32 * count)
@@ -185,7 +186,7 @@ def post_receives_pure(function: int, pair: int, count: int) -> int:
 
 
 def poll_completions_pure(function: int, queue: int) -> list[tuple[int, int, int, int, int]]:
-    """What has completed, 64 at most: `WorkCompletion`s as tuples."""
+    """Poll up to 64 completions, as tuples of `WorkCompletion`."""
     memory = ctypes.create_string_buffer(_COMPLETION.size * _POLLED)
     count = _POLL(function)(queue, _POLLED, ctypes.addressof(memory))
     if count < 0:
@@ -209,7 +210,7 @@ else:
 
 
 def new_table(depth: int) -> SendTable:
-    """Of the twin that is in use."""
+    """A send table: native if available."""
     return accel.native.SendTable(depth) if accel.NATIVE else SendTablePure(depth)
 
 

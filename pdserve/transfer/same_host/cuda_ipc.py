@@ -1,16 +1,17 @@
-"""Same host, GPUs that reach each other: the destination copies from the source's opened pool.
+"""Moves KV between GPUs of one host: the destination copies from the source's pool, opened by CUDA
+IPC.
 
-The greeting passes a handle of each pool (`cuIpcGetMemHandle`): same user, same host, and both GPUs
-the same or with peer access; ROCm is not supported. A part becomes copies on a stream of its own,
-run by run, or by one kernel where runs are many and short. Threads ask for them and wait for their
-events, so the loop does neither. Everything else, what guards the bytes above all:
-`pull_transport`.
+The greeting passes a handle of each pool (`cuIpcGetMemHandle`). Both ends need the same user, the
+same host, and the same GPU or peer access between the two; ROCm is not supported. A part becomes
+copies on a CUDA stream, run by run, or by one kernel if the runs are many and short. Threads queue
+the copies and wait for them, so the event loop does not. `pull_transport` has everything else,
+above all what guards the bytes.
 
-**Fence**: what a stream has been asked for cannot be taken back, but it ends soon: it is asked for
-in chunks, two at a time, and `revoke` waits for these.
+**Fence**: queued copies cannot be taken back, but they end soon: they are queued in chunks, two at
+a time, and `revoke` waits for these.
 
-**Memory that others have opened must not be freed.** So a path that ends waits for the peer's end
-to say that it has closed what it opened, and says so in the log if it does not.
+**Memory that another process has opened must not be freed.** So a path that ends waits until the
+peer reports that it has closed what it opened, and logs a warning if it does not.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ __all__ = ["CHUNK", "CudaIpcPath", "CudaIpcTransport", "unsupported_reason"]
 _log = logging.getLogger(__name__)
 
 CHUNK: Final[Bytes] = 64 << 20
-"""About how much a stream is asked for between two looks at whether it is still wanted: a fraction
-of a millisecond over NVLink, a few over PCIe."""
+"""Bytes queued on a stream between two checks for a stop: a fraction of a millisecond over NVLink,
+a few milliseconds over PCIe."""
 UNMAPPING: Final[Seconds] = 5.0
 """How long an ending path waits for the peer to close what it has opened."""
 SUMMED: Final[Bytes] = 4 << 20
@@ -58,8 +59,8 @@ SUMMED: Final[Bytes] = 4 << 20
 
 
 def unsupported_reason(regions: Sequence[Region], driver: CudaDriver | None = None) -> str:
-    """Why these pools cannot be shared; empty: they can. It tries: only then it shows whether an
-    allocator's memory can be exported (torch's with `expandable_segments:True` cannot)."""
+    """Why these pools cannot be shared; empty: they can. It exports each pool to find out (memory
+    of torch with `expandable_segments:True` cannot be exported)."""
     try:
         found = NvidiaDriver() if driver is None else driver
         for region in regions:
@@ -99,7 +100,7 @@ class _Opened:
 
 
 class CudaIpcPath(PullPath):
-    """See above."""
+    """A path that copies from the peer's GPU memory."""
 
     backend = "cuda_ipc"
     transport: CudaIpcTransport
@@ -108,9 +109,9 @@ class CudaIpcPath(PullPath):
         try:
             pools = msgspec.msgpack.decode(greeting.words, type=_Words).pools
         except msgspec.MsgspecError as error:
-            raise PlanError(f"the peer's greeting: {error}") from error
+            raise PlanError(f"the peer's greeting cannot be decoded: {error}") from error
         if len(fds) != 1 or len(pools) != len(self.theirs):
-            raise PlanError(f"{len(fds)} descriptors and {len(pools)} pools")
+            raise PlanError(f"the greeting has {len(fds)} descriptors and {len(pools)} pools")
         regions = self.transport.regions
         opened = _Opened(self.transport.driver, map_table(fds[0], self.theirs))
         try:
@@ -167,7 +168,7 @@ class CudaIpcPath(PullPath):
                     pass
         except TimeoutError:
             _log.warning(
-                "%r: the peer has not closed this node's memory within %g s: it must not be freed",
+                "%r: the peer has not closed this node's memory within %g s; do not free it",
                 self,
                 UNMAPPING,
             )
@@ -203,9 +204,9 @@ class _Lane:
 
 
 class CudaIpcTransport(PullTransport):
-    """A node whose regions are in device memory: `Region.address` says where. Each must be within
-    one allocation of cuMemAlloc or cudaMalloc, and its blocks complete before they are delivered:
-    whoever computed them has waited for the device."""
+    """A node whose regions are in device memory, at `Region.address`. Each must be within one
+    allocation of cuMemAlloc or cudaMalloc. Blocks must be complete before they are delivered: the
+    caller has synchronised with the device."""
 
     name = "cuda_ipc"
     path_type = CudaIpcPath
@@ -222,8 +223,8 @@ class CudaIpcTransport(PullTransport):
         patience: Seconds = PATIENCE,
         driver: CudaDriver | None = None,
     ) -> None:
-        """Raises ValueError for a region without an address, `OSError` (`CudaError`) where CUDA
-        cannot be used or a region cannot be shared."""
+        """Errors: ValueError for a region without an address, `CudaError` if CUDA cannot be used or
+        a region cannot be shared."""
         if any(not region.address for region in regions):
             raise ValueError("device memory needs regions with an address")
         self.driver: CudaDriver = NvidiaDriver() if driver is None else driver
@@ -247,7 +248,7 @@ class CudaIpcTransport(PullTransport):
     # ------------------------------------------------------------------ streams, in threads
 
     def lane(self, region: int) -> _Lane:
-        """One that nobody uses, on the region's device."""
+        """An unused stream on the region's device."""
         with self._free:
             for lane in self._lanes:
                 if lane.region == region:
@@ -256,7 +257,7 @@ class CudaIpcTransport(PullTransport):
         return _Lane(self.driver.stream(self.regions[region].address), region)
 
     def give_back(self, lane: _Lane) -> None:
-        """Nothing is under way on it."""
+        """Return a stream on which nothing is under way."""
         with self._free:
             self._lanes.append(lane)
 

@@ -1,21 +1,22 @@
-"""Fetching between nodes of one host: what is the same whether host or device memory is read.
+"""Fetches KV between nodes of one host; shm and cuda_ipc differ only in what memory is read.
 
-**Greeting** over a Unix socket. It has no name in the file system; who connects must have this
-user's id and the secret that went over the authenticated link. It passes descriptors and whatever
-else the peer needs to map the pools, and it tells at once when the peer ends.
+**Greeting** over a Unix socket without a name in the file system. The connecting process must have
+this user's id and the secret that was sent over the authenticated link. The greeting passes
+descriptors and whatever else the peer needs to map the pools. The socket also shows at once when
+the peer ends.
 
-**Who moves**: the source announces a part, the destination copies in a thread, in chunks, and
-reports. So nobody else ever writes to this node's blocks, and a fence is a matter of its own: stop
-copying, wait for the chunk.
+**Who moves bytes**: the source announces a part, the destination copies it in a thread, in chunks,
+and reports. So no other process writes to this node's blocks, and a fence needs no peer: stop
+copying, and wait for the present chunk.
 
 **What guards the bytes**: the source keeps a table that its peers can read. A delivery has an entry
-(attempt, epoch, a number of its own) that is there only as long as the blocks keep their content; a
-block has a header (its hash, the epoch). The destination compares them before it copies and again
-afterwards, so blocks that were given away meanwhile are never served. Checksums of some blocks, or
-of all, are compared besides (`verify`).
+(attempt, epoch, its own number) that is valid only while the blocks keep their content; a block has
+a header (its hash, the epoch). The destination compares them before and after it copies, so blocks
+that were reused meanwhile are never served. It also compares checksums of some or all blocks
+(`verify`).
 
-A back end says how the peer's pools are mapped and copied from (`PullPath`), and how its own are
-passed and summed (`PullTransport`).
+A backend says how the peer's pools are mapped and copied (`PullPath`), and how its own are passed
+and checksummed (`PullTransport`).
 """
 
 from __future__ import annotations
@@ -80,10 +81,10 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 PATIENCE: Final[Seconds] = 30.0
-"""How long a peer may leave all that is announced where it is before the path is given up."""
+"""How long a peer may leave everything announced unfetched before the path fails."""
 _PACKET: Final[Bytes] = 128 * 1024
 BLOCKS_PER_PACKET: Final = 2048
-"""Blocks of one packet; more of a part follow in the next."""
+"""Most blocks of one packet; a larger part takes several."""
 _PIECES: Final = MAX_BLOCKS // BLOCKS_PER_PACKET
 """Of one part, at most."""
 _BLOCK: Final = array.array("I")
@@ -160,7 +161,7 @@ class PullJob:
     stop: bool = False
     """Set by the loop, read by the thread between two chunks."""
     work: Future[Any] | None = None
-    """In the thread; `future` is the same on the loop."""
+    """The work in the thread; `future` is the same on the loop."""
     future: asyncio.Future[Any] | None = None
 
 
@@ -171,12 +172,12 @@ class PeerPools(Protocol):
     def table(self) -> mmap.mmap: ...
 
     def close(self) -> None:
-        """Nothing of them can be read any more. Nothing is copied from them meanwhile."""
+        """Unmap the pools; no copy may be running."""
         ...
 
 
 class PullPath(PathBase):
-    """See above. A back end brings `_map` and `_copy`."""
+    """A path that fetches. A backend adds `_map` and `_copy`."""
 
     transport: PullTransport
 
@@ -208,7 +209,7 @@ class PullPath(PathBase):
     async def attach(
         self, connection: socket.socket, greeting: SocketGreeting, fds: Sequence[int]
     ) -> None:
-        """The peer has greeted: use what it passed. Raises `PlanError`, `OSError`."""
+        """Use what the peer's greeting passed. Errors: `PlanError`, `OSError`."""
         mapping = self.transport.run(partial(self._map, greeting, fds))
         try:
             pools: PeerPools = await asyncio.shield(mapping)
@@ -389,9 +390,9 @@ class PullPath(PathBase):
     def _share(self, granted: GrantEntry, fetch: _Fetch) -> BlockMapping:
         ticket = granted.ticket
         if not 0 <= fetch.entry < MAX_ENTRIES:
-            raise PlanError("there is no such entry")
+            raise PlanError("the table has no such entry")
         if len(fetch.blocks) % _BLOCK.itemsize:
-            raise PlanError(f"{len(fetch.blocks)} bytes are no list of blocks")
+            raise PlanError(f"{len(fetch.blocks)} bytes are not a list of block ids")
         blocks = array.array(_BLOCK.typecode, fetch.blocks)
         share = self.into.share(
             ticket.first_token, ticket.tokens, fetch.start, blocks, fetch.layers, fetch.names
@@ -511,11 +512,11 @@ def _joined(pieces: Sequence[_Fetch]) -> _Fetch:
 
 
 class PullTransport(TransportBase):
-    """A node whose pools others may read. A back end brings `_pass` and `_sum`."""
+    """A node whose pools peers on this host may read. A backend adds `_pass` and `_sum`."""
 
     path_type: ClassVar[type[PullPath]]
     threads = 1
-    """Parts are copied by so many at a time."""
+    """Number of threads that copy parts."""
 
     def __init__(
         self,
@@ -527,7 +528,7 @@ class PullTransport(TransportBase):
         verify: Verify = "sample",
         patience: Seconds = PATIENCE,
     ) -> None:
-        """Raises `OSError` where the system lacks something."""
+        """Errors: `OSError` if the system lacks a feature."""
         super().__init__(node, epoch, regions, ask)
         self.verify: Verify = verify
         self._patience = patience
@@ -552,17 +553,18 @@ class PullTransport(TransportBase):
     # ------------------------------------------------------------------ the thread
 
     def run(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Something that takes time, in a thread that copies."""
+        """Run blocking work in one of the copying threads."""
         return asyncio.wrap_future(self.submit(work))
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """The same, for who may want to take it back before it has begun."""
+        """As `run`, for a caller that may cancel it before it begins."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(self.threads, f"pdserve-{self.name}")
         return self._thread.submit(work)
 
     def sampled(self, count: int, number: int) -> list[tuple[int, int]]:
-        """Places of the blocks whose content is compared, and how many from there on together."""
+        """The blocks whose content is compared: index of each group's first block, and the group's
+        size."""
         if self.verify == "off" or not count:
             return []
         if self.verify == "all":
@@ -579,7 +581,7 @@ class PullTransport(TransportBase):
         *,
         source: bool,
     ) -> int:
-        """The checksum of some blocks of a share (place, number), at either end."""
+        """Checksum of groups of blocks (index, number) of a mapping, at either end."""
         place, count = at
         some = BlockMapping(
             share.place + place, share.blocks[place : place + count], b"", share.layers
@@ -698,7 +700,7 @@ class PullTransport(TransportBase):
         if suppressed is not None:
             more = f" ({suppressed} more like it were not logged)" if suppressed else ""
             said = (self.name, host, error, more)
-            _log.warning("%s: a connection from %s came to nothing: %s%s", *said)
+            _log.warning("%s: a connection from %s failed before its path was up: %s%s", *said)
 
     def _greet(self, connection: socket.socket, token: bytes) -> None:
         """Pass the table and the pools, for reading only."""

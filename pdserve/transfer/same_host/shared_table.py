@@ -1,9 +1,9 @@
 """Shares a table between nodes on one host that tells readers whether blocks are still valid.
 
-The owner writes its table; peers map and read it, which is how they learn in time that blocks no
-longer hold what was announced. An entry belongs to a delivery and is void as soon as the blocks may
-change; a header belongs to a block and holds its hash. Mapped memory must be as large as its owner
-says, and sealed, so that reading cannot fault.
+The owner writes its table; peers map and read it, and so learn in time that blocks no longer hold
+what was announced. An entry belongs to a delivery and is void as soon as the blocks may change. A
+header belongs to a block and holds its hash. Mapped memory must be as large as its owner says, and
+sealed, so that reading it cannot fault.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HEADER: Final = struct.Struct("<16sQQ")
 
 
 class SharedTable:
-    """What peers compare with. Written by its owner only."""
+    """The table of one node, written only by it."""
 
     def __init__(self, blocks: int, epoch: Epoch) -> None:
         size = MAX_ENTRIES * _ENTRY.size + blocks * _HEADER.size
@@ -63,7 +63,8 @@ class SharedTable:
         self._free = deque(range(MAX_ENTRIES))
 
     def open(self, attempt: int, share: BlockMapping) -> tuple[int, int]:
-        """An entry for a delivery, and its number; headers of blocks that have names say them."""
+        """Open an entry for a delivery; returns its index and number. Blocks with hashes get
+        headers. Errors: `PlanError` if all entries are in use."""
         if not self._free:
             raise PlanError(f"{MAX_ENTRIES} deliveries are under way")
         if share.names:
@@ -74,11 +75,11 @@ class SharedTable:
         return entry, number
 
     def void(self, entry: int) -> None:
-        """From now on nothing that is read under this entry is believed."""
+        """Void an entry: readers discard what they read under it from now on."""
         _ENTRY.pack_into(self._map, entry * _ENTRY.size, 0, 0, 0, 0)
 
     def give_back(self, entry: int) -> None:
-        """Void, and free for the next."""
+        """Void an entry and free it."""
         self.void(entry)
         self._free.append(entry)
 
@@ -94,7 +95,8 @@ def header_at(block: int) -> int:
 def mismatch_reason(
     table: mmap.mmap, epoch: Epoch, entry: int, announced: tuple[int, int], share: BlockMapping
 ) -> str:
-    """Why what the peer's table says is not what it announced (number, attempt); empty: it is."""
+    """How the peer's table differs from what the peer announced (number, attempt); empty: not at
+    all."""
     found = _ENTRY.unpack_from(table, entry * _ENTRY.size)[:3]
     if found != (*announced, epoch):
         return "the source has given the blocks up" if not found[0] else "another delivery's entry"
@@ -130,12 +132,12 @@ def _places(share: BlockMapping) -> tuple[array[int], array[int], array[int]]:
 
 @dataclass(slots=True)
 class PeerMapping:
-    """What the peer has passed: its table and its regions, mapped for reading."""
+    """What a peer has passed, mapped for reading: its table and its regions."""
 
     table: mmap.mmap
     maps: list[mmap.mmap] = field(default_factory=list)
     views: list[memoryview] = field(default_factory=list)
-    """Of the regions."""
+    """Bytes of the regions."""
 
     def close(self) -> None:
         for view in self.views:
@@ -145,7 +147,8 @@ class PeerMapping:
 
 
 def map_peer(fds: Sequence[int], cards: Sequence[RegionCard]) -> PeerMapping:
-    """Map what the peer has passed, for reading; none of it may be too small, or shrink."""
+    """Map what the peer has passed, for reading. Errors: `PlanError` if it is too small or not
+    sealed, `OSError`."""
     if len(fds) != 1 + len(cards):
         raise PlanError(f"{len(fds)} descriptors for {len(cards)} regions")
     peer = PeerMapping(map_table(fds[0], cards))
@@ -160,13 +163,13 @@ def map_peer(fds: Sequence[int], cards: Sequence[RegionCard]) -> PeerMapping:
 
 
 def map_table(fd: int, cards: Sequence[RegionCard]) -> mmap.mmap:
-    """The table of a peer with these pools, for reading. Raises `PlanError`, `OSError`."""
+    """Map a peer's table, for reading. Errors: `PlanError`, `OSError`."""
     return _map(fd, header_at(max(card.blocks for card in cards)))
 
 
 def _map(fd: int, size: Bytes) -> mmap.mmap:
     if os.fstat(fd).st_size < size:
-        raise PlanError(f"the peer's memory is smaller than the {size} bytes it speaks of")
+        raise PlanError(f"the peer's memory is smaller than the {size} bytes that it announced")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise PlanError("the peer's memory is not sealed: it could shrink under the reader")
     return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)

@@ -1,9 +1,9 @@
-"""Same host, host memory: the destination maps the source's pool and fetches the blocks itself.
+"""Moves KV in host memory on one host: the destination maps the source's pool and copies from it.
 
-Descriptors come over the Unix socket (SCM_RIGHTS), not through /proc/PID/fd: what is passed is
-fixed, while a PID may have become another process before it is opened; it needs no common PID
-namespace. Pools are passed read-only and must be sealed against shrinking, so that a peer can
-neither write here nor make the reader fault. Everything else: `pull_transport`.
+Descriptors are passed over the Unix socket (SCM_RIGHTS), not opened through /proc/PID/fd: what is
+passed is fixed, while a PID may belong to another process by then; no common PID namespace is
+needed. Pools are passed read-only and must be sealed against shrinking, so that a peer can neither
+write to them nor make the reader fault. `pull_transport` has everything else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["ShmPath", "ShmTransport"]
 
 
 class ShmPath(PullPath):
-    """See above."""
+    """A path that copies from the peer's shared memory."""
 
     backend = "shm"
 
@@ -67,8 +67,8 @@ class ShmTransport(PullTransport):
         verify: Verify = "sample",
         patience: Seconds = PATIENCE,
     ) -> None:
-        """Every region must have a view and a descriptor. Raises ValueError otherwise, `OSError`
-        where the system lacks something."""
+        """Every region needs a view and a descriptor. Errors: ValueError if one lacks them,
+        `OSError` if the system lacks a feature."""
         if any(region.view is None or region.fd is None for region in regions):
             raise ValueError("shared memory needs regions with a view and a descriptor")
         super().__init__(node, epoch, regions, ask, verify=verify, patience=patience)

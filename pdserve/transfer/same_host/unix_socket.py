@@ -31,11 +31,11 @@ __all__ = [
 
 
 class SocketGreeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The first packet, with descriptors: the table, then what the back end passes."""
+    """The first packet, sent with descriptors: the table, then those of the backend."""
 
     token: bytes
     words: bytes = b""
-    """What else the peer must know to map the pools: the back end's own record."""
+    """What else the peer must know to map the pools: a record of the backend."""
 
 
 _decode = msgspec.msgpack.Decoder(SocketGreeting).decode
@@ -44,7 +44,7 @@ _decode = msgspec.msgpack.Decoder(SocketGreeting).decode
 def send_greeting(
     connection: socket.socket, token: bytes, own: Sequence[int], words: bytes = b""
 ) -> None:
-    """Pass these descriptors, for reading only."""
+    """Send a greeting with these descriptors, which the peer may only read."""
     fds: list[int] = []
     try:
         for fd in own:
@@ -63,7 +63,7 @@ def seqpacket() -> socket.socket:
 
 
 def receive_greeting(connection: socket.socket) -> tuple[SocketGreeting, list[int]]:
-    """A greeting with its descriptors."""
+    """Receive a greeting and its descriptors. Errors: `PlanError`, `OSError`."""
     packet, fds, flags, _ = socket.recv_fds(connection, 16 * 1024, 128)
     try:
         if not packet or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
@@ -78,14 +78,16 @@ def receive_greeting(connection: socket.socket) -> tuple[SocketGreeting, list[in
 
 
 def check_user(connection: socket.socket) -> None:
-    """The kernel says who the other side is."""
+    """Check that the other process runs as this user, by what the kernel says. Errors:
+    `PlanError`."""
     _, user = _credentials(connection)
     if user != os.geteuid():
         raise PlanError(f"the peer runs as user {user}, this node as {os.geteuid()}")
 
 
 def who_connects(connection: socket.socket, _: object = None) -> str:
-    """Who a connection counts for: a process of this user, or another user as a whole."""
+    """The party that a connection counts against: one process of this user, or another user as a
+    whole."""
     process, user = _credentials(connection)
     return f"process {process}" if user == os.geteuid() else f"user {user}"
 

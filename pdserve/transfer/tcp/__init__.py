@@ -1,1 +1,1 @@
-"""KV over TCP."""
+"""Moves KV over TCP."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["BulkError", "BulkSocket", "Range"]
 
 Range = tuple[int, int]
-"""From one byte of a payload to before another."""
+"""A half-open range of a payload's bytes."""
 
 _HEADER: Final = struct.Struct("<4sIIQ")
 _MAGIC: Final = b"pdKV"
@@ -42,14 +42,14 @@ _VIEWS: Final = 256
 
 
 class BulkError(Exception):
-    """The connection is of no more use; the text says why."""
+    """The connection cannot be used any more; the text says why."""
 
 
 class BulkSocket:
-    """A connected socket, which it owns."""
+    """A connected socket, owned by this object."""
 
     def __init__(self, connection: socket.socket, progress: Seconds) -> None:
-        """`progress`: how long a step inside a frame may take."""
+        """`progress`: seconds that a step inside a frame may take."""
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # of another family: nothing is held back there
             # A frame ends in a few bytes, which would wait until all before them are acknowledged.
@@ -61,14 +61,15 @@ class BulkSocket:
         """So far, for who watches progress."""
 
     def end(self) -> None:
-        """From any thread: both threads' calls fail soon. Not yet closed."""
+        """Make both threads' calls fail soon; callable from any thread. Does not close the
+        socket."""
         self._closing.set()
         with contextlib.suppress(OSError):  # the peer was faster
             # Not the method of a TLS socket: that one would go on in the clear.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """After both threads have ended."""
+        """Close the socket; both threads must have ended."""
         self._socket.close()
 
     # ------------------------------------------------------------------ writing
@@ -76,7 +77,7 @@ class BulkSocket:
     def send(
         self, record: bytes, views: Sequence[memoryview] = (), checked: Range | None = None
     ) -> None:
-        """One frame; its checksum is of that range of the payload, None: of all. Raises
+        """Send one frame; its checksum covers that range of the payload, None: all of it. Errors:
         `BulkError`."""
         size = sum(map(len, views))
         head = _HEADER.pack(_MAGIC, len(record), crc32(record), size)
@@ -110,25 +111,25 @@ class BulkSocket:
     # ------------------------------------------------------------------ reading
 
     def receive(self) -> tuple[bytes, Bytes]:
-        """The next frame's record, and how much payload follows. Raises `BulkError`; so does the
-        end of the connection."""
+        """Receive the next frame's record and the length of its payload. Errors: `BulkError`, also
+        at the end of the connection."""
         head = bytearray(_HEADER.size)
         self._fill(memoryview(head)[:1], None)
         self._fill(memoryview(head)[1:], self._progress)
         magic, length, expected, size = _HEADER.unpack(head)
         if magic != _MAGIC or length > _RECORD:
-            raise BulkError("what came is no frame")
+            raise BulkError("the peer sent data that is not a frame")
         record = bytearray(length)
         self._fill(memoryview(record), self._progress)
         if crc32(record) != expected:
-            raise BulkError("the checksum of a record differs")
+            raise BulkError("a record's checksum is wrong")
         return bytes(record), size
 
     def receive_payload(
         self, views: Sequence[memoryview], guard: WriteGuard, checked: Range | None = None
     ) -> bool:
-        """Read the payload to `views` as long as the guard allows, else past them; whether its
-        checksum, of that range of it, is right. Raises `BulkError`."""
+        """Read the payload into `views` while the guard allows it, else discard it; returns whether
+        the checksum of that range is right. Errors: `BulkError`."""
         running = _Checksum(checked or (0, sum(map(len, views))))
         for batch in _batches(views):
             left = batch
@@ -142,7 +143,7 @@ class BulkSocket:
         return self._trailer() == running.total
 
     def skip_payload(self, size: Bytes) -> None:
-        """Read past a payload that nobody wants."""
+        """Read a payload and discard it. Errors: `BulkError`."""
         scratch = memoryview(bytearray(min(size, _AT_ONCE)))
         while size:
             step = min(size, len(scratch))
@@ -226,9 +227,10 @@ class _Checksum:
 
 
 class WriteGuard:
-    """Whether bytes may be placed: asked under its lock before each system call that places some.
+    """Whether bytes may be placed; checked under its lock before each system call that places some.
 
-    Who takes the lock and makes `allowed` false has a fence: no byte is placed afterwards."""
+    To fence, take the lock and make `allowed` false: no byte is placed afterwards.
+    """
 
     def __init__(self, lock: threading.Lock) -> None:
         self.lock = lock

@@ -1,6 +1,6 @@
-"""The first bytes of a bulk connection, on the loop: TLS if there is any, and who knows the secret.
+"""Authenticates bulk connections on the event loop: TLS if configured, then proof of a secret.
 
-Plain sockets and TLS ones are greeted alike. When it is over the connection goes to a thread.
+Plain sockets and TLS sockets are handled alike. A thread takes the connection afterwards.
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ R = TypeVar("R")
 
 
 def set_socket_options(connection: socket.socket) -> None:
-    """As bulk connections are."""
+    """Set the options of bulk connections."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 async def tls_handshake(connection: ssl.SSLSocket) -> None:
-    """Agree on keys. Raises `OSError`."""
+    """Do the TLS handshake. Errors: `OSError`."""
     await _done(connection, connection.do_handshake, write=False)
 
 
 async def send_all(connection: socket.socket, data: bytes) -> None:
-    """All of it. Raises `OSError`."""
+    """Send all bytes. Errors: `OSError`."""
     while data:
         data = data[await _done(connection, partial(connection.send, data), write=True) :]
 
 
 async def receive_exactly(connection: socket.socket, size: Bytes) -> bytes:
-    """So many bytes. Raises `PlanError` when the connection ends before."""
+    """Receive exactly so many bytes. Errors: `PlanError` if the connection ends before,
+    `OSError`."""
     found = b""
     while len(found) < size:
         step = partial(connection.recv, size - len(found))
         piece = await _done(connection, step, write=False)
         if not piece:
-            raise PlanError("the connection ended before it had shown its secret")
+            raise PlanError("the connection ended before the peer had proved its secret")
         found += piece
     return found
 
 
 def proof(token: bytes) -> bytes:
-    """Shows that one knows the secret too, without showing it back."""
+    """A proof of knowing the secret, without sending it back."""
     return hashlib.blake2b(token, digest_size=TOKEN_BYTES, person=b"pdserve-tcp").digest()
 
 

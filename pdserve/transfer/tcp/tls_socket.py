@@ -1,9 +1,8 @@
-"""Bulk connections under TLS: the same frames, in one direction each.
+"""Runs bulk connections under TLS: the same frames, one direction on each connection.
 
-One TLS session must not be used by two threads at once, so a path has two connections, one for what
-each end sends. What this node has of a session belongs to the thread that sends or to the one that
-receives. Nothing goes the other way: the listening side issues no session tickets, and TLS 1.3
-has no renegotiation.
+Two threads must not use one TLS session at a time, so a path has two connections, one for what each
+end sends. On this node, each session belongs to one thread, which sends or receives. Nothing goes
+the other way: the listening side issues no session tickets, and TLS 1.3 has no renegotiation.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _RECORD: Final[Bytes] = 16 << 10
 
 
 MAX_SESSION_BYTES: Final[Bytes] = 256 << 30
-"""That one session may carry: TLS 1.3 allows AES-GCM 2^24.5 records of 16 KiB under one key, and
-nothing here renews keys. The path ends then, and the next one has a session of its own."""
+"""Most bytes of one session: TLS 1.3 allows AES-GCM 2^24.5 records of 16 KiB under one key, and
+keys are not renewed here. Then the path ends, and the next one has a new session."""
 
 
 class TlsSocket(BulkSocket):
-    """A connected TLS socket whose handshake is over; it is read or written, never both."""
+    """A connected TLS socket after its handshake; it is used to read or to write, never both."""
 
     def __init__(self, connection: ssl.SSLSocket, progress: Seconds) -> None:
         super().__init__(connection, progress)
@@ -42,7 +41,7 @@ class TlsSocket(BulkSocket):
     def _write(self, views: list[memoryview]) -> Bytes:
         """The same views again when there was no room, as TLS demands."""
         if self.sent >= MAX_SESSION_BYTES:
-            raise OSError("the session has carried as much as its keys are good for")
+            raise OSError("the TLS session has reached its byte limit")
         try:
             return self._tls.send(_gathered(views))
         except ssl.SSLWantWriteError:
@@ -72,7 +71,7 @@ def _gathered(views: list[memoryview]) -> memoryview | bytes:
 
 
 def wrap_tls(connection: socket.socket, tls: Tls, *, listening: bool) -> ssl.SSLSocket:
-    """A connection under TLS, before its handshake. Raises `OSError`."""
+    """Put a connection under TLS, before its handshake. Errors: `OSError`."""
     context = tls.server if listening else tls.client
     if listening:
         context.num_tickets = 0
@@ -80,6 +79,6 @@ def wrap_tls(connection: socket.socket, tls: Tls, *, listening: bool) -> ssl.SSL
 
 
 def peer_fingerprint(connection: ssl.SSLSocket) -> bytes:
-    """SHA-256 of the certificate that the other side has shown; empty: none."""
+    """SHA-256 of the other side's certificate; empty: it has shown none."""
     certificate = connection.getpeercert(binary_form=True)
     return hashlib.sha256(certificate).digest() if certificate else b""

@@ -1,19 +1,19 @@
-"""Anywhere: the source sends, and the destination's own thread places what it may place.
+"""Implements the TCP backend, which works between any hosts: the source sends, and a thread of the
+destination places the bytes.
 
-A path has a connection of its own, beside the link over which it was agreed: blocks then delay no
-tokens, and threads that wait for the kernel, not the loop, move the bytes. Who connects must know
-the secret that went over the authenticated link. Where links are encrypted, so are the bytes: there
-are two connections then, one for each direction, and the listening one must show the certificate
-that the link has named.
+A path has its own connection beside the authenticated link: so blocks do not delay tokens, and
+threads, not the event loop, wait for the kernel. The connecting side must know the secret that was
+sent over the link. If links are encrypted, so are these bytes: the path then has two connections,
+one for each direction, and the listening side must show the certificate that was named over the
+link.
 
-Nothing of what a frame says is an address. It names slot, generation, attempt and epoch, and a
-range of the ticket's blocks; the receiver computes where that is, by its own plan, and places bytes
-only while the grant is open, asked before every system call. So a fence is a lock of this node's
-own.
+No field of a frame is an address. A frame names slot, generation, attempt, epoch, and a range of
+the ticket's blocks. The receiver computes the addresses from its own plan, and places bytes only
+while the grant is open, which it checks before every system call. So a lock of this node is the
+fence.
 
-Payloads have a CRC-32, of all, some or none of their bytes (`verify`): both ends say what they want
-and the stricter holds. A delivery is done when the receiver says that it has been placed and
-checked.
+Payloads have a CRC-32 of all, some or none of their bytes (`verify`): the stricter setting of both
+ends holds. A delivery is done when the receiver reports that it has placed and checked all of it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = ["PROGRESS", "TcpTransport"]
 _log = logging.getLogger(__name__)
 
 PROGRESS: Final[Seconds] = 10.0
-"""How long a step inside a frame may take before the path is given up."""
+"""How long a step inside a frame may take before the path fails."""
 _FRAME: Final[Bytes] = 4 << 20
 """About the payload of one frame: between two, a sender looks whether it is still wanted."""
 _GREETING: Final[Seconds] = 10.0
@@ -86,13 +86,13 @@ class _Data(msgspec.Struct, frozen=True, array_like=True, tag=1):
     epoch: int
     part: int
     place: int
-    """Of the first block, in the ticket."""
+    """Index of the first block in the ticket."""
     count: int
     layers: tuple[int, int]
     last: bool
-    """The part is complete with this one."""
+    """True on the part's last frame."""
     checked: tuple[int, int]
-    """The range of the payload that its checksum is of."""
+    """The range of the payload that the checksum covers."""
 
 
 class _Dropped(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -130,10 +130,10 @@ class _Details(msgspec.Struct, frozen=True, array_like=True):
     host: str
     port: int
     tokens: tuple[bytes, ...]
-    """Of one connection; of two under TLS, what the dialling side sends first."""
+    """Secrets, one for each connection; under TLS the first is for what the dialling side sends."""
     verify: Verify
     certificate: bytes = b""
-    """SHA-256 of what the listening side shows; empty: no TLS."""
+    """SHA-256 of the certificate that the listening side shows; empty: no TLS."""
 
 
 class _OpenGrant(WriteGuard):
@@ -152,7 +152,7 @@ class _OpenGrant(WriteGuard):
 
 
 class TcpPath(PathBase):
-    """See above."""
+    """A path over one TCP connection, or two under TLS."""
 
     backend = "tcp"
     transport: TcpTransport
@@ -176,7 +176,8 @@ class TcpPath(PathBase):
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def join(self, place: int, connection: socket.socket, of: int, *, dialled: bool) -> None:
-        """The peer has shown its secret on one of so many connections: with all, start."""
+        """The peer has proved its secret on one connection; starts the path once it has all of
+        them."""
         self._joined[place] = connection
         if len(self._joined) < of:
             return
@@ -323,11 +324,11 @@ class TcpPath(PathBase):
             try:
                 frame = _decode(record)
             except msgspec.MsgspecError as error:
-                raise BulkError(f"a record that nobody can read: {error}") from error
+                raise BulkError(f"a record cannot be decoded: {error}") from error
             if isinstance(frame, _Data):
                 self._place(bulk, frame, size)
             elif size:
-                raise BulkError("payload where none belongs")
+                raise BulkError("a record came with a payload that it must not have")
             elif isinstance(frame, _Dropped):
                 self._conclude(frame, "the source has withdrawn it")
             else:
@@ -358,19 +359,21 @@ class TcpPath(PathBase):
     def _destination(self, grant: _OpenGrant | None, frame: _Data, size: Bytes) -> list[memoryview]:
         """Where the payload belongs, by this node's own plan. Raises `PlanError`."""
         if grant is None:
-            raise PlanError("the attempt is not current")
+            raise PlanError("the attempt is not open")
         ticket = grant.ticket
         if frame.attempt != ticket.attempt or frame.epoch != ticket.epoch:
-            raise PlanError(f"attempt {frame.attempt} of epoch {frame.epoch} is not current")
+            raise PlanError(f"attempt {frame.attempt} of epoch {frame.epoch} is not open")
         inside = 0 <= frame.place <= frame.place + frame.count <= len(ticket.blocks)
         if not inside or frame.count > MAX_BLOCKS or frame.count < 0:
-            raise PlanError("a range beyond the ticket's blocks")
+            raise PlanError("the frame names blocks beyond the ticket's")
         # Only the order of the source's blocks matters here, not which they are.
         share = BlockMapping(frame.place, tuple(range(frame.count)), b"", frame.layers)
         if size != self.into.size(share):
-            raise PlanError(f"{size} bytes for {frame.count} blocks")
+            raise PlanError(f"the payload has {size} bytes for {frame.count} blocks")
         if not covers(self.verify, size, frame.checked):
-            raise PlanError(f"a checksum of {frame.checked} where {self.verify} was agreed")
+            raise PlanError(
+                f"the checksum covers {frame.checked}, but verify={self.verify} was agreed"
+            )
         return self._views(self.into.moves(share, ticket.blocks), source=False)
 
     def _conclude(self, frame: _Data | _Dropped, reason: str, size: Bytes = 0) -> None:
@@ -387,7 +390,7 @@ class TcpPath(PathBase):
     def _ended_part(self, frame: _Data | _Dropped, reason: str, size: Bytes) -> None:
         granted = self.grants.find(self, frame.slot, frame.generation, exact=True)
         if granted is None or granted.state != "open" or self.down is not None:
-            reason = reason or "the attempt is not current"
+            reason = reason or "the attempt is not open"
         elif reason:
             dropped, transfer = isinstance(frame, _Dropped), granted.ticket.transfer
             kind, step = (TransferWithdrawn, "withdraw") if dropped else (TransferCorrupt, "place")
@@ -428,7 +431,7 @@ def _guard_of(grant: _OpenGrant | None) -> WriteGuard:
 
 
 class TcpTransport(TransportBase):
-    """A node that others can connect to."""
+    """A node that peers connect to by TCP."""
 
     name = "tcp"
 
@@ -445,9 +448,9 @@ class TcpTransport(TransportBase):
         verify: Verify = "all",
         tls: TlsSource | None = None,
     ) -> None:
-        """Listens on `host`, an address of this machine, on a port of the system's choice;
-        `advertise` is what peers dial instead. Every region must have a view. With
-        `tls` nothing is sent in the clear, and peers without it are refused."""
+        """Listens on `host`, an address of this machine, at a port chosen by the system; peers dial
+        `advertise` instead if it is given. Every region needs a view. With `tls` all bytes are
+        encrypted, and peers without TLS are refused."""
         if any(region.view is None for region in regions):
             raise ValueError("tcp needs regions with a view")
         super().__init__(node, epoch, regions, ask)
@@ -488,10 +491,10 @@ class TcpTransport(TransportBase):
                 connection = sealed = wrap_tls(connection, self._tls.current(), listening=False)
                 await tls_handshake(sealed)
                 if peer_fingerprint(sealed) != details.certificate:
-                    raise PlanError("who answered shows another certificate than the peer's")
+                    raise PlanError("the TLS certificate of the answering side is not the peer's")
             await send_all(connection, token)
             if await receive_exactly(connection, TOKEN_BYTES) != proof(token):
-                raise PlanError("who answered does not know the secret")
+                raise PlanError("the answering side does not know the path's secret")
         except BaseException:
             connection.close()
             raise
@@ -534,7 +537,7 @@ class TcpTransport(TransportBase):
         return path
 
     def forget_tokens(self, tokens: Sequence[bytes]) -> None:
-        """Nobody may connect by them any more."""
+        """Refuse connections with these secrets from now on."""
         for token in tokens:
             self._expected.pop(token, None)
 
@@ -580,7 +583,9 @@ class TcpTransport(TransportBase):
         if suppressed is not None:
             more = f" ({suppressed} more like it were not logged)" if suppressed else ""
             words = str(error) or "it was silent for too long"
-            _log.info("tcp: a connection from %s came to nothing: %s%s", host, words, more)
+            _log.info(
+                "tcp: a connection from %s failed before its path was up: %s%s", host, words, more
+            )
 
     async def close(self) -> None:
         if self._accepting is not None:
@@ -593,4 +598,4 @@ def _wish_of(hello: PathHello) -> _Wish:
     try:
         return msgspec.msgpack.decode(hello.details, type=_Wish)
     except msgspec.MsgspecError as error:
-        raise PlanError(f"a Hello that nobody can read: {error}") from error
+        raise PlanError(f"the hello cannot be decoded: {error}") from error

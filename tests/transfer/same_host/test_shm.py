@@ -185,7 +185,7 @@ async def test_a_peer_that_fetches_nothing_is_given_up(monkeypatch) -> None:
         ours.patience = 0.05
         error = await deliver(ours, grant.ticket, KvPart(0, 0, [1], (0, 3))).wait()
         assert isinstance(error, PathLost)
-        assert "taken nothing" in error.message
+        assert "received nothing" in error.message
         await grant.revoke(timeout=5)
 
 
