@@ -1,22 +1,22 @@
-"""Who holds which block of one pool, and which free blocks are still worth something.
+"""Tracks the blocks of one KV pool: who holds each, and which free ones hold reusable content.
 
 A block is in exactly one of four states:
 
     free         holds nothing worth keeping
     cached       nobody references it, but its hash is known: reusable as prefix, evictable at once
     used         referenced by one or more sequences (or leases); may have a hash too
-    quarantined  a peer may still write to it: nobody may use it until that is ruled out
+    quarantined  a peer may still write to it: not usable until that is impossible
 
-Blocks with a hash form trees: each continues the block named by its parent hash. Eviction takes
-the least recently used *leaf*. That needs no search: whoever references a block references all
-blocks before it, and `release` lets go of tails first, so in order of release every cached block
-comes after all its cached descendants. One ordered list is both the age and the leaf order.
+Blocks with a hash form trees: each continues the block with its parent hash. Eviction takes the
+least recently used *leaf*. That needs no search: a holder of a block also holds all blocks before
+it, and `release` frees the tail first, so in order of release every cached block comes after all
+its cached descendants. One ordered list has both the age and the leaf order.
 
-The pool knows neither bytes nor tokens, neither sequences nor time; it is not thread-safe. Its
-owner is one engine core (or one node, for a tier the node keeps), which also drains the events.
+The pool knows no bytes, tokens, sequences or time, and is not thread-safe. Its owner is one engine
+core (or one node, for a tier that the node keeps), which also drains the events.
 
-A transfer later joins here from both sides: blocks filled by a peer are reserved, committed when
-they have been verified, or quarantined when their filling was given up.
+KV transfers use it at both ends: blocks that a peer fills are reserved, then committed when they
+have been verified, or quarantined when their attempt was aborted.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class PoolCounts:
 class BlockPool:
     """Reference counts, prefix cache and events of `num_blocks` blocks, ids 0 to num_blocks - 1.
 
-    Every operation takes time in the blocks it names, none in the size of the pool. Misuse (a
-    block that is not held, a hash that is taken) raises ValueError before anything has changed.
+    Every operation takes time in proportion to the blocks it names, not to the pool's size. Misuse
+    (a block that is not held, a hash that is taken) raises ValueError before anything has changed.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, tier: Tier = "device") -> None:
-        """`block_size` is in tokens. Raises ValueError unless both are positive."""
+        """`block_size` is in tokens. Errors: ValueError unless both are positive."""
         if num_blocks <= 0 or block_size <= 0:
             raise ValueError("a pool needs at least one block of at least one token")
         self.num_blocks = num_blocks
@@ -75,16 +75,16 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `reserve` can hand out now: free and cached ones."""
+        """Number of blocks that `reserve` can hand out now: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     def counts(self) -> PoolCounts:
-        """Blocks by state; the four sum up to `num_blocks`."""
+        """Number of blocks by state; the four add up to `num_blocks`."""
         free, cached, quarantined = len(self._free), len(self._cached), len(self._quarantined)
         return PoolCounts(free, cached, self.num_blocks - free - cached - quarantined, quarantined)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest known leading run of `hashes`. Takes no reference."""
+        """Blocks of the longest leading run of `hashes` that is in the pool. Takes no reference."""
         found: list[int] = []
         by_hash = self._by_hash
         for block_hash in hashes:
@@ -95,11 +95,11 @@ class BlockPool:
         return found
 
     def names(self) -> dict[bytes, bytes]:
-        """Every hash that can be matched, and its parent's. O(all), for audits."""
+        """Every hash that can be matched, with its parent's. O(all), for audits."""
         return {name: self._parent[block] for name, block in self._by_hash.items()}
 
     def references(self, block: int) -> int:
-        """How many holders `block` has."""
+        """Number of holders of `block`."""
         return self._refs[block]
 
     # ------------------------------------------------------------------ taking and giving back
@@ -107,11 +107,12 @@ class BlockPool:
     def reserve(
         self, count: int, *, shared: Sequence[int] = (), spare: int = 0
     ) -> list[int] | None:
-        """`count` fresh blocks, and one more reference to each of `shared`; or None, unchanged.
+        """Take `count` fresh blocks, and one more reference to each of `shared`; None, and no
+        change, if there are too few.
 
         `shared` are blocks in use or just returned by `match`, in chain order. At least `spare`
-        blocks stay available. Evicts cached blocks, oldest leaf first, when the free ones do not
-        suffice.
+        blocks stay available. If the free blocks do not suffice, cached ones are evicted, oldest
+        leaf first.
         """
         cached = self._cached
         waking = sum(block in cached for block in shared) if shared else 0
@@ -128,11 +129,11 @@ class BlockPool:
         return fresh
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """One more reference to each of `blocks`, which are in use or cached."""
+        """Take one more reference to each of `blocks`, which are in use or cached."""
         refs, cached = self._refs, self._cached
         for block in blocks:
             if not refs[block] and block not in cached:
-                raise ValueError(f"block {block} holds nothing that could be shared")
+                raise ValueError(f"block {block} is not in use and not cached: it cannot be shared")
         for block in blocks:
             if not refs[block]:
                 del cached[block]
@@ -141,7 +142,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference to each of `blocks`, listed in token order.
 
-        What nobody holds any more stays cached if it has a hash, else it is free.
+        A block without holders stays cached if it has a hash, else it is free.
         """
         refs, hashes = self._refs, self._hash
         for block in blocks:
@@ -160,11 +161,11 @@ class BlockPool:
     # ------------------------------------------------------------------ content
 
     def commit(self, block: int, block_hash: bytes, parent: bytes) -> int:
-        """Name the content of a full block that the caller holds; returns the block to use.
+        """Give a full block, which the caller holds, its hash; returns the block to use.
 
         `parent` is the hash of the block before it, which the caller holds too, or the chain's
-        root. If the content is there already, the caller's reference moves to that block, which
-        is returned, and its own copy is given back: no content is mapped twice.
+        root. If another block has this content already, the caller's reference moves to that block,
+        which is returned, and its own copy is freed: so no content is stored twice.
         """
         if not self._refs[block]:
             raise ValueError(f"block {block} is not held")
@@ -184,8 +185,9 @@ class BlockPool:
     def commit_run(
         self, blocks: Sequence[int], hashes: Sequence[bytes], parent: bytes
     ) -> list[int]:
-        """`commit` of blocks that follow each other, the first one `parent`; returns the blocks to
-        use. One that has its name already keeps it; those before a misused one stay committed."""
+        """`commit` for consecutive blocks, the first of which follows `parent`; returns the blocks
+        to use. A block that has its hash already keeps it. After misuse, the blocks before the
+        misused one stay committed."""
         refs, names, parents, by_hash = self._refs, self._hash, self._parent, self._by_hash
         used: list[int] = []
         fresh: list[bytes] = []
@@ -207,7 +209,7 @@ class BlockPool:
         return used
 
     def clear(self) -> int:
-        """Forget all cached blocks; returns how many. Blocks in use keep their hashes."""
+        """Free all cached blocks; returns their number. Blocks in use keep their hashes."""
         count = len(self._cached)
         cleared = count == len(self._by_hash)
         removed = [self._forget(block) for block in self._cached]
@@ -220,8 +222,8 @@ class BlockPool:
         return count
 
     def unname(self) -> None:
-        """Take every name away: cached blocks become free, and those in use may be committed again,
-        under other names. O(num_blocks)."""
+        """Remove all hashes: cached blocks become free, and blocks in use may be committed again
+        with other hashes. O(num_blocks)."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._by_hash.clear()
@@ -230,8 +232,8 @@ class BlockPool:
         self._events.append(PoolCleared(tier=self.tier))
 
     def disown(self, blocks: Sequence[int]) -> None:
-        """Take the names of these blocks away: what is in them is not to be trusted. The caller
-        holds them; others who do keep them."""
+        """Remove the hashes of these blocks, because their content is not to be trusted. The caller
+        holds them; other holders keep them."""
         named = [block for block in blocks if self._hash[block] is not None]
         if any(self._refs[block] > 1 for block in named):
             # Who goes on from one gives names that follow a name which another block may get.
@@ -261,12 +263,12 @@ class BlockPool:
     def quarantine(self, blocks: Sequence[int]) -> None:
         """Give up blocks that a peer may still write to: the caller's reference ends.
 
-        They must be held by the caller alone and never committed (content that a peer is still
-        writing has no name).
+        Only the caller may hold them, and they must never have been committed: content that a peer
+        still writes has no hash.
         """
         for block in blocks:
             if self._refs[block] != 1 or self._hash[block] is not None:
-                raise ValueError(f"block {block} is shared, named or not held")
+                raise ValueError(f"block {block} is shared, has a hash or is not held")
         for block in blocks:
             self._refs[block] = 0
             self._quarantined.add(block)
@@ -283,8 +285,8 @@ class BlockPool:
     # ------------------------------------------------------------------ events
 
     def drain_events(self) -> list[KvEvent]:
-        """Everything since the last call, in order. The owner calls this after every step, which
-        bounds the list by what one step can change."""
+        """The events since the last call, in order. The owner calls this after every step, so that
+        one step bounds the list."""
         events, self._events = self._events, []
         return events
 

@@ -1,20 +1,19 @@
-"""Blocks of KV between an engine's own layout and the one that pools and wires use.
+"""Converts KV blocks between an engine's own layout and the layout of pools and transfers.
 
     wire      [block][layer][k|v][head][token][dim]     what `transfer`, tiers and disks see
-    inner     whatever the engine's kernels want: other orders, a pool per layer, k and v apart
+    inner     what the engine's kernels want: other orders, a pool per layer, k and v apart
 
-An engine whose inner layout is the wire's needs nothing of this. Another converts at its boundary:
-from its pool into blocks of the wire's layout before they are delivered, and back when they have
-arrived.
+An engine whose inner layout is the wire layout needs nothing of this. Another converts at its
+boundary: from its pool into wire blocks before they are delivered, and back when they have arrived.
 
-**The map.** A *plane* is all that one layer has of k, or of v: (memory, offset of its beginning).
-In a plane, blocks, heads and tokens are apart by fixed distances, and one token of one head is
-contiguous. So two layouts differ in where planes begin and in three distances, and one function of
-a number (`unit_of`, `offset_of`) names every run of bytes that is contiguous at both ends, a
-*unit*. `native/cuda/layout_map.hpp` says the same in C++, for the CPU twin and the CUDA kernel.
+**The map.** A *plane* is the k, or the v, of one layer: (memory, offset of its beginning). Within a
+plane, blocks, heads and tokens have fixed strides, and one token of one head is contiguous. So two
+layouts differ in where planes begin and in three strides. One function of a number (`unit_of`,
+`offset_of`) names every run of bytes that is contiguous at both ends, a *unit*.
+`native/cuda/layout_map.hpp` is the same in C++, for the CPU twin and the CUDA kernel.
 
-It knows no peers, no block pool and no engine. Whoever converts owns both memories, and keeps
-others away from the blocks meanwhile. Source and destination must not overlap.
+It knows no peers, no block pool and no engine. The caller owns both memories, and keeps others away
+from the blocks meanwhile. Source and destination must not overlap.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ __all__ = [
 WIRE: Final = "block layer kv head token dim"
 AXES: Final = frozenset(WIRE.split())
 MAX_UNITS: Final = (1 << 31) - 1
-"""Of one call: the map counts in 32 bits, which devices divide quickly."""
+"""Most units of one call: the map counts in 32 bits, which devices divide quickly."""
 
 
 class PlaneStrides(NamedTuple):
-    """Distances in one end's planes, in bytes."""
+    """Strides within the planes of one end, in bytes."""
 
     block: Bytes
     head: Bytes
@@ -67,7 +66,8 @@ class PlaneStrides(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Where a run is: `block` counts in the lists of blocks, `plane` in the conversion's planes."""
+    """Coordinates of a run: `block` is an index into the lists of blocks, `plane` into the
+    conversion's planes."""
 
     block: int
     plane: int
@@ -77,22 +77,22 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StridedLayout:
-    """One rank's KV as it lies in memory. A token of a head, `dim` items, is contiguous."""
+    """One rank's KV as it lies in memory. One token of one head, `dim` items, is contiguous."""
 
     layers: int
-    """Of this rank, as are heads."""
+    """Layers on this rank; `heads` counts on this rank too."""
     heads: int
     tokens: int
-    """Of a block."""
+    """Tokens per block."""
     row: Bytes
-    """Of one token of one head."""
+    """Bytes of one token of one head."""
     planes: tuple[tuple[int, Bytes], ...]
     """Memory and offset of (layer 0, k), (layer 0, v), (layer 1, k), …"""
     side: PlaneStrides
 
     @property
     def memories(self) -> int:
-        """How many there are."""
+        """Number of memories."""
         return 1 + max(memory for memory, _ in self.planes)
 
 
@@ -150,7 +150,7 @@ def _plane(apart: dict[str, Bytes], layer: int, kv: int) -> tuple[int, Bytes]:
 
 
 def wire_layout(layout: RankKvLayout) -> StridedLayout:
-    """The layout that pools and wires use, of any number of blocks."""
+    """The layout of pools and transfers, for any number of blocks."""
     return strided_layout(layout, WIRE, blocks=1)
 
 
@@ -159,13 +159,13 @@ def wire_layout(layout: RankKvLayout) -> StridedLayout:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """From one layout to another: what all blocks have in common."""
+    """What is common to all blocks of a conversion from one layout to another."""
 
     heads: int
-    """Of a unit's coordinates, as are tokens: 1 where what follows is contiguous at both ends."""
+    """Heads in a unit's coordinates, as `tokens`: 1 where the rest is contiguous at both ends."""
     tokens: int
     run: Bytes
-    """Of one unit."""
+    """Bytes of one unit."""
     source: PlaneStrides
     destination: PlaneStrides
     source_planes: tuple[tuple[int, Bytes], ...]
@@ -173,22 +173,22 @@ class Conversion:
 
     @property
     def units(self) -> int:
-        """Of one block."""
+        """Units per block."""
         return len(self.source_planes) * self.heads * self.tokens
 
     @property
     def block_bytes(self) -> Bytes:
-        """Moved for one block."""
+        """Bytes copied per block."""
         return self.units * self.run
 
     def numbers(self) -> array[int]:
-        """As native code and kernels take them."""
+        """The numbers that native code and kernels take."""
         extents = (len(self.source_planes), self.heads, self.tokens, self.run)
         return array("q", (*extents, *self.source, *self.destination))
 
 
 def unit_of(plan: Conversion, index: int) -> Unit:
-    """The coordinates of a unit; the blocks' units come one after the other."""
+    """The coordinates of unit `number`; units are numbered block by block."""
     index, token = divmod(index, plan.tokens)
     index, head = divmod(index, plan.heads)
     block, plane = divmod(index, len(plan.source_planes))
@@ -196,13 +196,13 @@ def unit_of(plan: Conversion, index: int) -> Unit:
 
 
 def offset_of(side: PlaneStrides, block: int, unit: Unit) -> Bytes:
-    """From a plane's beginning; `block` is the id that the lists have for `unit.block`."""
+    """Offset from a plane's beginning; `block` is the block id for `unit.block`."""
     return block * side.block + unit.head * side.head + unit.token * side.token
 
 
 class AxisWindow(NamedTuple):
-    """Some layers, or some heads: `width` of them, from `source` on there and `destination` here.
-    Both count on their own rank."""
+    """A range of layers, or of heads: `width` of them, from `source` on at the source and
+    `destination` on at the destination, both counted on their own rank."""
 
     source: int
     destination: int
@@ -216,8 +216,8 @@ def conversion(
     layers: AxisWindow | None = None,
     heads: AxisWindow | None = None,
 ) -> Conversion:
-    """How blocks of one layout become blocks of the other; without windows, all of them. Raises
-    `PlanError` for what does not fit."""
+    """Plan how blocks of one layout become blocks of the other; without windows, all layers and
+    heads. Errors: `PlanError` for layouts that do not fit."""
     for name in ("tokens", "row"):
         ours, theirs = getattr(source, name), getattr(destination, name)
         if ours != theirs:
@@ -302,12 +302,13 @@ def convert(
     source_blocks: Sequence[int],
     units: range | None = None,
 ) -> Bytes:
-    """Make block `destination_blocks[i]` of block `source_blocks[i]`, for every i; returns how many
-    bytes were moved. For a thread: it takes as long as copying does.
+    """Convert block `source_blocks[i]` to block `destination_blocks[i]`, for every i; returns the
+    bytes copied. Call it in a thread: it takes as long as copying does.
 
-    `units`: only these, of `len(source_blocks) * plan.units`; a caller that wants to look up in
-    between does a chunk at a time. Raises ValueError, before anything moves, for what leaves its
-    memory, and for more than `MAX_UNITS`."""
+    `units`: only this range, of `len(source_blocks) * plan.units`, so that a caller can work in
+    chunks. Errors: ValueError, before anything is copied, for a block outside of its memory, and
+    for more than `MAX_UNITS`.
+    """
     total = len(source_blocks) * plan.units
     units = range(total) if units is None else units
     if units.step != 1:
@@ -323,7 +324,7 @@ def convert_pure(
     source_blocks: Sequence[int],
     units: range,
 ) -> Bytes:
-    """`convert`, of units one after the other."""
+    """Pure-Python version of `convert`."""
     if len(source_blocks) != len(destination_blocks):
         raise ValueError("as many destinations as sources")
     _check(plan, plan.destination, plan.destination_planes, destination, destination_blocks)

@@ -1,7 +1,7 @@
-"""`kv.layout.convert` on a GPU: the same map in `native/cuda/convert.cu`, launched here.
+"""Runs `kv.layout.convert` on a GPU, with the same map in `native/cuda/convert.cu`.
 
-Memories are device addresses of one device, or ones it reaches. A launch is asynchronous; `convert`
-returns when the blocks are there, so a thread calls it. It has not been measured.
+Memories are device addresses of one device, or addresses that it reaches. A launch is asynchronous
+and `convert` returns when the blocks are there, so call it in a thread. It has not been measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCKS: Final = 1 << 16
 
 
 class MapArgument(ctypes.Structure):
-    """`pdserve::LayoutMap`, as a kernel takes it."""
+    """`pdserve::LayoutMap` as a kernel argument."""
 
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("planes", "heads", "tokens", "reserved")),
@@ -44,7 +44,7 @@ def map_argument(plan: Conversion) -> MapArgument:
 
 
 def word_of(plan: Conversion, addresses: Sequence[int]) -> Bytes:
-    """The largest word that all runs, distances and beginnings of planes are multiples of."""
+    """The largest word size that divides all runs, strides and plane offsets."""
     numbers = [plan.run, *plan.source, *plan.destination, *addresses]
     return next(word for word in (16, 4, 1) if all(number % word == 0 for number in numbers))
 
@@ -52,8 +52,7 @@ def word_of(plan: Conversion, addresses: Sequence[int]) -> Bytes:
 def launch_shape(
     plan: Conversion, units: int, word: Bytes
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(grid, block): x of a block are a unit's words, as many as there are up to a warp and more;
-    y are units."""
+    """(grid, block): x of a block counts a unit's words, up to a warp and more; y counts units."""
     words = plan.run // word
     across = next((x for x in (1, 2, 4, 8, 16, 32, 64, 128) if x >= words), _THREADS)
     down = _THREADS // across
@@ -61,10 +60,10 @@ def launch_shape(
 
 
 class CudaConverter:
-    """Conversions on the device of one address; for one thread at a time."""
+    """Converts blocks on the device of one address. Use it from one thread at a time."""
 
     def __init__(self, driver: NvidiaDriver, beside: int) -> None:
-        """Raises `CudaError` where the kernel cannot be compiled or loaded."""
+        """Errors: `CudaError` if the kernel cannot be compiled or loaded."""
         self._driver = driver
         self._device = driver.beside(beside).ordinal
         self._kernels = {
@@ -81,9 +80,8 @@ class CudaConverter:
         destination_blocks: Sequence[int],
         source_blocks: Sequence[int],
     ) -> Bytes:
-        """As `layout.convert`, memories given by their addresses. Raises ValueError, `CudaError`.
-
-        It cannot see how large the memories are: blocks must be checked before."""
+        """As `layout.convert`, with memories given by their addresses. It does not know the
+        memories' sizes: check the blocks before. Errors: ValueError, `CudaError`."""
         count = len(source_blocks)
         units = count * plan.units
         if len(destination_blocks) != count or units > MAX_UNITS:

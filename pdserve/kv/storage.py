@@ -1,12 +1,12 @@
-"""Host memory for the blocks of a pool, exportable to other processes from the first day.
+"""Allocates host memory for the blocks of a pool, and exports it to other processes.
 
-One mapping holds all blocks, block-major: block i is the run of bytes `[i * block_bytes, (i + 1) *
-block_bytes)`. On Linux it is a sealed memfd, so a peer that is handed the descriptor maps the same
-bytes and cannot be surprised by a truncation. Elsewhere it is anonymous memory, which cannot be
-exported; that is logged, shown by `backing`, and `export` raises.
+One mapping holds all blocks, block-major: block i is the bytes `[i * block_bytes, (i + 1) *
+block_bytes)`. On Linux it is a sealed memfd: a peer that gets the descriptor maps the same bytes
+and cannot meet a truncation. Elsewhere it is anonymous memory, which cannot be exported; this is
+logged, `backing` shows it, and `export` raises.
 
-It knows nothing of which block is used by whom. An executor (or a tier) owns one and writes it.
-Pulling by shared memory joins here: a lease hands out the export, the peer maps it.
+It does not know who uses which block. An executor (or a tier) owns and writes it. The shm transfer
+backend passes the export to peers.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MemoryExport:
-    """What another process needs to map the blocks. The descriptor stays the exporter's."""
+    """What another process needs to map the blocks. The exporter keeps the descriptor."""
 
     fd: int
     size: Bytes
     block_bytes: Bytes
     layout: tuple[int, ...]
-    """Shape of one block, e.g. `(layers, 2, heads, tokens, dim)`."""
+    """Shape of one block, such as `(layers, 2, heads, tokens, dim)`."""
     itemsize: Bytes
 
 
 class BlockMemory:
-    """Zeroed memory of `num_blocks` blocks; pages are taken when first touched."""
+    """Zeroed memory of `num_blocks` blocks; the kernel allocates a page when it is first
+    touched."""
 
     def __init__(self, num_blocks: int, layout: tuple[int, ...], itemsize: Bytes = 1) -> None:
-        """`layout` is the shape of a block in items. Raises `ConfigError` when there is not enough
+        """`layout` is the shape of a block in items. Errors: `ConfigError` if there is not enough
         memory, ValueError for an empty size."""
         self.num_blocks = num_blocks
         self.layout = layout
@@ -65,13 +66,13 @@ class BlockMemory:
 
     @property
     def backing(self) -> str:
-        """`memfd`, or `anonymous` where there is none."""
+        """`memfd`, or `anonymous` where there is no memfd."""
         return "anonymous" if self._fd is None else "memfd"
 
     def view(self, block: int | None = None) -> memoryview:
         """Writable bytes of one block, or of all: for `torch.frombuffer`, `recv_into`, tests.
 
-        Raises ValueError after `close`, IndexError for a block that does not exist.
+        Errors: ValueError after `close`, IndexError for a block that does not exist.
         """
         if self._all is None:
             raise ValueError("the block memory is closed")
@@ -82,18 +83,19 @@ class BlockMemory:
         return self._all[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def copy(self, source: int, destination: int) -> None:
-        """Overwrite one block with another."""
+        """Copy one block over another."""
         self.view(destination)[:] = self.view(source)
 
     def export(self) -> MemoryExport:
-        """How to map this elsewhere (`attach`). Raises `ConfigError` without memfd."""
+        """What another process needs to map the memory (`attach`). Errors: `ConfigError` without
+        memfd."""
         if self._fd is None:
             raise ConfigError("anonymous memory cannot be exported to another process")
         return MemoryExport(self._fd, self.size, self.block_bytes, self.layout, self.itemsize)
 
     def close(self) -> None:
-        """Give up descriptor and mapping; idempotent. Views that are still held elsewhere (a
-        tensor) keep the mapping alive until they go."""
+        """Close the descriptor and the mapping. Views that are still held (a tensor) keep the
+        mapping alive until they are gone. Idempotent."""
         if self._all is None:
             return
         self._all.release()
@@ -104,7 +106,9 @@ class BlockMemory:
             assert mapping is not None
             mapping.close()
         except BufferError:
-            _log.debug("views of the block memory outlive it; its pages go with them")
+            _log.debug(
+                "views of the block memory are still held; its pages are freed with the last one"
+            )
 
     def _close_fd(self) -> None:
         if self._fd is not None:
@@ -122,7 +126,9 @@ def _sealed_memfd(size: Bytes) -> int | None:
     try:
         fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError) as error:
-        _log.warning("no memfd here (%s): KV blocks cannot be shared between processes", error)
+        _log.warning(
+            "this system has no memfd (%s): KV blocks cannot be shared between processes", error
+        )
         return None
     try:
         os.ftruncate(fd, size)
@@ -135,5 +141,5 @@ def _sealed_memfd(size: Bytes) -> int | None:
 
 def _too_much(size: Bytes, error: OSError) -> ConfigError:
     return ConfigError(
-        f"KV memory of {size} bytes cannot be had ({error.strerror}): lower --kv-memory"
+        f"KV memory of {size} bytes cannot be allocated ({error.strerror}): lower --kv-memory"
     )

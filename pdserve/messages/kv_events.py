@@ -39,11 +39,10 @@ KvEvent = BlockStored | BlockRemoved | PoolCleared
 
 
 KV = "kv"
-"""Topic of a worker, a log: what can be reused there, by short name (`blocks.hashing.short_names`).
-
-One event is a list of `HashesChange`, in order; a piece of a snapshot is a list of `HashesStored`,
-parents before their children. Only what really changes is said: no name is stored twice in a tier,
-and none is removed that is not there."""
+"""Topic of a worker, a log: the blocks that can be reused there, by short hash
+(`blocks.hashing.short_hashes`). An event is a list of `HashesChange`, in order; a piece of a
+snapshot is a list of `HashesStored`, parents before their children. Only real changes are
+published: no hash is stored twice in a tier, and none is removed that is not there."""
 
 SHORT_HASH_BYTES: Final = 8
 """Bytes of a short block hash on the wire."""
@@ -60,8 +59,8 @@ class HashesStored(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     tier: TierNumber
     parent: ShortHash
-    """The block before the first one; for a chain's first block its root hash, which is no
-    block."""
+    """Short hash of the block before the first one; for a chain's first block the root hash, which
+    is no block."""
     names: bytes
     """Short hashes, 8 bytes each."""
 
@@ -83,9 +82,8 @@ HashesChange = HashesStored | HashesRemoved | HashesCleared
 
 
 def xor_hashes(names: bytes) -> int:
-    """All names of 8 bytes XORed, as a little-endian number.
-
-    Folded in halves: what is done per name is done by the interpreter's long numbers."""
+    """XOR of all 8-byte hashes, as a little-endian number. Folds the bytes in halves, so that the
+    interpreter's long integers do the work."""
     count = len(names) // SHORT_HASH_BYTES
     folded = int.from_bytes(names, "little")
     while count > 1:
@@ -101,10 +99,11 @@ _SPREAD: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93, 0x
 
 
 class PoolDigest:
-    """64 bits that stand for the set of (tier, name), kept the same way at both ends of the topic.
+    """A 64-bit digest of the set of (tier, hash), kept alike at both ends of the topic.
 
-    Names are the output of a keyed hash, so the XOR of a tier's names is a hash of their set; it
-    sees no order, and changes only by what changes."""
+    Short hashes are the output of a keyed hash, so the XOR of a tier's hashes is a hash of their
+    set. It does not depend on order.
+    """
 
     __slots__ = ("_xors",)
 

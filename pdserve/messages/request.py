@@ -101,7 +101,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
     @property
     def steered(self) -> bool:
-        """The next token depends on more than the model's numbers and the fields before these."""
+        """True if the next token depends on more than the model's logits and the fields before
+        these."""
         thinking = self.thinking
         return bool(
             self.grammar
@@ -158,8 +159,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Of `ModelCard.features`, what a worker has to have: one that lacks it would ignore what
-        it does not know, and answer something else."""
+        """The entries of `ModelCard.features` that a worker must have to serve this request. A
+        worker that lacks one would ignore the field and answer wrongly."""
         sampling, thinking = self.sampling, self.sampling.thinking
         lists = sampling.allowed_token_ids, sampling.bad_words, sampling.logprob_token_ids
         wanted = {
@@ -180,12 +181,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
     @property
     def given(self) -> list[int]:
-        """Tokens already generated of the first live choice, the one that computes the prompt."""
+        """Tokens already generated for the first live choice, which computes the prompt."""
         return self._output(next(iter(self.live), self.n))
 
     @property
     def diverged(self) -> bool:
-        """Several choices are to go on, and not all from the prompt's end."""
+        """True if several choices go on, and not all from the prompt's end."""
         return bool(self.output) and len(self.live) > 1 and any(map(self._output, self.live))
 
     def _output(self, choice: int) -> list[int]:

@@ -23,21 +23,21 @@ BOOKINGS = "bookings"
 """Topic of a router, a set: its own bookings, `BookingRecord` by key."""
 
 BookingId = Annotated[int, Meta(ge=0)]
-"""Names one booking in the whole cluster, in 63 bits, which every language's integers hold: the
-upper 31 are drawn by the router at its start, the lower 32 count."""
+"""Identifies one booking in the cluster, in 63 bits, which every language's integers hold: the
+router draws the upper 31 at its start, the lower 32 count."""
 
 Count = Annotated[int, Meta(ge=0)]
 
 WEIGHT_BOUNDS: Final = (0.001, 1000)
-"""The smallest and the largest share of a tenant: sums of time over weight stay numbers that can
-be compared."""
+"""Smallest and largest weight of a tenant; bounded so that sums of time over weight stay
+comparable."""
 
 _FAR: Final = 1e9
 """Seconds; more is no time at all, and neither is what is no number."""
 
 RequestOutcome = Literal["finished", "cancelled", "failed", "unreached"]
-"""Of a placed request, as its frontend saw it. `failed`: the worker answered with an error or was
-lost; `unreached`: the request never left the frontend."""
+"""How a placed request ended, as its frontend saw it. `failed`: the worker answered with an error
+or was lost; `unreached`: the request never left the frontend."""
 
 
 class RouteRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -1,13 +1,14 @@
-"""What two nodes tell each other so that KV can move between them.
+"""Defines what two nodes tell each other to set up KV transfers between them.
 
-Once per (peer, epoch):  Probe, BackendOffers           which back ends could join the two
-                         Hello, PathWelcome, PathReady   the pools of both ends, and how to reach
-                         them
-Per attempt:             Ticket                  which blocks of the destination may be filled
-When it is given up:     Stop                    answered when nothing more is under way
+    once per (peer, epoch)  BackendProbe, BackendOffers          which backends could join the two
+                            PathHello, PathWelcome, PathReady    the pools of both ends, and how to
+                                                                 reach them
+    per attempt             TransferTicket                       which blocks may be filled
+    to stop it              StopTicket                           answered when nothing is under way
 
-These go over the authenticated link. What a back end says on its own road (a Unix socket, a bulk
-connection) is its own; what the handoff says (first tokens, usage) is the handoff's.
+These messages travel over the authenticated link. What a backend sends on its own connection (a
+Unix socket, a TCP connection) is defined there; what a handoff carries (first tokens, usage) in
+`messages.handoff`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import msgspec
 from msgspec import Meta
 
 MAX_BLOCKS: Final = 1 << 20
-"""Of one ticket, and of one pool that takes part."""
+"""Most blocks of one ticket, and of one pool that takes part."""
 MAX_SLOTS: Final = 1 << 12
-"""A slot's number has 12 bits on every back end, as in RDMA's immediate data."""
+"""Most slots: a slot's number has 12 bits on every backend, as in RDMA's immediate data."""
 MAX_PARTS: Final = 1 << 12
-"""So has a part's."""
+"""Most parts of a ticket: a part's number has 12 bits too."""
 
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Small = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
@@ -31,24 +32,24 @@ Slot = Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
 
 
 class RankKvLayout(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What one rank's pool holds: blocks of [layer][k|v][head][token][dim], one after the other.
+    """What one rank's pool holds: consecutive blocks of [layer][k|v][head][token][dim].
 
-    Of latent attention (one vector for all heads): `heads` is 1. What a rank holds of the heads
-    follows from `heads`, `tp` and `rank` (`transfer.copy_plan.heads_of`).
+    For latent attention (one vector for all heads), `heads` is 1. The heads on a rank follow from
+    `heads`, `tp` and `rank` (`transfer.copy_plan.heads_of`).
     """
 
     content: str
-    """Names model, data type and whatever else decides what a byte means; both ends must agree. No
-    tensor-parallel size in it."""
+    """Identifies model, data type and whatever else decides what a byte means; equal at both ends.
+    It does not depend on the tensor-parallel size."""
     layers: Annotated[int, Meta(ge=1, le=1 << 14)]
-    """Of this rank."""
+    """Layers on this rank."""
     first_layer: Annotated[int, Meta(ge=0, le=1 << 14)] = 0
     heads: Annotated[int, Meta(ge=1, le=1 << 14)]
     """KV heads of the model, over all ranks."""
     tp: Annotated[int, Meta(ge=1, le=1 << 10)] = 1
     rank: Annotated[int, Meta(ge=0, le=1 << 10)] = 0
     tokens: Annotated[int, Meta(ge=1, le=1 << 16)]
-    """Of a block."""
+    """Tokens per block."""
     dim: Annotated[int, Meta(ge=1, le=1 << 16)]
     itemsize: Annotated[int, Meta(ge=1, le=16)]
     order: Literal["block-layer-kv-head-token-dim"] = "block-layer-kv-head-token-dim"
@@ -60,28 +61,28 @@ class RegionCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     layout: RankKvLayout
     blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
     address: Size = 0
-    """Where it begins, as RDMA names it; 0 on back ends that need no address."""
+    """Address of its first byte for RDMA; 0 on backends that need none."""
     keys: Annotated[tuple[Small, ...], Meta(max_length=1 << 16)] = ()
-    """The remote keys: of each adapter, those of all slices."""
+    """RDMA remote keys: for each adapter, those of all slices."""
     slice: Size = 0
     """Bytes that one key covers; the last slice may be shorter."""
 
 
 class PathHello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """Let us have a path: from the side that wants it."""
+    """Asks for a path."""
 
     backend: str
     epoch: Size
-    """Of the sender."""
+    """The sender's epoch."""
     path: Size
     """The sender's number for the path."""
     regions: Annotated[tuple[RegionCard, ...], Meta(max_length=64)]
     details: bytes = b""
-    """The back end's own record."""
+    """A record of the backend."""
 
 
 class PathWelcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
-    """The answer; the same fields from the other side."""
+    """Answers `PathHello`, with the same fields from the other side."""
 
     epoch: Size
     path: Size
@@ -90,41 +91,41 @@ class PathWelcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
 
 
 class PathReady(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Both ends are set up: the receiver of this may start. Answered by `ControlDone`."""
+    """Both ends are set up: the receiver may use the path. Answered by `ControlDone`."""
 
     path: Size
-    """The receiver's number."""
+    """The receiver's number for the path."""
 
 
 class StopTicket(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Write no more under this ticket. Answered by `ControlDone` when nothing is under way any
-    more."""
+    """Asks to write no more under this ticket. Answered by `ControlDone` when nothing is under
+    way."""
 
     path: Size
-    """The receiver's number."""
+    """The receiver's number for the path."""
     slot: Slot
     generation: Small
 
 
 class ControlDone(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """It is so."""
+    """Confirms a control message."""
 
 
 class PathGone(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """The path has ended at the sender. Answered by `ControlDone`; may be lost."""
 
     path: Size
-    """The receiver's number."""
+    """The receiver's number for the path."""
     reason: Annotated[str, Meta(max_length=500)] = ""
 
 
 class BackendProbe(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Which back ends do you have? From the side that wants a path; of no back end. Answered by
-    `BackendOffers`."""
+    """Asks which backends the receiver has. From the node that wants a path; belongs to no backend.
+    Answered by `BackendOffers`."""
 
     life: Size = 0
-    """Of the sender's engine, drawn at random: tickets of another one are void, though they may
-    have the same slots. Paths to an earlier one end."""
+    """The life of the sender's engine, drawn at random. Tickets of another life are void, even if
+    their slots are equal, and paths to an earlier life end."""
 
 
 Name = Annotated[str, Meta(min_length=1, max_length=40)]
@@ -133,20 +134,21 @@ Words = Annotated[str, Meta(max_length=500)]
 
 
 class BackendOffers(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """What a node's transports can use, and where: two ends that have places must share one."""
+    """The backends that a node can use, and the places that they reach: two ends need a place in
+    common."""
 
     places: Annotated[dict[Name, tuple[Place, ...]], Meta(max_length=32)] = {}
-    """By back end; without places it is reached from anywhere."""
+    """Places by backend; a backend without places reaches any node."""
     lacking: Annotated[dict[Name, Words], Meta(max_length=32)] = {}
-    """Why the others cannot be used there."""
+    """Why each other backend cannot be used there."""
 
 
 class TicketWithdrawn(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Nothing more comes under this ticket: its source has given it up. What is under way may still
-    arrive. Answered by `ControlDone`; may be lost."""
+    """The source delivers nothing more under this ticket. What is under way may still arrive.
+    Answered by `ControlDone`; may be lost."""
 
     path: Size
-    """The receiver's number."""
+    """The receiver's number for the path."""
     slot: Slot
     generation: Small
 
@@ -165,25 +167,26 @@ TransferControl = (
 
 
 class TransferTicket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The right to fill blocks of the destination, under one attempt.
+    """The right to fill blocks of the destination, for one attempt.
 
-    `blocks[i]` takes the tokens from `first_token + i * block_size` on. What the destination has
-    already is before `first_token` and not mentioned: both ends count from the same token.
+    `blocks[i]` takes the tokens from `first_token + i * block_size` on. Tokens before `first_token`
+    are already at the destination: both ends count from the same token.
     """
 
     transfer: str
-    """Whom it is for, in errors and logs: request and choice."""
+    """Request and choice, for errors and logs."""
     attempt: Small
     epoch: Size
-    """Of the destination: of another life of it, a ticket is void."""
+    """The destination's epoch: in another one, the ticket is void."""
     slot: Slot
     generation: Small
     first_token: Size
-    """A multiple of the block size."""
+    """Position of the first token to send; a multiple of the block size."""
     tokens: Annotated[int, Meta(ge=1, le=1 << 40)]
-    """Those of the last block may be fewer than it holds."""
+    """Number of tokens; the last block may be partly filled."""
     blocks: Annotated[tuple[int, ...], Meta(max_length=MAX_BLOCKS)]
     backend: Annotated[str, Meta(max_length=40)] = ""
-    """Whose slots these are: each counts its own. Empty: the peers have but one."""
+    """The backend whose slot this is; each backend counts its own. Empty: the peers have only
+    one."""
     life: Size = 0
-    """Of the destination's engine: see `BackendProbe`."""
+    """The life of the destination's engine (`BackendProbe.life`)."""

@@ -90,7 +90,9 @@ def split_message(body: bytes) -> list[bytes]:
     if len(body) <= FRAGMENT_BYTES:
         return [body]
     if len(body) > MAX_MESSAGE_BYTES:
-        raise PayloadTooLarge(f"a message of {len(body)} bytes; {MAX_MESSAGE_BYTES} at most")
+        raise PayloadTooLarge(
+            f"a message has {len(body)} bytes, at most {MAX_MESSAGE_BYTES} are allowed"
+        )
     starts = range(0, len(body), FRAGMENT_BYTES)
     encode = msgspec.msgpack.encode
     return [
@@ -111,11 +113,13 @@ class FragmentAssembler:
         `ProtocolError`.
         """
         if not (piece.data or piece.last):
-            raise ProtocolError("an empty piece that is not the last")
+            raise ProtocolError("an empty fragment that is not the last")
         self._parts.append(piece.data)
         self._size += len(piece.data)
         if self._size > MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"more than {MAX_MESSAGE_BYTES} bytes in pieces")
+            raise ProtocolError(
+                f"the fragments of a message have more than {MAX_MESSAGE_BYTES} bytes"
+            )
         if not piece.last:
             return None
         whole = b"".join(self._parts)

@@ -43,24 +43,25 @@ __all__ = [
 
 
 class StepTimeModel(Protocol):
-    """Seconds of one step."""
+    """Predicts the time of one step, in seconds."""
 
     def step(
         self, prefill: Sequence[tuple[int, int]], decodes: int, kv_tokens: int, capacity: int
     ) -> Seconds:
-        """`prefill` are chunks of prompts as (tokens before, tokens computed); `decodes` sequences
-        add one token each and read `kv_tokens` of KV together, out of `capacity` of the pool."""
+        """Seconds of a step. `prefill`: chunks of prompts as (tokens before, tokens computed).
+        `decodes`: sequences that add one token each; together they read `kv_tokens` of KV, out of
+        `capacity` tokens of the pool."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """See above; all in seconds."""
+    """The default model; the module's docstring has the formula. All fields are in seconds."""
 
     base: Seconds
-    """Of every step: launches, sampling, collectives' latency."""
+    """Per step: launches, sampling, latency of collectives."""
     sequence: Seconds
-    """Of each sequence in the step."""
+    """Per sequence in the step."""
     weights: Seconds
     """To read the weights once."""
     token: Seconds
@@ -86,9 +87,9 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class MockerPolynomials:
-    """What Dynamo's mocker uses unless told otherwise (lib/mocker, perf_model.rs), fitted by its
-    authors: prompts by the square of the batch's *sum* of new tokens, which over-charges batches of
-    several prompts; decoding by the share of the pool that is in use, whatever the batch."""
+    """The defaults of Dynamo's mocker (lib/mocker, perf_model.rs), fitted by its authors: prompts
+    by the square of the batch's *sum* of new tokens, which over-charges batches of several prompts;
+    decoding by the share of the pool in use, whatever the batch."""
 
     def step(
         self, prefill: Sequence[tuple[int, int]], decodes: int, kv_tokens: int, capacity: int
@@ -108,7 +109,7 @@ class MockerPolynomials:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What a model's KV looks like."""
+    """The dimensions of a model's KV."""
 
     layers: int
     kv_heads: int
@@ -117,19 +118,19 @@ class KvShape:
 
     @property
     def token_bytes(self) -> Bytes:
-        """KV of one token."""
+        """Bytes of KV per token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPreset:
-    """One kind of worker."""
+    """A kind of worker: model, GPU and step times."""
 
     about: str
     timing: StepTimeModel
     shape: KvShape
     kv_tokens: int
-    """Room in the pool."""
+    """Tokens that fit into the pool."""
     weight_bytes: Bytes
 
 
@@ -213,10 +214,10 @@ PRESETS: Final[dict[str, WorkerPreset]] = {
 
 
 def preset_of(name: str) -> WorkerPreset:
-    """Raises `ConfigError` with the names there are."""
+    """The preset of this name. Errors: `ConfigError`, which lists the names."""
     if name not in PRESETS:
         known = ", ".join(f"{name} ({preset.about})" for name, preset in PRESETS.items())
-        raise ConfigError(f"there is no preset {name!r} of the sim engine; there are {known}")
+        raise ConfigError(f"the sim engine has no preset {name!r}; known: {known}")
     return PRESETS[name]
 
 
@@ -224,7 +225,7 @@ def preset_of(name: str) -> WorkerPreset:
 
 
 def read_timing(path: Path) -> Roofline:
-    """A model that `write_timing` wrote. Raises `ConfigError`."""
+    """Read a model that `write_timing` wrote. Errors: `ConfigError`."""
     try:
         content = json.loads(path.read_bytes())
         fields = content["roofline"]
@@ -232,13 +233,13 @@ def read_timing(path: Path) -> Roofline:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path} holds no timing of the sim engine: {error!r}") from error
+        raise ConfigError(f"{path} is not a timing file of the sim engine: {error!r}") from error
     if not all(0 <= value < math.inf for value in asdict(model).values()):
         raise ConfigError(f"{path}: times must be finite and not negative")
     return model
 
 
 def write_timing(path: Path, model: Roofline, about: dict[str, object]) -> None:
-    """`about` says what was measured, for those who find the file."""
+    """Write a model to a file. `about` tells readers of the file what was measured."""
     content = {"about": about, "roofline": asdict(model)}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

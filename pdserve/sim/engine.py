@@ -315,7 +315,7 @@ class VirtualTimeEngine:
     def _admit_transfer(self) -> Handle:
         handle = self._admit()
         if self.capabilities is None or not self.capabilities.transfers:
-            raise TransferRefused("this engine moves no KV")
+            raise TransferRefused("this engine has no KV transfer")
         return handle
 
     def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:

@@ -1,8 +1,9 @@
-"""Checks every KV write as it happens: are the source readable and the target writable?
+"""Checks every KV write of a simulation as it happens: may the source be read, and the target be
+written?
 
 A block that a core has free, cached or in use elsewhere must not be written; only blocks of an open
-attempt, or in quarantine after one, may be. A block read for a peer must be held until the read
-ends. Most such errors would do no visible harm in a run, so this guard raises at once.
+attempt, or in quarantine after one, may be. A block that is read for a peer must be held until the
+read ends. Most such errors would do no visible harm in a run, so this guard raises at once.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ __all__ = ["GuardedTransport", "MemoryGuard"]
 
 
 class MemoryGuard:
-    """Of one core, while it lives."""
+    """Guards the blocks of one core, while it lives."""
 
     def __init__(self) -> None:
         self.core: EngineCore | None = None
         """None: it has ended, and its memory is nobody's."""
 
     def read(self, blocks: range) -> None:
-        """Their bytes leave for a peer."""
+        """Bytes of these blocks are being sent to a peer."""
         core = self.core
         for block in blocks if core is not None else ():
             assert core is not None
             assert core.pool.references(block), f"block {block} is read, and nobody holds it"
 
     def written(self, blocks: range) -> None:
-        """Bytes of a peer arrive in them."""
+        """Bytes of a peer are being written to these blocks."""
         incoming = None if self.core is None else self.core._incoming
         if incoming is None:
             return
@@ -45,7 +46,7 @@ class MemoryGuard:
 
 
 class GuardedTransport(FakeTransport):
-    """A node's fake devices, watched."""
+    """A node's fake devices, checked by a guard."""
 
     guard: MemoryGuard
 

@@ -13,7 +13,7 @@ __all__ = ["RngTree"]
 
 
 class RngTree:
-    """Makes sources; the same label gives the same source again."""
+    """Makes random sources; the same label gives the same source again."""
 
     def __init__(self, seed: int, path: str = "") -> None:
         self.seed = seed
@@ -24,7 +24,7 @@ class RngTree:
         return Random(self._number(labels))
 
     def below(self, *labels: object) -> RngTree:
-        """Dice for somebody who forks again."""
+        """A tree of its own for one part of the simulation."""
         return RngTree(self.seed, f"{self._path}/{_joined(labels)}")
 
     def _number(self, labels: tuple[object, ...]) -> int:

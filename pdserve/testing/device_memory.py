@@ -12,7 +12,7 @@ __all__ = ["DeviceMemory"]
 
 
 class DeviceView:
-    """Some of it: assigned to as a whole, and compared."""
+    """A range of device memory that can be assigned as a whole, and compared."""
 
     def __init__(self, driver: CudaDriver, address: int, size: Bytes) -> None:
         self._driver = driver
@@ -21,7 +21,7 @@ class DeviceView:
 
     def __setitem__(self, all_: slice, data: bytes) -> None:
         if all_ != slice(None) or len(data) != self._size:
-            raise ValueError("a view of device memory is assigned to as a whole")
+            raise ValueError("a view of device memory can only be assigned as a whole")
         self._driver.write(self._address, bytes(data))
 
     def __eq__(self, other: object) -> bool:
@@ -31,7 +31,7 @@ class DeviceView:
 
 
 class DeviceMemory:
-    """See above."""
+    """A pool in device memory."""
 
     def __init__(self, driver: CudaDriver, blocks: int, block_bytes: Bytes) -> None:
         self.blocks = blocks
@@ -40,12 +40,12 @@ class DeviceMemory:
         self.address = driver.allocate(blocks * block_bytes)
 
     def view(self, block: int | None = None) -> DeviceView:
-        """One block, or all."""
+        """A view of one block, or of all."""
         if block is None:
             return DeviceView(self._driver, self.address, self.blocks * self.block_bytes)
         address = self.address + block * self.block_bytes
         return DeviceView(self._driver, address, self.block_bytes)
 
     def close(self) -> None:
-        """Give it up."""
+        """Free the memory."""
         self._driver.free(self.address)

@@ -1,7 +1,7 @@
 """Connects a prefill core and a decode core in one process; the test plays their nodes.
 
 `DisaggPair.generate` runs the normal course: admitted, opened, prefilled, activated. Tests of
-failures send the commands themselves and let the `FakeNet` move bytes when they choose.
+failures send the commands themselves and choose when the `FakeNet` moves bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PREFILLS = 1_000_000
 
 @dataclass
 class PairedCore:
-    """One of the two."""
+    """One of the two cores."""
 
     engine: InlineEngine
     mover: FakeMover
@@ -62,18 +62,19 @@ class PairedCore:
 
     @property
     def stats(self) -> EngineStats:
-        """Of this moment."""
+        """The core's present stats."""
         return self.core.statistics()
 
     def step(self) -> list[Event]:
-        """One step; everything is checked."""
+        """Run one step, with all checks."""
         events = self.engine.step()
         self.core.pool.check()
         self.guard.check()
         return events
 
     def sleep(self) -> bool:
-        """If nothing can happen now, let time pass until something does. False: it never will."""
+        """If nothing can happen now, advance the clock until something can. False: nothing ever
+        will."""
         due = self.core.wake_at()
         if not self.core.has_work and due is not None and due > self.clock.now():
             self.clock.advance(due - self.clock.now())
@@ -82,7 +83,7 @@ class PairedCore:
 
 @dataclass
 class DisaggPair:
-    """P prefills, D decodes."""
+    """Two cores: P prefills, D decodes."""
 
     net: FakeNet
     p: PairedCore
@@ -90,13 +91,13 @@ class DisaggPair:
     lost: list[AttemptLost] = field(default_factory=list)
     sent: list[PrefillSent] = field(default_factory=list)
     handoffs: dict[int, Prefilled] = field(default_factory=dict)
-    """By D's handle."""
+    """Handoffs, by D's handle."""
     admitted: dict[int, int] = field(default_factory=dict)
     """Cached tokens, by D's handle."""
     opened: dict[int, AttemptBlocksOpened] = field(default_factory=dict)
-    """The newest, by D's handle."""
+    """The newest ticket, by D's handle."""
     refused: list[Rejected] = field(default_factory=list)
-    """Prefills that P did not take, or gave up."""
+    """Prefills that P refused or gave up."""
     attempts: dict[int, int] = field(default_factory=dict)
     _requests: dict[int, GenerateRequest] = field(default_factory=dict)
     _of: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class DisaggPair:
     # ------------------------------------------------------------------ what a node says
 
     def submit(self, request: GenerateRequest) -> tuple[int, OutputChecker]:
-        """To D: its prompt will be prefilled elsewhere."""
+        """Submit a request to D; another core will prefill its prompt."""
         engine = self.d.engine
         handle = len(engine.ledgers) + 1
         ledger = engine.ledgers[handle] = OutputChecker(request)
@@ -114,13 +115,13 @@ class DisaggPair:
         return handle, ledger
 
     def open(self, handle: int) -> int:
-        """The next attempt of P's; returns its number."""
+        """Open the next attempt for P; returns its number."""
         attempt = self.attempts[handle] = self.attempts.get(handle, 0) + 1
         self.d.core.handle(OpenAttemptBlocks(handle, attempt, "p", 1))
         return attempt
 
     def prefill(self, opened: AttemptBlocksOpened) -> int:
-        """To P; returns its handle."""
+        """Submit a prefill to P; returns its handle."""
         handle = _PREFILLS + len(self._of)
         self._of[handle] = (opened.handle, opened.attempt)
         request = self._requests[opened.handle]
@@ -128,14 +129,14 @@ class DisaggPair:
         return handle
 
     def activate(self, prefilled: Prefilled) -> None:
-        """To D: what P has said."""
+        """Pass P's handoff to D."""
         handle, attempt = self._of[prefilled.handle]
         self.d.core.handle(Activate(handle, attempt, prefilled.handoff))
 
     # ------------------------------------------------------------------ what the cores say
 
     def step_d(self) -> list[Event]:
-        """A step of D's; notes what it says."""
+        """Step D and record its events."""
         events = self.d.step()
         for event in events:
             match event:
@@ -148,7 +149,7 @@ class DisaggPair:
         return events
 
     def step_p(self) -> list[Event]:
-        """A step of P's; notes what it says."""
+        """Step P and record its events."""
         events = self.p.step()
         for event in events:
             match event:
@@ -163,7 +164,7 @@ class DisaggPair:
     # ------------------------------------------------------------------ the plain course
 
     def turn(self, rng: Random | None = None) -> None:
-        """Each core takes a step, some bytes move, and every event is followed."""
+        """Step each core, move some bytes, and act on every event."""
         for event in self.step_d():
             match event:
                 case Admitted():
@@ -177,11 +178,11 @@ class DisaggPair:
 
     @property
     def busy(self) -> bool:
-        """Something can happen by itself."""
+        """True if something can happen without a command."""
         return self.d.core.has_work or self.p.core.has_work or bool(self.net.under_way)
 
     def run(self, rng: Random | None = None) -> None:
-        """Until nothing happens any more."""
+        """Take turns until nothing happens any more."""
         for _ in range(100_000):
             if not self.busy and not any([self.d.sleep(), self.p.sleep()]):
                 return
@@ -191,7 +192,7 @@ class DisaggPair:
     def generate(
         self, requests: Iterable[GenerateRequest], rng: Random | None = None
     ) -> list[OutputChecker]:
-        """Run requests together, all of them prefilled by P."""
+        """Run requests together, with all prompts prefilled by P."""
         ledgers = [self.submit(request)[1] for request in requests]
         self.run(rng)
         for ledger in ledgers:
@@ -200,7 +201,7 @@ class DisaggPair:
         return ledgers
 
     def close(self) -> None:
-        """End both; nothing may be held."""
+        """Close both cores and assert that they hold nothing."""
         for end in (self.d, self.p):
             assert end.engine.close() == 0
             counts = end.core.pool.counts()
@@ -215,7 +216,7 @@ def make_pair(
     d: Mapping[str, object] | None = None,
     core: Callable[[Executor, ManualClock, FakeMover], Core] = EngineCore,
 ) -> DisaggPair:
-    """Two cores for `spec`, each with its own changes."""
+    """Create two cores for `spec`, each with its own changes."""
     if callable(executors):
         executors = (executors(), executors())
     net = FakeNet()

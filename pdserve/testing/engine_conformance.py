@@ -50,7 +50,7 @@ class EngineConformance:
     prompt: tuple[int, ...]
 
     def make_engine(self) -> Engine:
-        """A fresh engine, not started."""
+        """A new engine that is not started."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ tools
@@ -80,7 +80,7 @@ class EngineConformance:
 
     @staticmethod
     def capabilities(engine: Engine) -> EngineCapabilities:
-        """Of an engine that is ready."""
+        """The capabilities of an engine that is ready."""
         assert engine.capabilities is not None
         return engine.capabilities
 
@@ -101,7 +101,7 @@ class EngineConformance:
         return ledger.error
 
     async def nothing_left(self, engine: Engine) -> None:
-        """The engine comes to rest without running sequences and held blocks."""
+        """Wait until the engine has no running sequences and no held blocks."""
         query = getattr(engine, "query_statistics", lambda: None)
 
         def at_rest() -> bool:
@@ -181,7 +181,7 @@ class EngineConformance:
             assert once.tokens == again.tokens
 
     async def test_the_first_token_says_how_it_came_about(self) -> None:
-        """That it comes once, and agrees with the end, every ledger checks."""
+        """The first token's statistics come once and agree with those at the end."""
         async with self.running() as engine:
             ledger = await self.complete(engine, n=2, temperature=1.0, seed=3)
             assert all(ledger.starts)
@@ -239,7 +239,7 @@ class EngineConformance:
             assert ledger.tokens[0] == whole
 
     async def test_choices_go_on_after_every_cut(self) -> None:
-        """Each with its own length of given output; of those that have ended nothing is heard."""
+        """Each choice has its own length of given output; choices that have ended get no deltas."""
         shape: dict[str, Any] = {"n": 3, "max_tokens": 9, "temperature": 0.9, "seed": 7}
         shape |= {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 1}
         async with self.running() as engine:
@@ -303,7 +303,8 @@ class EngineConformance:
 
     @pytest.mark.parametrize("pooling", ["mean", "last"])
     async def test_a_prompt_becomes_the_same_vector_among_others(self, pooling: Pooling) -> None:
-        """In one delta, without a token; a mean uses no prefix cache, the last token's does."""
+        """An embedding comes in one delta without tokens. With mean pooling no prefix cache is
+        used, with last-token pooling it is."""
         async with self.running() as engine:
             self.needs_vectors(engine)
             size = self.capabilities(engine).block_size
@@ -338,7 +339,7 @@ class EngineConformance:
             await self.complete(engine)
 
     def needs_vectors(self, engine: Engine) -> None:
-        """Skips the test for an engine that makes none."""
+        """Skip the test if the engine makes no embeddings."""
         capabilities = self.capabilities(engine)
         assert ("embeddings" in capabilities.features) == (capabilities.embedding_size > 0)
         if not capabilities.embedding_size:
@@ -427,7 +428,7 @@ class EngineConformance:
 
 
 def vector(ledger: OutputChecker) -> list[float]:
-    """What came instead of tokens."""
+    """The embedding that came instead of tokens."""
     finish = ledger.finishes[0]
     assert finish is not None
     assert ledger.tokens == [[]]
@@ -435,5 +436,5 @@ def vector(ledger: OutputChecker) -> list[float]:
 
 
 async def output_tokens(engine: Engine, count: int) -> None:
-    """It says that it has computed so many."""
+    """The number of output tokens that the usage reports."""
     await until(lambda: engine.statistics().output_tokens == count)

@@ -33,9 +33,10 @@ __all__ = ["SCENARIOS", "Scenario", "continued_requests", "mixed_requests", "sol
 def mixed_requests(
     rng: random.Random, vocab: Sequence[int], *, count: int = 12, longest: int = 40
 ) -> list[GenerateRequest]:
-    """Prompts with shared beginnings, one to three choices, greedy and not, some continued.
+    """Requests with shared prefixes, one to three choices, greedy and not, some continued.
 
-    `vocab` are ids that prompts may contain. Prompt and output stay within `longest` each.
+    `vocab` are the ids that prompts may contain. Prompt and output have at most `longest` tokens
+    each.
     """
     stems = [rng.choices(vocab, k=rng.randint(1, longest // 2)) for _ in range(2)]
     # The same blocks after different beginnings: their KV differs, so must their names.
@@ -71,8 +72,8 @@ def mixed_requests(
 def continued_requests(
     rng: random.Random, requests: Sequence[GenerateRequest], outputs: Outputs
 ) -> list[GenerateRequest]:
-    """The same requests as they go on elsewhere: each choice at some point of its output, or
-    ended."""
+    """The same requests as they continue on another worker: each choice at some point of its
+    output, or ended."""
     parts = []
     for request, whole in zip(requests, outputs, strict=True):
         first = [len(given) for given in request.output] or [0] * request.n
@@ -92,9 +93,11 @@ def continued_requests(
 def solo_outputs(
     make_executor: Callable[[], Executor], spec: EngineSpec, requests: Sequence[GenerateRequest]
 ) -> Outputs:
-    """The reference: one choice at a time in an idle engine without prefix cache, whole prompts.
+    """The reference outputs: one choice at a time in an idle engine without prefix cache, with
+    whole prompts.
 
-    One engine serves them one after the other; nothing of a request is left when the next comes.
+    One engine serves them one after the other; nothing of a request is left when the next one
+    comes.
     """
     alone = msgspec.structs.replace(spec, prefix_cache=False)
     with InlineEngine.of(make_executor(), alone) as engine:
@@ -103,17 +106,17 @@ def solo_outputs(
 
 @dataclass(frozen=True)
 class Scenario:
-    """One way of making scheduling hard."""
+    """One way to force a scheduling mechanism."""
 
     name: str
     changes: dict[str, Any]
-    """Fields of the spec."""
+    """Changed fields of the spec."""
     blocks: int | None
-    """Pool size; None: as the spec says."""
+    """Pool size in blocks; None: as the spec says."""
     proof: Callable[[EngineStats], bool]
-    """Whether the mechanism was at work, by the counters at the end."""
+    """Returns whether the mechanism ran, from the counters at the end."""
     abort_every: int = 0
-    """Submit an extra copy of each n-th request and abort it midway."""
+    """Submit an extra copy of each n-th request and abort it midway; 0: none."""
 
     def outputs(
         self,
@@ -123,8 +126,8 @@ class Scenario:
         *,
         prove: bool = True,
     ) -> Outputs:
-        """Run all requests together; AssertionError if the mechanism was not at work, unless these
-        requests need not (`prove`)."""
+        """Run all requests together. Errors: AssertionError if the mechanism did not run, unless
+        `prove` is False."""
         spec = msgspec.structs.replace(spec, **self.changes)
         if self.blocks is not None:
             spec = msgspec.structs.replace(spec, kv_memory=self._memory(make_executor, spec))

@@ -57,7 +57,7 @@ class _Delivery:
     ticket: TransferTicket
     part: KvPart
     error: TransferError | None = None
-    """It will end by this, nothing of it having landed."""
+    """The error that it will end with, without any of it landing; None: none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class _Ghost:
 
 
 class FakeNet:
-    """What connects the movers of one test."""
+    """Connects the movers of one test."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -84,7 +84,7 @@ class FakeNet:
         self.bytes_applied = 0
 
     def step(self, rng: Random | None = None) -> bool:
-        """Let one thing happen: the oldest, or any. False if there is nothing."""
+        """Let one thing happen: the oldest, or a random one. False if there is nothing."""
         if not self.under_way:
             return False
         index = 0 if rng is None else rng.randrange(len(self.under_way))
@@ -97,7 +97,7 @@ class FakeNet:
             pass
 
     def closing(self, mover: FakeMover) -> set[int]:
-        """Blocks of a mover's core that somebody may still write to."""
+        """Blocks of a mover's core that a peer may still write to."""
         return {
             block
             for grant in self.grants.values()
@@ -108,11 +108,11 @@ class FakeNet:
 
 @dataclass(slots=True, eq=False)
 class FakeMover:
-    """An `engine_core.kv_transfer.connector.KvConnector`."""
+    """A simulated mover; implements `engine_core.kv_transfer.connector.KvConnector`."""
 
     net: FakeNet
     refuse: str = ""
-    """Why there is no path, if there is none."""
+    """Why there is no path; empty: there is one."""
     closed: bool = False
     region: Region = field(init=False)
     _wake: Callable[[], None] = field(init=False)
@@ -124,10 +124,10 @@ class FakeMover:
         return ("fake",)
 
     def attach(self, peer: NodeLife) -> None:
-        """Nodes do not matter here."""
+        """Nothing to do: nodes do not matter here."""
 
     def take(self, command: PeerGone | InboundControl | OutboundControlReply) -> None:
-        """Nobody is asked anything."""
+        """Nothing to do: there are no control calls."""
 
     def paths(self) -> list[PathState]:
         return []
@@ -137,11 +137,11 @@ class FakeMover:
         return events
 
     def says(self) -> list[NodeMessage]:
-        """It has nothing for the node."""
+        """It has no messages for the node."""
         return []
 
     def say(self, moved: ConnectorEvent) -> None:
-        """Something has come of it."""
+        """Queue an event for the core."""
         if not self.closed:
             self._events.append(moved)
             self._wake()
@@ -211,7 +211,7 @@ class FakeMover:
         fault = net.faults.pop(0) if net.faults and delivery.error is None else ""
         if fault in ("lost", "late"):
             net.counts[fault] += 1
-            delivery.error = PathLost("the fault that was asked for")
+            delivery.error = PathLost("an injected fault")
             if fault == "late":
                 self._leave_ghost(grant, delivery)
         if delivery.error is not None:
@@ -271,10 +271,10 @@ class FakeMover:
 
 
 class FreeGuard:
-    """Fills free blocks with a pattern, and looks after it."""
+    """Fills free blocks with a pattern, and checks that it stays."""
 
     def __init__(self, pool: BlockPool, mover: FakeMover) -> None:
-        """From now on, every block that the pool hands out is checked."""
+        """Check every block that the pool hands out from now on."""
         self._pool, self._mover = pool, mover
         self._filled: set[int] = set()
         self._reserve = pool.reserve
@@ -292,7 +292,7 @@ class FreeGuard:
         return fresh
 
     def check(self) -> None:
-        """Nobody wrote to a free block; those that have become free are filled."""
+        """Assert that no free block was written to, and fill blocks that have become free."""
         free = set(self._pool._free)
         for block in self._filled & free:
             self._look_at(block)

@@ -41,24 +41,24 @@ _IN_FLIGHT: Final = 4
 
 @dataclass(slots=True)
 class FakeFaults:
-    """What may go wrong with a work request, each with its probability. All off at first."""
+    """The faults of work requests, each with its probability or times. All off by default."""
 
     delay: tuple[Seconds, Seconds] = (0.0, 0.0)
-    """Least and most time of one, behind the one before it."""
+    """Least and most seconds of one, after the one before it."""
     lost: float = 0.0
-    """It never lands; the sender gives up."""
+    """Probability that it never lands; the sender gives up."""
     late: float = 0.0
-    """It lands after the sender has given up."""
+    """Probability that it lands after the sender has given up."""
     give_up: Seconds = 0.5
-    """How long a sender tries."""
+    """Seconds for which a sender tries."""
     late_by: tuple[Seconds, Seconds] = (0.0, 2.0)
-    """How long after that it lands."""
+    """Least and most seconds after that until it lands."""
     wrong: float = 0.0
-    """It lands with a byte that is another."""
+    """Probability that it lands with a wrong byte."""
 
 
 class FakeFabric:
-    """What connects the fake devices of one simulated world."""
+    """Connects the fake devices of one simulated world."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class FakeFabric:
         faults: FakeFaults | None = None,
         pace: Callable[[Bytes], Seconds] = lambda size: 0.0,
     ) -> None:
-        """`pace` is how long one write of so many bytes takes, besides what the faults make of it;
-        0 bytes: a notification."""
+        """`pace` returns the seconds of one write of so many bytes, before faults; 0 bytes: a
+        notification."""
         self.pace = pace
         self.random = random
         self.faults = faults or FakeFaults()
@@ -82,27 +82,28 @@ class FakeFabric:
         self._numbers = 0
 
     def takes(self, pair: FakeQueuePair, size: Bytes) -> Seconds:
-        """How long a write of so many bytes takes that the queue pair begins now."""
+        """Seconds of a write of so many bytes that the queue pair begins now."""
         return self.pace(size)
 
     def number(self) -> int:
-        """A fresh queue pair number."""
+        """A new queue pair number."""
         self._numbers += 1
         return self._numbers
 
     def hold(self, node: NodeLife) -> None:
-        """Nothing that the node posts lands until `release`."""
+        """Hold back everything that the node posts until `release`."""
         self.held.add(node)
 
     def release(self, node: NodeLife) -> None:
-        """What was held goes on."""
+        """Let the held work requests continue."""
         self.held.discard(node)
         for pair in list(self.pairs.values()):
             if pair.owner == node:
                 pair.at_home(pair.pump)
 
     def kill(self, node: NodeLife) -> None:
-        """The process is gone: its queue pairs send nothing more, but for what is on the wire."""
+        """The process dies: its queue pairs send nothing more, except for packets already on the
+        wire."""
         self.counts["killed"] += 1
         for pair in list(self.pairs.values()):
             if pair.owner == node:
@@ -159,7 +160,8 @@ class FakeQueuePair:
         self.pump()
 
     def at_home(self, call: Callable[..., None], *args: object) -> None:
-        """Do it soon, in the process that this belongs to; not while that stands still."""
+        """Call soon, in the context of the process that owns this; not while that process is
+        paused."""
         asyncio.get_running_loop().call_soon(call, *args, context=self._context)
 
     def _notified(self, word: int) -> None:
@@ -173,7 +175,7 @@ class FakeQueuePair:
         self.fabric.pairs.pop(self.number, None)
 
     def die(self) -> None:
-        """As the process that owns it: some packets are on the wire."""
+        """The owning process dies; some packets stay on the wire."""
         on_wire = [self._queue[i] for i in range(min(_IN_FLIGHT, len(self._queue)))]
         for write in on_wire:
             self._send_late(write, 0.0)
@@ -270,7 +272,7 @@ class FakeQueuePair:
         self.break_("write", "the peer does not acknowledge: retries exhausted")
 
     def break_(self, step: str, reason: str) -> None:
-        """The queue pair fails, and with it the path."""
+        """Fail the queue pair, and with it the path."""
         if self.state == "ready":
             self.state = "failed"
             self._queue.clear()
@@ -280,7 +282,7 @@ class FakeQueuePair:
 
 
 class FakePath(VerbsPath):
-    """A path of fake queue pairs."""
+    """A path over fake queue pairs."""
 
     backend = "fake"
     transport: FakeTransport
@@ -314,7 +316,7 @@ class FakeTransport(TransportBase):
         rails: int = 2,
         stripe: Bytes = 1 << 20,
     ) -> None:
-        """`key` is how others name this life of the node. Regions must have a view."""
+        """`key` is this life of the node, as others name it. Regions need a view."""
         self.fabric = fabric
         self.key = key
         self.keys = [fabric.random.getrandbits(32) for _ in regions]
@@ -323,13 +325,13 @@ class FakeTransport(TransportBase):
         self._stripe = stripe
 
     def reading(self, region: int, offset: Bytes, length: Bytes) -> None:
-        """Bytes of this node are about to leave: for who watches."""
+        """Hook: bytes of this node are about to be sent."""
 
     def writing(self, region: int, offset: Bytes, length: Bytes) -> None:
-        """Bytes of a peer are about to land here: for who watches."""
+        """Hook: bytes of a peer are about to land here."""
 
     def break_keys(self) -> None:
-        """What peers know of the keys is wrong from now on."""
+        """Make the keys that peers know invalid from now on."""
         self.keys = [key ^ 1 for key in self.keys]
 
     def _cards(self) -> tuple[RegionCard, ...]:

@@ -1,4 +1,4 @@
-"""Runs an engine core by hand in the caller's thread: no socket, no event loop, any clock.
+"""Runs an engine core in the caller's thread, step by step: no socket, no event loop, any clock.
 
 For tests of schedules and executors; a simulation drives a core in the same way.
 """
@@ -31,7 +31,8 @@ _STEP_LIMIT = 100_000
 
 
 class InlineEngine:
-    """A loaded core with a ledger per submission. Use as a context manager, or `close` it."""
+    """A loaded core with an `OutputChecker` for each submission. Use as a context manager, or
+    `close` it."""
 
     def __init__(self, core: Core, spec: EngineSpec) -> None:
         self.core = core
@@ -45,30 +46,30 @@ class InlineEngine:
 
     @classmethod
     def of(cls, executor: Executor, spec: EngineSpec, clock: Clock | None = None) -> InlineEngine:
-        """An `EngineCore` around `executor`, under a manual clock unless another is given."""
+        """An `EngineCore` around `executor`, with a manual clock unless another is given."""
         return cls(EngineCore(executor, clock or ManualClock()), spec)
 
     @property
     def pool(self) -> BlockPool:
-        """Of a core with pdserve's scheduler."""
+        """The block pool of a core with pdserve's scheduler."""
         assert isinstance(self.core, EngineCore)
         return self.core.pool
 
     def submit(self, request: GenerateRequest) -> OutputChecker:
-        """Post a request; its ledger fills as steps are made."""
+        """Submit a request; its checker fills as steps run."""
         handle = len(self.ledgers) + 1
         ledger = self.ledgers[handle] = OutputChecker(request)
         self.core.handle(Submit(handle=handle, request=request))
         return ledger
 
     def abort(self, ledger: OutputChecker) -> None:
-        """Drop a submission, ended or not."""
+        """Abort a submission, ended or not."""
         ledger.aborted = True
         handle = next(h for h, known in self.ledgers.items() if known is ledger)
         self.core.handle(Abort(handle=handle))
 
     def step(self) -> list[Event]:
-        """One step; books what it says."""
+        """Run one step and record its events."""
         self.steps += 1
         events = self.core.step()
         for event in events:
@@ -88,7 +89,8 @@ class InlineEngine:
                 self.failure = error_of(event)
 
     def run(self) -> None:
-        """Step until there is nothing to do. AssertionError if that takes unreasonably long."""
+        """Step until nothing is left to do. Errors: AssertionError after unreasonably many
+        steps."""
         until = self.steps + _STEP_LIMIT
         while self.core.has_work:
             self.step()
@@ -96,7 +98,7 @@ class InlineEngine:
             assert self.steps < until, "the core makes no progress"
 
     def generate(self, requests: Iterable[GenerateRequest]) -> list[list[list[int]]]:
-        """Run requests together; per request and choice, the output tokens."""
+        """Run requests together; returns the output tokens by request and choice."""
         ledgers = [self.submit(request) for request in requests]
         self.run()
         for ledger in ledgers:
@@ -105,7 +107,7 @@ class InlineEngine:
         return [ledger.tokens for ledger in ledgers]
 
     def close(self) -> int:
-        """End the core; returns blocks that it could not account for."""
+        """Close the core; returns the number of leaked blocks."""
         return self.core.close()
 
     def __enter__(self) -> InlineEngine:

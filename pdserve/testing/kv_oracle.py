@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["POISON", "expected_block", "expected_pool", "held_heads", "layouts", "pattern"]
 
 POISON: Final = 0xA5
-"""Every byte of a block that nobody holds."""
+"""Every byte of a block without an owner."""
 
 
 def layouts(
@@ -33,7 +33,7 @@ def layouts(
     itemsize: int = 2,
     first_layer: int = 0,
 ) -> tuple[RankKvLayout, ...]:
-    """The ranks of one small model."""
+    """The layouts of all ranks of one small model."""
     return tuple(
         RankKvLayout(
             content="oracle",
@@ -51,7 +51,7 @@ def layouts(
 
 
 def held_heads(layout: RankKvLayout) -> list[int]:
-    """By definition: those that this rank computes."""
+    """The heads that this rank computes, by definition."""
     heads, ranks = layout.heads, layout.tp
     if ranks <= heads:
         return [head for head in range(heads) if head * ranks // heads == layout.rank]
@@ -66,7 +66,7 @@ def _cell(name: int, layer: int, kv: int, head: int, token: int, size: Bytes) ->
 
 @lru_cache(maxsize=8192)
 def expected_block(layout: RankKvLayout, name: int) -> bytes:
-    """The block of this content on this rank."""
+    """The bytes of the block with this content on this rank."""
     size = layout.dim * layout.itemsize
     return b"".join(
         _cell(name, layer, kv, head, token, size)
@@ -78,15 +78,15 @@ def expected_block(layout: RankKvLayout, name: int) -> bytes:
 
 
 def pattern(size: Bytes) -> bytes:
-    """What so many bytes look like that nobody may write to."""
+    """The pattern of memory that must not be written, of this many bytes."""
     return bytes([POISON]) * size
 
 
 def expected_pool(
     layout: RankKvLayout, blocks: int, names: Mapping[int, int], layers: Iterable[int]
 ) -> bytes:
-    """A rank's whole pool, poisoned before, when `layers` of the blocks in `names` (block to
-    content) have arrived and nothing else has been touched."""
+    """A rank's whole pool, poisoned before, after `layers` of the blocks in `names` (block to
+    content) have arrived and nothing else was written."""
     size = len(expected_block(layout, 0))
     row = size // layout.layers
     pool = bytearray(pattern(blocks * size))

@@ -1,4 +1,4 @@
-"""What every network must do, as two test suites to inherit.
+"""Tests that a network keeps to its interface: two suites to inherit.
 
     class TestBytes(ByteConformance):        # a `ByteNetwork` alone
     class TestLinks(LinkConformance):        # nodes over it
@@ -6,8 +6,9 @@
         def network(self, host: str) -> ByteNetwork: ...
         def address(self, host: str) -> str: ...
 
-Tests are plain coroutines without arguments, so that they also run outside pytest, on whatever
-event loop: `asyncio.run(TestLinks().test_...())`."""
+Tests are coroutines without arguments, so that they also run outside pytest, on any event loop:
+`asyncio.run(TestLinks().test_...())`.
+"""
 
 from __future__ import annotations
 
@@ -60,18 +61,18 @@ if TYPE_CHECKING:
 __all__ = ["ByteConformance", "LinkConformance"]
 
 PATIENCE: Seconds = 20.0
-"""A test that waits this long has failed; machines are shared, so it is generous."""
+"""Seconds after which a waiting test has failed; generous, because machines are shared."""
 
 
 class _Place:
     """Where a suite runs."""
 
     def network(self, host: str) -> ByteNetwork:
-        """The network as seen from `host`, one of `a` and `b`; the same world each time."""
+        """The network as seen from `host`, which is `a` or `b`; the same world each time."""
         raise NotImplementedError
 
     def address(self, host: str) -> str:
-        """Where `host` listens; port 0 for any."""
+        """The address on which `host` listens; port 0 for any."""
         raise NotImplementedError
 
 
@@ -125,11 +126,11 @@ class _Wire(asyncio.Protocol):
 
 
 class ByteConformance(_Place):
-    """A `ByteNetwork` by itself."""
+    """Tests of a `ByteNetwork` alone."""
 
     @asynccontextmanager
     async def wires(self) -> AsyncIterator[tuple[_Wire, _Wire]]:
-        """Both ends of one connection, `a` having dialled `b`."""
+        """Both ends of one connection that `a` dialled to `b`."""
         accepted: asyncio.Queue[_Wire] = asyncio.Queue(1)
 
         def accept() -> _Wire:
@@ -247,18 +248,18 @@ class _Pair:
     handler_a: RecordingHandler
     handler_b: RecordingHandler
     link: PeerLink
-    """At a, to b."""
+    """The link at a, to b."""
     back: PeerLink
-    """At b, to a."""
+    """The link at b, to a."""
     address: str
 
 
 class LinkConformance(_Place):
-    """Nodes over a `ByteNetwork`."""
+    """Tests of nodes over a `ByteNetwork`."""
 
     @asynccontextmanager
     async def pair(self, **limits: int) -> AsyncIterator[_Pair]:
-        """Two connected nodes, closed afterwards, with nothing left."""
+        """Two connected nodes, closed afterwards; asserts that nothing is left."""
         settings = NetSettings(limits=Limits(**limits))
         handlers = RecordingHandler(), RecordingHandler()
         a = node("a", self.network("a"), handlers[0], settings=settings)
@@ -757,4 +758,4 @@ async def _eventually(met: Callable[[], bool]) -> None:
 
 
 class Wrong(Echo, frozen=True, array_like=True, tag=7):
-    """Not what `ECHO` expects."""
+    """A record that `ECHO` cannot decode."""

@@ -36,21 +36,21 @@ KEY = b"the tests' own cluster key, 32 bytes or more"
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True):
-    """Question and answer of the test methods."""
+    """Request and reply of the test methods."""
 
     payload: bytes = b""
 
 
 ECHO = Method(1, "echo", Echo, Echo)
-"""Answered with the same, at once."""
+"""Answered at once with the same record."""
 HANG = Method(2, "hang", Echo, Echo)
-"""Not answered."""
+"""Never answered."""
 REFUSE = Method(3, "refuse", Echo, Echo)
-"""Answered by the error in `RecordingHandler.refusal`."""
+"""Answered with the error in `RecordingHandler.refusal`."""
 
 
 class RecordingStreamSink:
-    """Reads a stream: remembers all, and lets a test wait for it."""
+    """Records everything on a stream, and lets a test wait for it."""
 
     def __init__(self, place: Callable[[bytes, Bytes], memoryview | None] | None = None) -> None:
         self.items: list[bytes] = []
@@ -90,13 +90,13 @@ class RecordingStreamSink:
                 await self._changed.wait()
 
     async def end(self, timeout: Seconds = 10.0) -> BaseException | None:
-        """Wait for the end; returns how it ended."""
+        """Wait for the end; returns the error, or None."""
         await self.until(lambda sink: bool(sink.ends), timeout)
         return self.ends[0]
 
 
 class RecordingHandler:
-    """Answers the test methods, accepts every stream, remembers all."""
+    """Answers the test methods, accepts every stream, and records everything."""
 
     def __init__(self) -> None:
         self.ups: list[Link] = []

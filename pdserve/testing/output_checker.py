@@ -24,11 +24,11 @@ __all__ = ["OutputChecker"]
 
 @dataclass
 class OutputChecker:
-    """The account of one submission."""
+    """Checks and records the output of one submission."""
 
     request: GenerateRequest
     tokens: list[list[int]] = field(init=False)
-    """Per choice, given output included."""
+    """Output tokens by choice, given output included."""
     logprobs: list[list[TokenLogprob]] = field(init=False)
     prompt_logprobs: list[list[TokenLogprob] | None] = field(init=False)
     finishes: list[Finish | None] = field(init=False)
@@ -47,14 +47,14 @@ class OutputChecker:
 
     @property
     def done(self) -> bool:
-        """Nothing more may come."""
+        """True once nothing more may come."""
         if self.aborted or self.error is not None:
             return True
         live = self.request.live
         return bool(live) and all(self.finishes[choice] for choice in live)
 
     def take(self, delta: TokenDelta) -> None:
-        """Book one delta."""
+        """Check and record one delta."""
         who = f"{self.request.request_id} choice {delta.choice}"
         assert not self.aborted, f"{who}: a delta after the abort"
         assert self.error is None, f"{who}: a delta after the error"
@@ -71,7 +71,7 @@ class OutputChecker:
             self._finish(delta.choice, delta.finish)
 
     def fail(self, error: PdserveError) -> None:
-        """Book the error that ends everything."""
+        """Record the error that ends the submission."""
         assert not self.done, f"{self.request.request_id}: an error after the end"
         self.error = error
 

@@ -28,7 +28,7 @@ ROUTE_REQUEST = RouteRequest(request_id="r", model="m", prompt_tokens=100, max_t
 
 
 def view(node: str, sequences: int = 0, max_sequences: int = 8) -> WorkerView:
-    """A worker with this much to do, all of it prompts that nobody has begun to compute."""
+    """A worker with this much load, all of it prompts that no step has begun."""
     return WorkerView(
         NodeId(node),
         1,
@@ -44,13 +44,13 @@ def view(node: str, sequences: int = 0, max_sequences: int = 8) -> WorkerView:
 
 
 def state_of(workers: Sequence[WorkerView], last: str = "", count: int = 0) -> RoutingState:
-    """A snapshot of these, in the order that it promises."""
+    """A snapshot of these workers, in the promised order."""
     return RoutingState(tuple(sorted(workers, key=lambda worker: worker.node)), NodeId(last), count)
 
 
 def some_states(count: int = 200) -> Iterator[RoutingState]:
     """Snapshots of all kinds, the same every time: up to twelve workers of different size and load,
-    equal ones among them; whoever was chosen last may have left."""
+    some of them equal; the worker chosen last may have left."""
     for number in range(count):
         random = Random(number)
         nodes = random.sample("abcdefghijklmnop", random.randint(1, 12))
@@ -74,7 +74,7 @@ class PolicyConformance:
 
     policy: Policy
     heeds_load: ClassVar[bool] = True
-    """It never prefers the busier of two workers of equal size."""
+    """True if the policy never prefers the busier of two workers of equal size."""
 
     def test_it_chooses_one_of_the_offered(self) -> None:
         for state in some_states():
@@ -96,7 +96,7 @@ class PolicyConformance:
                 assert self.policy(ROUTE_REQUEST, state, Random(more)).node == idle
 
     def test_equal_workers_get_equal_shares(self) -> None:
-        """Nothing ends; with the fixed seed the outcome is the same every time."""
+        """No request ends; with the fixed seed the result is the same every time."""
         random, last = Random(1), ""
         placed = Counter({f"w{i}": 0 for i in range(8)})
         for done in range(80 * len(placed)):

@@ -75,15 +75,16 @@ a minute. `layers`, a divisor of 8, is how many runs of bytes a block is said to
 
 
 def create() -> ScriptedExecutor:
-    """The engine's factory."""
+    """Creates the executor; the engine's entry point."""
     return ScriptedExecutor()
 
 
 class ScriptedExecutor:
-    """An `Executor`. `blocks` and lengths come from the spec's options."""
+    """An `Executor` without a model. The spec's options set its pool size and lengths."""
 
     def __init__(self, on_plan: Callable[[StepPlan], None] | None = None) -> None:
-        """`on_plan` sees every plan before it is computed (inline tests)."""
+        """`on_plan` is called with every plan before it is computed, in tests that run the core
+        inline."""
         self._on_plan = on_plan
         self.released: list[tuple[int, int]] = []
         """Keys of all sequences that `release` named, in order."""
@@ -220,9 +221,9 @@ class ScriptedExecutor:
     def _misbehave(self, chunk: ScheduledChunk) -> None:
         tokens = _prompt_tokens(chunk)
         if self._hits("raise_on", tokens):
-            raise RuntimeError("the script says: this step fails")
+            raise RuntimeError("a scripted fault: this step fails")
         if self._hits("break_on", tokens):
-            raise EngineDied("the script says: broken")
+            raise EngineDied("a scripted fault: the engine is broken")
         if self._hits("die_on", tokens):
             os.write(2, b"the script says: die\n")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -251,7 +252,7 @@ def _prompt_tokens(chunk: ScheduledChunk) -> list[int]:
 def reference_tokens(
     request: GenerateRequest, choice: int = 0, *, vocab: int = 97, max_len: int = 256
 ) -> list[int]:
-    """The output of one choice, computed alone and without blocks; includes given output."""
+    """The output tokens of one choice, computed alone and without blocks; includes given output."""
     sampling = request.sampling
     output = list(request.output[choice]) if request.output else []
     tokens = list(request.prompt) + output
@@ -271,7 +272,7 @@ def reference_tokens(
 
 
 def reference_vector(request: GenerateRequest, size: int = 8) -> bytes:
-    """What a prompt becomes, computed alone and without blocks."""
+    """The embedding of a prompt, computed alone and without blocks."""
     entries: list[bytes] = []
     state = b""
     for position, token in enumerate(request.prompt):

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 __all__ = ["CheckingSink", "until"]
 
 PATIENCE: Seconds = 20.0
-"""How long anything in a test may take; far above what it should."""
+"""Seconds that any wait in a test may take; far above what it should."""
 
 
 class CheckingSink:
-    """A `TokenSink` that checks what it gets. Violations surface in `wait`, since an engine must
+    """A `TokenSink` that checks what it gets. `wait` raises violations, since an engine must
     survive a sink that raises."""
 
     def __init__(self, engine: Engine, request: GenerateRequest) -> None:
-        """Submits at once; raises what `submit` raises."""
+        """Submit at once. Errors: those of `submit`."""
         self.ledger = OutputChecker(request)
         self.violation: AssertionError | None = None
         self._engine = engine
@@ -51,7 +51,7 @@ class CheckingSink:
             self._done.set()
 
     def abort(self) -> None:
-        """Anything that comes from now on is a violation."""
+        """Abort the submission; any later call is a violation."""
         self.ledger.aborted = True
         self._engine.abort(self.handle)
         self._done.set()
@@ -63,20 +63,20 @@ class CheckingSink:
         return self.checked()
 
     async def wait(self) -> OutputChecker:
-        """Wait for the end."""
+        """Wait for the end. Errors: AssertionError for a violation."""
         async with asyncio.timeout(PATIENCE):
             await self._done.wait()
         return self.checked()
 
     def checked(self) -> OutputChecker:
-        """The ledger, unless there was a violation."""
+        """The checker. Errors: AssertionError for a violation."""
         if self.violation is not None:
             raise self.violation
         return self.ledger
 
 
 async def until(condition: Callable[[], bool], patience: Seconds = PATIENCE) -> None:
-    """Wait for something that nobody announces. TimeoutError if it never comes."""
+    """Poll until a condition holds. Errors: TimeoutError."""
     async with asyncio.timeout(patience):
         while not condition():  # noqa: ASYNC110  nothing signals it
             await asyncio.sleep(0.005)

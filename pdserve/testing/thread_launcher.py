@@ -23,8 +23,8 @@ __all__ = ["ThreadLauncher"]
 
 
 class ThreadLauncher:
-    """A host in a daemon thread: nothing but closing its socket can end it, so a core that hangs
-    in a step stays behind. For tests and for looking at a core with a debugger."""
+    """Launches cores in a daemon thread. Only closing its socket ends it, so a core that hangs in a
+    step stays behind. For tests and debuggers."""
 
     def __init__(self, family: WeightSharingGroup | None = None) -> None:
         """Carriers with the same `family` share the weights."""

@@ -1,7 +1,7 @@
-"""Tests that a transport back end keeps to the transfer port: a suite to inherit.
+"""Tests that a transfer backend keeps to the transfer port: a suite to inherit.
 
-A back end's test derives from `TransferConformance` and says how to make one side. `kv_oracle`
-judges the bytes; all other memory has a pattern, so that one stray byte shows.
+A backend's test derives from `TransferConformance` and implements `make`. `kv_oracle` computes the
+expected bytes; all other memory has a pattern, so that one stray byte shows.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ if TYPE_CHECKING:
 __all__ = ["SIZES", "TransferConformance"]
 
 SIZES = (1, 2, 3, 4, 6, 8)
-"""Tensor-parallel sizes, each with each."""
+"""Tensor-parallel sizes; each is tested with each."""
 ALL = range(99)
 """Every layer."""
 
 
 class TransferConformance:
-    """Derive, and implement `make`."""
+    """Derive from it, and implement `make`."""
 
     def make(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport:
-        """One side."""
+        """Create the transport of one side."""
         raise NotImplementedError
 
     def new_memory(self, key: NodeLife, blocks: int, size: Bytes) -> BlockMemory | DeviceMemory:
-        """The pool of one rank of this side."""
+        """Create the pool of one rank of this side."""
         return host_memory(key, blocks, size)
 
     def world(
@@ -65,7 +65,7 @@ class TransferConformance:
         destinations: Sequence[RankKvLayout] = (),
         blocks: int = 16,
     ) -> AbstractAsyncContextManager[TransferPair]:
-        """Two nodes; without layouts, of one rank each."""
+        """Two connected nodes; without layouts, each has one rank."""
         one = layouts(2, 1)
         return transfer_pair(
             self.make,

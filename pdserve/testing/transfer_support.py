@@ -36,23 +36,23 @@ __all__ = [
 ]
 
 PATIENCE: Seconds = 20.0
-"""How long a test waits for what has to happen."""
+"""Seconds that a test waits for what must happen."""
 
 
 class MakeTransport(Protocol):
-    """A back end's transport for one side."""
+    """Creates a backend's transport for one side."""
 
     def __call__(self, key: NodeLife, regions: Sequence[Region], ask: CallPeer) -> KvTransport: ...
 
 
 class MakeMemory(Protocol):
-    """Makes a rank's pool, for blocks of so many bytes."""
+    """Creates a rank's pool, for blocks of so many bytes."""
 
     def __call__(self, key: NodeLife, blocks: int, size: Bytes) -> BlockMemory | DeviceMemory: ...
 
 
 class RecordingTransferSink:
-    """Remembers what it hears; `look` is called with each part, at that very moment."""
+    """Records its calls; `look` is called with each part as it arrives."""
 
     def __init__(self, look: Callable[[int], None] | None = None) -> None:
         self.parts: list[int] = []
@@ -79,7 +79,7 @@ class RecordingTransferSink:
 
 
 class Waiter:
-    """A delivery's `done`."""
+    """The `done` of a delivery, which a test can wait for."""
 
     def __init__(self) -> None:
         self.calls: list[TransferError | None] = []
@@ -90,14 +90,14 @@ class Waiter:
         self._event.set()
 
     async def wait(self) -> TransferError | None:
-        """What it ended with."""
+        """Wait for the end; returns the error, or None."""
         async with asyncio.timeout(PATIENCE):
             await self._event.wait()
         return self.calls[0]
 
 
 def host_memory(key: NodeLife, blocks: int, size: Bytes) -> BlockMemory:
-    """What most back ends move."""
+    """A pool in host memory, as most backends use."""
     return BlockMemory(blocks, (size,))
 
 
@@ -110,12 +110,12 @@ class TransferNode:
     blocks: int
     new_memory: MakeMemory = host_memory
     memories: list[Any] = field(default_factory=list)
-    """What `new_memory` has made; tests know of which kind."""
+    """What `new_memory` has made; tests know its type."""
     regions: list[Region] = field(default_factory=list)
     transport: KvTransport = field(init=False)
 
     def allocate(self) -> None:
-        """Poisoned pools."""
+        """Allocate poisoned pools."""
         for layout in self.layouts:
             size = len(expected_block(layout, 0))
             memory = self.new_memory(self.key, self.blocks, size)
@@ -129,19 +129,19 @@ class TransferNode:
         self.poison(range(self.blocks))
 
     def poison(self, blocks: Iterable[int]) -> None:
-        """Nobody may write to these from now on."""
+        """Fill these blocks with the pattern: nothing may write to them from now on."""
         for memory in self.memories:
             for block in blocks:
                 memory.view(block)[:] = pattern(memory.block_bytes)
 
     def fill(self, names: Mapping[int, int]) -> None:
-        """Compute the KV of these blocks (block to content)."""
+        """Fill these blocks with the KV of their content (block to content)."""
         for layout, memory in zip(self.layouts, self.memories, strict=True):
             for block, name in names.items():
                 memory.view(block)[:] = expected_block(layout, name)
 
     def holds(self, names: Mapping[int, int], layers: Iterable[int]) -> bool:
-        """Exactly this is in the pools, and poison everywhere else."""
+        """Assert that the pools have exactly this, and the pattern everywhere else."""
         layers = list(layers)
         return all(
             memory.view() == expected_pool(layout, self.blocks, names, layers)
@@ -149,7 +149,7 @@ class TransferNode:
         )
 
     def free(self) -> None:
-        """Give the memories up."""
+        """Free the memories."""
         for region in self.regions:
             if region.view is not None:
                 region.view.release()
@@ -164,17 +164,17 @@ class TransferPair:
     source: TransferNode
     destination: TransferNode
     cut: bool = False
-    """Control gets through no more."""
+    """True: control messages no longer arrive."""
 
     async def connect(self) -> tuple[KvPath, KvPath]:
-        """The source's and the destination's end of a path."""
+        """Connect; returns the source's and the destination's end of the path."""
         ours = await self.source.transport.connect(self.destination.key, timeout=PATIENCE)
         theirs = self.destination.transport.path(self.source.key)
         assert theirs is not None
         return ours, theirs
 
     def ask_of(self, key: NodeLife) -> CallPeer:
-        """How a node's transport asks the other's: typed records, encoded on the way."""
+        """The `CallPeer` of a node's transport; encodes and decodes the records."""
 
         async def ask(
             peer: NodeLife, control: TransferControl, timeout: Seconds
@@ -182,7 +182,7 @@ class TransferPair:
             await asyncio.sleep(0)
             sides = {side.key: side for side in (self.source, self.destination)}
             if self.cut or peer not in sides:
-                raise LinkLost("the link is cut, or nobody lives there any more")
+                raise LinkLost("the link is cut, or the peer is gone")
             async with asyncio.timeout(timeout):
                 answer = await sides[peer].transport.answer(key, _passed(control))
             return _passed(answer)
@@ -199,7 +199,7 @@ async def transfer_pair(
     blocks: int = 16,
     new_memory: MakeMemory = host_memory,
 ) -> AsyncIterator[TransferPair]:
-    """Two nodes, which are closed at the end; the pools' memory is the last to go."""
+    """Two nodes, closed at the end; the pools' memory is freed last."""
     world = TransferPair(
         TransferNode(NodeLife(NodeId("p"), 1), sources, blocks, new_memory),
         TransferNode(NodeLife(NodeId("d"), 2), destinations, blocks, new_memory),
@@ -228,12 +228,12 @@ def _passed(control: TransferControl) -> TransferControl:
 def order(
     blocks: Sequence[int], tokens: int, first_token: int = 0, name: str = "r-1/0"
 ) -> GrantSpec:
-    """An attempt at filling these."""
+    """A `GrantSpec` to fill these blocks."""
     return GrantSpec(name, 1, first_token, tokens, blocks)
 
 
 def deliver(path: KvPath, ticket: TransferTicket, part: KvPart) -> Waiter:
-    """Deliver, and get something to wait for."""
+    """Deliver a part; returns an object to wait for its end."""
     waiter = Waiter()
     path.deliver(ticket, part, waiter)
     return waiter

@@ -28,7 +28,7 @@ class Deadlock(RuntimeError):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """See above; `time()` starts at 0."""
+    """An event loop with a virtual clock; `time()` starts at 0."""
 
     def __init__(self) -> None:
         self._now: Seconds = 0.0

@@ -175,7 +175,7 @@ def test_misuse_is_refused_before_anything_changes():
     pool.commit(held[0], name((1,)), ROOT)
     with pytest.raises(ValueError, match="committed before"):
         pool.commit(held[0], name((2,)), ROOT)
-    with pytest.raises(ValueError, match="shared, named"):
+    with pytest.raises(ValueError, match="shared, has a hash"):
         pool.quarantine(held)
     with pytest.raises(ValueError, match="at least one block"):
         BlockPool(0, 4)

@@ -128,7 +128,7 @@ class ReplayWorker:
 
     @property
     def engine(self) -> TimedEngine:
-        """Once it has started."""
+        """The engine, once it has started."""
         assert self.service.engine is not None
         return self.service.engine
 
@@ -137,7 +137,7 @@ class ReplayWorker:
         return self.service.config.mode
 
     def leftovers(self) -> str:
-        """What is still under way; nothing once all requests have ended."""
+        """What is still in flight at this worker; empty once all requests have ended."""
         stats, member = self.engine.statistics(), self.member
         busy = member.requests or stats.running or stats.waiting or stats.blocks_used
         if busy or stats.blocks_quarantined:
@@ -199,7 +199,7 @@ class _Names:
 
 
 class ReplayCluster:
-    """All of it. Make it inside the running loop; `start`, then `stop`."""
+    """All nodes of a replay. Create it inside the running event loop; `start`, then `stop`."""
 
     def __init__(self, config: ReplayConfig) -> None:
         self._config = config
@@ -297,7 +297,7 @@ class ReplayCluster:
 
     @property
     def quiet_spec(self) -> EngineSpec:
-        """Of a worker without noise and of speed 1. Its engine has started."""
+        """The spec of a worker without noise and of speed 1. Its engine must have started."""
         spec = self.workers[0].engine.spec
         options = {k: v for k, v in spec.options.items() if k not in ("noise", "slowdown")}
         return replace_spec(spec, options=options, transfer=None)
@@ -305,7 +305,7 @@ class ReplayCluster:
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Returns when every frontend and router knows every worker's model."""
+        """Start all nodes; returns when every frontend and router knows every worker's model."""
         parts: list[ReplayRouter | ReplayFrontend | ReplayWorker] = [
             *self.routers,
             *self.frontends,
@@ -319,7 +319,7 @@ class ReplayCluster:
         until = loop.time() + _UP_WITHIN
         while not self._up():
             if loop.time() > until:
-                raise RuntimeError(f"the cluster has not come up within {_UP_WITHIN:g} s")
+                raise RuntimeError(f"the cluster was not ready within {_UP_WITHIN:g} s")
             await asyncio.sleep(0.1)
         await asyncio.sleep(_SETTLE)
 
@@ -336,7 +336,7 @@ class ReplayCluster:
         return [r.node for r in self.routers] + [f.node for f in self.frontends]
 
     def leftovers(self) -> list[str]:
-        """What is still counted as under way; nothing, once all requests have ended."""
+        """What is still in flight in the cluster; empty once all requests have ended."""
         found = [
             (f"{len(router.service.core.bookings)} bookings of {router.node.id}")
             for router in self.routers
@@ -345,7 +345,7 @@ class ReplayCluster:
         return found + [left for worker in self.workers if (left := worker.leftovers())]
 
     async def stop(self) -> None:
-        """End every role."""
+        """Stop every node."""
         for frontend in self.frontends:
             await frontend.stop()
         for router in self.routers:
@@ -355,7 +355,7 @@ class ReplayCluster:
 
 
 def router_config(config: ReplayConfig) -> RouterConfig:
-    """Raises `ConfigError` for an option that routers do not have."""
+    """The routers' configuration. Errors: `ConfigError` for an option that routers do not have."""
     known = {field.name: getattr(_DEFAULT, field.name) for field in fields(RouterConfig)}
     values: dict[str, Any] = {}
     for name, text in config.router_options.items():

@@ -1,4 +1,4 @@
-"""How long prompts take on an idle worker with an empty cache: asked of the engine itself."""
+"""Measures how long prompts take on an idle worker with an empty cache, by running the engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_STEPS: Final = 100_000
 
 
 def cold_ttft_by_length(spec: EngineSpec, longest: int) -> Callable[[int], Seconds]:
-    """Time to the first token by prompt length, up to `longest`; `spec` should have no noise."""
+    """Seconds to the first token by prompt length, up to `longest`; `spec` should have no noise."""
     lengths = [_FIRST]
     while lengths[-1] < longest:
         lengths.append(min(longest, int(lengths[-1] * 2 ** (1 / _PER_OCTAVE)) + 1))

@@ -1,4 +1,4 @@
-"""What a replay is told: the cluster, its engines, and what counts as good."""
+"""Configures a replay: the cluster, its engines, and the service level objective."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["ReplayConfig", "ReplaySlo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySlo:
-    """When a request was served well: its first token came within `ttft` + `cold` times what
-    its prompt takes on an idle worker with an empty cache, and its tokens followed each other
-    within `itl` on average."""
+    """The service level objective of a request: its first token comes within `ttft` + `cold` times
+    what its prompt takes on an idle worker with an empty cache, and its mean inter-token latency is
+    at most `itl`."""
 
     ttft: Seconds = 1.0
     cold: float = 2.0
-    """Long prompts may take longer."""
+    """Factor of the prompt's own time, so that long prompts may take longer."""
     itl: Seconds = 0.0
-    """0: any."""
+    """Seconds; 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +75,18 @@ class ReplayConfig:
     max_sequences: int = 256
     max_waiting: int = 65_536
     steps_at_once: int = 32
-    """Decode steps that the engine advances as one while its batch stays as it is. Tokens then come
-    in bursts; first and last ones come when they do."""
+    """Decode steps that the engine simulates as one while its batch stays the same. Tokens then
+    come in bursts; the first and last token of a request are on time."""
     delay: Seconds = 0.0002
-    """One way, between any two nodes."""
+    """Network delay one way, between any two nodes."""
     sample_every: Seconds = 5.0
-    """Between two looks at the workers' load, for plots."""
+    """Interval of samples of the workers' load, for plots."""
     patience: Seconds = 0.0
-    """A request that has not ended after this is given up by its deadline; 0: none is."""
+    """A request's deadline after its arrival; 0: none."""
     slo: ReplaySlo = field(default_factory=ReplaySlo)
 
     def validate(self) -> None:
-        """Raise `ConfigError` for what can never work."""
+        """Errors: `ConfigError` for values that cannot work."""
         if not self.prefill and not self.decode and self.workers < 1:
             raise ConfigError("workers must be at least 1")
         for name in ("routers", "frontends", "block_size", "max_sequences"):
@@ -126,10 +126,10 @@ class ReplayConfig:
 
     @property
     def all_workers(self) -> int:
-        """Of all three kinds."""
+        """Number of workers of all three kinds."""
         return self.workers + self.prefill + self.decode
 
     @property
     def slow_workers(self) -> int:
-        """The last ones."""
+        """Number of slow workers; they are the last ones."""
         return round(self.slow_share * self.all_workers)

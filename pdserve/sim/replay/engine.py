@@ -31,7 +31,7 @@ __all__ = ["TimedEngine"]
 
 
 class TimedEngine(VirtualTimeEngine):
-    """See above."""
+    """A simulated engine that takes as long per step as its timing model says."""
 
     def __init__(self, spec: EngineSpec, fabric: FakeFabric | None = None) -> None:
         super().__init__(spec, pace=0.0, load_time=0.0, fabric=fabric)
@@ -44,7 +44,7 @@ class TimedEngine(VirtualTimeEngine):
         return load_core(spec.engine, self, mover)
 
     def statistics(self) -> EngineStats:
-        """As of the last `Stats` event."""
+        """The core's stats as of the last `Stats` event."""
         return self._stats
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:

@@ -25,10 +25,10 @@ __all__ = ["KvNetwork"]
 
 
 class KvNetwork(FakeFabric):
-    """See above."""
+    """The network for KV between the workers of a replay; a `FakeFabric`."""
 
     def __init__(self, random: Random, *, bandwidth: float, latency: Seconds) -> None:
-        """`bandwidth` in bytes per second; `latency` of each part, besides."""
+        """`bandwidth` in bytes per second; `latency` in seconds, added to each part."""
         super().__init__(random)
         self.token_bytes: Bytes = 0
         """KV of a token."""
@@ -39,7 +39,7 @@ class KvNetwork(FakeFabric):
         """Until when each is busy."""
 
     def carries(self, capabilities: EngineCapabilities) -> None:
-        """Of these engines; before anything moves."""
+        """Set the size of a token's KV, from the engines' capabilities; before any transfer."""
         self.token_bytes = capabilities.block_bytes // capabilities.block_size
 
     def takes(self, pair: FakeQueuePair, size: Bytes) -> Seconds:

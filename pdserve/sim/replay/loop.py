@@ -25,7 +25,7 @@ _RESOLUTION: Final[Seconds] = 1e-9
 
 
 class ReplayLoop(VirtualTimeLoop):
-    """See above."""
+    """The event loop of a replay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ReplayLoop(VirtualTimeLoop):
         self.set_exception_handler(self._note_problem)
 
     def jump(self, seconds: Seconds) -> None:
-        """Time goes on by this, and a little more."""
+        """Advance the clock by at least this many seconds."""
         if seconds > 0:
             self._advance(seconds + 2 * _RESOLUTION)
 

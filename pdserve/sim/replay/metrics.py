@@ -32,18 +32,19 @@ __all__ = [
 ]
 
 BUCKETS: Final = (512, 2048, 8192, 32768)
-"""Upper ends of the uncached lengths by which predictions are judged; then all longer ones."""
+"""Upper ends of the buckets of uncached prompt tokens by which predictions are judged; the last
+bucket has no end."""
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of ascending values; 0 without any."""
+    """Nearest-rank quantile of ascending values; 0 without any."""
     if not ordered:
         return 0.0
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Mean and quantiles."""
+    """Mean and quantiles of values."""
     ordered = sorted(values)
     mean = sum(ordered) / len(ordered) if ordered else 0.0
     return {
@@ -53,7 +54,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def weighted_spread(pairs: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """Mean and quantiles of values that each occur so often."""
+    """Mean and quantiles of values with counts."""
     ordered = sorted(pairs)
     total = sum(times for _, times in ordered)
     mean = sum(value * times for value, times in ordered) / total if total else 0.0
@@ -67,13 +68,13 @@ def weighted_spread(pairs: Sequence[tuple[float, int]]) -> dict[str, float]:
 
 
 def jain(values: Sequence[float]) -> float:
-    """Jain's index: 1 if all are equal, 1/n if one has all."""
+    """Jain's fairness index: 1 if all are equal, 1/n if one has everything."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def meets_slo(record: ReplayRecord, slo: ReplaySlo, cold: Callable[[int], Seconds]) -> bool:
-    """Whether it was served as the objective says; `cold`: see `ReplaySlo`."""
+    """True if the request met the objective; `cold`: see `ReplaySlo`."""
     if not record.completed:
         return False
     if record.ttft > slo.ttft + slo.cold * cold(record.prompt_tokens):
@@ -87,7 +88,7 @@ def summary(
     cold: Callable[[int], Seconds],
     workers: Mapping[str, WorkerMode],
 ) -> dict[str, Any]:
-    """All of it; `workers`: every one there is."""
+    """All metrics of a replay; `workers` are all workers there were."""
     done = [record for record in records if record.completed]
     outcomes = Counter(record.outcome for record in records)
     begin = min((record.arrival for record in records), default=0.0)
@@ -120,8 +121,8 @@ def summary(
 
 
 def balance(done: Iterable[ReplayRecord], workers: Mapping[str, WorkerMode]) -> float:
-    """Jain's index of the prompt tokens that workers have computed. Workers of one mode are
-    compared with each other; each mode counts by what it has computed."""
+    """Jain's index of the prompt tokens that workers have computed. Workers are compared within
+    their mode; each mode counts by the tokens it has computed."""
     computed: dict[str, float] = dict.fromkeys(workers, 0.0)
     for record in done:
         uncached = record.prompt_tokens - record.cached_tokens
@@ -138,7 +139,7 @@ def balance(done: Iterable[ReplayRecord], workers: Mapping[str, WorkerMode]) -> 
 
 
 def prefills(done: Sequence[ReplayRecord]) -> dict[str, Any]:
-    """Where prompts were prefilled, of those whose workers had a choice."""
+    """Number of prompts by where they were prefilled, of those whose workers had a choice."""
     chosen = [record for record in done if record.prefill]
     counts = Counter((record.prefill, record.prefill_reason) for record in chosen)
     remote = sum(record.prefill == "remote" for record in chosen)
@@ -151,7 +152,7 @@ def prefills(done: Sequence[ReplayRecord]) -> dict[str, Any]:
 
 
 def errors_by_bucket(records: Iterable[ReplayRecord]) -> dict[str, dict[str, float]]:
-    """Predicted over actual time from arrival to the first token, by uncached length."""
+    """Predicted over actual time from arrival to the first token, by uncached prompt tokens."""
     found: dict[str, list[tuple[float, float]]] = {}
     for record in records:
         if record.predicted >= 0 and record.first >= 0:

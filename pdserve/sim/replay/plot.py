@@ -20,7 +20,7 @@ _WINDOWS: Final = 60
 
 
 def check_library() -> None:
-    """Raises `ConfigError` with the remedy."""
+    """Errors: `ConfigError`, with the remedy, if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401  only whether it is there
     except ImportError:
@@ -30,7 +30,7 @@ def check_library() -> None:
 
 
 def draw(result: ReplayResult, path: Path, title: str) -> None:
-    """Write a PNG. Raises `ConfigError` if it cannot be written."""
+    """Write a PNG. Errors: `ConfigError` if it cannot be written."""
     check_library()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def _hits(axes: Any, records: Sequence[ReplayRecord]) -> None:
 
 
 def hit_rates(records: Sequence[ReplayRecord]) -> Iterator[tuple[Seconds, float]]:
-    """(moment, share of the prompt tokens that came from a cache), by arrival in equal windows."""
+    """(time, share of prompt tokens that came from a cache), by arrival in equal windows."""
     done = [record for record in records if record.completed]
     width = max((record.arrival for record in done), default=0.0) / _WINDOWS or 1.0
     prompt, cached = [0] * (_WINDOWS + 1), [0] * (_WINDOWS + 1)

@@ -32,13 +32,13 @@ OUTCOMES: Final = (
     "failed",
     "not asked",
 )
-"""Each request of a trace ends in exactly one. `not asked`: the one that it follows did not end
-well, so there is nothing to follow."""
+"""Each request of a trace has exactly one. `not asked`: it follows a request that did not complete,
+so it could not be sent."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReplayRecord:
-    """One request; moments are seconds since the trace's begin, -1: never."""
+    """One request; times are seconds since the trace's beginning, -1: never."""
 
     number: int
     arrival: Seconds
@@ -47,7 +47,7 @@ class ReplayRecord:
     session: str = ""
     tenant: str = ""
     routed: Seconds = -1.0
-    """A worker has taken it."""
+    """When a worker accepted it."""
     first: Seconds = -1.0
     end: Seconds = -1.0
     worker: str = ""
@@ -55,26 +55,26 @@ class ReplayRecord:
     cached_tokens: int = 0
     output_tokens: int = 0
     queue_seconds: Seconds = 0.0
-    """In the engine, before anything was computed for it."""
+    """Seconds in the engine before anything was computed for it."""
     prefill_seconds: Seconds = 0.0
     predicted: Seconds = -1.0
-    """Time to its first token, as `ttft`; -1: no prediction."""
+    """Predicted time to first token, from arrival as `ttft`; -1: no prediction."""
     held: Seconds = 0.0
-    """By the router, before it answered."""
+    """Seconds that the router held it."""
     preemptions: int = 0
     prefill: str = ""
     """`remote` or `local`: where its prompt was prefilled; empty: its worker had no choice."""
     prefill_worker: str = ""
     prefill_reason: str = ""
     received_tokens: int = 0
-    """Of its prompt, those whose KV came from the prefill worker."""
+    """Prompt tokens whose KV came from the prefill worker."""
     outcome: str = ""
     reason: str = ""
     last: Seconds = -1.0
-    """When tokens came last."""
+    """When tokens last came."""
     gaps: array[float] = field(default_factory=lambda: array("d"))
-    """Between tokens: how long, how often, and so on in turn. What the engine has advanced at once
-    came evenly: it does so only while nothing disturbs its steps."""
+    """Times between tokens: duration, count, duration, count, … Tokens of steps that the engine
+    simulated as one count as evenly spaced, because nothing disturbs such steps."""
 
     @property
     def completed(self) -> bool:
@@ -82,32 +82,32 @@ class ReplayRecord:
 
     @property
     def ttft(self) -> Seconds:
-        """From arrival to the first token; -1: there was none."""
+        """Seconds from arrival to the first token; -1: there was none."""
         return -1.0 if self.first < 0 else self.first - self.arrival
 
     @property
     def itl(self) -> Seconds:
-        """Mean time between its tokens; -1 with fewer than two. A mean, because several tokens may
-        come at once."""
+        """Mean seconds between its tokens; -1 with fewer than two. A mean, because several tokens
+        may come at once."""
         if self.output_tokens < 2 or self.end < 0:
             return -1.0
         return (self.end - self.first) / (self.output_tokens - 1)
 
     @property
     def steps(self) -> list[tuple[Seconds, int]]:
-        """Times between its tokens, each with how often it was so."""
+        """Times between its tokens, each with its count."""
         return [
             (gap, int(times)) for gap, times in zip(self.gaps[::2], self.gaps[1::2], strict=True)
         ]
 
     def plain(self) -> dict[str, Any]:
-        """For JSON: without what is long."""
+        """The record for JSON, without its long fields."""
         made = asdict(self)
         del made["gaps"], made["last"]
         return made
 
     def take(self, delta: TokenDelta, at: Seconds) -> None:
-        """Tokens have come."""
+        """Note that tokens have come."""
         if delta.started is not None and delta.started.prefill:
             self._prefilled(delta.started)
         if delta.tokens:
@@ -135,7 +135,7 @@ class ReplayRecord:
 
 
 def outcome_of(error: PdserveError) -> str:
-    """How a request ended that ended in `error`."""
+    """The outcome of a request that ended with `error`."""
     kinds: tuple[tuple[type[PdserveError] | tuple[type[PdserveError], ...], str], ...] = (
         (Overloaded, "rejected"),
         (DeadlineExceeded, "deadline"),

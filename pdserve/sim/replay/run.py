@@ -38,22 +38,22 @@ _DIGITS: Final = 6
 
 
 class ReplayFailed(RuntimeError):
-    """Production code raised what nobody caught, or lost count: a bug."""
+    """Production code raised an unhandled exception, or its counts do not add up: a bug."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What came of it."""
+    """The result of a replay."""
 
     records: list[ReplayRecord]
     summary: dict[str, Any]
     workers: list[dict[str, Any]]
-    """Each one's counters at the end."""
+    """Each worker's counters at the end."""
     load: list[tuple[float, list[int]]]
-    """(seconds, sequences that each worker had)."""
+    """Samples of (seconds, sequences at each worker)."""
 
     def plain(self, *, requests: bool = True) -> dict[str, Any]:
-        """For JSON: numbers rounded to microseconds."""
+        """The result for JSON, with numbers rounded to microseconds."""
         made: dict[str, Any] = {
             "version": pdserve.__version__,
             "summary": self.summary,
@@ -71,10 +71,10 @@ def replay(
     trace: Iterator[TraceRequest],
     on_end: Callable[[ReplayRecord, Seconds], None] = lambda record, now: None,
 ) -> ReplayResult:
-    """Run it; `on_end` hears of each request that has ended, and when.
+    """Run a replay; `on_end` is called with each request that ends, and the time.
 
-    Raises `ConfigError` for what can never work, `ReplayFailed` as soon as a callback has raised
-    an exception, and what reading the trace raises.
+    Errors: `ConfigError` for values that cannot work, `ReplayFailed` as soon as a callback has
+    raised an exception, and what reading the trace raises.
     """
     config.validate()
     loop = ReplayLoop()
@@ -140,7 +140,9 @@ async def _run(
     moved = _moved(cluster)
     await cluster.stop()
     if left:
-        raise ReplayFailed(f"when all requests had ended there were still {', '.join(left)}")
+        raise ReplayFailed(
+            f"all requests have ended, but these are still in flight: {', '.join(left)}"
+        )
     longest = max((r.prompt_tokens for r in callers.records if r.completed), default=1)
     cold = cold_ttft_by_length(cluster.quiet_spec, longest)
     modes: dict[str, WorkerMode] = {worker.node.id: worker.mode for worker in cluster.workers}

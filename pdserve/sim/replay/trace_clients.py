@@ -35,7 +35,7 @@ _NAMES_ID: Final = hash_secret_id(HASH_SECRET_TEST)
 
 
 class TraceClients:
-    """All callers of one replay."""
+    """The clients of one replay."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class TraceClients:
         """By request under way that others may follow: only for traces with conversations."""
 
     def now(self) -> Seconds:
-        """Since the trace's begin."""
+        """Seconds since the trace's beginning."""
         return self._loop.time() - self._begin
 
     async def run(self) -> None:
-        """Until the last request has ended."""
+        """Send all requests; returns when the last one has ended."""
         self._next()
         await self._over
 
@@ -169,7 +169,7 @@ class TraceClients:
     # ------------------------------------------------------------------ the end
 
     def ended(self, caller: _Caller, outcome: str) -> None:
-        """For callers: nothing more comes of it."""
+        """A client's request has ended."""
         said = None
         if outcome == "completed" and caller.answer is not None:
             said = caller.prompt + caller.answer

@@ -34,14 +34,14 @@ _EVER: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """What all families have."""
+    """Base of all families."""
 
     kind: ClassVar[str] = ""
     seed: int = 0
     requests: int = 1000
     rate: float = 2.0
-    """Requests per second, conversations or programs per second for the families that have them:
-    arrivals are Poisson's."""
+    """Requests per second, or conversations or programs per second for the families that have them;
+    arrivals are a Poisson process."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -60,11 +60,11 @@ class Generator:
 
 @dataclass(frozen=True, slots=True)
 class Unique(Generator):
-    """No prefixes at all."""
+    """Prompts without common prefixes."""
 
     kind: ClassVar[str] = "unique"
     input: int = 2000
-    """Mean; lengths are exponential."""
+    """Mean prompt length in tokens; lengths are exponential."""
     output: int = 200
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -77,7 +77,7 @@ class Unique(Generator):
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix(Generator):
-    """Each prompt: its group's prefix, then a question of its own."""
+    """Prompts of a group's prefix and a question of their own."""
 
     kind: ClassVar[str] = "shared-prefix"
     groups: int = 150
@@ -96,18 +96,18 @@ class SharedPrefix(Generator):
 
 @dataclass(frozen=True, slots=True)
 class MultiTurn(Generator):
-    """`rate` is of conversations."""
+    """Conversations; `rate` counts conversations."""
 
     kind: ClassVar[str] = "multi-turn"
     rate: float = 0.5
     turns: int = 6
-    """Mean; geometric."""
+    """Mean number of turns; geometric."""
     system: int = 1000
-    """Shared by all conversations."""
+    """Tokens of the system prompt, shared by all conversations."""
     question: int = 300
     output: int = 250
     pause: Seconds = 10.0
-    """Mean between an answer and the next question."""
+    """Mean seconds between an answer and the next question."""
 
     def __iter__(self) -> Iterator[TraceRequest]:
         random, at, number = self._random(), 0.0, 0
@@ -127,24 +127,24 @@ class MultiTurn(Generator):
 
 @dataclass(frozen=True, slots=True)
 class Agentic(Generator):
-    """`rate` is of programs."""
+    """Agent programs; `rate` counts programs."""
 
     kind: ClassVar[str] = "agentic"
     rate: float = 0.2
     steps: int = 10
-    """Mean, geometric."""
+    """Mean number of steps; geometric."""
     fan_out: int = 3
-    """Calls at once, where a step has several: all of them continue the step before, one is
+    """Number of calls of a step that has several: all continue the step before, and one of them is
     continued."""
     fans: float = 0.2
-    """Share of the steps that have several."""
+    """Share of the steps that have several calls."""
     system: int = 3000
     context: int = 6000
-    """Mean, of each program's own."""
+    """Mean tokens of each program's own context."""
     step_input: int = 1500
     output: int = 400
     pause: Seconds = 5.0
-    """Mean time of a tool."""
+    """Mean seconds of a tool call."""
 
     def __iter__(self) -> Iterator[TraceRequest]:
         random, at, number = self._random(), 0.0, 0
@@ -176,7 +176,7 @@ KINDS: Final[Mapping[str, type[Generator]]] = {
 
 
 def generator(kind: str, options: Mapping[str, str], *, seed: int = 0) -> Generator:
-    """The family `kind`, with options as text. Raises `ConfigError`."""
+    """The family `kind`, with options as text. Errors: `ConfigError`."""
     made = KINDS.get(kind)
     if made is None:
         close = difflib.get_close_matches(kind, KINDS, n=1)

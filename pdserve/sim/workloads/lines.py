@@ -18,7 +18,7 @@ _MOST = 4 << 20
 
 
 def read_lines(path: Path, what: str = "the trace") -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, line), empty ones left out. `what` names the file in errors.
+    """Yield (line number from 1, line), without empty lines. `what` names the file in errors.
 
     Errors: `ConfigError`.
     """
@@ -36,5 +36,5 @@ def read_lines(path: Path, what: str = "the trace") -> Iterator[tuple[int, bytes
 
 
 def bad_line(path: Path, number: int, what: str) -> ConfigError:
-    """An error that says where it is."""
+    """An error that names the file and the line."""
     return ConfigError(f"{path}, line {number}: {readable(what, 500)}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK", "MooncakeTrace"]
 
 BLOCK: Final = 512
-"""Tokens that an id stands for."""
+"""Tokens per id."""
 _OWN: Final = 1 << 29
 """Contents of prompts without ids: above the ids of the known traces, below what `tokens_of` tells
 apart."""

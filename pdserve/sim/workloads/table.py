@@ -51,7 +51,7 @@ _EXAMPLE: Final = "--columns at=NAME,input=NAME,output=NAME"
 
 
 def columns_of(text: str) -> Columns:
-    """Of `at=NAME,input=NAME,output=NAME`; `at_ms` for times in milliseconds.
+    """Parse `at=NAME,input=NAME,output=NAME`; `at_ms` for times in milliseconds.
 
     Errors: `ConfigError`.
     """
@@ -69,7 +69,7 @@ def columns_of(text: str) -> Columns:
 
 
 def known_columns(header: Sequence[str]) -> Columns | None:
-    """The columns of a header whose names are known."""
+    """The columns of a header with well-known names."""
     return next((one for one in _KNOWN if set(_names(one)) <= set(header)), None)
 
 
@@ -81,7 +81,7 @@ class TableTrace:
     """The requests of a file, read anew by each iteration."""
 
     def __init__(self, path: Path, columns: Columns | None = None) -> None:
-        """`columns`: None for a header whose names are known."""
+        """`columns`: None for a header with well-known names."""
         self._path = path
         self._columns = columns
 

@@ -28,7 +28,7 @@ def open_trace(path: Path, columns: str = "") -> Iterable[TraceRequest]:
     """The requests of `path`; a bad line raises when it is read.
 
     Args: `columns` names the columns of a table, see `columns_of`.
-    Errors: `ConfigError` for a file that is no trace.
+    Errors: `ConfigError` for a file that is not a trace.
     """
     named = columns_of(columns) if columns else None
     _, first = next(read_lines(path), (0, b""))

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["VOCABULARY", "PromptPiece", "TraceRequest", "length_of", "tokens_of"]
 
 PromptPiece = tuple[int, int]
-"""(content, tokens)."""
+"""(content id, tokens)."""
 
 VOCABULARY: Final = 32_000
-"""Token ids of prompts are below this, which every model has."""
+"""Token ids of prompts are below this; every model has them."""
 _FIRST: Final = 16
 """Ids below are special in many vocabularies."""
 _SPAN: Final = VOCABULARY - _FIRST
@@ -30,39 +30,42 @@ _SPAN: Final = VOCABULARY - _FIRST
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Asked at `at`, or `pause` after the end of `after`."""
+    """One request, sent at `at`, or `pause` seconds after the end of request `after`."""
 
     number: int
-    """Its place in the trace, from 0; never one that came before."""
+    """Its index in the trace, from 0."""
     at: Seconds
-    """Since the trace's begin. Of a request that follows another: when its conversation began."""
+    """Seconds since the trace's beginning. For a request that follows another: when its
+    conversation began."""
     pieces: tuple[PromptPiece, ...]
-    """Of one that follows another: what comes after that one's prompt and its answer."""
+    """The prompt. For a request that follows another: what comes after that one's prompt and
+    answer."""
     output_tokens: int
     session: str = ""
-    """Requests of one conversation or agent; empty: unknown."""
+    """Id of its conversation or agent; empty: unknown."""
     after: int | None = None
-    """The request whose prompt and answer this one's prompt begins with."""
+    """The request whose prompt and answer begin this one's prompt."""
     pause: Seconds = 0.0
-    """From the other's end: somebody reads, a tool works."""
+    """Seconds after the other's end: a user reads, a tool works."""
     tenant: str = ""
-    """Who asks; empty: nobody in particular."""
+    """Who sends it; empty: unknown."""
     weight: float = 1.0
-    """The tenant's share."""
+    """The tenant's weight."""
     priority: int = 0
     frontend: int | None = None
-    """Where it is asked; None: at each in turn."""
+    """Index of the frontend to send it to; None: each in turn."""
     slo_ttft: Seconds | None = None
-    """By when its client says that it needs the first token; None: it says nothing."""
+    """Seconds within which its client wants the first token; None: no limit."""
 
 
 def length_of(pieces: Iterable[PromptPiece]) -> int:
-    """Tokens."""
+    """Number of tokens."""
     return sum(count for _, count in pieces)
 
 
 def tokens_of(pieces: Iterable[PromptPiece]) -> list[int]:
-    """The prompt. Two contents below `_SPAN` squared, about a billion, never give the same."""
+    """The prompt's token ids. Two content ids below `_SPAN` squared, about a billion, never give
+    the same tokens."""
     tokens: list[int] = []
     for content, count in pieces:
         high, low = divmod(content, _SPAN)

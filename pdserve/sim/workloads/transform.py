@@ -25,19 +25,20 @@ __all__ = ["TraceTransform", "transform_trace"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceTransform:
-    """How a trace is replayed."""
+    """How a trace is changed before its replay."""
 
     begin: float = 0.0
     end: float = 1.0
-    """The part that is asked, in fractions of the trace's time."""
+    """End of the part that is replayed; it and `begin` are fractions of the trace's time."""
     jitter: Seconds = 0.0
-    """Each arrival is put off by up to this: for timestamps that are multiples of it."""
+    """Each arrival is delayed by up to this many seconds: for timestamps that are multiples of
+    it."""
     speed: float = 1.0
-    """Time between arrivals is divided by it; nothing else is."""
+    """Divides the times between arrivals, and nothing else."""
     limit: int = 0
-    """Requests at most; 0: all."""
+    """Most requests; 0: all."""
     seed: int = 0
-    """Of the jitter."""
+    """Seed of the jitter."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError`."""
@@ -54,7 +55,8 @@ class TraceTransform:
 
 
 def transform_trace(trace: Iterable[TraceRequest], shape: TraceTransform) -> Iterator[TraceRequest]:
-    """In order of arrival, from 0; `trace` is read twice if a part of it is wanted."""
+    """Yield the requests in order of arrival, from time 0; reads `trace` twice if only a part of it
+    is wanted."""
     begin, end = 0.0, float("inf")
     if (shape.begin, shape.end) != (0.0, 1.0):
         last = max((request.at for request in trace), default=0.0)
