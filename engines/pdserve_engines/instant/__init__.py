@@ -1,6 +1,7 @@
-"""The instant engine (`--engine=instant`): tokens at once, without a model, to measure all else.
+"""The instant engine (`--engine=instant`): tokens at once, without a model, to measure everything
+else.
 
-`core` tells which request fields it honours, `settings` which options it has.
+`core` says which request fields it honours, `settings` which options it has.
 """
 
 from __future__ import annotations
@@ -12,5 +13,5 @@ __all__ = ["InstantCore", "create"]
 
 
 def create() -> InstantCore:
-    """The factory behind the entry point; the core schedules for itself."""
+    """The entry point's factory; the core schedules by itself."""
     return InstantCore(SystemClock())

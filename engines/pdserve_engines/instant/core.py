@@ -1,16 +1,16 @@
-"""Implements the instant core: all tokens are known in advance; a step only returns those due.
+"""Implements the instant core: all tokens are known in advance, and a step returns those due.
 
 It honours lengths, stop ids, end-of-sequence ids, `min_tokens`, several choices, output given with
 the request, aborts and deadlines. Output token k of every choice is entry k of a cycle of ordinary
 words. Logprobs are made up: -0.25 for the token, one less for each alternative, which are the next
 tokens of the cycle. Sampling parameters change nothing; there is no KV and no queue.
 
-Unpaced, streams advance together and a step fills one frame with some hundreds of deltas of one
+Unpaced, streams advance together, and a step fills one frame with some hundreds of deltas of one
 token each. Paced (`tokens_per_second`, `ttft_ms`), every token of every stream has a due time of
-its own, and a step takes what is due; streams are staggered, so that tokens become due singly.
-A core that falls behind catches up: no token is dropped, the times shift.
+its own, and a step returns what is due; streams are staggered, so that tokens become due singly. A
+core that falls behind catches up: no token is dropped, the times shift.
 
-The host owns it, like any `Core`; commands, deadlines and statistics are the kit's.
+The `CoreLoop` owns it, like any `Core`; the kit handles commands, deadlines and stats.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ _BATCH = 512
 """Deltas of an unpaced step: enough to make the cost of a frame small against its content."""
 
 _BATCH_DUE = 8 * _BATCH
-"""Deltas of a paced step at most: a core that has fallen behind catches up in such portions."""
+"""Most deltas of a paced step; a core that has fallen behind catches up in steps of this size."""
 
 _WORK = 1e-6
-"""Seconds that a prompt costs: next to nothing, which routers are to learn like anything else."""
+"""Reported compute seconds of a prompt: nearly none, but routers learn it like any other."""
 
 _GOLDEN = 0.6180339887498949
-"""Multiples of it, modulo 1, spread evenly however many there are."""
+"""Its multiples modulo 1 are spread evenly, however many there are."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One choice."""
+    """Output of one choice."""
 
     handle: int
     choice: int
     position: int
-    """Output tokens so far."""
+    """Number of output tokens so far."""
     end: int
-    """Output tokens at its end."""
+    """Number of output tokens at its end."""
     reason: FinishReason
     stop_reason: int | None
     request: GenerateRequest
     submitted: Seconds
     started: Seconds | None = None
     plain: bool = False
-    """The next delta carries only a token: it is not the first one and has no logprobs."""
+    """Whether the next delta carries only a token: it is not the first one and has no logprobs."""
     dead: bool = False
     """Aborted; the stream stays in its queue until its turn."""
 
@@ -85,14 +85,15 @@ class InstantCore(SelfSchedulingCore):
         self._streams: dict[int, list[_Stream]] = {}
         """Handle -> streams that have not ended."""
         self._ready: deque[_Stream] = deque()
-        """Unpaced streams, in turn."""
+        """Unpaced streams, in the order of their turns."""
         self._due: list[tuple[Seconds, int, _Stream]] = []
-        """Heap of paced streams, and of all before their first token; the number breaks ties."""
+        """Heap of paced streams, and of all streams before their first token; the number breaks
+        ties."""
         self._number = 0
         self._dead = 0
 
     def sibling(self) -> InstantCore:
-        """Returns a core for another worker of this process; there are no weights to share."""
+        """Return a core for another worker of this process; there are no weights to share."""
         return InstantCore(self.clock)
 
     def open(
@@ -150,7 +151,7 @@ class InstantCore(SelfSchedulingCore):
             self._sweep()
 
     def _sweep(self) -> None:
-        """Dead streams leave the queues at their turn; sooner if they are the majority."""
+        """Remove the dead streams once they are the majority; otherwise each leaves at its turn."""
         self._ready = deque(stream for stream in self._ready if not stream.dead)
         self._due = [entry for entry in self._due if not entry[2].dead]
         heapify(self._due)
@@ -160,11 +161,11 @@ class InstantCore(SelfSchedulingCore):
 
     @property
     def busy(self) -> bool:
-        """Unpaced streams run."""
+        """Whether unpaced streams run."""
         return bool(self._ready)
 
     def next_due(self) -> Seconds | None:
-        """When the next paced token is due."""
+        """Time at which the next paced token is due."""
         return self._due[0][0] if self._due else None
 
     def advance(self, now: Seconds) -> None:
@@ -203,7 +204,7 @@ class InstantCore(SelfSchedulingCore):
                 heappop(queue)
 
     def _emit(self, stream: _Stream, now: Seconds) -> bool:
-        """One token; True if more will follow."""
+        """Emit one token; True if more will follow."""
         position = stream.position
         stream.position = position + 1
         more = position + 1 < stream.end
@@ -215,7 +216,7 @@ class InstantCore(SelfSchedulingCore):
         return more
 
     def _full_delta(self, stream: _Stream, position: int, now: Seconds, more: bool) -> TokenDelta:
-        """A delta with whatever the first, the last or a logged token carries besides."""
+        """A delta with the records of a first or last token, and its logprobs."""
         sampling = stream.request.sampling
         prompt_logprobs = started = None
         if stream.started is None:
@@ -235,7 +236,7 @@ class InstantCore(SelfSchedulingCore):
         )
 
     def _logprob(self, token: int, position: int, top: int) -> TokenLogprob:
-        """Made up; `top` alternatives, the token itself first."""
+        """A made-up logprob with `top` alternatives, the token itself first."""
         cycle = self._cycle
         others = [cycle[(position + i) % len(cycle)] for i in range(1, top)]
         ranked = [token, *others][:top]
@@ -256,7 +257,7 @@ class InstantCore(SelfSchedulingCore):
         )
 
     def shutdown(self) -> int:
-        """Nothing is held but the queues."""
+        """Clear the queues; there are no blocks to leak."""
         self._sweep()
         return 0
 
@@ -264,7 +265,8 @@ class InstantCore(SelfSchedulingCore):
 def _plan_end(
     sampling: SamplingParams, given: list[int], cycle: tuple[int, ...], room: int
 ) -> tuple[int, FinishReason, int | None]:
-    """(output tokens at the end, reason, stop token id): tokens repeat, so one round tells."""
+    """(output tokens at the end, reason, stop token id). Tokens repeat, so one cycle is enough to
+    look at."""
     limit = min(sampling.max_tokens, room)
     eos = () if sampling.ignore_eos else sampling.eos_token_ids
     first = max(len(given) - 1, 0)

@@ -1,4 +1,4 @@
-"""Resolves the instant engine's options, and the little it reads of a model.
+"""Resolves the instant engine's options and reads what it needs of a model.
 
 Only `config.json` and `tokenizer.json` are opened, no weights.
 """
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _CYCLE = 64
-"""How many different tokens an output consists of."""
+"""Number of different tokens in an output."""
 
 _WORD_MARKS = ("\u0120", "\u2581", "##")  # a leading space as GPT-2 and SentencePiece write it
 
@@ -46,7 +46,7 @@ class InstantOptions:
 
 @dataclass(frozen=True, slots=True)
 class InstantVocabulary:
-    """What outputs are made of, and how long they may become."""
+    """The tokens of outputs, and how long sequences may become."""
 
     tokens: tuple[TokenId, ...]
     vocab_size: int
@@ -56,19 +56,20 @@ class InstantVocabulary:
 
     @property
     def limits(self) -> ModelLimits:
-        """The part that the engine's capabilities repeat."""
+        """The part that goes into the engine's capabilities."""
         return ModelLimits(self.model_type, self.vocab_size, self.max_model_len, self.eos_token_ids)
 
 
 def parse_options(options: Mapping[str, str]) -> InstantOptions:
-    """Raises `ConfigError` for unknown names and values that are no numbers."""
+    """Parse the engine's options. Raises `ConfigError` for an unknown name or a value that is no
+    number."""
     check_options("instant", options, ("tokens_per_second", "ttft_ms", "tokens"))
     try:
         rate = float(options.get("tokens_per_second", "0"))
         ttft = float(options.get("ttft_ms", "0")) / 1000
         tokens = tuple(int(part) for part in options.get("tokens", "").split(",") if part)
     except ValueError as error:
-        raise ConfigError(f"an option of the instant engine is no number: {error}") from error
+        raise ConfigError(f"an option of the instant engine is not a number: {error}") from error
     if not (0 <= rate < float("inf") and 0 <= ttft < float("inf")):
         raise ConfigError("tokens_per_second and ttft_ms must be finite and not negative")
     return InstantOptions(rate, ttft, tokens)
@@ -77,13 +78,13 @@ def parse_options(options: Mapping[str, str]) -> InstantOptions:
 def read_vocabulary(
     spec: EngineSpec, options: InstantOptions, *, longer: str = ""
 ) -> InstantVocabulary:
-    """Read the model's directory. Raises `ConfigError` naming the file that does not serve;
-    `longer` says how there may be longer sequences all the same."""
+    """Read the model's directory. Raises `ConfigError`, which names the unusable file; `longer`
+    says how to allow longer sequences."""
     limits = read_model_limits(spec, longer=longer)
     tokens = options.tokens or _from_tokenizer(Path(spec.model) / "tokenizer.json")
     vocab_size = limits.vocab_size or max(tokens) + 1
     if not all(0 <= token < vocab_size for token in tokens):
-        raise ConfigError(f"the instant engine's tokens lie outside the vocabulary ({vocab_size})")
+        raise ConfigError(f"the instant engine's tokens are outside the vocabulary ({vocab_size})")
     return InstantVocabulary(
         tokens=tokens,
         vocab_size=vocab_size,
@@ -95,7 +96,7 @@ def read_vocabulary(
 
 def ordinary_ids(tokenizer: Mapping[str, Any]) -> tuple[TokenId, ...]:
     """Up to 64 ids of plain words in the content of a `tokenizer.json`, spread over the vocabulary;
-    letters where there are no words. Empty if there are none either."""
+    letters if there are no words. Empty if there is neither."""
     added = {entry["id"] for entry in tokenizer.get("added_tokens", ())}
     vocab = tokenizer.get("model", {}).get("vocab", {})
     pairs: Iterable[tuple[str, int]] = (

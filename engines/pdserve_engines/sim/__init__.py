@@ -1,7 +1,7 @@
 """The sim engine (`--engine=sim`): pdserve's scheduler and KV pool, with a timing model.
 
 `settings` has its options, `perf_model.step_time` the workers it can simulate; docs/simulation.md
-tells what it is good for.
+says what it is good for.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ __all__ = ["SimCore", "SimExecutor", "create"]
 
 
 def create() -> SimExecutor:
-    """The factory behind the entry point; it brings a core of its own."""
+    """The entry point's factory; the executor brings a core of its own."""
     return SimExecutor()

@@ -1,9 +1,9 @@
 """Simulates the content of KV blocks, so that a wrong block changes the sim engine's output.
 
-`DigestContent` keeps bytes: each token writes an entry to its block that depends on the entry
-before, as attention does. When a sequence is activated (admitted, resumed, forked), all entries of
-its blocks are read and digested; each step reads the last entry and one earlier block again. So a
-block that is lost, stale, mixed up or overwritten changes the output. `NoContent` keeps none, for
+`DigestContent` keeps bytes. Each token writes an entry to its block that depends on the entry
+before, as attention does. When a sequence becomes active (admitted, resumed, forked), all entries
+of its blocks are read and digested; each step reads the last entry and one earlier block again. So
+a block that is lost, stale, mixed up or overwritten changes the output. `NoContent` keeps none, for
 replays of long prompts: tokens follow from a few prompt tokens. The executor owns one of the two.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["BlockContent", "DigestContent", "NoContent"]
 
 
 class BlockContent(Protocol):
-    """The block content of one pool."""
+    """Simulated content of one pool's blocks."""
 
     @property
     def memory(self) -> BlockMemory:
@@ -51,15 +51,16 @@ class BlockContent(Protocol):
         ...
 
     def next_token(self, sequence: Sequence) -> TokenId:
-        """After all tokens of a sequence have been written."""
+        """The next token, after all tokens of a sequence have been written."""
         ...
 
     def vector(self, sequence: Sequence) -> bytes:
-        """The vector of a prompt that has been written completely (`Finish.embedding`)."""
+        """The embedding of a prompt that has been written completely (`Finish.embedding`)."""
         ...
 
     def foreseen(self, sequence: Sequence, steps: int) -> list[TokenId]:
-        """The next tokens, as many as are wanted, up to a stop id; empty if nobody can know."""
+        """The next `steps` tokens, or fewer up to a stop id; empty if they cannot be known in
+        advance."""
         ...
 
     def release(self, sequence: Sequence) -> None:
@@ -72,7 +73,7 @@ class BlockContent(Protocol):
 
 
 class NoContent:
-    """Blocks without bytes, but for a few per token that stand for them when blocks are moved."""
+    """Blocks without content; a few bytes per token stand for it when blocks are transferred."""
 
     def __init__(self, words: tuple[TokenId, ...], num_blocks: int, block_size: int) -> None:
         self._shape = (num_blocks, (2, block_size))
@@ -83,7 +84,7 @@ class NoContent:
 
     @property
     def memory(self) -> BlockMemory:
-        """Made when it is asked for."""
+        """Storage that is allocated at the first call."""
         if self._memory is None:
             self._memory = BlockMemory(*self._shape)
         return self._memory
@@ -148,12 +149,12 @@ class _Digest:
 
 
 class DigestContent:
-    """Blocks with bytes, in memory that could be exported."""
+    """Blocks with content, in memory that can be exported to peers."""
 
     def __init__(self, words: tuple[TokenId, ...], num_blocks: int, block_size: int) -> None:
         self.memory = BlockMemory(num_blocks, (block_size, ENTRY_BYTES))
         self.mismatches = 0
-        """Blocks that were not any more what they had been."""
+        """Number of blocks whose content had changed when it was checked."""
         self._words = words
         self._size = block_size
         self._active: dict[SequenceKey, _Digest] = {}
@@ -175,7 +176,8 @@ class DigestContent:
         digest.position = chunk.start + chunk.count
 
     def _activated(self, sequence: Sequence, start: int) -> _Digest:
-        """The sequence's digest of all before `start`; of a new one the blocks are read."""
+        """The sequence's digest of everything before `start`; a new one is computed from its
+        blocks."""
         key = (sequence.handle, sequence.choice)
         digest = self._active.get(key)
         if digest is None or digest.position != start:
@@ -208,7 +210,8 @@ class DigestContent:
         return vector_of(digest.state.digest(), sequence.request.pooling)
 
     def _recheck(self, sequence: Sequence, digest: _Digest) -> None:
-        """One block per step, each in turn: what changed under a running sequence shows."""
+        """Check one block per step, in turn, to find content that changed under a running
+        sequence."""
         if not digest.blocks:
             return
         index = digest.turn % len(digest.blocks)
@@ -219,7 +222,7 @@ class DigestContent:
             digest.state.update(found)
 
     def foreseen(self, sequence: Sequence, steps: int) -> list[TokenId]:
-        """Only bytes tell."""
+        """Empty: tokens depend on the bytes."""
         return []
 
     def release(self, sequence: Sequence) -> None:

@@ -3,8 +3,8 @@
     python -m pdserve_engines.sim.calibrate --model DIRECTORY --out timing.json
     pdserve --engine sim --engine-option timing=timing.json
 
-A third of the points is held out of the fit and shows how good it is. Only the executor is
-measured: the time of the core, its process and the network is not included.
+A third of the points is held out of the fit and shows its error. Only the executor is measured: the
+time of the core, its process and the network is not included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Point", "main", "measure", "points"]
 
 Point = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
-"""(chunks of prompts as (tokens before, tokens computed), contexts of decodes)."""
+"""(prompt chunks as (tokens before, tokens computed), contexts of decodes in tokens)."""
 
 _CACHED = (0, 256, 1024)
 _PROMPTS = (16, 64, 128, 256, 512, 1024)
@@ -45,7 +45,8 @@ _CONTEXTS = (16, 128, 512, 1500)
 
 
 def points(longest: int) -> list[Point]:
-    """Prompts alone, cached and in pairs; decodes; both together. None longer than `longest`."""
+    """Points to measure: prompts alone, cached and in pairs; decodes; both together. None is longer
+    than `longest` tokens."""
     prompts: list[Point] = [
         (((cached, count),) * copies, ())
         for cached in _CACHED
@@ -78,8 +79,8 @@ def measure(
     repeats: int,
     timer: Callable[[], Seconds] = time.perf_counter,
 ) -> Iterator[StepSample]:
-    """Each point's median over `repeats` rounds, after one that does not count. Rounds go through
-    all points, so that a busy minute of the machine hits all alike."""
+    """Each point's median over `repeats` rounds, after one round that does not count. Each round
+    measures all points, so that other load on the machine affects all alike."""
     rng = random.Random(1)
     taken: dict[Point, list[Seconds]] = {point: [] for point in todo}
     for number in range(repeats + 1):
@@ -123,7 +124,7 @@ def _blocks_of(point: Point, size: int) -> int:
 
 
 def main(argv: Seq[str] | None = None) -> int:
-    """Measure, fit, write, report."""
+    """Measure, fit, write the timing file and report its error; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pdserve_engines.sim.calibrate")
     parser.add_argument("--model", required=True, help="a local directory")
     parser.add_argument("--out", type=Path, required=True, help="the timing model's file")
@@ -174,7 +175,7 @@ def _about(arguments: argparse.Namespace, count: int) -> dict[str, object]:
 
 
 def _measure_torch(arguments: argparse.Namespace) -> Iterable[StepSample]:
-    from pdserve_engines.torch import create  # torch only when somebody calibrates
+    from pdserve_engines.torch import create  # imports torch, so only when needed
 
     executor = create()
     spec = EngineSpec(

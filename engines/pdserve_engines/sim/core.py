@@ -1,20 +1,21 @@
-"""The sim engine's core: pdserve's own scheduler and pool, steps that last without anyone waiting.
+"""Implements the sim engine's core: pdserve's scheduler and pool, with steps that take simulated
+time.
 
-A step that is planned at time t is in flight until t plus what the timing model says; then its
-results are booked with exactly that time, and the next step begins. `step` never waits: the host
-sleeps until `wake_at`, a simulation lets its clock jump there.
+A step that is planned at time t is in flight until t plus the time of the timing model. Its results
+are then taken in with exactly that time, and the next step begins. `step` never waits: the
+`CoreLoop` sleeps until `wake_at`, a simulation sets its clock to it.
 
-Submissions enter the queue when they come. Whatever else comes during a flight (aborts, cleared
-caches, moved KV) takes effect at its end, as it does in a core whose executor is busy; but what
-transports say to each other passes at once.
+Submissions enter the queue at once. Everything else that comes during a flight (aborts, cleared
+caches, transferred KV) takes effect at its end, as in a core whose executor is busy. Only control
+messages of transports pass at once.
 
-**Many steps as one flight.** With `steps_at_once` above 1, decode steps that nobody can disturb
-(`Scheduler.steady`) fly together: one delta per sequence with all its tokens, at the end of the
-last step. A command that comes meanwhile cuts the flight at the end of the step that is under way.
-The next deadline and the next report of statistics end it too. Tokens, times, counters and the
-pool are those of single steps.
+**Many steps as one flight.** With `steps_at_once` above 1, decode steps that nothing can change
+(`Scheduler.steady`) are computed together: one delta per sequence with all its tokens, at the end
+of the last step. A command that comes meanwhile ends the flight with the step under way, and so do
+the next deadline and the next stats report. Tokens, times, counters and the pool are the same as
+with single steps.
 
-The host owns it, like any `Core`.
+The `CoreLoop` owns it, like any `Core`.
 """
 
 from __future__ import annotations
@@ -48,17 +49,18 @@ if TYPE_CHECKING:
 __all__ = ["SimCore"]
 
 _LATE: Seconds = 0.1
-"""A host that comes back so late has stood still: times shift. If it is less late, the next step
-begins when the last one ended, so that a pace is kept although sleeps are never exact."""
+"""Seconds of delay above which the loop counts as stopped, and all times shift. After a smaller
+delay the next step begins when the last one ended, so that the pace is kept although sleeps are not
+exact."""
 
 
 @dataclass(slots=True)
 class _Flight:
-    """Steps that are under way."""
+    """Steps under way."""
 
     begin: Seconds
     ends: list[Seconds]
-    """Of each step."""
+    """Time at which each step ends."""
     plan: StepPlan | None
     """None: plain decode steps of all running sequences."""
 
@@ -77,9 +79,9 @@ class SimCore(EngineCore):
         self._sim = executor
         self._flight: _Flight | None = None
         self._later: list[Command] = []
-        """For the end of the flight."""
+        """Commands that wait for the end of the flight."""
         self._later_moved: list[ConnectorEvent] = []
-        """Likewise."""
+        """Connector events that wait for the end of the flight."""
 
     # ------------------------------------------------------------------ commands
 
@@ -101,7 +103,7 @@ class SimCore(EngineCore):
 
     @staticmethod
     def _cut(flight: _Flight, now: Seconds) -> None:
-        """Only the step that is under way goes on."""
+        """End the flight with the step under way at `now`."""
         if len(flight.ends) > 1:
             del flight.ends[bisect_left(flight.ends, now) + 1 :]
 
@@ -109,17 +111,17 @@ class SimCore(EngineCore):
 
     @property
     def has_work(self) -> bool:
-        """Something waits to be said, or a step to be planned."""
+        """Whether `step` has events to report or a step to plan."""
         if self._flight is not None:
             return bool(self._events or self._deltas) or self._moved
         return super().has_work or bool(self._later_moved)
 
     def wake_at(self) -> Seconds | None:
-        """The end of what is in flight, else the next deadline of a request."""
+        """The end of the flight, or else the next deadline of a request."""
         return super().wake_at() if self._flight is None else self._flight.due
 
     def step(self) -> list[Event]:
-        """Book what has ended and plan what comes next."""
+        """Take in the steps that have ended and plan the next."""
         begin = self._clock.now()
         if self._moved:
             self._hear(begin)
@@ -142,7 +144,7 @@ class SimCore(EngineCore):
         return events
 
     def _hear(self, now: Seconds) -> None:
-        """Only what is said passes during a flight."""
+        """Take the connector's events; during a flight only control messages pass at once."""
         for event in self._poll():
             if isinstance(event, NodeMessage):
                 self._say(event.event)
@@ -167,7 +169,7 @@ class SimCore(EngineCore):
             self._flight = _Flight(begin, [begin + seconds], plan)
 
     def _foreseen_steps(self) -> int:
-        """How many steps from now on can be told beforehand."""
+        """Number of next steps that can be computed in advance."""
         steps = self._sim.options.steps_at_once
         if steps > 1:
             steps = self.scheduler.steady(steps)
@@ -178,7 +180,7 @@ class SimCore(EngineCore):
         return steps
 
     def _ends(self, begin: Seconds, steps: int) -> list[Seconds]:
-        """Of `steps` steps, or of as many as there are until somebody has to look."""
+        """End times of `steps` steps, or fewer if a deadline or a stats report comes first."""
         running = self.scheduler.running
         decodes, kv_tokens = len(running), sum(sequence.num_computed for sequence in running)
         deadline = super().wake_at()
@@ -205,7 +207,7 @@ class SimCore(EngineCore):
             super().handle(command)
 
     def _book(self, flight: _Flight) -> None:
-        """Of each sequence all the tokens that the steps have brought."""
+        """Take in all tokens of the flight's steps."""
         self._changed = True
         before = flight.begin
         for end in flight.ends:
@@ -220,7 +222,7 @@ class SimCore(EngineCore):
     # ------------------------------------------------------------------ ending
 
     def close(self) -> int:
-        """What is in flight will never land."""
+        """Drop the flight and free everything; returns leaked KV blocks."""
         flight, self._flight = self._flight, None
         if flight is not None and flight.plan is not None:
             self.scheduler.fail(flight.plan)

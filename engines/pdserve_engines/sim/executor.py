@@ -1,7 +1,7 @@
-"""The sim engine's executor: tokens at once, and how long a real one would have taken for them.
+"""Implements the sim engine's executor: returns tokens at once, and says how long a step takes.
 
-`execute` never waits. `seconds` says how long a step lasts, and `foresee` which tokens the next
-decode steps bring, so that `SimCore` can advance many steps as one. It reads sequences, never
+`execute` never waits. `seconds` says how long a step takes, and `foresee` which tokens the next
+decode steps return, so that `SimCore` can compute many steps as one. It reads sequences and never
 changes them; the core owns it.
 """
 
@@ -52,7 +52,8 @@ __all__ = ["SimExecutor"]
 
 
 class SimExecutor:
-    """Computes nothing: says what a step takes and returns tokens. `SimCore` drives it."""
+    """Computes nothing: returns tokens and the time that a real step would take. `SimCore` drives
+    it."""
 
     options: SimOptions
     vocabulary: SimVocabulary
@@ -61,14 +62,14 @@ class SimExecutor:
         self.content: BlockContent | None = None
         self._capacity = 1
         self._structured_output: StructuredOutputManager | None = None
-        """None with an invented vocabulary: it has no text that could fit anything."""
+        """None with an invented vocabulary, which has no text that could match a grammar."""
 
     def make_core(self, clock: Clock, mover: KvConnector | None = None) -> SimCore:
-        """Returns the core that runs this executor in simulated time; `mover` moves its KV."""
+        """Make the core that runs this executor in simulated time; `mover` transfers its KV."""
         return SimCore(self, clock, mover)
 
     def sibling(self) -> SimExecutor:
-        """Returns an executor for another worker of this process; there are no weights to share."""
+        """Return an executor for another worker of this process; there are no weights to share."""
         return SimExecutor()
 
     # ------------------------------------------------------------------ the executor's seam
@@ -86,7 +87,7 @@ class SimExecutor:
             time.sleep(options.load_time)
         info = _model_info(spec, options, preset, self.vocabulary)
         if info.features:
-            # In the core's thread, for time here is what the clock says.
+            # Compiles in the core's thread, since time here is simulated.
             self._structured_output = StructuredOutputManager(
                 read_tokenizer(Path(spec.model)), info.vocab_size, info.eos_token_ids, inline=True
             )
@@ -106,8 +107,7 @@ class SimExecutor:
             self.content = NoContent(words, num_blocks, self._block_size)
 
     def region(self) -> Region:
-        """Returns the memory of all KV blocks, for transfers. Without content their bytes mean
-        nothing."""
+        """The memory of all KV blocks, for transfers. Without content its bytes mean nothing."""
         return region_in_memory(self._region_layout, self._content.memory)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -154,7 +154,7 @@ class SimExecutor:
     # ------------------------------------------------------------------ time
 
     def seconds(self, plan: StepPlan, step: int) -> Seconds:
-        """How long the step of this number takes."""
+        """Seconds that step number `step` takes."""
         prefill: list[tuple[int, int]] = []
         decodes = kv_tokens = 0
         for chunk in plan.chunks:
@@ -166,7 +166,7 @@ class SimExecutor:
         return self._scaled(self._timing.step(prefill, decodes, kv_tokens, self._capacity), step)
 
     def decode_seconds(self, decodes: int, kv_tokens: int, step: int) -> Seconds:
-        """The same of a step that only decodes."""
+        """Seconds of a step that only decodes."""
         return self._scaled(self._timing.step((), decodes, kv_tokens, self._capacity), step)
 
     def _scaled(self, seconds: Seconds, step: int) -> Seconds:
@@ -180,15 +180,15 @@ class SimExecutor:
         return self.content
 
     def foresee(self, sequence: Sequence, steps: int) -> list[TokenId]:
-        """The next output tokens, `steps` at most, up to and with one that may end the sequence;
-        empty if they have to be computed one by one."""
+        """The next output tokens, at most `steps`, up to and including one that may end the
+        sequence. Empty if they have to be computed one by one."""
         sampling = sequence.request.sampling
         if sampling.logprobs is not None or uses_structured_output(sampling):
             return []
         return self._content.foreseen(sequence, steps)
 
     def _guided(self, sequence: Sequence, word: TokenId) -> TokenId:
-        """The word, or what may come instead. Errors: `GrammarError`."""
+        """The word, or another that its grammar allows. Raises `GrammarError`."""
         sampling = sequence.request.sampling
         if self._structured_output is None or not uses_structured_output(sampling):
             return word
@@ -216,8 +216,7 @@ class SimExecutor:
 
 
 def _meet_trouble(file: Path) -> None:
-    """Delete the file if it is there and do what it says: stand still (`hang SECONDS`), or fail the
-    step."""
+    """If the file exists, delete it and do what it says: hang (`hang SECONDS`) or fail the step."""
     try:
         what, _, seconds = file.read_text().strip().partition(" ")
         file.unlink()
@@ -226,12 +225,12 @@ def _meet_trouble(file: Path) -> None:
     if what == "hang":
         time.sleep(float(seconds))
     else:
-        raise RuntimeError(f"{file.name} was there")
+        raise RuntimeError(f"injected fault: {file.name}")
 
 
 def _compat_text(layout: KvBlockShape) -> str:
-    """The layout as release 0.2 writes it, by its class's name then: only workers whose texts are
-    equal serve one model."""
+    """The layout's text, which workers with equal models must have in common. It names the class as
+    release 0.2 did, so that workers of both releases match."""
     fields = ", ".join(f"{name}={value}" for name, value in asdict(layout).items())
     return f"KvLayout({fields})"
 
@@ -239,7 +238,7 @@ def _compat_text(layout: KvBlockShape) -> str:
 def _model_info(
     spec: EngineSpec, options: SimOptions, preset: WorkerPreset, vocabulary: SimVocabulary
 ) -> ModelInfo:
-    """With content, a block takes what its entries take; without, what the model's KV would."""
+    """With content, the size of a block is that of its entries; without, that of the model's KV."""
     shape, size = preset.shape, spec.block_size
     if options.content:
         layout = KvBlockShape(1, 1, size, ENTRY_BYTES // 8, 4)

@@ -13,10 +13,10 @@ __all__ = ["StepNoise"]
 
 
 class StepNoise:
-    """A factor for each step, lognormal with mean 1, a function of seed and step number."""
+    """Yields a factor for each step, lognormal with mean 1, a function of seed and step number."""
 
     _TABLE = 4096
-    """Draws that are made beforehand and then repeat: a step costs a look-up."""
+    """Number of draws made in advance; they then repeat, so that a step costs one look-up."""
 
     def __init__(self, sigma: float, seed: str) -> None:
         """`sigma`: standard deviation of the factor's logarithm; 0: no noise."""

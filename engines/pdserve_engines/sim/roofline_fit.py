@@ -44,7 +44,7 @@ class FitErrors:
     """Relative errors of a model over samples: predicted / measured - 1."""
 
     median: float
-    """Of the absolute values, as are p90 and the largest."""
+    """Median of the absolute values; p90 and the largest are of these, too."""
     p90: float
     largest: float
     bias: float
@@ -52,7 +52,8 @@ class FitErrors:
 
 
 def fit_roofline(samples: Sequence[StepSample]) -> Roofline:
-    """The model that explains the samples best. Raises ValueError if there are too few."""
+    """Return the model with the smallest error over the samples. Raises ValueError if there are too
+    few."""
     if len(samples) < 8:
         raise ValueError(f"{len(samples)} samples are too few for five coefficients")
     models = [_fit_bent(samples, bend) for bend in _BENDS]
@@ -60,7 +61,7 @@ def fit_roofline(samples: Sequence[StepSample]) -> Roofline:
 
 
 def errors_of(model: Roofline, samples: Sequence[StepSample]) -> FitErrors:
-    """How far the model is off."""
+    """The errors of a model over the samples."""
     off = [_predict(model, sample) / sample.seconds - 1 for sample in samples]
     ranked = sorted(abs(error) for error in off)
     return FitErrors(
@@ -94,7 +95,7 @@ def _features(sample: StepSample, bend: int) -> list[float]:
 
 
 def _least_squares(rows: NDArray[np.float64]) -> list[float]:
-    """Coefficients, none negative, whose sums over each row come closest to 1."""
+    """The non-negative coefficients whose weighted sum over each row is closest to 1."""
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     used = list(range(rows.shape[1]))

@@ -1,4 +1,4 @@
-"""Resolves the sim engine's options, and the little it reads of a model.
+"""Resolves the sim engine's options and reads what it needs of a model.
 
 Only `config.json` and `tokenizer.json` of a model's directory are read; with the option `vocab` no
 directory is needed.
@@ -54,7 +54,7 @@ class SimOptions:
     blocks: int = 0
     """Number of KV blocks if `--kv-memory` is not given; 0: as many as fit the preset's memory."""
     vocab: int = 0
-    """Invent a vocabulary of this size, read no files; 0: the model's own."""
+    """Size of an invented vocabulary, for which no files are read; 0: the model's own."""
     max_len: int = 0
     """Context length in tokens; 0: that of the model's configuration."""
     load_time: Seconds = 0.0
@@ -68,7 +68,7 @@ class SimOptions:
 
 
 def parse_options(options: Mapping[str, str]) -> SimOptions:
-    """Raises `ConfigError` for unknown names and for values that are none."""
+    """Parse the engine's options. Raises `ConfigError` for an unknown name or an invalid value."""
     known = {field.name: field for field in fields(SimOptions)}
     check_options("sim", options, known)
     values: dict[str, object] = {}
@@ -96,7 +96,7 @@ def _read_count(name: str, text: str) -> int:
 
 def _read_switch(name: str, text: str) -> bool:
     if text not in ("on", "off"):
-        raise ConfigError(f"{name}={text}: on or off")
+        raise ConfigError(f"{name}={text}: must be on or off")
     return text == "on"
 
 
@@ -110,10 +110,10 @@ _READERS: dict[type, Callable[[str, str], object]] = {
 
 @dataclass(frozen=True, slots=True)
 class SimVocabulary:
-    """What prompts and outputs are made of, and how long they may become."""
+    """The tokens of prompts and outputs, and how long sequences may become."""
 
     words: tuple[TokenId, ...]
-    """What outputs consist of, in a fixed order that is not the vocabulary's."""
+    """Tokens of outputs, in a fixed order that is not the vocabulary's."""
     size: int
     max_len: int
     model_type: str
@@ -121,10 +121,11 @@ class SimVocabulary:
 
 
 def read_model(spec: EngineSpec, options: SimOptions) -> SimVocabulary:
-    """Of the model's directory, or invented. Raises `ConfigError` naming what does not serve."""
+    """Read the vocabulary from the model's directory, or invent one. Raises `ConfigError`, which
+    names the unusable file or option."""
     if options.vocab:
         if options.vocab <= _SPECIAL:
-            raise ConfigError(f"vocab={options.vocab}: at least {_SPECIAL + 1}")
+            raise ConfigError(f"vocab={options.vocab}: must be at least {_SPECIAL + 1}")
         step = max(1, (options.vocab - _SPECIAL) // _WORDS)
         words = range(_SPECIAL, options.vocab, step)[:_WORDS]
         limit = spec.max_model_len or options.max_len or _MAX_LEN
@@ -147,7 +148,7 @@ def read_model(spec: EngineSpec, options: SimOptions) -> SimVocabulary:
 
 
 def _unlimited(spec: EngineSpec) -> EngineSpec:
-    """The checkpoint's limit is not asked about."""
+    """The spec without a context length, so that the checkpoint's limit does not apply."""
     return replace(spec, max_model_len=0)
 
 

@@ -39,23 +39,23 @@ __all__ = [
 ]
 
 ENTRY_BYTES = 16
-"""What one token leaves in its block."""
+"""Bytes that each token writes to its block."""
 
 EMBEDDING_SIZE = 32
-"""Numbers of a vector."""
+"""Dimension of an embedding."""
 
 _ENDS = 8
-"""Tokens at either end of a prompt that choose where its output starts."""
+"""Number of tokens at either end of a prompt that choose where its output starts."""
 
 
 def stop_ids(sampling: SamplingParams) -> frozenset[TokenId]:
-    """What ends a choice."""
+    """Token ids that end a choice."""
     ends = () if sampling.ignore_eos else sampling.eos_token_ids
     return frozenset(sampling.stop_token_ids) | frozenset(ends)
 
 
 def _masked(sampling: SamplingParams, position: int) -> frozenset[TokenId]:
-    """What may not come at this place of the output."""
+    """Token ids that are not allowed at this position of the output."""
     if position >= sampling.min_tokens:
         return frozenset()
     return frozenset(sampling.stop_token_ids) | frozenset(sampling.eos_token_ids)
@@ -69,7 +69,8 @@ def _key(request: GenerateRequest, choice: int) -> bytes:
 
 
 def vector_of(content: bytes, pooling: str) -> bytes:
-    """A vector that depends on every byte: numbers between -1 and 1, as `Finish.embedding`."""
+    """An embedding that depends on every byte of `content`: numbers between -1 and 1, as in
+    `Finish.embedding`."""
     digest = blake2b(content, key=pooling.encode(), digest_size=2 * EMBEDDING_SIZE).digest()
     numbers = struct.unpack(f"<{EMBEDDING_SIZE}h", digest)
     return struct.pack(f"<{EMBEDDING_SIZE}f", *(number / 32768 for number in numbers))
@@ -79,7 +80,7 @@ def vector_of(content: bytes, pooling: str) -> bytes:
 
 
 def start_of(request: GenerateRequest, choice: int) -> int:
-    """Where in the words the output starts; cheap however long the prompt is."""
+    """Index of the word at which the output starts; cheap for any length of prompt."""
     prompt = request.prompt
     ends = (len(prompt), *prompt[:_ENDS], *prompt[-_ENDS:])
     state = blake2b(struct.pack(f"<{len(ends)}I", *ends), digest_size=8)
@@ -88,7 +89,7 @@ def start_of(request: GenerateRequest, choice: int) -> int:
 
 
 def walk(words: Seq[TokenId], start: int, position: int, count: int) -> list[TokenId]:
-    """Output tokens `position` and following, nothing being masked."""
+    """`count` output tokens from `position` on, if none is masked."""
     size = len(words)
     first = (start + position) % size
     whole = list(words[first : first + count])
@@ -98,12 +99,12 @@ def walk(words: Seq[TokenId], start: int, position: int, count: int) -> list[Tok
 
 
 def word_at(words: Seq[TokenId], start: int, position: int, sampling: SamplingParams) -> TokenId:
-    """The output token at `position`; masked ones are passed over."""
+    """The output token at `position`; masked ones are skipped."""
     return chosen(words, start + position, sampling, position)
 
 
 def chosen(words: Seq[TokenId], number: int, sampling: SamplingParams, position: int) -> TokenId:
-    """The word of this number, or the next one that may come here."""
+    """The word with this number, or the next one that is allowed at `position`."""
     size = len(words)
     if position < sampling.min_tokens:
         masked = _masked(sampling, position)
@@ -120,7 +121,7 @@ def chosen(words: Seq[TokenId], number: int, sampling: SamplingParams, position:
 def constrained_word(
     words: Seq[TokenId], word: TokenId, mask: bytes, sampling: SamplingParams, position: int
 ) -> TokenId:
-    """What `word` becomes where only some tokens may come: another one that depends on it."""
+    """The token instead of `word` where `mask` allows only some; it depends on `word`."""
     state = blake2b(struct.pack("<II", word, position), digest_size=8)
     number = int.from_bytes(state.digest(), "little")
     without = _masked(sampling, position)
@@ -133,12 +134,12 @@ def constrained_word(
 
 
 def entry_of(token: TokenId, position: int, before: bytes) -> bytes:
-    """What `token` leaves in its block; it depends on all before it."""
+    """The bytes that `token` writes to its block; they depend on all tokens before it."""
     return blake2b(struct.pack("<II", token, position) + before, digest_size=ENTRY_BYTES).digest()
 
 
 def digested(digest: bytes, request: GenerateRequest, choice: int) -> int:
-    """The next word's number, of the digest of all entries so far."""
+    """Number of the next word, from the digest of all entries so far."""
     state = blake2b(digest, digest_size=8)
     state.update(_key(request, choice))
     return int.from_bytes(state.digest(), "little")
@@ -157,8 +158,8 @@ def reference_tokens(
 ) -> list[TokenId]:
     """The output of one choice, computed alone and without blocks; includes given output.
 
-    `structured_output`: for a request that follows a grammar or a bound on its reasoning; nobody
-    else's.
+    `structured_output`: needed for a request with a grammar or a reasoning budget, and used by no
+    other caller.
     """
     sampling, words = request.sampling, vocabulary.words
     output = list(request.output[choice]) if request.output else []
@@ -201,7 +202,7 @@ def _ended(output: list[TokenId], stops: frozenset[TokenId], sampling: SamplingP
 
 
 def made_up_logprob(words: Seq[TokenId], token: TokenId, top: int) -> TokenLogprob:
-    """A logprob as the API wants one; `top` alternatives, the token itself first."""
+    """A made-up logprob with `top` alternatives, the token itself first."""
     others = [word for word in words[:top] if word != token]
     ranked = [token, *others][:top]
     return TokenLogprob(token, -0.25, 1, [(word, -0.25 - i) for i, word in enumerate(ranked)])

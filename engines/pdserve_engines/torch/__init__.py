@@ -10,5 +10,5 @@ __all__ = ["TorchExecutor", "create"]
 
 
 def create() -> TorchExecutor:
-    """A fresh executor, nothing loaded. Entry point `torch` of group `pdserve.engines`."""
+    """Make an executor with nothing loaded. Entry point `torch` of group `pdserve.engines`."""
     return TorchExecutor()

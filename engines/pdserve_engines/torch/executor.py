@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _QUICK = 16
-"""Tokens of a step that takes little longer than reading the weights once."""
+"""Most tokens of a step that takes little longer than reading the weights once."""
 
 _NO_NUMBERS = "the model computed no numbers for its next token (NaN)"
 _NO_FAULTS: Mapping[int, str] = MappingProxyType({})
@@ -67,21 +67,21 @@ _LOGITS_AT_ONCE = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What an executor has loaded, for its siblings."""
+    """What an executor has loaded and shares with its siblings."""
 
     config: ModelConfig
     settings: TorchSettings
     identity: bytes
     model: ForwardModel
     room: AvailableMemory
-    """Measured once for all that share it."""
+    """Available memory, measured once for all that share it."""
 
 
 class TorchExecutor:
     """Implements `pdserve.engine_core.executor.Executor` and `SupportsWeightSharing`."""
 
     def __init__(self, elder: _Loaded | None = None) -> None:
-        """`elder`: what to share instead of reading it."""
+        """`elder`: the weights to share instead of reading them."""
         self.pool: KvPool | None = None
         """KV storage; exists from `allocate` to `close`."""
         self.info: ModelInfo | None = None
@@ -91,14 +91,15 @@ class TorchExecutor:
         self._pooler = Pooler()
         self._settings: TorchSettings | None = None
         self._loaded = elder
-        """What a sibling would share: before `load` the elder's, then our own."""
+        """What a sibling would share: before `load` the elder's, then this executor's own."""
         self._stream: torch.cuda.Stream | None = None
         """None: the device's default stream."""
         self._batch_tokens = 1
-        """Of the largest step."""
+        """Tokens of the largest step."""
         self._moved = False
-        """Peers write to blocks that are in no plan: nothing of a step may be under way after it.
-        One that samples has ended by then, since its tokens are read."""
+        """Whether peers may write to blocks that are in no plan. Then no part of a step may run on
+        the device after `execute` returns. Steps that sample have ended by then, since their tokens
+        are read."""
 
     # ------------------------------------------------------------------ life
 
@@ -149,7 +150,7 @@ class TorchExecutor:
             return _Loaded(config, settings, identity, model, measure_memory(settings.device))
 
     def _share(self, elder: _Loaded, spec: EngineSpec) -> _Loaded | None:
-        """None if what the elder had is gone."""
+        """Share the elder's weights; None if they are gone."""
         settings = resolve_settings(spec, elder.config)
         if settings.kernels != elder.settings.kernels:
             raise ConfigError(
@@ -158,7 +159,7 @@ class TorchExecutor:
             )
         model = elder.model.sibling(settings)
         if model is None:
-            _log.warning("the core to share weights with is closed: they are read again")
+            _log.warning("the core to share weights with is closed: reading the weights again")
             return None
         if settings.device.type == "cuda":
             _enter(settings.device)
@@ -167,7 +168,7 @@ class TorchExecutor:
         return _Loaded(elder.config, settings, elder.identity, model, elder.room)
 
     def sibling(self) -> TorchExecutor:
-        """Returns an executor that shares these weights and has a KV pool of its own."""
+        """Return an executor that shares these weights and has a KV pool of its own."""
         return TorchExecutor(self._loaded)
 
     def allocate(self, num_blocks: int) -> None:
@@ -177,15 +178,15 @@ class TorchExecutor:
         settings = self._settings
         with self._in_stream():
             self.pool = KvPool(self.info.layout, num_blocks, settings.dtype, settings.device)
-            self._settle()  # its zeros are there before a peer writes, whatever stream that uses
+            self._settle()  # zeroed before a peer writes, on whatever stream
         self._model.bind(self.pool)
         if settings.device.type == "cuda":
             self.warm_up()
 
     def warm_up(self) -> None:
-        """Compute a step of the largest size, and one token, in every way that tokens are chosen.
+        """Compute a step of the largest size and one token, in every way that tokens are chosen.
 
-        Errors: `ConfigError` if the device has no room for such a step.
+        Raises `ConfigError` if the device has no memory for such a step.
         """
         assert self.info is not None
         pool = self.pool
@@ -209,8 +210,8 @@ class TorchExecutor:
             self._settle()
 
     def region(self) -> Region:
-        """Returns the allocated KV pool, on the host or on the device. Peers may write to it from
-        now on."""
+        """The allocated KV pool, on the host or on the device. Peers may write to it from now
+        on."""
         assert self.pool is not None, "allocate comes before region"
         assert self.info is not None
         layout, pool = layout_of(self.info), self.pool
@@ -220,7 +221,7 @@ class TorchExecutor:
         return Region(layout, pool.num_blocks, address=pool.tensor.data_ptr())
 
     def expect(self, sampling: SamplingParams) -> None:
-        """Begins to compile the grammar of such a request; returns at once."""
+        """Start to compile the grammar of such a request; returns at once."""
         if self._sampler.masks.structured_output is not None:
             self._sampler.masks.structured_output.expect(sampling)
 
@@ -230,7 +231,7 @@ class TorchExecutor:
         return structured_output is None or structured_output.ready(sequence)
 
     def wait_ready(self, seconds: Seconds) -> None:
-        """Blocks until another grammar is compiled, at most `seconds`."""
+        """Wait until another grammar is compiled, at most `seconds`."""
         if self._sampler.masks.structured_output is not None:
             self._sampler.masks.structured_output.wait_ready(seconds)
 
@@ -239,7 +240,7 @@ class TorchExecutor:
         self._pooler.forget(sequence.key for sequence in sequences if sequence.pools)
 
     def prepare_thread(self) -> None:
-        """Set torch's thread count, which is the whole process's, to what this model wants."""
+        """Set torch's thread count, which holds for the whole process, to what this model needs."""
         assert self._model is not None
         torch.set_num_threads(self._model.torch_threads)
 
@@ -253,7 +254,7 @@ class TorchExecutor:
             self.pool.close()
             self.pool = None
         if self._settings is not None and self._settings.device.type == "cuda":
-            # Else it stays with torch, and a core that starts again in this process sees none free.
+            # Else torch keeps it, and a core that restarts in this process finds no free memory.
             torch.cuda.empty_cache()
 
     # ------------------------------------------------------------------ steps
@@ -272,14 +273,14 @@ class TorchExecutor:
             return result
 
     def _settle(self) -> None:
-        """What was computed so far is in memory on return."""
+        """Wait until everything computed so far is in memory."""
         assert self._settings is not None
         if self._settings.device.type == "cuda":
             torch.cuda.current_stream(self._settings.device).synchronize()
 
     def _after(self, plan: StepPlan) -> LayersDoneFn | None:
-        """Tells who watches the plan: its KV, or that it gets on, if it is so large that each layer
-        may take its time."""
+        """The callback for finished layers: it calls the plan's `watch`, and `tick` in a step so
+        large that each layer may take long. None if neither is needed."""
         watch = plan.watch if plan.watch_at else None
         tick = plan.tick if plan.num_tokens > _QUICK else None
         if watch is None:
@@ -318,7 +319,7 @@ class TorchExecutor:
         sequences: Seq[Sequence],
         hidden: torch.Tensor,
     ) -> StepResult:
-        """Everything that is asked of the wanted rows."""
+        """Sample tokens, logprobs and embeddings from the wanted rows."""
         assert self._model is not None
         result = StepResult([], [])
         if sequences:
@@ -344,7 +345,8 @@ class TorchExecutor:
             result.faults[index] = "the model computed no numbers for its vector (NaN)"
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: torch.Tensor) -> list[TokenLogprob]:
-        """Of the prompt tokens that the chunk's leading rows predict; slices bound the memory."""
+        """Logprobs of the prompt tokens that the chunk's leading rows predict; computed in slices,
+        to bound the memory."""
         assert self._model is not None
         assert self.info is not None
         first = chunk.start + 1
@@ -362,8 +364,8 @@ class TorchExecutor:
 def _checked(
     result: StepResult, wanted: RowSelection, why: Mapping[int, str] = _NO_FAULTS
 ) -> StepResult:
-    """With the sequences for which there is no next token named. `why`: by row, if somebody knows
-    more of it than that there are no numbers."""
+    """The result with a fault for each sequence that has no next token. `why`: known reasons by
+    row; without one, the model returned no numbers."""
     if result.tokens and min(result.tokens) < 0:
         for row, (index, token) in enumerate(zip(wanted.sampling, result.tokens, strict=True)):
             if token < 0:
@@ -374,8 +376,8 @@ def _checked(
 
 
 def _enter(device: torch.device) -> None:
-    """Make `device` this thread's: torch's operations find it by their tensors, but kernels that
-    others launch, and graphs, use the thread's."""
+    """Make `device` the current one of this thread. Torch's operations find it by their tensors,
+    but graphs and kernels launched by other libraries use the thread's."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
 
@@ -387,7 +389,8 @@ def _load_weights(
     model: ForwardModel,
     progress: ProgressFn,
 ) -> None:
-    """Errors: `ConfigError` if they do not fit, on a host before they are read."""
+    """Load the weights into `model`. Raises `ConfigError` if they do not fit; on a host before they
+    are read."""
     needed = weights.nbytes(config, settings.dtype.itemsize)
     device = settings.device
     if device.type == "cpu" and needed > available().free:
@@ -399,9 +402,9 @@ def _load_weights(
 
 
 def make_model(config: ModelConfig, settings: TorchSettings, progress: ProgressFn) -> ForwardModel:
-    """The native model where it can compute this, else the torch one; says which, and why.
+    """Make the native model if it can compute this, else the torch one; logs which, and why.
 
-    Errors: `ConfigError` if the kernels that were asked for cannot be had.
+    Raises `ConfigError` if the requested kernels are not possible.
     """
     reason = unsupported_reason(config, settings.device, settings.max_model_len)
     if settings.kernels == "torch":

@@ -33,54 +33,55 @@ __all__ = [
 ]
 
 _HOST_SHARE = 0.25
-"""Share of a host's free memory for KV without --kv-memory: other programs run there, too."""
+"""Share of a host's free memory for KV without --kv-memory; other programs run there, too."""
 _HOST_MOST = 0.9
-"""Of it, for KV whose size was given: the rest is for steps, and for what else the process does."""
+"""Most of a host's free memory that --kv-memory may take; the rest is for steps and the rest of the
+process."""
 _CUDA_CONTEXT: Bytes = 512 << 20
-"""What a process takes of a GPU beside its tensors: the context, modules that are loaded late."""
+"""Bytes that a process takes of a GPU beside its tensors: the context, and modules loaded late."""
 _FRAGMENTS: Bytes = 512 << 20
-"""Torch's allocator keeps pieces that fit nothing, and cuBLAS a workspace."""
+"""Bytes lost to fragmentation in torch's allocator and to cuBLAS's workspace."""
 
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """What a device has for KV and for steps, once the weights are in."""
+    """Memory of a device for KV and steps, once the weights are loaded."""
 
     free: Bytes
     limit: str
-    """What leaves no more, in words."""
+    """What limits the memory, in words."""
     total: Bytes = 0
-    """Of a GPU; 0: this is host memory."""
+    """Bytes of the GPU; 0: this is host memory."""
     own: Bytes = 0
-    """Of a GPU, what this process has taken."""
+    """Bytes of the GPU that this process has taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Upper bounds of a step's temporaries, as far as they depend on different things."""
+    """Upper bounds of a step's temporary memory, by what they depend on."""
 
     fixed: Bytes
-    """Activations and logits."""
+    """Bytes of activations and logits."""
     per_position: Bytes
-    """For each position of the longest context: attention masks."""
+    """Bytes for each position of the longest context: attention masks."""
     of_pool: float
-    """For each byte of the pool: keys and values of one layer, gathered."""
+    """Bytes for each byte of the pool: keys and values of one layer, gathered."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """For all cores that share the memory together, as `--kv-memory` is."""
+    """Bytes of KV for all cores that share the memory, like `--kv-memory`."""
 
     proposed: Bytes
-    """The default."""
+    """Size without `--kv-memory`."""
     most: Bytes
-    """If somebody does."""
+    """Largest size that `--kv-memory` may set."""
     reason: str
-    """What the two follow from, in words."""
+    """How the two were computed, in words."""
 
 
 def measure_memory(device: torch.device) -> AvailableMemory:
-    """Look at `device` now."""
+    """Measure the memory of `device` now."""
     if device.type != "cuda":
         bound = available()
         return AvailableMemory(bound.free, bound.name)
@@ -98,9 +99,9 @@ def plan_kv(
     max_model_len: int,
     needs: StepMemory,
 ) -> KvBudget:
-    """What KV may take: never more than is free, nor more than could ever be used.
+    """Compute the KV budget: never more than is free, nor more than could ever be used.
 
-    A host gives a quarter of what is free. A GPU gives what `--gpu-memory-utilization` leaves of
+    A host gives a quarter of its free memory. A GPU gives what `--gpu-memory-utilization` leaves of
     its total after the weights and the largest step of every core that shares it.
     """
     one = -(-max_model_len // layout.block_size) * layout.block_bytes
@@ -125,13 +126,12 @@ def plan_kv(
 
 
 def step_memory(spec: EngineSpec, config: ModelConfig, itemsize: int) -> StepMemory:
-    """How much the largest step of torch's kernels allocates; read off
-    `engines/pdserve_engines/torch/models/torch_model.py` (activations of one layer, rotary
-    embedding in float32), `engines/pdserve_engines/torch/models/attention.py` (boolean masks of
-    every window, the bias that attention makes of one; keys and values of a layer, gathered and
-    padded up to twice) and `engines/pdserve_engines/torch/sampling/sampler.py` (logits in the
-    weights' dtype and float32, probabilities, a sorted copy with its indices, a sum in float64). An
-    estimate that errs upwards: peaks do not all coincide."""
+    """Estimate how much the largest step of torch's kernels allocates. Counted are:
+    `torch_model.py` (activations of one layer, rotary embedding in float32), `attention.py`
+    (boolean masks of every window, the bias that attention makes of one; keys and values of a
+    layer, gathered and padded up to twice) and `sampler.py` (logits in the weights' dtype and
+    float32, probabilities, a sorted copy with its indices, a sum in float64). It is an upper
+    estimate, since the peaks do not all coincide."""
     tokens, heads = spec.max_batch_tokens, config.num_heads + config.kv_heads
     inner = config.intermediate_size
     if config.experts is not None:
@@ -148,8 +148,8 @@ def step_memory(spec: EngineSpec, config: ModelConfig, itemsize: int) -> StepMem
 
 
 def fit(memory: Bytes, layout: KvBlockShape, max_model_len: int, needs: StepMemory) -> Bytes:
-    """The largest pool that leaves room for a step in `memory`. Contexts may be as long as the
-    pool allows, up to `max_model_len`, and masks grow with them."""
+    """The largest pool that leaves memory for a step. Contexts may be as long as the pool allows,
+    up to `max_model_len`, and masks grow with them."""
     rest = memory - needs.fixed
     token = layout.block_bytes / layout.block_size * (1 + needs.of_pool)
     tokens = rest / (token + needs.per_position)

@@ -1,7 +1,7 @@
-"""Holds the KV pool as a tensor `[block][layer][k|v][head][token][dim]`, one block after the other.
+"""Holds the KV pool as a tensor `[block][layer][k|v][head][token][dim]`, block after block.
 
-On the CPU it views `BlockMemory`, which other processes can map. It knows which bytes a block has;
-the block pool knows who uses a block.
+On the CPU it views `BlockMemory`, which other processes can map. It knows where a block's bytes
+are; the block pool knows who uses a block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class KvPool:
-    """Storage of `num_blocks` blocks, zeroed. Errors: `ConfigError` if memory is short."""
+    """Storage of `num_blocks` zeroed blocks. Raises `ConfigError` if memory is short."""
 
     def __init__(
         self, layout: KvBlockShape, num_blocks: int, dtype: torch.dtype, device: torch.device
@@ -26,7 +26,7 @@ class KvPool:
         self.layout = layout
         self.num_blocks = num_blocks
         self.memory: BlockMemory | None = None
-        """What peers may map; None on devices other than the CPU."""
+        """Host memory that peers may map; None on devices other than the CPU."""
         block = (layout.num_layers, 2, layout.kv_heads, layout.block_size, layout.head_dim)
         if device.type == "cpu":
             self.memory = BlockMemory(num_blocks, block, layout.itemsize)
@@ -47,7 +47,7 @@ class KvPool:
         self.tensor[index[1]] = self.tensor[index[0]]
 
     def close(self) -> None:
-        """Give the memory back, once nothing views it any more. Idempotent."""
+        """Free the memory, once nothing views it any more. Idempotent."""
         self.tensor = torch.empty(0)
         if self.memory is not None:
             self.memory.close()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.settings import TorchSettings
 
 KV_FORMAT = 1
-"""Raised whenever equal models of two releases would no longer understand each other's blocks."""
+"""Version of the KV format; raised when equal models of two releases cannot exchange blocks."""
 
 
 def model_info(
@@ -31,7 +31,7 @@ def model_info(
     room: AvailableMemory,
     exact: str = "",
 ) -> ModelInfo:
-    """`identity` tells checkpoints apart, see `Checkpoint.identity`; `exact` is the model's."""
+    """`identity` tells checkpoints apart (`Checkpoint.identity`); `exact` is the model's."""
     layout = kv_block_shape(spec, config, settings)
     dtype = str(settings.dtype).removeprefix("torch.")
     budget = plan_kv_budget(spec, config, settings, room)
@@ -72,17 +72,17 @@ def kv_block_shape(spec: EngineSpec, config: ModelConfig, settings: TorchSetting
 def plan_kv_budget(
     spec: EngineSpec, config: ModelConfig, settings: TorchSettings, room: AvailableMemory
 ) -> KvBudget:
-    """What KV may take where there is this `room`."""
+    """The KV budget in this available memory."""
     needs = step_memory(spec, config, settings.dtype.itemsize)
     layout = kv_block_shape(spec, config, settings)
     return plan_kv(room, spec, layout, settings.max_model_len, needs)
 
 
 def compat_hash(config: ModelConfig, layout: KvBlockShape, dtype: str, identity: bytes) -> str:
-    """Equal exactly for workers whose blocks are interchangeable; limits and ends do not matter.
+    """Equal exactly for workers that may exchange blocks; limits and end tokens do not count.
 
-    What is at its default is left out, so that a new field separates only models that use it from
-    the same models of an older release.
+    Fields at their defaults are left out, so that a new field separates only models that use it
+    from the same models of an older release.
     """
     facts = asdict(config)
     for irrelevant in ("max_positions", "dtype", "eos_token_ids"):

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TorchSettings:
-    """How one executor computes."""
+    """Settings by which one executor computes."""
 
     device: torch.device
     dtype: torch.dtype
-    """Of weights, activations and KV."""
+    """Data type of weights, activations and KV."""
     threads: int
     max_model_len: int
     kernels: str = "auto"
@@ -34,7 +34,7 @@ class TorchSettings:
 
 
 def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
-    """Errors: `ConfigError` for what cannot be had."""
+    """Resolve the settings. Raises `ConfigError` for one that is not possible."""
     max_model_len = spec.max_model_len or config.max_positions
     if max_model_len > config.max_positions:
         raise ConfigError(
@@ -52,13 +52,13 @@ def resolve_settings(spec: EngineSpec, config: ModelConfig) -> TorchSettings:
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where it works, else the CPU. Errors: `ConfigError`."""
+    """`auto` is CUDA where it works, else the CPU. Raises `ConfigError`."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not one that torch knows") from error
+        raise ConfigError(f"device {name!r} is not known to torch") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported; cpu and cuda are")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -79,7 +79,8 @@ def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.d
 
 
 def kernels_option(options: dict[str, str]) -> str:
-    """The one option there is. Errors: `ConfigError` for any other name or value."""
+    """The value of the option `kernels`, the only one. Raises `ConfigError` for any other name or
+    value."""
     check_options("torch", options, ("kernels",))
     value = options.get("kernels", "auto")
     possible = ["auto", "torch"]

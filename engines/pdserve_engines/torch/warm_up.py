@@ -34,9 +34,9 @@ _DRAWN = SamplingParams(
 def warm_up_steps(
     tokens: int, block_size: int, *, samples: bool
 ) -> Iterator[tuple[Sequence, StepPlan]]:
-    """A prompt of `tokens` and a decode step behind it, once for each way to choose a token; only
-    the prompt if the model makes none (`samples`). A sequence's last plan is followed by the next
-    sequence's first."""
+    """Plan a prompt of `tokens` tokens and a decode step after it, once for each way to choose a
+    token; only the prompt if the model makes no text (`samples`). The last plan of a sequence is
+    followed by the first of the next."""
     for number, sampling in enumerate((_GREEDY, _DRAWN) if samples else (_GREEDY,)):
         sequence = _sequence(number, tokens, block_size, sampling)
         yield sequence, StepPlan([ScheduledChunk(sequence, 0, tokens, samples)])

@@ -493,7 +493,7 @@ def test_an_executor_without_kv_cannot_be_of_a_mode_that_moves_it():
             return None
 
     core = EngineCore(Still(), ManualClock(), FakeMover(FakeNet()))
-    with pytest.raises(ConfigError, match=r"has no KV .*--mode=prefill or --mode=decode"):
+    with pytest.raises(ConfigError, match=r"cannot transfer KV.*--mode=prefill or --mode=decode"):
         core.load(SPEC, lambda progress: None)
     core.close()
 

@@ -43,7 +43,7 @@ HEADLESS_ARCHITECTURES: Mapping[str, ModelFamily] = {
     "Qwen3Model": "qwen3",
     "MistralModel": "mistral",
 }
-"""As models made for embeddings call themselves: what comes after the final norm is not theirs."""
+"""Architecture names of embedding models, which have no output layer after the final norm."""
 
 _UNQUANTISED = "serve the checkpoint that it was made from, in bfloat16 or float32"
 
@@ -61,26 +61,26 @@ _GEMMA3_DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
-"""What published configurations of this family leave out: multimodal ones say little of their text
-part."""
+"""Keys that published configurations of this family leave out: multimodal ones say little about
+their text part."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Feed-forward layers of which every token uses a few."""
+    """Mixture-of-experts layers, in which every token uses a few experts."""
 
     count: int
     per_token: int
     intermediate_size: int
     normalized: bool
-    """The weights of a token's experts are made to add up to one."""
+    """Whether the weights of a token's experts are scaled to add up to one."""
     dense_layers: tuple[int, ...]
     """Layers with one ordinary feed-forward instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that fixes the computation, in this engine's words."""
+    """All settings that determine the computation, under this engine's names."""
 
     family: ModelFamily
     vocab_size: int
@@ -95,35 +95,36 @@ class ModelConfig:
     max_positions: int
     """Longest sequence the checkpoint was made for, in tokens."""
     tied: bool
-    """The output layer is the embedding."""
+    """Whether the output layer is the embedding."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """RMS norm over each head of q and k, before the rotary embedding."""
+    """Whether each head of q and k gets an RMS norm before the rotary embedding."""
     sliding_window: int | None
-    """Tokens a query sees, itself included, in the layers that have a window; None: none has."""
+    """Tokens that a query sees, itself included, in the layers with a window; None: no layer has
+    one."""
     dtype: str | None
-    """The dtype the checkpoint says it has."""
+    """The dtype that the checkpoint names."""
     eos_token_ids: tuple[int, ...]
-    # What follows is at its default in most families; see `facts.compat_hash`.
+    # The fields below are at their defaults in most families; see `model_info.compat_hash`.
     full_layers: tuple[int, ...] = ()
-    """Layers without a window where others have one."""
+    """Layers without a window in a model where others have one."""
     local_rope: RopeConfig | None = None
-    """Of the layers with a window; None: like the others'."""
+    """Rotary embedding of the layers with a window; None: the same as in the others."""
     experts: ExpertsConfig | None = None
     gelu: bool = False
-    """The feed-forward's activation is GELU in its tanh form, not SiLU."""
+    """Whether the feed-forward uses GELU (tanh form) instead of SiLU."""
     float_norms: bool = False
-    """Norms are computed in float32, by their weights plus one."""
+    """Whether norms are computed in float32, with their weights plus one."""
     out_norms: bool = False
-    """What attention and feed-forward return is normalised too."""
+    """Whether the outputs of attention and feed-forward are normalised, too."""
     embed_scale: float = 1.0
     query_scalar: float | None = None
-    """Scores are divided by its root; None: by that of `head_dim`."""
+    """Attention scores are divided by its root; None: by that of `head_dim`."""
     headless: bool = False
-    """There may be, and once its tensors are known, there is no output layer: it makes vectors,
-    not text. `tied` is then said to be."""
+    """Whether the output layer may be missing, and, once the tensors are known, whether it is: the
+    model then makes embeddings, not text, and `tied` is set."""
 
     @property
     def groups(self) -> int:
@@ -131,7 +132,7 @@ class ModelConfig:
         return self.num_heads // self.kv_heads
 
     def window(self, layer: int) -> int | None:
-        """Tokens a query of `layer` sees; None: all before it."""
+        """Tokens that a query of `layer` sees; None: all before it."""
         return None if layer in self.full_layers else self.sliding_window
 
     def rope_of(self, layer: int) -> RopeConfig:
@@ -141,9 +142,9 @@ class ModelConfig:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The configuration of the checkpoint in `directory`.
+    """Read the configuration of the checkpoint in `directory`.
 
-    Errors: `UnsupportedCheckpoint`, naming the file or the key at fault.
+    Raises `UnsupportedCheckpoint`, which names the file or the key at fault.
     """
     raw = _read_json(directory / "config.json")
     _refuse_quantised(directory / "hf_quant_config.json")
@@ -152,7 +153,7 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def parse_config(raw: Json, generation: Json | None = None) -> ModelConfig:
-    """`read_config` for JSON already at hand."""
+    """`read_config` for JSON that is already read."""
     family = _family(raw)
     if family == "gemma3":
         raw = _gemma3_text(raw)
@@ -216,12 +217,12 @@ def _read_json(path: Path) -> Json:
 
 
 def _refuse_quantised(written: Path) -> None:
-    """ModelOpt says in a file of its own how it has quantised a checkpoint's weights."""
+    """Refuse a checkpoint quantised by ModelOpt, which writes that to a file of its own."""
     if not written.exists():
         return
     quantization = _read_json(written).get("quantization")
     method = quantization.get("quant_algo") if isinstance(quantization, dict) else "unknown"
-    if method is not None:  # else it is only the KV cache's
+    if method is not None:  # else only the KV cache is quantised
         raise UnsupportedCheckpoint(
             f"{written.name}: quantised weights ({method}) are not supported: {_UNQUANTISED}"
         )
@@ -241,7 +242,7 @@ def _family(raw: Json) -> ModelFamily:
 
 
 def _gemma3_text(raw: Json) -> Json:
-    """The text part: of a multimodal model the rest is not served."""
+    """The text part; the rest of a multimodal model is not served."""
     text = raw.get("text_config", raw)
     if not isinstance(text, dict):
         raise UnsupportedCheckpoint("config.json: text_config is not a JSON object")
@@ -294,7 +295,7 @@ def _head_dim(raw: Json, hidden: int, heads: int) -> int:
 
 
 def _windows(raw: Json, family: ModelFamily, layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """The window, where any layer uses one, and the layers that do not."""
+    """The window, None if no layer uses one, and the layers that do not."""
     # A configuration without the key means the family's default.
     window = raw.get("sliding_window", None if family == "mixtral" else 4096)
     windowed = _windowed_layers(raw, family, layers)
@@ -364,7 +365,7 @@ def _dense_layers(raw: Json, layers: int) -> tuple[int, ...]:
 
 
 def _eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:
-    """The union, what `generation_config.json` lists first."""
+    """The union of both files' ids; those of `generation_config.json` come first."""
     ids: list[int] = []
     for source, name in ((generation, "generation_config.json"), (raw, "config.json")):
         value = source.get("eos_token_id")

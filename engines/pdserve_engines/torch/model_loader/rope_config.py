@@ -17,30 +17,30 @@ class RopeConfig:
     kind: Literal["default", "linear", "llama3", "yarn"]
     theta: float
     factor: float = 1.0
-    """All but `default`: how much longer the context is than the one first trained on."""
+    """For all kinds but `default`: how much longer the context is than the original one."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_positions: int = 0
-    """`llama3`, `yarn`: the context first trained on, in tokens."""
+    """For `llama3` and `yarn`: the original training context, in tokens."""
     yarn: YarnConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class YarnConfig:
-    """The rest of `yarn`."""
+    """Further settings of `yarn`."""
 
     beta_fast: float
-    """Pairs of dimensions that turn more often than this in the original context are kept."""
+    """Dimension pairs that turn more often than this in the original context are kept."""
     beta_slow: float
-    """Pairs that turn less often than this are stretched by the whole factor."""
+    """Dimension pairs that turn less often than this are stretched by the whole factor."""
     attention_factor: float
-    """Cosines and sines are multiplied by it."""
+    """Factor of the cosines and sines."""
     truncate: bool
-    """The two limits are rounded, outwards, to whole pairs."""
+    """Whether the two limits are rounded, outwards, to whole pairs."""
 
 
 def parse_rope(raw: Json, family: str) -> RopeConfig:
-    """Both spellings: `rope_parameters` (newer), or `rope_theta` beside `rope_scaling`."""
+    """Parse either spelling: `rope_parameters` (newer), or `rope_theta` beside `rope_scaling`."""
     rope: Json = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     if family == "gemma3" and _is_nested(rope):
         rope = rope.get("full_attention") or {}
@@ -51,7 +51,7 @@ def parse_rope(raw: Json, family: str) -> RopeConfig:
 
 
 def parse_local_rope(raw: Json) -> RopeConfig:
-    """Of the layers with a window: never scaled in the older spelling."""
+    """The rotary embedding of the layers with a window; never scaled in the older spelling."""
     rope = raw.get("rope_parameters") or {}
     local = (rope.get("sliding_attention") or {}) if _is_nested(rope) else {}
     return _parse(raw, local, number(raw, "rope_local_base_freq"))
@@ -90,7 +90,7 @@ def _parse(raw: Json, rope: Json, theta: float) -> RopeConfig:
 
 
 def _yarn(raw: Json, rope: Json, theta: float) -> RopeConfig:
-    """Without the original context the one of the configuration is meant."""
+    """Parse yarn's settings. Without an original context the configuration's is taken."""
     positions = positive(raw, "max_position_embeddings")
     original = positive(rope, "original_max_position_embeddings", positions)
     original = positive(raw, "original_max_position_embeddings", original)
@@ -100,7 +100,7 @@ def _yarn(raw: Json, rope: Json, theta: float) -> RopeConfig:
     if scale and all_dim:
         attention_factor = _mscale(factor, scale) / _mscale(factor, all_dim)
     yarn = YarnConfig(
-        # Zero counts as not said.
+        # Zero counts as not set.
         beta_fast=number(rope, "beta_fast", 32.0) or 32.0,
         beta_slow=number(rope, "beta_slow", 1.0) or 1.0,
         attention_factor=number(rope, "attention_factor", attention_factor),
@@ -110,12 +110,13 @@ def _yarn(raw: Json, rope: Json, theta: float) -> RopeConfig:
 
 
 def _mscale(factor: float, scale: float) -> float:
-    """How much larger the scores of a stretched context have to be."""
+    """Factor of the attention scores in a stretched context."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def max_positions(raw: Json, rope: RopeConfig) -> int:
-    """With yarn at least what it stretches to: the other key often still says the original."""
+    """The context length; with yarn at least the stretched one, since the other key often still has
+    the original."""
     said = positive(raw, "max_position_embeddings")
     if rope.kind != "yarn":
         return said

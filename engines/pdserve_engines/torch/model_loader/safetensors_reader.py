@@ -1,7 +1,7 @@
 """Maps the tensors of a checkpoint's safetensors files, without copying.
 
-Reads the container format only (https://huggingface.co/docs/safetensors): which tensors there are
-and where their bytes are. It knows no architecture. The loader owns a `Checkpoint` and closes it.
+Reads the container format only (https://huggingface.co/docs/safetensors): which tensors exist and
+where their bytes are. It knows no architecture. The loader owns a `Checkpoint` and closes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _HEADER_LIMIT = 100 << 20
-"""Bytes of JSON; the reference implementation refuses more."""
+"""Most bytes of the JSON header; the reference implementation refuses more."""
 
 _SAMPLE = 64
 """Bytes read at the head, middle and tail of each tensor for the checkpoint's identity."""
@@ -51,7 +51,7 @@ class Checkpoint:
     """Every tensor of a directory by name. Holds one private mapping per file it has read from."""
 
     def __init__(self, directory: Path) -> None:
-        """Reads the headers. Errors: `UnsupportedCheckpoint` with the file and what is wrong."""
+        """Read the headers. Raises `UnsupportedCheckpoint` with the file and what is wrong."""
         self._maps: dict[Path, mmap.mmap] = {}
         self.entries: dict[str, TensorEntry] = {}
         for file in _files(directory):
@@ -79,10 +79,11 @@ class Checkpoint:
         return flat.view(entry.shape)
 
     def identity(self, names: Iterable[str]) -> bytes:
-        """A digest of names, dtypes, shapes and sampled bytes; how files are cut does not matter.
+        """A digest of names, dtypes, shapes and sampled bytes; the split into files does not
+        matter.
 
-        Cheap by design: a few pages per tensor. It tells checkpoints apart that people would call
-        different models; it is no integrity check.
+        It is cheap, a few pages per tensor. It tells different models apart; it is no integrity
+        check.
         """
         digest = hashlib.sha256()
         for name in sorted(names):
@@ -95,7 +96,7 @@ class Checkpoint:
         return digest.digest()
 
     def close(self) -> None:
-        """Forget the mappings; pages go back once no tensor views them. Idempotent."""
+        """Drop the mappings; their pages are freed once no tensor views them. Idempotent."""
         self._maps.clear()
 
     def __enter__(self) -> Checkpoint:
@@ -112,7 +113,7 @@ class Checkpoint:
     def _mapping(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
             with file.open("rb") as handle:
-                # Copy-on-write, because torch wants a writable buffer; nobody writes, so the
+                # Copy-on-write, because torch needs a writable buffer; nothing writes, so the
                 # pages stay the page cache's and no memory is taken twice.
                 self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
@@ -125,7 +126,7 @@ def read_header(file: Path) -> list[TensorEntry]:
         with file.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > min(_HEADER_LIMIT, size - 8):
-                raise UnsupportedCheckpoint(f"{file}: torn: the header is not complete")
+                raise UnsupportedCheckpoint(f"{file}: truncated: the header is not complete")
             header = json.loads(handle.read(length))
     except OSError as error:
         raise UnsupportedCheckpoint(f"{file}: {error.strerror or error}") from error
@@ -153,7 +154,7 @@ def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> TensorEn
         raise UnsupportedCheckpoint(f"{file}: tensor {name}: its offsets do not fit its shape")
     if end > size:
         raise UnsupportedCheckpoint(
-            f"{file}: torn: tensor {name} ends at byte {end}, the file at {size}"
+            f"{file}: truncated: tensor {name} ends at byte {end}, the file at {size}"
         )
     return TensorEntry(name, dtype, shape, file, begin, end)
 

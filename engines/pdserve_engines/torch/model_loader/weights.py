@@ -1,7 +1,7 @@
 """Maps a checkpoint's tensors to the model's matrices, checks and reads them.
 
 The forward pass uses fewer, larger matrices than a checkpoint stores: q, k and v are one product,
-gate and up another. The models decide where a tensor goes and in which format.
+gate and up another. The models decide where a tensor is placed and in which format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Param:
     key: str
     """`embed`, `norm`, `head`, or `layers.N.` and one of the names in `_layer`."""
     parts: tuple[tuple[str, Shape], ...]
-    """Name and shape of each."""
+    """Name and shape of each part."""
 
     @property
     def shape(self) -> Shape:
@@ -113,14 +113,15 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, source: str, key: str)
 
 
 _STEMS = ("model.", "", "language_model.model.", "model.language_model.")
-"""What the names of a checkpoint's text model may begin with: as a language model, saved bare (as
-embedding models are), and as part of a multimodal model by older and newer tools."""
+"""Name prefixes of a checkpoint's text model: as a language model, without a head (embedding
+models), and as part of a multimodal model by older and newer tools."""
 
 _OTHER_SENSES = ("vision_tower.", "multi_modal_projector.")
 
 
 def canonical(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """By the names that `params` uses, without what a multimodal model has beside its text part."""
+    """The tensors under the names that `params` uses, without the other parts of a multimodal
+    model."""
     stem = next((stem for stem in _STEMS if f"{stem}embed_tokens.weight" in entries), "model.")
     named: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
@@ -137,8 +138,9 @@ def canonical(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 def resolve_lm_head(
     config: ModelConfig, entries: Mapping[str, TensorEntry], *, embeds: bool
 ) -> ModelConfig:
-    """Whether there is an output layer. `embeds`: the checkpoint's other files say that it was made
-    for vectors; of any other a missing layer is missing."""
+    """Return the configuration with the output layer decided. `embeds`: the checkpoint's other
+    files say that it is an embedding model; in any other model a missing output layer is an
+    error."""
     missing = not config.tied and "lm_head.weight" not in entries
     if missing and (config.headless or embeds):
         return replace(config, tied=True, headless=True)
@@ -166,12 +168,13 @@ def check(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Old checkpoints store the rotary frequencies; tied ones may store the output layer too."""
+    """Whether a surplus tensor may be ignored: old checkpoints store the rotary frequencies, tied
+    ones may store the output layer."""
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 
 def load(config: ModelConfig, checkpoint: Checkpoint, place: PlaceFn, progress: ProgressFn) -> None:
-    """Hand every parameter to `place`, reporting the fraction of bytes done."""
+    """Pass every parameter to `place` and report the fraction of bytes done."""
     todo = params(config)
     sizes = [sum(checkpoint.entries[name].nbytes for name, _ in param.parts) for param in todo]
     total, done = sum(sizes), 0

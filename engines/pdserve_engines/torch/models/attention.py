@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from pdserve_engines.torch.models.forward_batch import ForwardBatch
 
 GATHERED: Final = 2
-"""Most tokens that a group gathers, for each token of the pool. `budget` keeps so much free.
-Without shared blocks there are never more: padding at most doubles them."""
+"""Most tokens that a group gathers, for each token of the pool. `kv_budget` keeps that much memory
+free. Without shared blocks it is never reached: padding at most doubles the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Chunks that attend together: `n` sequences of `count` queries over `length` keys each, which
-    begin with the first block that its queries see."""
+    """Chunks that attend together: `n` sequences of `count` queries over `length` keys each. The
+    keys begin with the first block that the queries see."""
 
     rows: torch.Tensor
     """`[n * count]` rows of the batch."""
@@ -53,8 +53,8 @@ class PagedAttention:
         windows: Iterable[int | None] = (None,),
         query_scalar: float | None = None,
     ) -> None:
-        """`windows`: every one that some layer has, None for a layer that sees all. Scores are
-        divided by the root of `query_scalar`; None: of the head's dimension."""
+        """`windows`: those of all layers, None for a layer that sees all tokens. Scores are divided
+        by the root of `query_scalar`; None: of the head's dimension."""
         self._pool = pool
         self._layout = layout = pool.layout
         self._groups = groups
@@ -111,10 +111,8 @@ class PagedAttention:
         return rows.view(group.n, kv_heads, -1, dim)[:, :, : group.length]
 
     def _clear_fresh_blocks(self, batch: ForwardBatch) -> None:
-        """Zero the blocks that this step begins: masked slots are still multiplied, by zero.
-
-        Whatever an earlier owner left there, were it infinite, must not reach this sequence.
-        """
+        """Zero the blocks that this step begins. Masked slots are multiplied by zero, so an
+        infinite value left by an earlier owner would still reach this sequence."""
         first_tokens = batch.positions % self._layout.block_size == 0
         if first_tokens.any():
             blocks = torch.from_numpy(batch.blocks(self._layout.block_size)[first_tokens])
@@ -160,7 +158,7 @@ class PagedAttention:
     def _mask(
         self, starts: np.ndarray, count: int, length: int, window: int | None
     ) -> torch.Tensor | None:
-        """`starts`: of the queries, counted from the first gathered key."""
+        """`starts`: positions of the first queries, counted from the first gathered key."""
         narrow = window is not None and length > window
         if count == 1 and (starts + 1 == length).all() and not narrow:
             return None
@@ -173,7 +171,7 @@ class PagedAttention:
 
 
 def _blocks_before(starts: np.ndarray, window: int | None, block_size: int) -> np.ndarray:
-    """How many whole blocks lie before everything that queries from `starts` on can see."""
+    """Number of whole blocks before everything that queries from `starts` on can see."""
     if window is None:
         return np.zeros_like(starts)
     blocks: np.ndarray = np.maximum(starts - (window - 1), 0) // block_size
@@ -181,10 +179,10 @@ def _blocks_before(starts: np.ndarray, window: int | None, block_size: int) -> n
 
 
 def _group_chunks(batch: ForwardBatch, block_size: int, most: int) -> list[list[int]]:
-    """Single-token chunks of similar length together, every longer chunk by itself.
+    """Group single-token chunks of similar length; every longer chunk is a group by itself.
 
     Similar means the same power of two, so that padding at most doubles what is gathered. `most`:
-    tokens that a group may gather.
+    most tokens that a group may gather.
     """
     buckets: dict[int, list[int]] = {}
     groups: list[list[int]] = []
@@ -200,8 +198,8 @@ def _group_chunks(batch: ForwardBatch, block_size: int, most: int) -> list[list[
 
 
 def _split(chunks: list[int], widths: np.ndarray, most: int) -> Iterator[list[int]]:
-    """`chunks` in parts of at most `most` tokens, padded to the widest of each; a part has at least
-    one chunk."""
+    """Split `chunks` into parts of at most `most` tokens, each padded to its widest chunk; a part
+    has at least one chunk."""
     part: list[int] = []
     widest = 0
     for chunk, width in zip(chunks, widths.tolist(), strict=True):

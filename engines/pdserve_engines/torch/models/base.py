@@ -16,31 +16,32 @@ if TYPE_CHECKING:
 __all__ = ["ForwardModel", "LayersDoneFn"]
 
 LayersDoneFn = Callable[[int], None]
-"""Called in the thread of a forward pass: keys and values of so many layers are written."""
+"""Called in the thread of a forward pass with the number of layers whose keys and values are
+written."""
 
 
 class ForwardModel(Protocol):
-    """Computes steps with weights of its own, over a pool that the executor binds it to."""
+    """Computes steps with its own weights, over the KV pool that the executor binds it to."""
 
     @property
     def kernels(self) -> str:
-        """Which code computes, in words for the log."""
+        """The kernels in use, in words for the log."""
         ...
 
     @property
     def exact(self) -> str:
-        """The kernels' name if what they compute in float32 for a row does not depend on the rows
-        beside it: then a token is the same however its sequence was scheduled. Empty: it may."""
+        """The kernels' name if their float32 result for a row does not depend on the other rows:
+        then a token is the same however its sequence was scheduled. Empty if it may."""
         ...
 
     @property
     def torch_threads(self) -> int:
-        """How many threads torch's own operations should have beside it."""
+        """Number of threads that torch's own operations should use beside this model."""
         ...
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights as they are held."""
+        """Bytes of the weights in memory."""
         ...
 
     def place(self, param: Param, parts: list[torch.Tensor]) -> None:
@@ -48,28 +49,29 @@ class ForwardModel(Protocol):
         ...
 
     def sibling(self, settings: TorchSettings) -> ForwardModel | None:
-        """Another with these weights, all placed, for a pool and a thread of its own; None if they
-        are gone. Both compute at the same time."""
+        """Make a model with the same placed weights, for a pool and a thread of its own; None if
+        they are gone. Both may compute at the same time."""
         ...
 
     def bind(self, pool: KvPool) -> None:
-        """From now on keys and values live in `pool`."""
+        """Store keys and values in `pool` from now on."""
         ...
 
     def forward(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> torch.Tensor:
-        """Compute every token of `batch`, write its KV, return the wanted rows, `[R,
+        """Compute every token of `batch`, write its KV and return the wanted rows, `[R,
         hidden]`."""
         ...
 
     def greedy(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> list[int]:
-        """Compute every token of `batch`; the likeliest token of each wanted row, -1 where
+        """Compute every token of `batch`; returns the likeliest token of each wanted row, -1 where
         no logit is a number."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of `forward`'s result to `[n, vocab]` float32, the caller's to overwrite."""
+        """Compute the logits of rows of `forward`'s result, `[n, vocab]` float32; the caller may
+        overwrite them."""
         ...
 
     def close(self) -> None:
-        """Let go of pool and weights. Idempotent."""
+        """Drop pool and weights. Idempotent."""
         ...

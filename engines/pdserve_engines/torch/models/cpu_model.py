@@ -43,12 +43,12 @@ def unsupported_reason(config: ModelConfig, device: torch.device, max_model_len:
 
 
 class CpuModel:
-    """Implements `base.ForwardModel`. Weights live packed in C++; there is no second copy."""
+    """Implements `base.ForwardModel`. The weights are packed in C++; there is no second copy."""
 
     def __init__(
         self, config: ModelConfig, settings: TorchSettings, elder: CpuModel | None = None
     ) -> None:
-        """With the weights of `elder`, or with none placed yet."""
+        """Use the weights of `elder`, or start with none placed."""
         self._config = config
         self._dtype = settings.dtype
         self._threads = settings.threads
@@ -83,7 +83,7 @@ class CpuModel:
 
     @property
     def torch_threads(self) -> int:
-        # The kernels bring threads of their own; torch's would only get in their way.
+        # The kernels have threads of their own, which torch's would only slow down.
         return 1
 
     @property

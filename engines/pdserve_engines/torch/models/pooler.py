@@ -1,8 +1,8 @@
-"""Pools hidden states into one vector per prompt: the mean of all rows, or the last row.
+"""Pools hidden states into one embedding per prompt: the mean of all rows, or the last row.
 
 A mean is accumulated over a prompt's chunks in float32, whatever the model's dtype. A sequence's
-state is dropped when it ends or is preempted, after which its prompt starts again at its first
-token. The executor owns the pooler and calls it from one thread.
+state is dropped when it ends or is preempted; its prompt then starts again at its first token. The
+executor owns the pooler and calls it from one thread.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 class Pooler:
-    """Sums of prompts that are computed in several chunks."""
+    """Accumulates the prompts that are computed in several chunks."""
 
     def __init__(self) -> None:
         self._sums: dict[SequenceKey, torch.Tensor] = {}
 
     def take(self, chunk: ScheduledChunk, hidden: torch.Tensor) -> torch.Tensor | None:
-        """`hidden`: all rows of the chunk for a mean, else only its last one. The vector, float32
-        on the host, once the chunk is its sequence's last one."""
+        """Add a chunk's hidden states; returns the embedding, float32 on the host, if it is the
+        sequence's last chunk. `hidden`: all rows of the chunk for a mean, else only its last
+        one."""
         sequence = chunk.sequence
         if sequence.request.pooling == "last":
             return hidden[-1].float().cpu()
@@ -39,13 +40,13 @@ class Pooler:
         return (total / sequence.prompt_len).cpu()
 
     def forget(self, keys: Iterable[SequenceKey]) -> None:
-        """These have ended, or will begin anew."""
+        """Drop the state of sequences that ended or were preempted."""
         for key in keys:
             self._sums.pop(key, None)
 
 
 def to_bytes(vector: torch.Tensor) -> bytes:
-    """As `Finish.embedding`; empty if not all of it are numbers."""
+    """The embedding as in `Finish.embedding`; empty if any value is not a number."""
     if not bool(torch.isfinite(vector).all()):
         return b""
     return bytes(vector.numpy().astype("<f4").tobytes())

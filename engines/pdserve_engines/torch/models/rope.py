@@ -39,11 +39,11 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 def _yarn(
     frequencies: torch.Tensor, rope: RopeConfig, yarn: YarnConfig, head_dim: int
 ) -> torch.Tensor:
-    """Pairs that turn slowly are stretched by `factor`, quick ones kept, those between blended by
+    """Slowly turning pairs are stretched by `factor`, fast ones kept, those between blended by
     their place."""
 
     def place(turns: float) -> float:
-        """The pair, as a dimension, that turns so often in the original context."""
+        """The dimension of the pair that turns this often in the original context."""
         span = rope.original_max_positions / (turns * 2 * math.pi)
         return head_dim * math.log(span) / (2 * math.log(rope.theta))
 
@@ -52,7 +52,7 @@ def _yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a step, not a division by zero
+        high += 0.001  # avoids a division by zero
     pairs = torch.arange(head_dim // 2, dtype=torch.float32)
     blend = ((pairs - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies / rope.factor * blend + frequencies * (1 - blend)

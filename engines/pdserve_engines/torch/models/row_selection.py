@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class RowSelection:
-    """The rows wanted of the chunks' tokens, counted through all chunks.
+    """The wanted rows of a step, counted through all chunks.
 
-    A sampling chunk's last row chooses a token; a chunk of a request with prompt logprobs also
-    needs every row that predicts a prompt token. Of a prompt that becomes a vector, a mean needs
-    every row, the last one only that.
+    A sampling chunk needs its last row. A chunk of a request with prompt logprobs also needs every
+    row that predicts a prompt token. An embedding request needs every row for a mean, else only the
+    last.
     """
 
     def __init__(self, chunks: Seq[ScheduledChunk]) -> None:
@@ -23,11 +23,11 @@ class RowSelection:
         self.sampling: list[int] = []
         """Indices of sampling chunks."""
         self.sampling_places: list[int] = []
-        """Where in `rows` their last rows are."""
+        """Indices in `rows` of their last rows."""
         self.prompts: list[tuple[int, int, int]] = []
         """(chunk index, first place in `rows`, count)."""
         self.pooled: list[tuple[int, int, int]] = []
-        """The same, of rows that become vectors."""
+        """The same, for rows of embedding requests."""
         offset = 0
         for index, chunk in enumerate(chunks):
             self._add(index, chunk, offset)

@@ -39,12 +39,12 @@ class TorchModel:
     def __init__(
         self, config: ModelConfig, settings: TorchSettings, weights: _Weights | None = None
     ) -> None:
-        """With the weights of another, or with none placed yet."""
+        """Use these weights, or start with none placed."""
         self._config = config
         self._threads = settings.threads
         self._dtype, self._device = settings.dtype, settings.device
         self._weights: _Weights | None = weights or _Weights(config.num_layers)
-        """None once closed; whoever shares them has a reference of its own."""
+        """None once closed; siblings have references of their own."""
         self._ropes = {
             rope: rope_table(rope, config.head_dim, settings.max_model_len).to(settings.device)
             for rope in {config.rope_of(layer) for layer in range(config.num_layers)}
@@ -58,7 +58,7 @@ class TorchModel:
 
     @property
     def exact(self) -> str:
-        return ""  # its products are summed in an order that depends on the number of rows
+        return ""  # the order in which products are summed depends on the number of rows
 
     @property
     def torch_threads(self) -> int:
@@ -109,7 +109,7 @@ class TorchModel:
             if after is not None:
                 after(index + 1)
             if index == last and len(rows) < len(x):
-                # Nobody reads the other rows any more; their keys and values are stored.
+                # The other rows are not needed any more; their keys and values are stored.
                 mixed, x = mixed[rows], x[rows]
             mixed = functional.linear(mixed, layer["o"], layer.get("o_bias"))
             x = x + (self._norm(mixed, layer["attn_out_norm"]) if config.out_norms else mixed)
@@ -184,7 +184,8 @@ class TorchModel:
 
 
 def _rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of `[T, heads, head_dim]`, the two halves of a head being its pairs."""
+    """Apply the rotary embedding to `[T, heads, head_dim]`; the two halves of a head are its
+    pairs."""
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
     return turned.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Applies masks of grammars and of the reasoning's end to the logits, row by row."""
+"""Applies the masks of grammars and of the reasoning's end to the logits, row by row."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ if TYPE_CHECKING:
 
 
 class GrammarMasks:
-    """Follows the sequences that are steered, until `forget`."""
+    """Follows the sequences with a grammar or a reasoning budget, until `forget`."""
 
     def __init__(self) -> None:
         self.structured_output: StructuredOutputManager | None = None
-        """Set once the vocabulary is known; without it, nobody has been promised anything."""
+        """Set once the vocabulary is known; before that, grammars are refused."""
         self.faults: dict[SequenceKey, str] = {}
-        """Why sequences of the last step cannot go on; their rows hold no number."""
+        """Sequences of the last step that cannot be continued, and why; their logits hold no
+        number."""
         self.lasting: set[SequenceKey] = set()
-        """Those of them that could not anywhere."""
+        """Sequences in `faults` whose request would fail on any worker."""
         self.forced: frozenset[int] = frozenset()
-        """Rows of the last step for which nothing but an end is left, wanted or not."""
+        """Rows of the last step for which only an end is left."""
 
     def apply(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
-        """Minus infinity where row i of `logits` `[n, vocab]`, which continues `sequences[i]`, may
-        not go; in place."""
+        """Set row i of `logits` `[n, vocab]`, which continues `sequences[i]`, to minus infinity
+        where a token is not allowed; in place."""
         self.faults.clear()
         self.lasting.clear()
         self.forced = frozenset()
@@ -51,17 +52,17 @@ class GrammarMasks:
             _apply(logits, masks)
 
     def forget(self, key: SequenceKey) -> None:
-        """Drop what is remembered of this sequence; unknown ones are ignored."""
+        """Drop the state of a sequence; unknown ones are ignored."""
         self.faults.pop(key, None)
         self.lasting.discard(key)
         if self.structured_output is not None:
             self.structured_output.release(key)
 
     def _mask(self, sequence: Sequence) -> bytes | None:
-        """Empty for one that cannot go on."""
+        """The sequence's mask; empty if it cannot be continued, None if all tokens are allowed."""
         try:
             if self.structured_output is None:
-                raise GrammarError("this engine follows no grammars")
+                raise GrammarError("this engine does not support grammars")
             return self.structured_output.allowed(sequence)
         except GrammarError as fault:
             self.faults[sequence.key] = str(fault)
@@ -74,7 +75,7 @@ class GrammarMasks:
 
 
 def _apply(logits: torch.Tensor, masks: dict[int, bytes]) -> None:
-    """All rows in one go: a bit per token travels to the device."""
+    """Apply all masks at once: one bit per token is copied to the device."""
     vocab = logits.shape[-1]
     width = -(-vocab // 8)
     packed = np.zeros((len(masks), width), np.uint8)

@@ -1,12 +1,12 @@
-"""From logits to tokens, for all sampling rows of a step at once.
+"""Samples tokens from logits, for all sampling rows of a step at once.
 
-The order is the contract of `SamplingParams`: raw logprobs; bias and the `min_tokens` mask;
-repetition, frequency and presence penalties; greedy, or temperature, min_p, top_k, top_p and one
-draw. The draw is the inverse of the cumulative distribution in token-id order at one uniform
-number, which `noise` derives from the request alone; so a token depends on its own row and on
-nothing else in the batch. Tokens that tie at the border of top_k or top_p all stay.
+The order is fixed by `SamplingParams`: raw logprobs; bias and the `min_tokens` mask; repetition,
+frequency and presence penalties; greedy, or temperature, min_p, top_k, top_p and one draw. The draw
+inverts the cumulative distribution in token-id order at one uniform number, which `noise` derives
+from the request alone. So a token depends only on its own row of the batch. Tokens that tie at the
+border of top_k or top_p all stay.
 
-Work nobody asked for is skipped; what is greedy and nothing else (`is_plain`) need not come here.
+Only requested work is done; a purely greedy step (`is_plain`) does not come here.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ class _History:
 
 
 class Sampler:
-    """Chooses tokens. Remembers only token counts of penalised sequences, until `forget`."""
+    """Samples tokens. Keeps only token counts of penalised sequences, until `forget`."""
 
     def __init__(self) -> None:
         self._histories: dict[SequenceKey, _History] = {}
         self.masks = GrammarMasks()
-        """What grammars and the end of reasoning leave of the vocabulary."""
+        """Masks of grammars and of the reasoning's end."""
         self.bans = TokenBans()
-        """What requests rule out themselves."""
+        """Tokens that requests exclude themselves."""
 
     def sample(
         self, logits: torch.Tensor, sequences: Seq[Sequence]
     ) -> tuple[list[int], list[TokenLogprob | None]]:
-        """One token per row of `logits` `[n, vocab]` float32, which may be overwritten.
+        """Sample one token per row of `logits` `[n, vocab]` float32, which may be overwritten.
 
-        Row i continues `sequences[i]`; its logprob is None unless asked for. The token is negative
-        where no logit is a number; such a row concerns no other.
+        Row i continues `sequences[i]`; its logprob is None unless requested. The token is negative
+        where no logit is a number; the other rows are not affected.
         """
         params = [sequence.sampling for sequence in sequences]
         wanted = [row for row, param in enumerate(params) if param.logprobs is not None]
@@ -94,24 +94,24 @@ class Sampler:
         return found, logprobs
 
     def forget(self, keys: Iterable[SequenceKey]) -> None:
-        """Drop what is remembered of these sequences; unknown ones are ignored."""
+        """Drop the state of these sequences; unknown ones are ignored."""
         for key in keys:
             self._histories.pop(key, None)
             self.masks.forget(key)
             self.bans.forget(key)
 
     def faults(self, sequences: Seq[Sequence]) -> dict[int, str]:
-        """Why rows of the last step have no token, as far as that was not the model."""
+        """Index of a sequence -> why it has no token, for causes other than the model's logits."""
         faults = self.masks.faults
         return {row: faults[each.key] for row, each in enumerate(sequences) if each.key in faults}
 
     def lasting(self, sequences: Seq[Sequence]) -> set[int]:
-        """Those of `faults` that are the request's own."""
+        """Indices in `faults` whose request would fail on any worker."""
         lasting = self.masks.lasting
         return {row for row, each in enumerate(sequences) if each.key in lasting}
 
     def close(self) -> None:
-        """End what goes on besides; idempotent."""
+        """Stop compiling grammars. Idempotent."""
         if self.masks.structured_output is not None:
             self.masks.structured_output.close()
 
@@ -136,7 +136,7 @@ class Sampler:
                 values = logits[row, every]
                 factor = sampling.repetition_penalty
                 scaled = torch.where(values > 0, values / factor, values * factor)
-                # A tiny factor overflows, and between infinities there is nothing to draw from; one
+                # A tiny factor overflows, and infinities alone cannot be drawn from; one
                 # that rounds to zero would make NaN of a masked token.
                 most = torch.finfo(scaled.dtype).max
                 logits[row, every] = scaled.nan_to_num_(
@@ -157,7 +157,7 @@ class Sampler:
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """The next token is the likeliest one, and nothing else is asked for."""
+    """Whether the next token is the likeliest one and nothing else is requested."""
     sampling = sequence.sampling
     return (
         sampling.temperature == 0
@@ -170,8 +170,8 @@ def is_plain(sequence: Sequence) -> bool:
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The first largest of each row: `[n]` int64; -1 where none is a number. A NaN counts as the
-    largest."""
+    """Index of the first largest value of each row, `[n]` int64; -1 where none is a number. A NaN
+    counts as the largest."""
     if logits.device.type == "cpu":
         # numpy's is vectorised: 10 times faster here, which counts when a step takes milliseconds.
         found = torch.from_numpy(logits.numpy().argmax(-1))
@@ -182,7 +182,8 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
-    """One token per row by temperature, filters and the row's own uniform: `[n]` int64."""
+    """Draw one token per row by temperature, filters and the row's own uniform number: `[n]`
+    int64."""
     params = [sequence.sampling for sequence in sequences]
     # Below the smallest normal number the quotient would be 0 / 0; there it has reached its limit.
     coldest = torch.finfo(logits.dtype).tiny
@@ -205,7 +206,7 @@ def draw(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
 
 
 def filter_(probabilities: torch.Tensor, params: Seq[SamplingParams]) -> None:
-    """Zero what min_p, then top_k, then top_p rule out, in place; no renormalisation."""
+    """Zero what min_p, then top_k, then top_p exclude, in place; no renormalisation."""
     rows = [row for row, param in enumerate(params) if param.min_p > 0]
     if rows:
         chosen = probabilities[rows]
@@ -266,7 +267,8 @@ def describe(
 
 
 def _likeliest(raw: torch.Tensor, counts: Seq[int]) -> list[list[tuple[int, float]]]:
-    """Each row's `counts[i]` best. Rows of one count together: ties then never ask who else is."""
+    """The `counts[i]` best of each row. Rows with the same count are done together, so that ties do
+    not depend on the other rows."""
     tops: list[list[tuple[int, float]]] = [[] for _ in counts]
     for count in set(counts) - {0}:
         rows = [row for row, wanted in enumerate(counts) if wanted == count]
@@ -293,7 +295,7 @@ def _add_bias(logits: torch.Tensor, params: Seq[SamplingParams]) -> None:
 
 
 def _mask_ends(logits: torch.Tensor, sequences: Seq[Sequence], forced: Container[int] = ()) -> None:
-    """`forced`: rows that have nothing else to say."""
+    """Mask end tokens before `min_tokens`. `forced`: rows for which only an end is left."""
     rows: list[int] = []
     ids: list[int] = []
     for row, sequence in enumerate(sequences):

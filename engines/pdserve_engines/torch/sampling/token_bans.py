@@ -1,4 +1,5 @@
-"""Finds the tokens that a request itself excludes: all but its allowed ones, and bad words' ends.
+"""Masks the tokens that a request itself excludes: all but its allowed ones, and the ends of bad
+words.
 
 A request's lists are read once per sequence, not once per token. The frontend ensures that some
 token always stays allowed.
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Lists:
-    """One sequence's lists, in the form that a step wants them in."""
+    """One sequence's lists, in the form that a step needs."""
 
     allowed: torch.Tensor | None
-    """None: all are."""
+    """None: all tokens."""
     always: list[int]
     """Bad words of one token."""
     after: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
-    """The longer ones, by their last token but one."""
+    """Longer bad words, by their last token but one."""
 
     def ended_by(self, sequence: Sequence) -> list[int]:
         """Tokens that would now end a bad word."""
@@ -43,7 +44,7 @@ class _Lists:
 
 
 class TokenBans:
-    """Remembers the lists of sequences that have some, until `forget`."""
+    """Keeps the lists of sequences that have some, until `forget`."""
 
     def __init__(self) -> None:
         self._lists: dict[SequenceKey, _Lists] = {}
@@ -51,8 +52,9 @@ class TokenBans:
     def apply(
         self, logits: torch.Tensor, sequences: Seq[Sequence], forced: Container[int] = ()
     ) -> None:
-        """Minus infinity where row i of `logits` `[n, vocab]`, which continues `sequences[i]`, may
-        not go; in place. `forced`: rows that have one way only, and go it."""
+        """Set row i of `logits` `[n, vocab]`, which continues `sequences[i]`, to minus infinity
+        where a token is excluded; in place. `forced`: rows for which only an end is left; they are
+        not changed."""
         rows: list[int] = []
         ids: list[int] = []
         for row, sequence in enumerate(sequences):
@@ -71,7 +73,7 @@ class TokenBans:
             logits[rows, ids] = -torch.inf
 
     def forget(self, key: SequenceKey) -> None:
-        """An unknown one is ignored."""
+        """Drop a sequence's lists; an unknown one is ignored."""
         self._lists.pop(key, None)
 
     def _of(self, sequence: Sequence, device: torch.device) -> _Lists:

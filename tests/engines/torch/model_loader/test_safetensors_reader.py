@@ -83,7 +83,7 @@ def test_identity_follows_content_and_not_the_cut_into_files(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("header", "data", "complaint"),
     [
-        ({"a": entry()}, b"1234567", "torn: tensor a ends at byte"),
+        ({"a": entry()}, b"1234567", "truncated: tensor a ends at byte"),
         ({"a": entry(offsets=(0, 12))}, bytes(12), "offsets do not fit its shape"),
         ({"a": entry(offsets=(8, 0))}, bytes(8), "offsets do not fit its shape"),
         ({"a": entry(offsets=(-8, 0))}, bytes(8), "offsets do not fit its shape"),
@@ -108,7 +108,7 @@ def test_a_broken_file_is_refused_with_what_is_wrong(
 @pytest.mark.parametrize("content", [b"", b"\x01", b"\xff" * 8, struct.pack("<Q", 50) + b"{}"])
 def test_a_file_that_ends_in_its_header_is_torn(tmp_path: Path, content: bytes) -> None:
     (tmp_path / NAME).write_bytes(content)
-    with pytest.raises(UnsupportedCheckpoint, match="torn: the header is not complete"):
+    with pytest.raises(UnsupportedCheckpoint, match="truncated: the header is not complete"):
         Checkpoint(tmp_path)
 
 

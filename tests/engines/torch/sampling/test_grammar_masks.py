@@ -329,4 +329,4 @@ def test_without_a_vocabulary_nobody_is_left_without_a_word() -> None:
     one = sequence([5], steered, 2)
     tokens, _ = sampler.sample(torch.zeros(1, VOCAB), [one])
     assert tokens == [-1]
-    assert "follows no grammars" in sampler.faults([one])[0]
+    assert "does not support grammars" in sampler.faults([one])[0]
