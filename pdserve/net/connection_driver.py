@@ -1,4 +1,4 @@
-"""One connection's thin shell: bytes between a transport and a sans-I/O `Connection`.
+"""Moves bytes between a transport and a sans-I/O `Connection`.
 
 Writing. Verbs append to the connection and call `wake`; one flush per turn of the loop then hands
 everything, or as much as the transport is to hold, to the transport in one call. While it is full,

@@ -1,4 +1,4 @@
-"""One HTTP request as its endpoint sees it."""
+"""Defines the HTTP request that an endpoint gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sandbox chat templates run in: the dialect of Hugging Face templates, with a meter on it.
+"""Runs chat templates in a sandbox: Jinja as Hugging Face extends it, with a step budget.
 
 jinja2's immutable sandbox keeps a template from touching anything outside; the meter keeps it from
 running or growing without end. It counts every loop iteration, call and operator, the characters

@@ -1,4 +1,4 @@
-"""Qwen3-Coder: every argument between tags of its own, as plain text.
+"""Parses tool calls of Qwen3-Coder: each argument is plain text between tags of its own.
 
     <tool_call>
     <function=NAME>

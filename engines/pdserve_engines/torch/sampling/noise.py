@@ -1,4 +1,4 @@
-"""Sampling noise as a pure function of who samples what: Philox4x32-10 in integer arithmetic.
+"""Sampling noise as a pure function of seed and position: Philox4x32-10 in integer arithmetic.
 
     key     = (seed low 32 bits, seed high 32 bits)
     counter = (output position, choice index, prompt index, 0)

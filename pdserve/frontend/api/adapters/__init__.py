@@ -1,1 +1,1 @@
-"""Other APIs over the chat path: each a translation to a chat request, and words for the answer."""
+"""Adapters of other APIs: each translates a request to a chat request, and formats its answer."""
