@@ -224,6 +224,10 @@ class CoreClient:
         """Seconds without progress although the core has work; 0 while it makes progress."""
         return 0.0 if self._life is None else self._life.stalled_for
 
+    def set_model(self, path: str) -> None:
+        """Load the model in this directory; before `start`, if the spec names none."""
+        self._spec = replace(self._spec, model=path)
+
     async def start(self, on_progress: Callable[[LoadProgress], None] | None = None) -> None:
         """Launch the core and load the model; returns when it is ready. `on_progress` also gets the
         progress of later restarts.
@@ -236,6 +240,7 @@ class CoreClient:
             raise RuntimeError("a client starts once")
         loop = asyncio.get_running_loop()
         self._on_progress = on_progress
+        self._worked_at = self._clock.now()
         self._ready = loop.create_future()
         self._supervisor = loop.create_task(self._supervise(), name="engine-supervisor")
         try:

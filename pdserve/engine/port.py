@@ -1,8 +1,9 @@
 """Defines the engine port: the one interface through which a worker drives any engine.
 
-The worker's node process holds an `Engine`; the model runs elsewhere (a child process, another
-program, another machine). So nothing here blocks: `submit` and `abort` only post a command, and
-results come back as calls on the event loop's thread.
+The worker's node process holds one `Engine` for its whole life, and its parts call it directly: a
+method is declared here and in each engine, nowhere else. The model runs elsewhere (a child process,
+another program, another machine). So nothing here blocks: `submit` and `abort` only post a command,
+and results come back as calls on the event loop's thread.
 
 Engines that bring their own scheduler implement `Engine` directly. Engines driven by pdserve's
 scheduler implement `pdserve.engine_core.executor.Executor` and get this port from `CoreClient`.
@@ -103,7 +104,23 @@ class PrefillSink(Protocol):
         ...
 
 
-class Engine(Protocol):
+class RequestEngine(Protocol):
+    """Runs requests: an `Engine`, or what decides before it where a prompt is computed."""
+
+    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
+        """Post a request.
+
+        Errors: raises `NotReady`, `Draining`, `Overloaded`, or `EngineDied` if the engine will not
+        be restarted; every later error goes to the sink.
+        """
+        ...
+
+    def abort(self, handle: Handle) -> None:
+        """Abort a submission: its blocks are free within one step. Ignores unknown handles."""
+        ...
+
+
+class Engine(RequestEngine, Protocol):
     """One engine as the worker's node process sees it."""
 
     @property
@@ -125,18 +142,6 @@ class Engine(Protocol):
 
     async def drain(self, timeout: Seconds) -> bool:
         """Refuse new submissions and wait for those in flight; False if `timeout` came first."""
-        ...
-
-    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
-        """Post a request.
-
-        Errors: raises `NotReady`, `Draining`, `Overloaded`, or `EngineDied` if the engine will not
-        be restarted; every later error goes to the sink.
-        """
-        ...
-
-    def abort(self, handle: Handle) -> None:
-        """Abort a submission: its blocks are free within one step. Ignores unknown handles."""
         ...
 
     def statistics(self) -> EngineStats:

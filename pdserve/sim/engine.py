@@ -147,6 +147,10 @@ class VirtualTimeEngine:
 
     # ------------------------------------------------------------------ life
 
+    def set_model(self, path: str) -> None:
+        """See `worker.service.SupervisedEngine`."""
+        self._spec = replace(self._spec, model=path)
+
     async def start(self, on_progress: Callable[[LoadProgress], None] | None = None) -> None:
         """Create the core after `load_time` virtual seconds. `on_progress` is not called."""
         self.state, self.state_reason = EngineState.LOADING, "loading"
@@ -210,6 +214,8 @@ class VirtualTimeEngine:
     def free(self) -> None:
         """Free the core's memory, as the kernel does with a killed process. Sinks are not
         called."""
+        if self.state is EngineState.NEW:
+            return
         self._disarm()  # by a peer's write, perhaps: then the timer is not among its own
         self._cut_off()
         self._guard.core = None

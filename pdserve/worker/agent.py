@@ -40,7 +40,7 @@ from pdserve.worker.transfer_rpc import TransferRpc
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from pdserve.engine.port import Handle, TokenSink
+    from pdserve.engine.port import Handle, RequestEngine, TokenSink
     from pdserve.errors import PdserveError
     from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
@@ -81,7 +81,7 @@ class WorkerAgent:
         self._sequences = topics.publish_set(SEQUENCES)
         self._load = topics.publish_state(LOAD, encode)
         self._kv = KvEventPublisher()
-        service.subscribe_kv(self._kv.apply)
+        service.engine.subscribe_kv(self._kv.apply)
         self._topics = topics
         self._card = replace(card, mode=service.config.mode)
         self.decode: DecodeHandler | None = None
@@ -89,6 +89,7 @@ class WorkerAgent:
         takes none."""
         self.prefill: PrefillHandler | None = None
         """Handles prefills and KV handoffs for other workers; None if this worker does none."""
+        self._requests: RequestEngine = service.engine
         self._take_part()
         self._channels = RequestStreams(
             self, on_begin=self._begin, on_start=self._start, on_end=self._end
@@ -119,7 +120,7 @@ class WorkerAgent:
         mode, leading = config.mode, self._kv.leading
         if mode == "aggregated" and config.transfer is None:
             return
-        TransferRpc(node, service, self._degradations)
+        TransferRpc(node, service.engine, service.metrics, self._degradations)
         if mode != "prefill":
             chooser = DisaggPolicy(
                 config.disagg,
@@ -128,6 +129,7 @@ class WorkerAgent:
             )
             queue = PrefillQueueClient(node, self._topics) if mode == "decode" else None
             self.decode = DecodeHandler(node, service, queue, chooser, leading, service.metrics)
+            self._requests = self.decode
         claims = (
             (lambda take, stop: QueueClaimSource(node, take, stop)) if mode == "prefill" else None
         )
@@ -178,7 +180,7 @@ class WorkerAgent:
         service = self._service
         if service.draining:
             return
-        now, stats = self._node.now(), service.statistics()
+        now, stats = self._node.now(), service.engine.statistics()
         relief = self._rebalance.look(now, stats, self._movable)
         if relief is not None:
             _log.info(
@@ -216,18 +218,16 @@ class WorkerAgent:
     # ------------------------------------------------------------------ what the channels need
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
-        """Implements `request_streams.RequestEngine.submit`: decides where the prompt is
+        """Implements `engine.port.RequestEngine.submit`: decides where the prompt is
         prefilled."""
-        if self.decode is not None:
-            return self.decode.submit(request, sink)
         if self._prefills_only:
             raise NotReady(f"{self._node.id} is a prefill worker: decode workers take requests")
-        return self._service.submit(request, sink)
+        self._service.check_accepts()
+        return self._requests.submit(request, sink)
 
     def abort(self, handle: Handle) -> None:
-        """Implements `request_streams.RequestEngine.abort`: frees everything the request holds."""
-        engine = self._service if self.decode is None else self.decode
-        engine.abort(handle)
+        """Implements `engine.port.RequestEngine.abort`: frees everything the request holds."""
+        self._requests.abort(handle)
 
     def _begin(self, booking: int) -> None:
         """Publishes a booking that begins here. No one waits for this event, so it may be
@@ -297,7 +297,8 @@ class WorkerAgent:
         """The worker's load. Requests held here count even if the engine's last statistics lack
         them.
         """
-        stats, capabilities = self._service.statistics(), self._service.capabilities
+        engine = self._service.engine
+        stats, capabilities = engine.statistics(), engine.capabilities
         if self._prefills_only:
             choices, running = stats.running + stats.waiting, stats.running
         else:
@@ -334,7 +335,7 @@ class WorkerAgent:
         self._publish_kv()
         service = self._service
         reason = service.unready_reason() or ""
-        capabilities = service.capabilities
+        capabilities = service.engine.capabilities
         facts = (reason, service.draining, capabilities, service.cards(), self._topics.names)
         if facts == self._told_of:
             return

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from pdserve.errors import (
     EngineError,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from typing import Any
 
-    from pdserve.engine.port import Handle, TokenSink
+    from pdserve.engine.port import Handle, RequestEngine
     from pdserve.ids import Bytes, Epoch, NodeId, Seconds
     from pdserve.messages.engine import Rejected
     from pdserve.messages.request import GenerateRequest
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pdserve.net.base import IncomingStream
     from pdserve.wire.parser import Buffer
 
-__all__ = ["RequestEngine", "RequestStreams"]
+__all__ = ["RequestStreams"]
 
 _log = logging.getLogger(__name__)
 
@@ -71,14 +71,6 @@ _decode: Callable[[Buffer], OpenRequest | AbortRequest | Fragment] = decoder(
 )
 
 
-class RequestEngine(Protocol):
-    """Runs the requests; a subset of `engine.port.Engine`."""
-
-    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle: ...
-
-    def abort(self, handle: Handle) -> None: ...
-
-
 class RequestStreams:
     """All frontend streams of one worker."""
 
@@ -93,7 +85,7 @@ class RequestStreams:
         """`on_begin` and `on_end` are called once for each booking held here; in between `on_start`
         is called if its first token comes.
         """
-        self._engine = engine
+        self.engine = engine
         self._on_begin = on_begin
         self._on_start = on_start
         self._on_end = on_end
@@ -193,10 +185,7 @@ class RequestStreams:
                 "another suspect request is being tried on this worker; retry in a moment",
                 retry_after=1.0,
             )
-        return self._engine.submit(wanted, request)
-
-    def abort(self, handle: Handle) -> None:
-        self._engine.abort(handle)
+        return self.engine.submit(wanted, request)
 
     def began(self, request: _Request) -> None:
         if request.booking:
@@ -368,7 +357,7 @@ class _FrontendStream:
 
     def _give_up(self, request: _Request) -> None:
         if request.handle is not None:
-            self._owner.abort(request.handle)
+            self._owner.engine.abort(request.handle)
         self.end(request)
 
     # ------------------------------------------------------------------ to the frontend

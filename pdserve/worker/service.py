@@ -1,7 +1,9 @@
-"""Runs a worker without a cluster: finds the model, owns the engine, and forwards calls to it.
+"""Runs a worker without a cluster: finds the model and owns the engine.
 
-It knows neither HTTP nor text nor clusters (`agent` does). Its owner starts, drains and stops it,
-in this order. A started engine restarts itself; this service decides how that looks from outside.
+Users of the service call its `engine` directly: one object for the service's whole life, which
+restarts by itself after a failure. This service decides how that looks from outside. It knows
+neither HTTP nor text nor clusters (`agent` does). Its owner starts, drains and stops it, in this
+order.
 """
 
 from __future__ import annotations
@@ -12,31 +14,18 @@ from typing import TYPE_CHECKING, Protocol
 from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine.port import Engine, EngineState
 from pdserve.errors import Draining, NotReady
-from pdserve.ids import NodeLife
-from pdserve.messages.engine import EngineSpec, EngineStats
+from pdserve.messages.engine import EngineSpec
 from pdserve.observe.metrics import EngineSample
 from pdserve.worker.card import read_card
 from pdserve.worker.cumulative_stats import CumulativeStats
 from pdserve.worker.model import HubModel, LocalModel, ProgressFn, fetch, locate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from pdserve.engine.port import (
-        Answered,
-        AskPeer,
-        Handle,
-        PrefillSink,
-        RemotePrefillSink,
-        TokenSink,
-    )
-    from pdserve.ids import Epoch, NodeId, Seconds
+    from pdserve.ids import Seconds
     from pdserve.messages.card import ModelCard
-    from pdserve.messages.engine import EngineCapabilities, LoadProgress, PathState
-    from pdserve.messages.handoff import Handoff, TransportCall
-    from pdserve.messages.kv_events import KvEvent
-    from pdserve.messages.request import GenerateRequest
-    from pdserve.messages.transfer import TransferTicket
+    from pdserve.messages.engine import LoadProgress
     from pdserve.observe.metrics import Metrics
     from pdserve.worker.config import WorkerConfig
 
@@ -71,9 +60,17 @@ class SupervisedEngine(Engine, Protocol):
         """Seconds without progress although there was work to do."""
         ...
 
+    def set_model(self, path: str) -> None:
+        """Load the model in this directory; before `start`, if its spec names none."""
+        ...
+
 
 class WorkerService:
-    """One worker: a model, an engine and the calls to it."""
+    """One worker: a model and an engine."""
+
+    engine: SupervisedEngine
+    """The same object for the service's whole life. Before `start` it refuses requests, and takes
+    whatever else the port offers."""
 
     def __init__(
         self,
@@ -83,23 +80,22 @@ class WorkerService:
         *,
         hash_secret: bytes = b"",
     ) -> None:
-        """`hash_secret` keys the block hashes and outlives restarts of the engine; see `rekey`."""
+        """`make_engine` is called once, here; its spec names no model, see `set_model`.
+        `hash_secret` keys the block hashes and outlives restarts of the engine; see `rekey`.
+        """
         # The worker's life
         self.config = config
         self.metrics = metrics
-        self._make_engine = make_engine
         self._hash_secret = hash_secret
         self._stage = "not started"
         self._draining = False
         self._totals = CumulativeStats()
         self._watcher: asyncio.Task[None] | None = None
-        self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
-        self._ask_peer: AskPeer | None = None
-        self._attached: NodeLife | None = None
+        self._engine_begun = False
+        """The engine's `start` was called."""
+        self.engine = make_engine(self._spec())
         metrics.attach_engine(self.sample)
-        # From the moment the model is known
-        self._engine: SupervisedEngine | None = None
-        # From the moment it has loaded
+        # From the moment the model has loaded
         self._cards: dict[str, ModelCard] = {}
 
     # ------------------------------------------------------------------ life
@@ -116,20 +112,15 @@ class WorkerService:
             on_progress(stage, fraction)
 
         model = await self._find(note)
-        self._engine = engine = self._make_engine(self._spec(model))
-        for listener in self._kv_listeners:
-            engine.subscribe_kv(listener)
-        if self._ask_peer is not None:
-            engine.on_transfer(self._ask_peer)
-        if self._attached is not None:
-            engine.attach(*self._attached)
+        self.engine.set_model(str(model.path))
+        self._engine_begun = True
 
         def forward(progress: LoadProgress) -> None:
             note(progress.stage, progress.fraction)
 
-        await engine.start(forward)
+        await self.engine.start(forward)
         self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="worker-watch")
-        await self._make_card(model, engine)
+        await self._make_card(model)
 
     def drain(self) -> None:
         """Takes no new requests. Running ones go on, and prompts may still be prefilled for those
@@ -144,8 +135,8 @@ class WorkerService:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
             self._watcher = None
-        if self._engine is not None:
-            await self._engine.stop()
+        if self._engine_begun:
+            await self.engine.stop()
 
     async def _find(self, on_progress: ProgressFn) -> LocalModel:
         found = locate(self.config.model)
@@ -153,11 +144,11 @@ class WorkerService:
             return await fetch(found, on_progress, self.config.download_dir)
         return found
 
-    def _spec(self, model: LocalModel) -> EngineSpec:
+    def _spec(self) -> EngineSpec:
         config = self.config
         return EngineSpec(
             engine=config.engine,
-            model=str(model.path),
+            model="",
             device=config.device,
             dtype=config.dtype,
             threads=config.threads,
@@ -175,10 +166,11 @@ class WorkerService:
             transfer=config.transfer,
         )
 
-    async def _make_card(self, model: LocalModel, engine: SupervisedEngine) -> None:
-        capabilities = engine.capabilities
+    async def _make_card(self, model: LocalModel) -> None:
+        capabilities = self.engine.capabilities
         if capabilities is None:
-            raise NotReady(f"the engine was lost as soon as it was ready: {engine.state_reason}")
+            reason = self.engine.state_reason
+            raise NotReady(f"the engine was lost as soon as it was ready: {reason}")
         names = self.config.served_model_name or (model.name,)
         card = await asyncio.to_thread(
             read_card,
@@ -194,7 +186,7 @@ class WorkerService:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_INTERVAL)
-            self._totals.note(self.statistics())
+            self._totals.note(self.engine.statistics())
 
     # ------------------------------------------------------------------ requests
 
@@ -206,8 +198,8 @@ class WorkerService:
         """The reason why requests cannot be served; None when they can."""
         if self._draining:
             return "draining: no new requests are taken"
-        engine = self._engine
-        if engine is None or engine.state in (EngineState.NEW, EngineState.LOADING):
+        engine = self.engine
+        if engine.state in (EngineState.NEW, EngineState.LOADING):
             return f"starting: {self._stage}"
         if engine.state is not EngineState.READY:
             return f"{engine.state.phrase}: {engine.state_reason}"
@@ -218,28 +210,19 @@ class WorkerService:
         """True once it takes no new requests."""
         return self._draining
 
-    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle:
-        """Submits a request to the engine; its output goes to `sink`.
-
-        Errors: `NotReady`, `Draining`, `Overloaded`, `EngineDied`.
+    def check_accepts(self) -> None:
+        """Checks that new requests may be submitted to the engine. Errors: `Draining`, `NotReady`
+        while the model is being found.
         """
-        return self._taking_engine().submit(request, sink)
-
-    def _taking_engine(self) -> SupervisedEngine:
         if self._draining:
             raise Draining("this worker is going away and takes no new requests")
-        return self._usable_engine()
-
-    def _usable_engine(self) -> SupervisedEngine:
-        if self._engine is None:
+        if not self._engine_begun:
             raise NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER)
-        return self._engine
 
     def rekey(self, hash_secret: bytes) -> None:
         """Hashes blocks with this secret from now on; before `start`, from the beginning."""
         self._hash_secret = hash_secret
-        if self._engine is not None:
-            self._engine.rekey(hash_secret)
+        self.engine.rekey(hash_secret)
 
     @property
     def names_id(self) -> bytes:
@@ -248,119 +231,24 @@ class WorkerService:
         """
         return hash_secret_id(self._hash_secret) if self._hash_secret else b""
 
-    def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
-        """Subscribes to KV events, see `Engine`. Call it before `start` so that no event
-        is missed."""
-        if self._engine is not None:
-            raise RuntimeError("subscribe_kv is called after the engine was created")
-        self._kv_listeners.append(listener)
-
     @property
     def tells_kv(self) -> bool | None:
         """True if the KV events report every reusable block; None while no engine is loaded."""
-        capabilities = self.capabilities
+        capabilities = self.engine.capabilities
         if capabilities is None:
             return None
         keeps = self.config.prefix_cache and capabilities.num_blocks > 0
         return capabilities.kv_events or not keeps
 
-    def abort(self, handle: Handle) -> None:
-        """Frees everything of a request within one step; its sink gets no further calls.
-        Idempotent.
-        """
-        if self._engine is not None:
-            self._engine.abort(handle)
-
-    def statistics(self) -> EngineStats:
-        """The engine's newest statistics; zeros while there are none."""
-        return _NOTHING if self._engine is None else self._engine.statistics()
-
-    # ------------------------------------------------------------------ handing prompts over
-
-    def submit_remote(self, request: GenerateRequest, sink: RemotePrefillSink) -> Handle:
-        """Submits a request whose prompt is prefilled remotely, see `Engine`. Errors: as `submit`,
-        and `TransferRefused`.
-        """
-        return self._taking_engine().submit_remote(request, sink)
-
-    def prefill(
-        self,
-        request: GenerateRequest,
-        ticket: TransferTicket,
-        node: NodeId,
-        epoch: Epoch,
-        sink: PrefillSink,
-    ) -> Handle:
-        """Prefills a prompt for a peer, see `Engine`; also while draining. Errors: as `submit`, and
-        `TransferRefused`.
-        """
-        return self._usable_engine().prefill(request, ticket, node, epoch, sink)
-
-    def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None:
-        """Opens blocks for a peer to fill, see `Engine.open_attempt`."""
-        if self._engine is not None:
-            self._engine.open_attempt(handle, attempt, node, epoch)
-
-    def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None:
-        """Starts to decode a handed-off request, see `Engine.activate`."""
-        if self._engine is not None:
-            self._engine.activate(handle, attempt, handoff)
-
-    def give_up(self, handle: Handle, attempt: int) -> None:
-        """Gives an attempt up, see `Engine.give_up`."""
-        if self._engine is not None:
-            self._engine.give_up(handle, attempt)
-
-    def prefill_here(self, handle: Handle) -> None:
-        """Prefills a request here after all, see `Engine.prefill_here`."""
-        if self._engine is not None:
-            self._engine.prefill_here(handle)
-
-    def attach(self, node: NodeId, epoch: Epoch) -> None:
-        """Sets the node life that the engine belongs to, see `Engine.attach`; may precede
-        `start`."""
-        self._attached = NodeLife(node, epoch)
-        if self._engine is not None:
-            self._engine.attach(node, epoch)
-
-    def peer_gone(self, node: NodeId, epoch: Epoch) -> None:
-        """Closes the paths to a node life that is over, see `Engine.peer_gone`."""
-        if self._engine is not None:
-            self._engine.peer_gone(node, epoch)
-
-    def transfer_call(
-        self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
-    ) -> None:
-        """Passes a peer's transfer control call to the engine, see `Engine.transfer_call`."""
-        if self._engine is None:
-            reply(NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER))
-        else:
-            self._engine.transfer_call(node, epoch, ask, reply)
-
-    def on_transfer(self, ask: AskPeer) -> None:
-        """Sets how the engine calls the transports of its peers, see `Engine.on_transfer`."""
-        if self._engine is not None:
-            raise RuntimeError("on_transfer is called after the engine was created")
-        self._ask_peer = ask
-
-    def paths(self) -> Sequence[PathState]:
-        """The KV transfer paths of the engine, see `Engine.paths`."""
-        return () if self._engine is None else self._engine.paths()
-
     # ------------------------------------------------------------------ for metrics and status
-
-    @property
-    def capabilities(self) -> EngineCapabilities | None:
-        """What the loaded engine can do; None while none is loaded."""
-        return None if self._engine is None else self._engine.capabilities
 
     def sample(self) -> EngineSample:
         """Updates the metrics for a scrape."""
-        self._totals.note(self.statistics())
+        self._totals.note(self.engine.statistics())
         stats = self._totals.snapshot()
-        engine = self._engine
+        engine = self.engine
         return EngineSample(
-            ready=engine is not None and engine.state is EngineState.READY,
+            ready=engine.state is EngineState.READY,
             running=stats.running,
             waiting=stats.waiting,
             blocks_total=stats.blocks_total,
@@ -374,10 +262,7 @@ class WorkerService:
             preemptions=stats.preemptions,
             steps=stats.steps,
             step_seconds=stats.step_seconds,
-            restarts=0 if engine is None else engine.restarts,
-            stalls=0 if engine is None else engine.stalls,
-            stalled_for=0.0 if engine is None else engine.stalled_for,
+            restarts=engine.restarts,
+            stalls=engine.stalls,
+            stalled_for=engine.stalled_for,
         )
-
-
-_NOTHING = EngineStats()

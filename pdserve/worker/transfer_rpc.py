@@ -21,10 +21,7 @@ from pdserve.runtime.registry import MemberAppeared, MemberChanged, MemberGone
 from pdserve.runtime.rpc_methods import TRANSFER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Protocol
-
-    from pdserve.engine.port import Answered, AskPeer
+    from pdserve.engine.port import Answered, Engine
     from pdserve.ids import Epoch, NodeId, Seconds
     from pdserve.messages.engine import PathState
     from pdserve.messages.handoff import TransportCall
@@ -33,24 +30,6 @@ if TYPE_CHECKING:
     from pdserve.observe.metrics import Metrics
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
-
-    class Service(Protocol):
-        """What it needs of a `WorkerService`."""
-
-        metrics: Metrics
-
-        def attach(self, node: NodeId, epoch: Epoch) -> None: ...
-
-        def peer_gone(self, node: NodeId, epoch: Epoch) -> None: ...
-
-        def transfer_call(
-            self, node: NodeId, epoch: Epoch, ask: TransportCall, reply: Answered
-        ) -> None: ...
-
-        def on_transfer(self, ask: AskPeer) -> None: ...
-
-        def paths(self) -> Sequence[PathState]: ...
-
 
 __all__ = ["DEGRADED", "MAX_PENDING_CALLS", "TransferRpc"]
 
@@ -69,13 +48,17 @@ class TransferRpc:
     """Control calls of one worker. Create it before the engine starts."""
 
     def __init__(
-        self, node: Node, service: Service, degradations: Degradations | None = None
+        self,
+        node: Node,
+        engine: Engine,
+        metrics: Metrics,
+        degradations: Degradations | None = None,
     ) -> None:
         """`degradations`: the process's list of degradations, if it has one."""
         self._node = node
         self._degradations = degradations
-        self._service = service
-        self._metrics = service.metrics
+        self._engine = engine
+        self._metrics = metrics
         self._attached: Epoch = 0
         self._asking = 0
         self._gone: dict[NodeLife, None] = {}
@@ -85,7 +68,7 @@ class TransferRpc:
         self._seen: dict[tuple[str, int, str], PathState] = {}
         self._degraded: dict[tuple[str, str], str] = {}
         """(peer, backend in use) -> the reason why no better backend is used."""
-        service.on_transfer(self._ask)
+        engine.on_transfer(self._ask)
         node.serve(TRANSFER, self._answer)
         node.on_member(self._on_member)
         self._look()
@@ -102,7 +85,7 @@ class TransferRpc:
         epoch = self._node.epoch
         if epoch != self._attached:
             self._attached = epoch
-            self._service.attach(self._node.id, epoch)
+            self._engine.attach(self._node.id, epoch)
 
     def _on_member(self, event: MemberEvent) -> None:
         self._attach()
@@ -111,12 +94,12 @@ class TransferRpc:
             self._gone[life] = None
             if len(self._gone) > _REMEMBERED:
                 del self._gone[next(iter(self._gone))]
-            self._service.peer_gone(*life)
+            self._engine.peer_gone(*life)
         elif isinstance(event, MemberAppeared):
             self._gone.pop(life, None)
         elif _lost_its_engine(event):
             # The same life of the node, another of its engine: what the old one had is gone.
-            self._service.peer_gone(*life)
+            self._engine.peer_gone(*life)
 
     # ------------------------------------------------------------------ both ways
 
@@ -136,7 +119,7 @@ class TransferRpc:
         peer = call.link.peer
         if NodeLife(peer.node, peer.epoch) in self._gone:
             raise TransferRefused(f"life {peer.epoch} of {peer.node} was declared dead here")
-        self._service.transfer_call(peer.node, peer.epoch, question, reply)
+        self._engine.transfer_call(peer.node, peer.epoch, question, reply)
 
     def _ask(
         self,
@@ -187,12 +170,8 @@ class TransferRpc:
 
     # ------------------------------------------------------------------ numbers
 
-    def paths(self) -> Sequence[PathState]:
-        """All paths, as last reported."""
-        return self._service.paths()
-
     def _count(self) -> None:
-        states = self._service.paths()
+        states = self._engine.paths()
         if not states and not self._seen:
             return
         seen, self._seen = self._seen, {(s.node, s.epoch, s.backend): s for s in states}

@@ -82,7 +82,7 @@ class Worker:
 
     def end(self, handle: int) -> None:
         finish = Finish(reason="stop")
-        self.service.sinks[handle].on_delta(
+        self.service.engine.sinks[handle].on_delta(
             TokenDelta(handle=handle, choice=0, tokens=[1], finish=finish)
         )
 
@@ -394,7 +394,7 @@ async def _asks(w: World, question: RouteRequest, router: str = "r") -> asyncio.
 
 def _start(worker: Worker, handle: int) -> None:
     started = FirstTokenStats(0, 0.0, 0.1, 0.1)
-    worker.service.sinks[handle].on_delta(
+    worker.service.engine.sinks[handle].on_delta(
         TokenDelta(handle=handle, choice=0, tokens=[1], started=started)
     )
 
@@ -495,7 +495,7 @@ async def test_a_router_that_leaves_sends_those_who_wait_to_another() -> None:
         await asyncio.wait_for(opening, 2.0)
         assert holder.service.core.held == 0
         assert len(other.bookings) >= 1
-        assert worker.service.sinks
+        assert worker.service.engine.sinks
 
 
 @virtually
@@ -544,7 +544,7 @@ async def test_a_prefill_worker_gets_no_requests_but_its_blocks_are_known() -> N
         assert "only prefill workers" in told.refusal
         backend = w.frontends["f"]
         await w.nodes.until(lambda: "prefill workers" in str(backend.unready_reason()))
-        worker.service.say(BlockStored([b"x" * 16], b"y" * 16))
+        worker.service.engine.say(BlockStored([b"x" * 16], b"y" * 16))
         index = router.service.core.index
         await w.nodes.until(lambda: index.known_blocks(NodeId("p")) == 1)
         await w.worker("d", mode="decode")
@@ -580,7 +580,7 @@ async def test_a_restarted_router_knows_what_runs_within_a_second() -> None:
         for _ in range(3):
             await backend.open(request(), Sink())
         _start(worker, 1)
-        worker.service.stats = EngineStats(running=3, uncomputed_tokens=5000)
+        worker.service.engine.stats = EngineStats(running=3, uncomputed_tokens=5000)
         await asyncio.sleep(0.5)
         w.routers.pop("r1")
         await w.nodes.crash("r1")
@@ -592,7 +592,7 @@ async def test_a_restarted_router_knows_what_runs_within_a_second() -> None:
         assert view.work == pytest.approx(LatencyModel().prefill(5000))
         for handle in (2, 3):
             _start(worker, handle)
-        worker.service.stats = EngineStats(running=3)
+        worker.service.engine.stats = EngineStats(running=3)
         await asyncio.sleep(0.3)
         (view,) = late.service.core.pool.view(late.node.now(), "tiny").sound
         assert (view.prefills, view.decodes, view.work) == (0, 3, 0.0)
@@ -629,13 +629,17 @@ async def test_who_waits_in_a_long_queue_goes_to_a_worker_that_has_joined() -> N
         backend = await w.frontend("f")
         await w.settled()
         opened = [await backend.open(request(f"q{n}", prompt=[7] * 4000), Sink()) for n in range(6)]
-        first.service.stats = EngineStats(running=2)
+        first.service.engine.stats = EngineStats(running=2)
         second = await w.worker("b")
-        await w.nodes.until(lambda: len(second.service.sinks) == 2)
+        await w.nodes.until(lambda: len(second.service.engine.sinks) == 2)
         await asyncio.sleep(2.0)  # nobody goes to and fro
         core = router.service.core
-        assert core.numbers.moves_asked == len(second.service.sinks) == len(first.service.aborted)
-        assert set(first.service.aborted) <= {3, 4, 5, 6}, "of those that had not begun"
+        assert (
+            core.numbers.moves_asked
+            == len(second.service.engine.sinks)
+            == len(first.service.engine.aborted)
+        )
+        assert set(first.service.engine.aborted) <= {3, 4, 5, 6}, "of those that had not begun"
         assert router.service.numbers().moves_asked == core.numbers.moves_asked
         for one in opened:
             one.cancel()
@@ -653,7 +657,7 @@ async def test_a_router_that_is_to_leave_requests_alone_does() -> None:
         opened = [await backend.open(request(f"q{n}", prompt=[7] * 4000), Sink()) for n in range(6)]
         second = await w.worker("b")
         await asyncio.sleep(5.0)
-        assert not second.service.sinks
+        assert not second.service.engine.sinks
         for one in opened:
             one.cancel()
         await asyncio.sleep(0.1)

@@ -66,26 +66,15 @@ CAPABILITIES = EngineCapabilities(
 )
 
 
-class FakeService:
-    """What a member needs of a `WorkerService`."""
+class FakeEngine:
+    """What a member needs of an `Engine`."""
 
     def __init__(self) -> None:
-        self.config = WorkerConfig()
-        self.metrics = Metrics()
-        self.models: dict[str, ModelCard] = {}
         self.capabilities: EngineCapabilities | None = None
-        self.reason: str | None = "starting: loading weights"
-        self.draining = False
         self.stats = EngineStats()
         self.sinks: dict[int, TokenSink] = {}
         self.aborted: list[int] = []
-        self.tells_kv: bool | None = None
         self.kv: list[Callable[[Sequence[KvEvent]], None]] = []
-
-    def ready(self, *cards: ModelCard) -> None:
-        self.models = {name: card for card in cards for name in (card.name, *card.aliases)}
-        self.capabilities, self.reason = CAPABILITIES, None
-        self.tells_kv = CAPABILITIES.kv_events if self.tells_kv is None else self.tells_kv
 
     def subscribe_kv(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
         self.kv.append(listener)
@@ -93,12 +82,6 @@ class FakeService:
     def say(self, *events: KvEvent) -> None:
         for listener in self.kv:
             listener(events)
-
-    def cards(self) -> Mapping[str, ModelCard]:
-        return self.models
-
-    def unready_reason(self) -> str | None:
-        return self.reason
 
     def statistics(self) -> EngineStats:
         return self.stats
@@ -110,6 +93,34 @@ class FakeService:
 
     def abort(self, handle: int) -> None:
         self.aborted.append(handle)
+
+
+class FakeService:
+    """What a member needs of a `WorkerService`."""
+
+    def __init__(self) -> None:
+        self.config = WorkerConfig()
+        self.metrics = Metrics()
+        self.engine = FakeEngine()
+        self.models: dict[str, ModelCard] = {}
+        self.reason: str | None = "starting: loading weights"
+        self.draining = False
+        self.tells_kv: bool | None = None
+
+    def ready(self, *cards: ModelCard) -> None:
+        self.models = {name: card for card in cards for name in (card.name, *card.aliases)}
+        self.engine.capabilities, self.reason = CAPABILITIES, None
+        self.tells_kv = CAPABILITIES.kv_events if self.tells_kv is None else self.tells_kv
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        return self.models
+
+    def unready_reason(self) -> str | None:
+        return self.reason
+
+    def check_accepts(self) -> None:
+        if self.draining:
+            raise Draining("the worker is going away")
 
     def drain(self) -> None:
         self.draining, self.reason = True, "draining: no new requests are taken"
@@ -253,14 +264,14 @@ async def test_large_parts_are_hashed_once_not_at_every_look() -> None:
 @virtually
 async def test_what_can_be_reused_is_told_from_the_first_event_on() -> None:
     async with world() as w:
-        w.service.say(BlockStored([bytes(16)], b"R" * 16))  # before anybody can follow
+        w.service.engine.say(BlockStored([bytes(16)], b"R" * 16))  # before anybody can follow
         w.service.ready(model())
         card = await w.card_with(reason="")
         assert set(card.topics) == {LOAD, SEQUENCES, KV}
         heard: list[bytes] = []
         w.seen.subscribe_log(KV, lambda member: Heard(heard))
         await w.nodes.until(lambda: len(heard) == 1)
-        w.service.say(PoolCleared())
+        w.service.engine.say(PoolCleared())
         await w.nodes.until(lambda: len(heard) == 2)
         changes = [decoder(list[HashesChange])(event) for event in heard]
         assert changes == [
@@ -307,7 +318,7 @@ async def test_a_first_token_is_told_at_once_and_how_it_came() -> None:
         started = FirstTokenStats(64, 0.5, 0.25, 0.125)
         for choice in (0, 1):  # of several choices the first that comes counts
             delta = TokenDelta(handle=1, choice=choice, tokens=[1], started=started)
-            w.service.sinks[1].on_delta(delta)
+            w.service.engine.sinks[1].on_delta(delta)
             started = FirstTokenStats(0, 9.0, 9.0, 9.0)
         await asyncio.sleep(0.008)  # on the way; gathering more would take longer
         told = w.held[-1].items[booking_key(41)]
@@ -326,7 +337,7 @@ async def test_a_first_token_is_told_even_if_it_is_the_last() -> None:
         await w.nodes.until(lambda: heard == [b""])
         started, finish = FirstTokenStats(0, 0.0, 0.0, 0.0), Finish(reason="length")
         delta = TokenDelta(handle=1, choice=0, tokens=[1], finish=finish, started=started)
-        w.service.sinks[1].on_delta(delta)
+        w.service.engine.sinks[1].on_delta(delta)
         await w.nodes.until(lambda: len(heard) == 3)
         assert heard[1:] == [encode(started), booking_key(41)]
 
@@ -338,12 +349,14 @@ async def test_what_has_ended_no_longer_runs_whatever_the_engine_said_last() -> 
         w.service.ready(model())
         await w.card_with(reason="")
         await w.open(1, booking=41)
-        w.service.stats = EngineStats(running=1, kv_tokens=70, uncomputed_tokens=9, itl=0.25)
+        w.service.engine.stats = EngineStats(running=1, kv_tokens=70, uncomputed_tokens=9, itl=0.25)
         await w.nodes.until(lambda: w.loads[-1].running == 1)
         load = w.loads[-1]
         assert (load.kv_tokens, load.uncomputed_tokens, load.itl) == (70, 9, 0.25)
         finish = Finish(reason="stop")
-        w.service.sinks[1].on_delta(TokenDelta(handle=1, choice=0, tokens=[1], finish=finish))
+        w.service.engine.sinks[1].on_delta(
+            TokenDelta(handle=1, choice=0, tokens=[1], finish=finish)
+        )
         await w.nodes.until(lambda: w.loads[-1].running == 0)
 
 
@@ -356,10 +369,12 @@ async def test_bookings_are_told_while_they_are_held() -> None:
         await w.open(2, booking=42)
         await w.nodes.until(lambda: w.bookings == [41, 42])
         await w.nodes.until(lambda: w.loads[-1].waiting == 2)
-        w.service.stats = EngineStats(running=2, waiting=0)
+        w.service.engine.stats = EngineStats(running=2, waiting=0)
         await w.nodes.until(lambda: (w.loads[-1].running, w.loads[-1].waiting) == (2, 0))
         finish = Finish(reason="stop")
-        w.service.sinks[1].on_delta(TokenDelta(handle=1, choice=0, tokens=[1], finish=finish))
+        w.service.engine.sinks[1].on_delta(
+            TokenDelta(handle=1, choice=0, tokens=[1], finish=finish)
+        )
         await w.nodes.until(lambda: w.bookings == [42])
         assert w.member.requests == 1
 
@@ -376,7 +391,7 @@ async def test_a_frontend_held_for_dead_frees_all_it_had_here() -> None:
         assert link is not None
         w.nodes.world.pause("f")
         await w.nodes.until(lambda: w.node.registry.get(NodeId("f")) is None, 30.0)
-        assert (w.member.requests, w.service.aborted, link.down) == (0, [1], None)
+        assert (w.member.requests, w.service.engine.aborted, link.down) == (0, [1], None)
         w.nodes.world.resume("f")
         assert isinstance(await w.sink.end(), WorkerLost)
         await w.nodes.until(w.nodes.converged, 30.0)
@@ -396,7 +411,9 @@ async def test_draining_is_told_at_once_and_waits_for_what_runs() -> None:
         await w.nodes.until(lambda: not w.loads[-1].ready)
         assert not draining.done()
         finish = Finish(reason="stop")
-        w.service.sinks[1].on_delta(TokenDelta(handle=1, choice=0, tokens=[1], finish=finish))
+        w.service.engine.sinks[1].on_delta(
+            TokenDelta(handle=1, choice=0, tokens=[1], finish=finish)
+        )
         assert await draining
         assert w.batches[-1].deltas[-1].finish == finish
 
@@ -418,7 +435,7 @@ async def test_whoever_has_a_request_here_is_asked_to_move_it_when_the_worker_dr
         for number in (1, 2):
             await w.stream.send(encode(AbortRequest(number)), timeout=1.0)
         assert await draining
-        assert w.service.aborted == [1, 2]
+        assert w.service.engine.aborted == [1, 2]
 
 
 @virtually
@@ -431,8 +448,21 @@ async def test_what_cannot_move_in_time_ends_so_that_its_frontend_sends_it_on() 
         assert not await w.member.drain(2.0)
         assert w.nodes.loop.time() - before == pytest.approx(2.0)
         assert isinstance(await w.sink.end(), Draining)
-        assert (w.member.left, w.service.aborted) == (0, [1])
+        assert (w.member.left, w.service.engine.aborted) == (0, [1])
         assert await w.member.drain(2.0)  # by a signal, after an operator's wish
+
+
+@virtually
+async def test_a_draining_worker_gives_its_engine_no_new_requests() -> None:
+    async with world() as w:
+        w.service.ready(model())
+        await w.card_with(reason="")
+        await w.open(1, booking=41)
+        w.service.drain()
+        await w.open(2, booking=42)
+        await w.nodes.until(lambda: bool(w.batches))
+        assert [one.kind for one in w.batches[-1].rejected] == ["Draining"]
+        assert set(w.service.engine.sinks) == {1}
 
 
 @virtually
@@ -454,7 +484,7 @@ async def _start(w: World, *handles: int) -> None:
         delta = TokenDelta(
             handle=handle, choice=0, tokens=[1], started=FirstTokenStats(0, 0.0, 0.0, 0.0)
         )
-        w.service.sinks[handle].on_delta(delta)
+        w.service.engine.sinks[handle].on_delta(delta)
     await asyncio.sleep(0.01)
 
 
@@ -466,7 +496,7 @@ async def test_a_worker_whose_pool_runs_out_asks_for_relief_where_there_is_anoth
         for number in (1, 2, 3):
             await w.open(number, booking=number)
         await _start(w, 1, 2)
-        w.service.stats = EngineStats(running=3, blocks_total=8, blocks_free=0)
+        w.service.engine.stats = EngineStats(running=3, blocks_total=8, blocks_free=0)
         await asyncio.sleep(1.0)
         assert w.moving == []
         other = await w.nodes.add("x")

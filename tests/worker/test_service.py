@@ -1,5 +1,4 @@
 import asyncio
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -8,7 +7,6 @@ from pdserve.blocks.hashing import hash_secret_id
 from pdserve.engine.port import EngineState
 from pdserve.errors import ConfigError, Draining, EngineDied, NotReady
 from pdserve.messages.engine import EngineCapabilities, EngineStats, LoadProgress
-from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.observe.metrics import Metrics
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.service import WorkerService
@@ -21,19 +19,21 @@ class FakeEngine:
         self.spec = spec
         self.state = EngineState.NEW
         self.state_reason = "not started"
+        self.models = []
         self.secrets = []
         self.restarts = 0
         self.stalls = 0
         self.stalled_for = 0.0
         self.capabilities = None
         self.stats = EngineStats()
-        self.aborted = []
-        self.listeners = []
-        self.submitted = []
         self.stopped = 0
         self.may_become_ready = asyncio.Event()
         self.may_become_ready.set()
         self.failure = None
+
+    def set_model(self, path):
+        assert self.state is EngineState.NEW
+        self.models.append(path)
 
     async def start(self, on_progress=None):
         self.state = EngineState.LOADING
@@ -67,25 +67,11 @@ class FakeEngine:
     async def stop(self):
         self.stopped += 1
 
-    def submit(self, request, sink):
-        self.submitted.append(request)
-        return len(self.submitted)
-
-    def prefill(self, request, ticket, node, epoch, sink):
-        return self.submit(request, sink)
-
-    def abort(self, handle):
-        self.aborted.append(handle)
-
     def statistics(self):
         return self.stats
 
     def rekey(self, hash_secret):
         self.secrets.append(hash_secret)
-
-    def subscribe_kv(self, listener):
-        assert self.state is EngineState.NEW, "it would have missed something"
-        self.listeners.append(listener)
 
 
 class World:
@@ -94,14 +80,12 @@ class World:
     def __init__(self, model, **settings):
         self.metrics = Metrics()
         self.engines = []
-        self.prepare = lambda engine: None
         config = WorkerConfig(model=str(model), **settings)
         self.service = WorkerService(config, self.make, self.metrics, hash_secret=b"s")
         self.progress = []
 
     def make(self, spec):
         self.engines.append(FakeEngine(spec))
-        self.prepare(self.engines[-1])
         return self.engines[-1]
 
     @property
@@ -113,19 +97,6 @@ class World:
         await self.service.start(lambda stage, fraction: self.progress.append((stage, fraction)))
 
 
-class Sink:
-    def on_delta(self, delta):
-        raise AssertionError("the fake sends nothing")
-
-    def on_error(self, error):
-        raise AssertionError("the fake sends nothing")
-
-
-REQUEST = GenerateRequest(
-    request_id="r", model="m", prompt=[1], sampling=SamplingParams(max_tokens=1)
-)
-
-
 @pytest.fixture
 def model(tmp_path):
     folder = tmp_path / "tiny"
@@ -135,13 +106,12 @@ def model(tmp_path):
     return folder
 
 
-async def test_who_listens_to_the_pool_hears_the_engine_from_the_beginning(model):
+async def test_there_is_one_engine_from_beginning_to_end(model):
     world = World(model)
-    world.service.subscribe_kv(print)
+    assert not world.engine.models
     await world.start()
-    assert world.engine.listeners == [print]
-    with pytest.raises(RuntimeError, match="after the engine was created"):
-        world.service.subscribe_kv(print)
+    assert world.engine.models == [str(model)]
+    assert world.engines == [world.service.engine]
     await world.service.stop()
 
 
@@ -182,9 +152,9 @@ async def test_a_secret_reaches_the_engine_whenever_it_comes(model):
     assert world.service.names_id == hash_secret_id(b"s")
     world.service.rekey(b"before")
     await world.start()
-    assert world.engine.spec.hash_secret == b"before"
     world.service.rekey(b"after")
-    assert world.engine.secrets == [b"after"]
+    assert world.engine.spec.hash_secret == b"s"
+    assert world.engine.secrets == [b"before", b"after"]
     assert world.service.names_id == hash_secret_id(b"after")
     await world.service.stop()
 
@@ -199,24 +169,15 @@ async def test_the_models_folder_names_it_unless_told_otherwise(model):
 async def test_while_loading_it_says_what_it_does_and_refuses(model):
     world = World(model)
     with pytest.raises(NotReady, match="starting: not started"):
-        world.service.submit(REQUEST, Sink())
-    world.prepare = lambda engine: engine.may_become_ready.clear()
+        world.service.check_accepts()
+    world.engine.may_become_ready.clear()
     start = asyncio.create_task(world.start())
     await asyncio.sleep(0)
     assert world.service.unready_reason() == "starting: reading weights"
     assert not world.service.cards()
+    world.service.check_accepts()  # from here on its engine says itself that it is not ready
     world.engine.may_become_ready.set()
     await start
-    await world.service.stop()
-
-
-async def test_a_request_is_handed_on_and_can_be_cancelled(model):
-    world = World(model)
-    await world.start()
-    handle = world.service.submit(REQUEST, Sink())
-    assert world.engine.submitted == [REQUEST]
-    world.service.abort(handle)
-    assert world.engine.aborted == [handle]
     await world.service.stop()
 
 
@@ -254,31 +215,30 @@ async def test_an_engine_that_is_down_for_good_says_why(model):
 @pytest.mark.parametrize("failure", [ConfigError("no such dtype"), EngineDied("crash")])
 async def test_what_the_engine_cannot_load_is_raised(model, failure):
     world = World(model)
-    world.prepare = lambda engine: setattr(engine, "failure", failure)
+    world.engine.failure = failure
     with pytest.raises(type(failure), match=failure.message):
         await world.start()
     await world.service.stop()
     assert world.engine.stopped == 1
 
 
-async def test_a_model_that_is_not_there_never_makes_an_engine(tmp_path):
+async def test_a_model_that_is_not_there_never_starts_an_engine(tmp_path):
     world = World(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="no such directory"):
         await world.start()
-    assert not world.engines
+    assert world.engine.state is EngineState.NEW
     await world.service.stop()
+    assert world.engine.stopped == 0
 
 
-async def test_a_draining_worker_refuses_requests_and_prefills_for_those_that_move_on(model):
+async def test_a_draining_worker_refuses_requests(model):
     world = World(model)
     await world.start()
+    world.service.check_accepts()
     world.service.drain()
     assert world.service.unready_reason() == "draining: no new requests are taken"
-    service: Any = world.service
-    for submit in (service.submit, service.submit_remote):
-        with pytest.raises(Draining):
-            submit(REQUEST, Sink())
-    assert service.prefill(REQUEST, None, "d", 1, Sink()) == 1
+    with pytest.raises(Draining):
+        world.service.check_accepts()
     await world.service.stop()
 
 

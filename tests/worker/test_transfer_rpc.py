@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from random import Random
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -26,9 +27,12 @@ from pdserve.worker.transfer_rpc import TransferRpc
 from tests.engine.test_handoff_between_engines import Prefilling, Remote, request, spec
 from tests.runtime.cluster import cluster
 
+if TYPE_CHECKING:
+    from pdserve.runtime.node import Node
+
 
 class Recorder:
-    """What a `WorkerService` is asked."""
+    """What an engine is asked."""
 
     def __init__(self) -> None:
         self.metrics = Metrics()
@@ -56,14 +60,16 @@ class Recorder:
         return self.states
 
 
-class Real(Recorder):
-    """An engine in a world's time behind the same face."""
+class Real:
+    """An engine in a world's time."""
 
     def __init__(self, fabric: FakeFabric) -> None:
-        super().__init__()
+        self.metrics = Metrics()
         self.engine = VirtualTimeEngine(spec("fake"), pace=0.02, load_time=0.1, fabric=fabric)
-        for name in ("attach", "peer_gone", "transfer_call", "on_transfer", "paths"):
-            setattr(self, name, getattr(self.engine, name))
+
+
+def joined(node: Node, engine: Recorder, told: Degradations | None = None) -> TransferRpc:
+    return TransferRpc(node, cast("Any", engine), engine.metrics, told)
 
 
 class Answers:
@@ -89,8 +95,8 @@ def test_questions_reach_the_life_that_was_meant() -> None:
         async with cluster() as c:
             a, b = await c.add("a"), await c.add("b")
             ours, theirs = Recorder(), Recorder()
-            TransferRpc(a, ours)
-            TransferRpc(b, theirs)
+            joined(a, ours)
+            joined(b, theirs)
             await c.until(c.converged)
             await c.until(lambda: bool(ours.attached and theirs.attached))
             assert ours.attached == [("a", a.epoch)]
@@ -135,8 +141,8 @@ def test_no_more_is_asked_at_a_time_than_the_bound(monkeypatch) -> None:
             a, b = await c.add("a"), await c.add("b")
             ours, theirs = Recorder(), Recorder()
             theirs.answer = None
-            TransferRpc(a, ours)
-            TransferRpc(b, theirs)
+            joined(a, ours)
+            joined(b, theirs)
             await c.until(c.converged)
             answers = [Answers() for _ in range(5)]
             for each in answers:
@@ -158,8 +164,8 @@ def test_ends_of_lives_are_told() -> None:
         async with cluster() as c:
             a, b = await c.add("a"), await c.add("b")
             ours, theirs = Recorder(), Recorder()
-            TransferRpc(a, ours)
-            TransferRpc(b, theirs)
+            joined(a, ours)
+            joined(b, theirs)
             await c.until(c.converged)
             b.publish_card(NodeCard(role="worker", transfers=("shm",)), {})
             await c.until(lambda: bool((m := a.registry.get(b.id)) and m.card and m.card.transfers))
@@ -182,8 +188,8 @@ def test_who_was_held_for_dead_reaches_no_transport_any_more() -> None:
         async with cluster() as c:
             a, b = await c.add("a"), await c.add("b")
             ours, theirs = Recorder(), Recorder()
-            paths = TransferRpc(a, ours)
-            TransferRpc(b, theirs)
+            paths = joined(a, ours)
+            joined(b, theirs)
             await c.until(c.converged)
             member = a.registry.get(b.id)
             assert member is not None
@@ -203,8 +209,8 @@ def test_a_node_that_rejoins_attaches_again() -> None:
         async with cluster() as c:
             a, b = await c.add("a"), await c.add("b")
             ours, theirs = Recorder(), Recorder()
-            TransferRpc(a, ours)
-            TransferRpc(b, theirs)
+            joined(a, ours)
+            joined(b, theirs)
             await c.until(c.converged)
             await c.until(lambda: len(theirs.attached) == 1)
             c.world.pause("b")
@@ -223,7 +229,7 @@ def test_what_paths_say_becomes_metrics() -> None:
         async with cluster() as c:
             a = await c.add("a")
             ours = Recorder()
-            TransferRpc(a, ours)
+            joined(a, ours)
             metrics = ours.metrics
             path = PathState(node="b", epoch=1, backend="shm", sent_bytes=10, sent_seconds=0.5)
             ours.states = [path]
@@ -266,7 +272,7 @@ def test_a_poorer_way_or_none_degrades_the_process_as_long_as_it_lasts() -> None
             a = await c.add("a")
             ours = Recorder()
             told = Degradations(ours.metrics)
-            TransferRpc(a, ours, told)
+            joined(a, ours, told)
             best = PathState(node="b", epoch=1, backend="shm")
             poorer = PathState(node="c", epoch=1, backend="tcp", degraded="shm fails")
             none = PathState(node="d", epoch=1, backend="none", degraded="tcp: no TLS (there)")
@@ -312,8 +318,8 @@ def test_engines_hand_over_across_the_network_and_lose_what_a_death_took(seed: i
         async with cluster(seed % 1000) as c:
             a, b = await c.add("d"), await c.add("p")
             d, p = Real(fabric), Real(fabric)
-            TransferRpc(a, d)
-            TransferRpc(b, p)
+            TransferRpc(a, d.engine, d.metrics)
+            TransferRpc(b, p.engine, p.metrics)
             await c.until(c.converged)
             await d.engine.start()
             await p.engine.start()

@@ -279,7 +279,7 @@ def _has_room(world: World, drained: VirtualHost) -> bool:
     others = (h for h in world.of_role("worker") if h is not drained and h.up)
     return any(
         other.settings.model == drained.settings.model
-        and (stats := part.service.statistics()).running + stats.waiting < MAX_RUNNING
+        and (stats := part.service.engine.statistics()).running + stats.waiting < MAX_RUNNING
         for other in others
         if isinstance(part := other.part, Worker)
     )
@@ -291,7 +291,7 @@ def _engine_of(world: World, fault: Fault) -> FaultyEngine | None:
     if not host.up or not host.ready or not isinstance(part, Worker):
         return None
     engine = part.service.engine
-    return None if engine is None or engine.core is None else engine
+    return None if engine.core is None else engine
 
 
 async def _amnesia(world: World, fault: Fault) -> bool:

@@ -207,6 +207,8 @@ class _Backend(ClusterClient):
 class _Service(WorkerService):
     """A worker's service whose engine runs inline, and whose model is no directory."""
 
+    engine: FaultyEngine
+
     def __init__(
         self, settings: NodeSettings, fabric: FakeFabric, on_death: Callable[[str], None]
     ) -> None:
@@ -223,34 +225,30 @@ class _Service(WorkerService):
             disagg_min_tokens=_BLOCK_SIZE,
             transfer=_transfer(settings),
         )
-        super().__init__(config, self._inline, Metrics())
-        self._settings = settings
-        self._fabric = fabric
-        self._on_death = on_death
-        self.engine: FaultyEngine | None = None
 
-    def _inline(self, spec: EngineSpec) -> FaultyEngine:
-        settings = self._settings
-        self.engine = FaultyEngine(
-            spec,
-            pace=settings.pace,
-            load_time=settings.load_time,
-            restart_time=settings.restart_time,
-            stall_timeout=self.config.stall_timeout,
-            fabric=self._fabric,
-            on_death=self._on_death,
-        )
-        return self.engine
+        def inline(spec: EngineSpec) -> FaultyEngine:
+            return FaultyEngine(
+                spec,
+                pace=settings.pace,
+                load_time=settings.load_time,
+                restart_time=settings.restart_time,
+                stall_timeout=config.stall_timeout,
+                fabric=fabric,
+                on_death=on_death,
+            )
+
+        super().__init__(config, inline, Metrics())
+        self._settings = settings
 
     def break_engine(self) -> bool:
         """Its core dies; False if there was none."""
-        return self.engine is not None and self.engine.die(self._settings.restart_time)
+        return self.engine.die(self._settings.restart_time)
 
     async def _find(self, on_progress: ProgressFn) -> LocalModel:
         return LocalModel(Path("/model"), self._settings.model)
 
-    async def _make_card(self, model: LocalModel, engine: object) -> None:
-        capabilities = self.capabilities
+    async def _make_card(self, model: LocalModel) -> None:
+        capabilities = self.engine.capabilities
         assert capabilities is not None
         card = ModelCard(
             name=model.name,

@@ -250,7 +250,7 @@ class World:
 
     def _ended(self, host: VirtualHost) -> None:
         """Whatever the process owned is gone."""
-        if isinstance(host.part, Worker) and host.part.service.engine is not None:
+        if isinstance(host.part, Worker):
             host.part.service.engine.free()
         host.process = host.part = host.callers = None
         host.ready = False
@@ -295,7 +295,7 @@ class World:
         await part.stop(leave=leave, within=within)
         if host.callers is not None:
             await host.callers.close()
-        if isinstance(part, Worker) and part.service.engine is not None:
+        if isinstance(part, Worker):
             leaked = part.service.engine.leaked
             if leaked:
                 self.complain(f"{host.name} has lost {leaked} blocks")

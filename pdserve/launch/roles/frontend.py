@@ -129,7 +129,7 @@ class FrontendRole:
 
     def announce_engine(self, worker: WorkerService) -> None:
         """Logs what is served and the engine's limits; for an engine in this process."""
-        cards, capabilities = self.backend.cards(), worker.capabilities
+        cards, capabilities = self.backend.cards(), worker.engine.capabilities
         if capabilities is not None and cards:  # else it died this moment, and restarts
             model = next(iter(cards.values()))
             config = self._context.config.frontend

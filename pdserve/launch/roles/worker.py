@@ -57,6 +57,8 @@ class WorkerRole:
 
         Errors: `ConfigError` if the engine's libraries are not installed.
         """
+        self._context = context
+        self._on_given_up = on_given_up
         config = config or context.config.worker
         check_installed(config.engine)
         threads = config.threads or read_cpu_limits().threads
@@ -71,8 +73,6 @@ class WorkerRole:
         self.member = WorkerAgent(
             self.service, node, self.topics, node_card(context, "worker"), context.degradations
         )
-        self._context = context
-        self._on_given_up = on_given_up
         context.metrics.attach_node(lambda: sample_node(node, self.topics))
         StatusService(node, self._report, time.time)
 
@@ -81,7 +81,7 @@ class WorkerRole:
             node_report(self._context, self),
             worker=self.member.load(),
             handoffs=self.member.handoffs(),
-            paths=tuple(self.service.paths()),
+            paths=tuple(self.service.engine.paths()),
         )
 
     def _make_engine(self, spec: EngineSpec) -> CoreClient:
@@ -115,7 +115,7 @@ class WorkerRole:
 
     def _note_reduced(self) -> None:
         """Reports a context or KV pool that is smaller than requested as a degradation."""
-        capabilities, degradations = self.service.capabilities, self._context.degradations
+        capabilities, degradations = self.service.engine.capabilities, self._context.degradations
         mode = self._config.mode
         name = "kv_reduced" if mode == "aggregated" else f"{mode}_kv_reduced"
         degradations.clear(name)
@@ -133,7 +133,7 @@ class WorkerRole:
         self.service.rekey(self.secrets.need())
         await self.service.start(self._context.screen.progress)
         self._context.screen.finish()
-        capabilities = self.service.capabilities
+        capabilities = self.service.engine.capabilities
         if capabilities is not None and self._context.config.process.role == "worker":
             for model in self.service.cards().values():
                 mode = self._config.mode

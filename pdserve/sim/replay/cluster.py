@@ -128,8 +128,6 @@ class ReplayWorker:
 
     @property
     def engine(self) -> TimedEngine:
-        """The engine, once it has started."""
-        assert self.service.engine is not None
         return self.service.engine
 
     @property
@@ -160,21 +158,19 @@ class ReplayWorker:
 class _Service(WorkerService):
     """A worker's service whose engine runs inline, and whose model is no directory."""
 
-    def __init__(self, config: WorkerConfig, seed: int, wire: KvNetwork | None) -> None:
-        super().__init__(config, self._inline, Metrics(), hash_secret=HASH_SECRET_TEST)
-        self.engine: TimedEngine | None = None
-        self._seed = seed
-        self._wire = wire
+    engine: TimedEngine
 
-    def _inline(self, spec: EngineSpec) -> TimedEngine:
-        self.engine = TimedEngine(replace_spec(spec, seed=self._seed), self._wire)
-        return self.engine
+    def __init__(self, config: WorkerConfig, seed: int, wire: KvNetwork | None) -> None:
+        def inline(spec: EngineSpec) -> TimedEngine:
+            return TimedEngine(replace_spec(spec, seed=seed), wire)
+
+        super().__init__(config, inline, Metrics(), hash_secret=HASH_SECRET_TEST)
 
     async def _find(self, on_progress: ProgressFn) -> LocalModel:
         return LocalModel(Path("/model"), MODEL)
 
-    async def _make_card(self, model: LocalModel, engine: object) -> None:
-        capabilities = self.capabilities
+    async def _make_card(self, model: LocalModel) -> None:
+        capabilities = self.engine.capabilities
         assert capabilities is not None
         card = ModelCard(
             name=model.name,
@@ -313,8 +309,9 @@ class ReplayCluster:
         ]
         for part in parts:
             await part.start()
-        if self.wire is not None and self.workers[0].service.capabilities is not None:
-            self.wire.carries(self.workers[0].service.capabilities)
+        capabilities = self.workers[0].engine.capabilities
+        if self.wire is not None and capabilities is not None:
+            self.wire.carries(capabilities)
         loop = asyncio.get_running_loop()
         until = loop.time() + _UP_WITHIN
         while not self._up():

@@ -35,10 +35,14 @@ class TimedEngine(VirtualTimeEngine):
 
     def __init__(self, spec: EngineSpec, fabric: FakeFabric | None = None) -> None:
         super().__init__(spec, pace=0.0, load_time=0.0, fabric=fabric)
-        self.spec = spec
         self._stats = EngineStats()
         self._due: Seconds | None = None
         """When the core is stepped next."""
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What its next core loads."""
+        return self._spec
 
     def _make_core(self, spec: EngineSpec, mover: KvConnector | None) -> Core:
         return load_core(spec.engine, self, mover)

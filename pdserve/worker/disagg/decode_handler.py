@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
     from pdserve.worker.disagg.policy import DisaggPolicy
-    from pdserve.worker.disagg.ports import DecodeWorker, PrefillQueuePort
+    from pdserve.worker.disagg.ports import DisaggWorker, PrefillQueuePort
 
 __all__ = ["DecodeHandler"]
 
@@ -83,7 +83,7 @@ class DecodeHandler:
     def __init__(
         self,
         node: Node,
-        worker: DecodeWorker,
+        worker: DisaggWorker,
         queue: PrefillQueuePort | None,
         chooser: DisaggPolicy,
         overlap: Callable[[bytes], int],
@@ -94,6 +94,7 @@ class DecodeHandler:
         are in the pool."""
         self.node = node
         self.worker = worker
+        self.engine = worker.engine
         self.queue = queue
         self.chooser = chooser
         self.tally = DisaggCounters(metrics)
@@ -122,7 +123,7 @@ class DecodeHandler:
         if request.source:
             return self._submit_from(_source(request), request, sink)
         if self.queue is None:
-            return self.worker.submit(request, sink)
+            return self.engine.submit(request, sink)
         decision = self.decide(request, self._cached(request))
         _log.debug("%s: %s", request.request_id, decision)
         if not decision.remote:
@@ -148,7 +149,7 @@ class DecodeHandler:
     def _submit_remote(self, remote: RemotePrefillRequest, sink: TokenSink) -> Handle:
         request = remote.request
         try:
-            handle = self.worker.submit_remote(request, remote)
+            handle = self.engine.submit_remote(request, remote)
         except TransferRefused as error:
             remote.discard()
             _log.warning("%s is prefilled here: %s", request.request_id, error.message)
@@ -165,7 +166,7 @@ class DecodeHandler:
         Idempotent; `handle`'s sink gets no further calls."""
         remote = self._remote.get(handle)
         if remote is None:
-            self.worker.abort(handle)
+            self.engine.abort(handle)
         else:
             remote.feed(DecodeEvent.CANCEL)
 
@@ -183,7 +184,7 @@ class DecodeHandler:
             self.queue.close()
 
     def _submit_here(self, request: GenerateRequest, sink: TokenSink, reason: str) -> Handle:
-        handle = self.worker.submit(request, _Here(self, request, sink, reason))
+        handle = self.engine.submit(request, _Here(self, request, sink, reason))
         self.tally.decided(remote=False, reason=reason)
         return handle
 
@@ -195,7 +196,7 @@ class DecodeHandler:
     def decide(self, request: GenerateRequest, cached: int) -> DisaggDecision:
         """Decides from the current state where the request's prompt is prefilled. `cached`: leading
         prompt tokens in the pool here."""
-        stats = self.worker.statistics()
+        stats = self.engine.statistics()
         card = self.worker.cards().get(request.model)
         prospect = DisaggInputs(
             tokens=tokens_of(request),
@@ -217,7 +218,7 @@ class DecodeHandler:
         return max((remote.late for remote in self._remote.values()), default=1.0)
 
     def _obstacle(self, request: GenerateRequest) -> str:
-        card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
+        card, capabilities = self.worker.cards().get(request.model), self.engine.capabilities
         if request.pooling:
             return "embedding"
         if request.diverged:
@@ -235,7 +236,7 @@ class DecodeHandler:
 
     def _obstacle_to(self, source: NodeLife, request: GenerateRequest, cached: int) -> str:
         """The reason, in one word, why the KV is not fetched from `source`; empty if it can be."""
-        card, capabilities = self.worker.cards().get(request.model), self.worker.capabilities
+        card, capabilities = self.worker.cards().get(request.model), self.engine.capabilities
         if card is None or capabilities is None or not capabilities.transfers:
             return "not_possible"
         if request.pooling:
@@ -257,7 +258,7 @@ class DecodeHandler:
 
     def cut_off(self) -> list[NodeId]:
         """Workers to which no transfer backend worked when tried less than a minute ago."""
-        none = [path for path in self.worker.paths() if path.backend == "none" and path.down]
+        none = [path for path in self.engine.paths() if path.backend == "none" and path.down]
         return [NodeId(path.node) for path in none]
 
     def _all_misfit(self, model: str) -> bool:

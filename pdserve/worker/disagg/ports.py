@@ -5,23 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from pdserve.engine.port import Handle, PrefillSink, RemotePrefillSink, TokenSink
+    from pdserve.engine.port import Engine
     from pdserve.ids import Epoch, NodeId
     from pdserve.messages.card import ModelCard
-    from pdserve.messages.engine import EngineCapabilities, EngineStats, PathState
-    from pdserve.messages.handoff import ClaimOutcome, Handoff, PrefillItem, QueueState
-    from pdserve.messages.request import GenerateRequest
-    from pdserve.messages.transfer import TransferTicket
+    from pdserve.messages.handoff import ClaimOutcome, PrefillItem, QueueState
 
 __all__ = [
     "ClaimSource",
-    "DecodeWorker",
     "DisaggWorker",
     "PrefillClaim",
     "PrefillQueuePort",
-    "PrefillWorker",
     "QueueListener",
 ]
 
@@ -31,51 +26,14 @@ class DisaggWorker(Protocol):
     it."""
 
     @property
-    def capabilities(self) -> EngineCapabilities | None: ...
+    def engine(self) -> Engine: ...
 
     @property
     def names_id(self) -> bytes: ...
 
     def cards(self) -> Mapping[str, ModelCard]: ...
 
-    def statistics(self) -> EngineStats: ...
-
     def unready_reason(self) -> str | None: ...
-
-    def abort(self, handle: Handle) -> None: ...
-
-
-class DecodeWorker(DisaggWorker, Protocol):
-    """The part of the worker that the decode handler uses; the methods are those of
-    `engine.port.Engine`."""
-
-    def submit(self, request: GenerateRequest, sink: TokenSink) -> Handle: ...
-
-    def submit_remote(self, request: GenerateRequest, sink: RemotePrefillSink) -> Handle: ...
-
-    def open_attempt(self, handle: Handle, attempt: int, node: NodeId, epoch: Epoch) -> None: ...
-
-    def activate(self, handle: Handle, attempt: int, handoff: Handoff) -> None: ...
-
-    def give_up(self, handle: Handle, attempt: int) -> None: ...
-
-    def prefill_here(self, handle: Handle) -> None: ...
-
-    def paths(self) -> Sequence[PathState]: ...
-
-
-class PrefillWorker(DisaggWorker, Protocol):
-    """The part of the worker that the prefill handler uses; the methods are those of
-    `engine.port.Engine`."""
-
-    def prefill(
-        self,
-        request: GenerateRequest,
-        ticket: TransferTicket,
-        node: NodeId,
-        epoch: Epoch,
-        sink: PrefillSink,
-    ) -> Handle: ...
 
 
 class QueueListener(Protocol):

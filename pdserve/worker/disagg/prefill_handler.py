@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pdserve.observe.metrics import Metrics
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import MemberEvent
-    from pdserve.worker.disagg.ports import ClaimSource, PrefillClaim, PrefillWorker
+    from pdserve.worker.disagg.ports import ClaimSource, DisaggWorker, PrefillClaim
 
 __all__ = ["MAX_KV_FETCHES", "PrefillHandler"]
 
@@ -81,7 +81,7 @@ class PrefillHandler:
     def __init__(
         self,
         node: Node,
-        worker: PrefillWorker,
+        worker: DisaggWorker,
         make_claims: Callable[
             [Callable[[PrefillClaim], None], Callable[[PrefillClaim], None]], ClaimSource
         ]
@@ -94,6 +94,7 @@ class PrefillHandler:
         leading block hashes of its argument are in the pool."""
         self.node = node
         self.worker = worker
+        self.engine = worker.engine
         self.tally = DisaggCounters(metrics)
         self._overlap = overlap
         self._claims: dict[int, PrefillJob] = {}
@@ -175,7 +176,7 @@ class PrefillHandler:
     @property
     def credits(self) -> int:
         """Number of further items that this worker would take."""
-        capabilities = self.worker.capabilities
+        capabilities = self.engine.capabilities
         if self.worker.unready_reason() is not None:
             return 0
         if capabilities is None or not capabilities.transfers:
@@ -309,7 +310,7 @@ class PrefillHandler:
     def _refusal(self, words: KvFetch) -> str:
         """The reason, in one word, why the KV is not handed over; empty if it is. A draining worker
         does not refuse."""
-        capabilities, item = self.worker.capabilities, words.item
+        capabilities, item = self.engine.capabilities, words.item
         if self._closed or words.epoch != self.node.epoch:
             return "source_gone"
         if capabilities is None or not capabilities.transfers:

@@ -106,7 +106,7 @@ class PrefillJob:
         sequence that moves away (`kv_fetch.KvFetchClaim`): such a job computes next to nothing, so
         the engine's work proves nothing and only the age counts.
         """
-        stats = self._owner.worker.statistics()
+        stats = self._owner.engine.statistics()
         if isinstance(self.claim, KvFetchClaim):
             return 0
         return stats.computed_tokens if self.state is State.COMPUTING else stats.sent_blocks
@@ -253,7 +253,7 @@ class PrefillJob:
             self.on_error(TransferRefused("its KV is no longer cached here"))
             return
         try:
-            self._handle = self._owner.worker.prefill(opened.request, opened.ticket, *decode, self)
+            self._handle = self._owner.engine.prefill(opened.request, opened.ticket, *decode, self)
         except PdserveError as error:
             self.on_error(error)
 
@@ -289,7 +289,7 @@ class PrefillJob:
     def _abort(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
-            self._owner.worker.abort(handle)
+            self._owner.engine.abort(handle)
 
     def _tell(self) -> None:
         assert self.held is not None

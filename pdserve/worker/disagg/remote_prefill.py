@@ -434,7 +434,7 @@ class RemotePrefillRequest:
         holder = self.fence.open(word.by, word.claim, node.now(), most)
         self._callers.append(word.call)
         self._watch_lease()
-        self._owner.worker.open_attempt(self.handle, holder.attempt, *word.by)
+        self._owner.engine.open_attempt(self.handle, holder.attempt, *word.by)
 
     def _join(self, event: DecodeEvent, word: _Word) -> None:
         assert word.call is not None
@@ -487,10 +487,10 @@ class RemotePrefillRequest:
         assert word.handoff is not None
         self._phase("fill")
         self._brought = holder.life, word.handoff
-        self._owner.worker.activate(self.handle, holder.attempt, word.handoff)
+        self._owner.engine.activate(self.handle, holder.attempt, word.handoff)
 
     def _give_up(self, event: DecodeEvent, word: _Word) -> None:
-        self._owner.worker.give_up(self.handle, self._holder.attempt)
+        self._owner.engine.give_up(self.handle, self._holder.attempt)
 
     def _withdraw(self, event: DecodeEvent, word: _Word) -> None:
         holder = self._holder
@@ -521,7 +521,7 @@ class RemotePrefillRequest:
         self.fence.unqueued()
         self._owner.tally.decided(remote=False, reason=self._reason)
         _log.info("%s is prefilled here: %s", self._name, self._reason)
-        self._owner.worker.prefill_here(self.handle)
+        self._owner.engine.prefill_here(self.handle)
 
     def _settle(self, event: DecodeEvent, word: _Word) -> None:
         """Records where the prompt was prefilled and what it cost. Only the engine knows which KV
@@ -555,7 +555,7 @@ class RemotePrefillRequest:
         )
 
     def _free(self, event: DecodeEvent, word: _Word) -> None:
-        self._owner.worker.abort(self.handle)
+        self._owner.engine.abort(self.handle)
 
     def _fail(self, event: DecodeEvent, word: _Word) -> None:
         assert word.error is not None

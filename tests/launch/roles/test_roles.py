@@ -158,12 +158,12 @@ async def test_a_context_that_was_reduced_is_a_degradation_with_its_remedy(tmp_p
     part = world.worker_part()
     service: Any = FakeService()
     part.service = service
-    service.capabilities = replace(CAPABILITIES, reduced="max_model_len is reduced to 40")
+    service.engine.capabilities = replace(CAPABILITIES, reduced="max_model_len is reduced to 40")
     part._note_state(EngineState.READY, "ready")
     assert dict(world.degradations.reasons()) == {"kv_reduced": "max_model_len is reduced to 40"}
     part._note_state(EngineState.FAILED, "died too often")
     assert world.degradations.reasons()["engine_down"] == "the engine has failed: died too often"
-    service.capabilities = CAPABILITIES
+    service.engine.capabilities = CAPABILITIES
     part._note_state(EngineState.READY, "ready")
     assert not world.degradations.reasons()
 

@@ -104,7 +104,7 @@ class World:
         request = GenerateRequest(request_id="r", model="model", prompt=prompt, sampling=sampling)
         if worker.service.unready_reason() is None:
             with suppress(Overloaded):
-                worker.service.submit(request, Nobody())
+                worker.service.engine.submit(request, Nobody())
 
     async def busy(self, seconds: float) -> None:
         for _ in range(int(seconds / 0.05)):
@@ -118,7 +118,9 @@ class World:
         def met() -> bool:
             return all(r.has(w) for r in self.readers.values() for w in self.workers.values())
 
-        await self.nodes.until(lambda: all(w.service.statistics().running == 0 for w in self.alive))
+        await self.nodes.until(
+            lambda: all(w.service.engine.statistics().running == 0 for w in self.alive)
+        )
         await self.nodes.until(met)
 
     @property

@@ -179,10 +179,11 @@ class Script:
 
 
 class PlayedEngine:
-    """Both halves of the engine port, see `engine.port`."""
+    """A worker and its engine, see `ports.DisaggWorker`: what handlers call of `engine.port`."""
 
     def __init__(self, site: DisaggCluster, host: Host, script: Script) -> None:
         self.capabilities: EngineCapabilities | None = CAPABILITIES
+        self.engine: Any = self
         self.names_id = b"names"
         self.stats = EngineStats()
         self.reason: str | None = None

@@ -54,17 +54,16 @@ class Service(WorkerService):
     """Its engine runs inline, its model is no directory."""
 
     def __init__(self, config: WorkerConfig, fabric: FakeFabric) -> None:
-        super().__init__(config, self._inline, Metrics(), hash_secret=HASH_SECRET_TEST)
-        self._fabric = fabric
+        def inline(spec: EngineSpec) -> VirtualTimeEngine:
+            return VirtualTimeEngine(spec, pace=0.02, load_time=0.1, fabric=fabric)
 
-    def _inline(self, spec: EngineSpec) -> VirtualTimeEngine:
-        return VirtualTimeEngine(spec, pace=0.02, load_time=0.1, fabric=self._fabric)
+        super().__init__(config, inline, Metrics(), hash_secret=HASH_SECRET_TEST)
 
     async def _find(self, on_progress: Any) -> LocalModel:
         return LocalModel(Path("/model"), "m")
 
-    async def _make_card(self, model: LocalModel, engine: object) -> None:
-        capabilities = self.capabilities
+    async def _make_card(self, model: LocalModel) -> None:
+        capabilities = self.engine.capabilities
         assert capabilities is not None
         card = ModelCard(
             name="m",
@@ -101,7 +100,7 @@ class Worker:
         await self.service.stop()
 
     def stats(self) -> Any:
-        return self.service.statistics()
+        return self.service.engine.statistics()
 
 
 class Sink:

@@ -135,10 +135,11 @@ class Call:
 
 
 class Worker:
-    """An engine that only remembers."""
+    """A worker whose engine, itself, only remembers."""
 
     def __init__(self) -> None:
         self.capabilities = CAPABILITIES
+        self.engine = self
         self.names_id = b""
         self.did: list[str] = []
 

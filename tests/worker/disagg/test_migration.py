@@ -73,7 +73,7 @@ class Pair:
     def at_s(self, wanted: GenerateRequest) -> Running:
         """It runs on its engine, whatever the worker takes."""
         sink = Running()
-        sink.handle = self.s.service.submit(wanted, sink)
+        sink.handle = self.s.service.engine.submit(wanted, sink)
         return sink
 
     def at_t(self, wanted: GenerateRequest) -> Running:
@@ -107,7 +107,7 @@ class Pair:
     async def go_on(self, wanted: GenerateRequest, running: Running) -> list[int]:
         """The short stop; returns all tokens of the only choice."""
         output = running.output
-        self.s.service.abort(running.handle)
+        self.s.service.engine.abort(running.handle)
         after = self.at_t(replace(wanted, output=[output]))
         await self.ended(after)
         return output + after.output
@@ -237,7 +237,7 @@ async def test_every_choice_moves_by_itself(pair: Pair) -> None:
     for output in outputs:
         assert (await pair.warm(wanted, output)).where == [MOVED]
     outputs = [list(running.tokens[i]) for i in range(3)]
-    pair.s.service.abort(running.handle)
+    pair.s.service.engine.abort(running.handle)
     before = pair.t.stats().computed_tokens
     after = pair.at_t(replace(wanted, output=outputs))
     await pair.nodes.until(lambda: after.finished == 3)
@@ -324,7 +324,7 @@ async def stays(pair: Pair, reason: str, **fields: Any) -> None:
     numbers = pair.t.member.handoffs()
     assert numbers is not None
     assert numbers.local == {reason: 1}
-    pair.s.service.abort(running.handle)
+    pair.s.service.engine.abort(running.handle)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_a_worker_that_hands_over_enough_refuses(monkeypatch):
 
 def test_a_worker_whose_engine_restarts_refuses():
     async def test(pair: Pair) -> None:
-        engine = pair.s.service._engine
+        engine = pair.s.service.engine
         assert isinstance(engine, VirtualTimeEngine)
         wanted = named(asked(40), pair.t)
         output = await pair.tokens(pair.at_s(wanted), 10)
@@ -490,5 +490,5 @@ async def test_what_is_cancelled_leaves_nothing(pair: Pair) -> None:
         took = await pair.nodes.until(lambda: not prefill and not decode, 3.0)
         assert took <= 1.0
         await pair.nodes.until(lambda: not pair.t.stats().blocks_used, 1.0)
-    pair.s.service.abort(running.handle)
+    pair.s.service.engine.abort(running.handle)
     assert {"admit", "attempt", "fill"} <= seen

@@ -148,8 +148,7 @@ def _indexed(where: str, index: PrefixIndex, worker: Worker) -> Iterator[str]:
 
 def pool_chains(worker: Worker) -> Iterator[bytes]:
     """Short names of every chain in the pool, from its first block to a leaf."""
-    engine = worker.service.engine
-    core = None if engine is None else engine.core
+    core = worker.service.engine.core
     if not isinstance(core, EngineCore):
         return
     parents = core.pool.names()
@@ -190,7 +189,7 @@ def _worker(host: VirtualHost, worker: Worker) -> Iterator[str]:
         yield f"worker {host.name} says that it holds bookings"
     if worker.member.requests:
         yield f"worker {host.name} keeps {worker.member.requests} requests"
-    stats = worker.service.statistics()
+    stats = worker.service.engine.statistics()
     if stats.running or stats.waiting:
         yield f"the engine of {host.name} keeps {stats.running + stats.waiting} sequences"
     if stats.blocks_used:
@@ -210,15 +209,14 @@ def _worker(host: VirtualHost, worker: Worker) -> Iterator[str]:
 
 def _engine(world: World, host: VirtualHost, worker: Worker) -> Iterator[str]:
     """What an engine has set aside or linked for transfers belongs to somebody."""
-    engine = worker.service.engine
-    core = None if engine is None else engine.core
+    core = worker.service.engine.core
     if isinstance(core, EngineCore):
         promises = core.scheduler.promises
         if len(promises) or promises.unfilled or promises.unbound:
             words = f"{len(promises)} promises of {promises.unfilled} blocks"
             yield f"the engine of {host.name} keeps {words}, {promises.unbound} unbound"
     lives = {(h.part.node.id, h.part.node.epoch) for h in _up(world) if h.part is not None}
-    for path in worker.service.paths():
+    for path in worker.service.engine.paths():
         if (path.node, path.epoch) not in lives:
             yield f"the engine of {host.name} has a path to {path.node}/{path.epoch}, who is gone"
 

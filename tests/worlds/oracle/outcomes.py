@@ -29,7 +29,6 @@ from pdserve.errors import (
 )
 from pdserve.frontend.config import FrontendConfig
 from pdserve.router.admission_control import MAX_WAIT_SHARE
-from pdserve.sim.engine import VirtualTimeEngine
 from tests.worlds.oracle.fault_history import FaultHistory
 from tests.worlds.oracle.request_locator import locate_request, stage_of
 from tests.worlds.roles import MAX_WAITING, Worker
@@ -323,8 +322,7 @@ def _serves(host: VirtualHost) -> bool:
 
 
 def _is_full(worker: Worker) -> bool:
-    engine = worker.service.engine
-    return isinstance(engine, VirtualTimeEngine) and engine.full
+    return worker.service.engine.full
 
 
 def _knows(one: VirtualHost, other: VirtualHost) -> bool:

@@ -62,8 +62,7 @@ def _is(found: str, name: str) -> bool:
 def _submissions(host: VirtualHost) -> list[Submission]:
     part = host.part
     assert isinstance(part, Worker)
-    engine = part.service.engine
-    core = None if engine is None else engine.core
+    core = part.service.engine.core
     return list(core.scheduler._submissions.values()) if isinstance(core, EngineCore) else []
 
 
