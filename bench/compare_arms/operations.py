@@ -117,8 +117,10 @@ class FakeBackend:
 
     def end_choice(self, choice: int) -> None: ...
 
-    def statistics(self) -> Any:
+    def stats(self) -> Any:
         return find("pdserve.messages.engine:EngineStats")()
+
+    statistics = stats  # its name in release 0.2
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -102,7 +102,7 @@ def live(block_size: int, rate: float, steps: int) -> Cost:
         core.step()
         calls += 1
     cpu = time.process_time() - begin
-    stats = core.statistics()  # type: ignore[attr-defined]
+    stats = core.stats()  # type: ignore[attr-defined]
     assert stats.finished == REQUESTS
     assert core.close() == 0
     batch = stats.output_tokens / stats.steps

@@ -337,12 +337,12 @@ class CoreClient:
             self._cancelled[handle] = self._clock.now()
         self._post(Abort(handle=handle))
 
-    def statistics(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         """The newest snapshot; zeros while no core is ready."""
         return self._stats
 
-    def query_statistics(self) -> None:
-        """Ask the core for a new snapshot, which `statistics` returns once it has come."""
+    def query_stats(self) -> None:
+        """Ask the core for a new snapshot, which `stats` returns once it has come."""
         if self._life is not None and self.state is EngineState.READY:
             self._life.post(QueryStats())
 

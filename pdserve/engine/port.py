@@ -144,7 +144,7 @@ class Engine(RequestEngine, Protocol):
         """Refuse new submissions and wait for those in flight; False if `timeout` came first."""
         ...
 
-    def statistics(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         """The newest snapshot of the engine's stats; about a second old at most under load."""
         ...
 

@@ -217,7 +217,7 @@ class EngineCore:
             case Abort():
                 self._abort(command.handle)
             case QueryStats():
-                self._events.append(Stats(stats=self.statistics()))
+                self._events.append(Stats(stats=self.stats()))
             case ClearCache():
                 self.pool.clear()
                 self._changed = True
@@ -524,13 +524,13 @@ class EngineCore:
         idle = not self.scheduler.has_work
         if self._changed and (idle or now - self._stats_at >= STATS_INTERVAL):
             self._stats_at, self._changed = now, False
-            self._events.append(Stats(stats=self.statistics()))
+            self._events.append(Stats(stats=self.stats()))
         if self._broken:
             self._events.append(failed_event(EngineDied("the executor is broken")))
 
     # ------------------------------------------------------------------ reading and ending
 
-    def statistics(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         """A snapshot of the stats."""
         scheduler, counts = self.scheduler, self.pool.counts()
         counters = scheduler.counters

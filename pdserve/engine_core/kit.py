@@ -495,7 +495,7 @@ class SelfSchedulingCore(ABC):
             case Abort():
                 self._abort(command.handle)
             case QueryStats():
-                self._events.append(Stats(stats=self.statistics()))
+                self._events.append(Stats(stats=self.stats()))
             case ClearCache():
                 self.clear_cache()
             case SubmitRemote() | PrefillForPeer():
@@ -533,13 +533,13 @@ class SelfSchedulingCore(ABC):
             self._report_output()
         if self._changed and (not self._submissions or now - self._stats_at >= STATS_INTERVAL):
             self._stats_at, self._changed = now, False
-            self._events.append(Stats(stats=self.statistics()))
+            self._events.append(Stats(stats=self.stats()))
         if self._failure is not None:
             self._events.append(self._failure)
         events, self._events = self._events, []
         return events
 
-    def statistics(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         """A snapshot of the stats."""
         waiting = self.waiting
         return EngineStats(

@@ -266,7 +266,7 @@ class GossipService:
         link = self._network.link(node)
         if link is None:
             return
-        now = link.statistics()
+        now = link.stats()
         if now.pending or now.serving or now.streams:
             later = self._loop.call_later(_IDLE_CHECK, self._close_idle, node)
             self._unneeded[node] = later

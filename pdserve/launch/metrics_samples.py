@@ -53,7 +53,7 @@ def sample_node(
 
 def _topic_events(topics: Topics) -> dict[str, float]:
     total = dict.fromkeys(_TOPIC_EVENTS, 0.0)
-    for name, numbers in topics.statistics().items():
+    for name, numbers in topics.stats().items():
         if name.startswith("followed/"):
             for event in _TOPIC_EVENTS:
                 total[event] += numbers.get(event, 0)

@@ -661,7 +661,7 @@ class PeerLink:
 
     # ------------------------------------------------------------------ looking
 
-    def statistics(self) -> LinkStats:
+    def stats(self) -> LinkStats:
         connections = [self.connection]
         if self.bulk is not None:
             connections.append(self.bulk.connection)

@@ -374,10 +374,10 @@ class VirtualTimeEngine:
         """`submit` would raise `Overloaded`."""
         return self._owed >= self._spec.max_sequences + self._spec.max_waiting
 
-    def statistics(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         """The core's present stats; zeros while it is down."""
         core = self._core
-        return core.statistics() if isinstance(core, EngineCore) else _NOTHING
+        return core.stats() if isinstance(core, EngineCore) else _NOTHING
 
     def rekey(self, hash_secret: bytes) -> None:
         """Hash blocks with this secret from now on, also after a restart."""

@@ -63,7 +63,7 @@ class PairedCore:
     @property
     def stats(self) -> EngineStats:
         """The core's present stats."""
-        return self.core.statistics()
+        return self.core.stats()
 
     def step(self) -> list[Event]:
         """Run one step, with all checks."""

@@ -106,7 +106,7 @@ class EngineConformance:
 
         def at_rest() -> bool:
             query()
-            stats = engine.statistics()
+            stats = engine.stats()
             return not (stats.running or stats.waiting or stats.blocks_used)
 
         await until(at_rest)
@@ -264,7 +264,7 @@ class EngineConformance:
             whole = await self.complete(engine, n=3, temperature=0.9, seed=7, max_tokens=6)
             await output_tokens(engine, 18)
             for ended in ((0,), (1,), (0, 1), (2, 0, 0)):
-                before = engine.statistics().output_tokens
+                before = engine.stats().output_tokens
                 live = [choice for choice in range(3) if choice not in ended]
                 ledger = await self.complete(
                     engine, n=3, temperature=0.9, seed=7, max_tokens=6, ended=ended
@@ -404,8 +404,8 @@ class EngineConformance:
     async def test_statistics_count_what_was_done(self) -> None:
         async with self.running() as engine:
             await self.complete(engine, max_tokens=8)
-            await until(lambda: engine.statistics().finished == 1)
-            stats = engine.statistics()
+            await until(lambda: engine.stats().finished == 1)
+            stats = engine.stats()
             assert stats.output_tokens == 8
             assert stats.prompt_tokens == len(self.prompt)
             assert (stats.running, stats.waiting) == (0, 0)
@@ -437,4 +437,4 @@ def vector(ledger: OutputChecker) -> list[float]:
 
 async def output_tokens(engine: Engine, count: int) -> None:
     """The number of output tokens that the usage reports."""
-    await until(lambda: engine.statistics().output_tokens == count)
+    await until(lambda: engine.stats().output_tokens == count)

@@ -379,8 +379,8 @@ class LinkConformance(_Place):
                 *(pair.back.request(ECHO, Echo(x), timeout=PATIENCE) for x in payloads[200:]),
             )
             assert [answer.payload for answer in answers] == payloads
-            assert pair.link.statistics().pending == 0
-            assert pair.back.statistics().serving == 0
+            assert pair.link.stats().pending == 0
+            assert pair.back.stats().serving == 0
 
     async def test_errors_keep_their_class(self) -> None:
         async with self.pair() as pair:
@@ -404,8 +404,8 @@ class LinkConformance(_Place):
             await pair.handler_b.until(lambda handler: handler.cancelled == 1)
             pair.handler_b.calls[0].reply(Echo(b"too late"))
             assert (await pair.link.request(ECHO, Echo(b"x"), timeout=PATIENCE)).payload == b"x"
-            assert pair.link.statistics().pending == 0
-            assert pair.back.statistics().serving == 0
+            assert pair.link.stats().pending == 0
+            assert pair.back.stats().serving == 0
 
     async def test_what_is_left_of_a_deadline_travels(self) -> None:
         async with self.pair() as pair:
@@ -427,7 +427,7 @@ class LinkConformance(_Place):
             await pair.handler_b.until(lambda handler: handler.cancelled == 1)
             assert pair.handler_b.calls[0].done
             assert (await pair.link.request(ECHO, Echo(b"x"), timeout=PATIENCE)).payload == b"x"
-            assert pair.link.statistics().pending == 0
+            assert pair.link.stats().pending == 0
 
     async def test_one_request_too_many_is_overload(self) -> None:
         async with self.pair(pending=3) as pair:
@@ -563,8 +563,8 @@ class LinkConformance(_Place):
             assert sink.ends == other_sink.ends == [None]
             with pytest.raises(LinkLost):
                 stream.try_send(b"after the end")
-            assert pair.link.statistics().streams == pair.back.statistics().streams == 0
-            assert pair.link.statistics().granted == pair.back.statistics().granted == 0
+            assert pair.link.stats().streams == pair.back.stats().streams == 0
+            assert pair.link.stats().granted == pair.back.stats().granted == 0
 
     async def test_a_slow_reader_stops_its_sender_and_nobody_else(self) -> None:
         async with self.pair() as pair:
@@ -622,7 +622,7 @@ class LinkConformance(_Place):
             await pair.handler_b.until(lambda handler: len(handler.streams) == 3)
             stream.abort(Cancelled("enough"))  # our half has ended: the peer's is asked to
             other = pair.handler_b.streams[2][0]
-            await _eventually(lambda: not other.sendable and not pair.link.statistics().streams)
+            await _eventually(lambda: not other.sendable and not pair.link.stats().streams)
             with pytest.raises(LinkLost):
                 other.try_send(b"x")
 
@@ -714,13 +714,13 @@ class LinkConformance(_Place):
 
     async def test_both_sides_can_open_bulk_streams(self) -> None:
         async with self.pair() as pair:
-            assert not pair.link.statistics().bulk
+            assert not pair.link.stats().bulk
             streams = await asyncio.gather(
                 pair.link.open_bulk_stream(5, b"", RecordingStreamSink(), timeout=PATIENCE),
                 pair.back.open_bulk_stream(6, b"", RecordingStreamSink(), timeout=PATIENCE),
             )
-            assert pair.link.statistics().bulk
-            assert pair.back.statistics().bulk
+            assert pair.link.stats().bulk
+            assert pair.back.stats().bulk
             assert pair.a.connections == 2
             for stream in streams:
                 await stream.send_raw(b"", bytes(200_000), timeout=PATIENCE, last=True)

@@ -181,7 +181,7 @@ class TextPool(TextWork):
         self.inline_chars = inline_chars
 
         def changed() -> None:
-            self.on_stuck(self.statistics())
+            self.on_stuck(self.stats())
 
         self.texts = FairThreadPool(
             *("pdserve-text", threads, max_jobs),
@@ -213,7 +213,7 @@ class TextPool(TextWork):
         """
         return TextWork(self, tenant, salt)
 
-    def statistics(self) -> TextPoolStats:
+    def stats(self) -> TextPoolStats:
         """Return the pool's current state and counters."""
         lanes = self._lanes()
         return TextPoolStats(

@@ -180,7 +180,7 @@ class WorkerAgent:
         service = self._service
         if service.draining:
             return
-        now, stats = self._node.now(), service.engine.statistics()
+        now, stats = self._node.now(), service.engine.stats()
         relief = self._rebalance.look(now, stats, self._movable)
         if relief is not None:
             _log.info(
@@ -298,7 +298,7 @@ class WorkerAgent:
         them.
         """
         engine = self._service.engine
-        stats, capabilities = engine.statistics(), engine.capabilities
+        stats, capabilities = engine.stats(), engine.capabilities
         if self._prefills_only:
             choices, running = stats.running + stats.waiting, stats.running
         else:

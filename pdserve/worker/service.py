@@ -186,7 +186,7 @@ class WorkerService:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_INTERVAL)
-            self._totals.note(self.engine.statistics())
+            self._totals.note(self.engine.stats())
 
     # ------------------------------------------------------------------ requests
 
@@ -244,7 +244,7 @@ class WorkerService:
 
     def sample(self) -> EngineSample:
         """Updates the metrics for a scrape."""
-        self._totals.note(self.engine.statistics())
+        self._totals.note(self.engine.stats())
         stats = self._totals.snapshot()
         engine = self.engine
         return EngineSample(

@@ -146,7 +146,7 @@ async def test_a_killed_core_ends_every_request_once_and_comes_back():
             assert ledger.error.message == "the engine process was killed by SIGKILL"
         assert events[-1] == PoolCleared()
         assert client.capabilities is None
-        assert client.statistics().running == 0
+        assert client.stats().running == 0
         await watched.ready_again()
         await watched.serves()
         assert client.restarts == 1
@@ -487,11 +487,11 @@ async def test_a_sink_that_raises_loses_its_request_and_nothing_else():
         watched.client.submit(request(max_tokens=100), bad)
         good = CheckingSink(watched.client, request(max_tokens=100))
         assert (await good.wait()).error is None
-        await until(lambda: watched.client.statistics().running == 0)
+        await until(lambda: watched.client.stats().running == 0)
         assert bad.calls == 1
         assert isinstance(bad.error, EngineError)
         # Dropped there too, unless the core was done before the word reached it.
-        ends = watched.client.statistics()
+        ends = watched.client.stats()
         assert ends.aborted + ends.finished == 2
 
 

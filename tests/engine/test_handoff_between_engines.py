@@ -174,8 +174,8 @@ async def settled(engine: CoreClient, wanted) -> None:
     """Its statistics say so, sooner or later."""
 
     def met() -> bool:
-        engine.query_statistics()
-        return bool(wanted(engine.statistics()))
+        engine.query_stats()
+        return bool(wanted(engine.stats()))
 
     await until(met)
 
@@ -192,7 +192,7 @@ async def test_a_prompt_goes_on_elsewhere_token_for_token(
         remote, _ = await both.hand_over(wanted)
         assert remote.ledger.tokens[0] == reference_tokens(wanted)
         await settled(both.d, lambda stats: stats.received_tokens)
-        stats, sent = both.d.statistics(), both.p.statistics()
+        stats, sent = both.d.stats(), both.p.stats()
         assert stats.received_tokens == len(wanted.prompt)
         assert stats.computed_tokens == wanted.sampling.max_tokens - 1
         assert stats.received_blocks == 11
@@ -203,7 +203,7 @@ async def test_a_prompt_goes_on_elsewhere_token_for_token(
         assert (path.node, path.epoch, path.backend, path.down) == ("p", 2, backend, "")
         assert path.received_bytes == 11 * block_bytes
         await settled(both.p, lambda stats: not stats.sending and not stats.blocks_used)
-        assert both.p.statistics().sent_bytes == path.received_bytes, sent
+        assert both.p.stats().sent_bytes == path.received_bytes, sent
 
         again, _ = await both.hand_over(wanted)  # the prefix is there: only the rest travels
         assert again.cached

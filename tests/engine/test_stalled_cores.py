@@ -133,11 +133,11 @@ async def test_an_idle_core_that_was_stopped_is_found_out_by_the_next_request():
 async def test_a_canary_finds_out_an_idle_core_that_was_stopped():
     async with running(stall_timeout=1.0, canary_interval=0.3) as watched:
         await watched.serves()
-        before = watched.client.statistics()
+        before = watched.client.stats()
         await asyncio.sleep(1.5)
-        watched.client.query_statistics()
-        await until(lambda: watched.client.statistics().steps > before.steps)  # it was at work
-        stats = watched.client.statistics()
+        watched.client.query_stats()
+        await until(lambda: watched.client.stats().steps > before.steps)  # it was at work
+        stats = watched.client.stats()
         counters = ("prompt_tokens", "output_tokens", "finished", "aborted")
         assert [getattr(stats, name) for name in counters] == [
             getattr(before, name) for name in counters

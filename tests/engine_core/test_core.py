@@ -471,13 +471,13 @@ def test_statistics_say_what_is_still_to_be_computed(engine: InlineEngine):
     engine.submit(request(*range(10, 34)))
     engine.submit(request(*range(40, 64)))
     assert isinstance(engine.core, EngineCore)
-    stats = engine.core.statistics()
+    stats = engine.core.stats()
     assert (stats.uncomputed_tokens, stats.kv_tokens, stats.itl) == (48, 0, 0.0)
     engine.step()
-    stats = engine.core.statistics()
+    stats = engine.core.stats()
     assert (stats.uncomputed_tokens, stats.kv_tokens) == (16, 32)
     engine.step()
-    stats = engine.core.statistics()
+    stats = engine.core.stats()
     assert (stats.uncomputed_tokens, stats.kv_tokens, stats.itl) == (0, 49, 1.0)
 
 

@@ -170,7 +170,7 @@ def test_what_threads_post_wakes_the_host_and_comes_in_order(core: ThreadedCore)
     assert [d.tokens for d in first.deltas] == [[5], [6]]
     assert (error.handle, error.kind) == (2, "StepFailed")
     assert [d.tokens for d in second.deltas] == [[8]]
-    stats = core.statistics()
+    stats = core.stats()
     assert (stats.finished, stats.output_tokens, stats.running) == (1, 3, 0)
 
 
@@ -195,7 +195,7 @@ def test_nothing_about_an_aborted_submission_leaves(core: ThreadedCore):
     assert core.freed == [(1, "decoding"), (2, "queued"), (3, "")]
     assert core.dropped == [1, 2]
     assert kinds(reported(core)) == []
-    assert core.statistics().aborted == 2
+    assert core.stats().aborted == 2
 
 
 def test_an_abort_takes_the_refusal_back(core: ThreadedCore):
@@ -235,10 +235,10 @@ def test_statistics_come_at_intervals_and_when_it_rests(core: ThreadedCore, cloc
 
 def test_a_submission_that_does_not_count_is_in_no_counter(core: ThreadedCore):
     core.handle(Submit(handle=1, request=request(), counted=False))
-    assert core.statistics().running == 1
+    assert core.stats().running == 1
     core.post(token(1, 5, "length"))
     core.step()
-    stats = core.statistics()
+    stats = core.stats()
     assert (stats.prompt_tokens, stats.output_tokens, stats.finished) == (0, 0, 0)
 
 

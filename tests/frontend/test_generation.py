@@ -115,11 +115,11 @@ async def test_a_long_answer_is_put_together_off_the_event_loop():
     async with frontend(script) as client:
         pool = client.service._pool
         await client.chat(max_tokens=50)
-        assert pool.statistics().handed_over == 1  # the model's making
+        assert pool.stats().handed_over == 1  # the model's making
         many = {"max_tokens": 2000, "logprobs": True, "top_logprobs": 2}
         answer = await client.chat(**many)
         assert len(answer["choices"][0]["logprobs"]["content"]) == 2000
-        assert pool.statistics().handed_over == 2
+        assert pool.stats().handed_over == 2
 
 
 async def test_a_request_out_of_time_while_its_answer_waits_to_be_put_together():

@@ -306,7 +306,7 @@ async def test_stuck_text_work_is_a_degradation_until_it_ends():
     )
     await frontend.start()
     tell = frontend._pool.on_stuck
-    usual = frontend._pool.statistics()
+    usual = frontend._pool.stats()
     tell(replace(usual, given_up=1, stuck=1))
     assert "restart" in degradations.reasons()["text_stuck"]
     assert (metrics.text_jobs_given_up.value, metrics.text_threads_stuck.value) == (1, 1)

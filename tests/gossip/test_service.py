@@ -167,7 +167,7 @@ async def test_large_parts_take_the_bulk_connection() -> None:
             await nodes.until(partial(told, size))
             assert await reader.part(NodeId("a"), part_hash(data), timeout=5.0) == data
             link = await reader.link(NodeId("a"), timeout=1.0)
-            assert link.statistics().bulk == bulk
+            assert link.stats().bulk == bulk
 
 
 @virtually
@@ -223,7 +223,7 @@ async def test_a_part_that_nobody_wanted_is_let_pass() -> None:
         sink = RecordingStreamSink()
         link.open_stream(PARTS, encode(PartReply(b"h" * 16, 0, b"x")), sink, window=0, last=True)
         assert await sink.end() is None
-        assert link.statistics().streams == 0
+        assert link.stats().streams == 0
 
 
 @virtually

@@ -373,7 +373,7 @@ async def test_a_flood_of_requests_is_answered_or_refused_within_bounds() -> Non
     rogue.writer.write(HEADER.pack(0, FrameKind.PING, 0, 0, 0, 1))
     await rogue.until(FrameKind.PONG)  # all before it has been looked at
     assert len(handler.calls) == 100
-    assert sum(link.statistics().serving for link in flooded.links.values()) <= 100
+    assert sum(link.stats().serving for link in flooded.links.values()) <= 100
     rogue.writer.close()
     await handler.until(lambda handler: bool(handler.downs))
     assert handler.cancelled == 100

@@ -160,7 +160,7 @@ async def test_expired_requests_free_their_slots_once_the_peer_confirms() -> Non
         t.world.heal()
         await asyncio.sleep(0.1)
         assert (await t.link.request(ECHO, Echo(b"x"), timeout=1.0)).payload == b"x"
-        assert t.link.statistics().pending == 0
+        assert t.link.stats().pending == 0
 
 
 @virtually
@@ -172,7 +172,7 @@ async def test_the_server_stops_work_at_the_deadline_even_if_nobody_tells_it() -
         start = now().time()
         await t.at_b.until(lambda handler: handler.cancelled == 1)
         assert now().time() - start <= 1.03
-        assert t.back.statistics().serving == 0
+        assert t.back.stats().serving == 0
         with pytest.raises(DeadlineExceeded):
             await waiting
 
@@ -318,7 +318,7 @@ async def test_a_peer_that_does_not_read_is_overload_for_new_work() -> None:
             t.link.tell(1, b"")
         with pytest.raises(Overloaded):
             await t.link.request(ECHO, Echo(), timeout=1.0)
-        assert t.link.statistics().unsent_bytes < 2 << 20
+        assert t.link.stats().unsent_bytes < 2 << 20
 
 
 # ---------------------------------------------------------------------- bulk
@@ -339,7 +339,7 @@ async def test_a_lost_bulk_connection_ends_its_streams_only_and_is_dialled_again
             bulk.try_send(b"")
         assert plain.ends == []
         assert t.link.down is None
-        assert not t.back.statistics().bulk
+        assert not t.back.stats().bulk
         for link in (t.back, t.link):
             again = await link.open_bulk_stream(1, b"", RecordingStreamSink(), timeout=1.0)
             again.end()
@@ -488,11 +488,11 @@ async def test_credit_comes_back_when_items_are_consumed_late() -> None:
         await their_sink.end()
         incoming.end()
         await sink.end()
-        assert t.back.statistics().granted > 0, "what is held still occupies memory"
+        assert t.back.stats().granted > 0, "what is held still occupies memory"
         for item in their_sink.items:
             incoming.consumed(len(item))
-        assert t.back.statistics().granted == 0
-        assert t.link.statistics().granted == 0
+        assert t.back.stats().granted == 0
+        assert t.link.stats().granted == 0
 
 
 # ---------------------------------------------------------------------- goodbye
@@ -573,7 +573,7 @@ async def test_an_answer_that_crosses_the_end_of_the_wait_is_not_lost() -> None:
             await asyncio.sleep(0.5)
             got = not asking.cancelled() and asking.exception() is None
             assert len(given) == got + len(late)
-            assert t.link.statistics().pending == 0
+            assert t.link.stats().pending == 0
             heard += got
             crossed += len(late)
     assert heard

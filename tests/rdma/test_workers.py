@@ -46,7 +46,7 @@ async def test_engines_hand_over_by_rdma() -> None:
         remote, _ = await both.hand_over(wanted)
         assert remote.ledger.tokens[0] == reference_tokens(wanted)
         await engine_settled(both.d, lambda stats: stats.received_tokens)
-        assert both.d.statistics().received_tokens == len(wanted.prompt)
+        assert both.d.stats().received_tokens == len(wanted.prompt)
     assert packets() - before >= 11
 
 

@@ -54,7 +54,7 @@ def test_it_gives_the_tokens_of_the_core(seed: int) -> None:
         for one in asked:
             assert one.outcome in ("completed", "failed DeadlineExceeded")
         assert not complaints
-        assert engine.statistics().blocks_used == 0
+        assert engine.stats().blocks_used == 0
         await engine.stop()
         assert engine.leaked == 0
 

@@ -50,7 +50,7 @@ def test_a_prompt_goes_on_elsewhere(seed: int) -> None:
         async with Simulated(FakeFabric(Random(seed))) as two:
             remote, _ = await two.hand_over(request())
             assert remote.ledger.tokens[0] == reference_tokens(request())
-            assert two.d.statistics().received_tokens == len(request().prompt)
+            assert two.d.stats().received_tokens == len(request().prompt)
             (path,) = two.d.paths()
             assert (path.node, path.backend) == ("p", "fake")
             return asyncio.get_running_loop().time()
@@ -118,7 +118,7 @@ def test_deaths_on_either_side_end_what_was_under_way(seed: int) -> None:
             two.d.prefill_here(handle)
             await asyncio.sleep(2.0)
             assert remote.ledger.tokens[0] == reference_tokens(request())
-            assert two.d.statistics().blocks_quarantined == 0
+            assert two.d.stats().blocks_quarantined == 0
 
             second = Remote(request(30))
             handle = two.d.submit_remote(request(30), second)

@@ -281,7 +281,7 @@ class FakeBackend:
             raise NoRouter("no router is scripted", retry_after=1.0)
         return NodeId("router"), self.explained
 
-    def statistics(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         running = sum(not stream.done for stream in self.streams)
         return EngineStats(running=running, finished=len(self.streams) - running)
 

@@ -42,8 +42,8 @@ async def test_short_work_runs_in_place_and_long_work_elsewhere(pool):
     here = threading.get_ident()
     assert await pool.run(10, threading.get_ident) == here
     assert await pool.run(11, threading.get_ident) != here
-    statistics = pool.statistics()
-    assert (statistics.inline, statistics.handed_over) == (1, 1)
+    stats = pool.stats()
+    assert (stats.inline, stats.handed_over) == (1, 1)
 
 
 async def test_texts_are_encoded_the_same_either_way(pool):
@@ -69,7 +69,7 @@ async def test_at_the_bound_a_job_is_refused_at_once(pool):
     with pytest.raises(Overloaded) as caught:
         await pool.run(100, gate)
     assert caught.value.retry_after is not None
-    assert pool.statistics().refused == 1
+    assert pool.stats().refused == 1
     gate.open.set()
     assert await asyncio.gather(*tasks) == ["through"] * 2
     assert await pool.run(100, gate) == "through"
@@ -96,11 +96,11 @@ async def test_a_cancelled_job_that_runs_keeps_its_place_until_it_ends(pool):
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert pool.statistics().jobs == 1
+    assert pool.stats().jobs == 1
     gate.open.set()
     assert await pool.run(100, lambda: "next") == "next"
     await asyncio.sleep(0)
-    assert pool.statistics().jobs == 0
+    assert pool.stats().jobs == 0
 
 
 async def test_closing_tells_those_who_wait_and_hears_out_what_runs():
@@ -182,7 +182,7 @@ async def test_stuck_work_is_told_of_when_it_begins_and_when_it_ends():
     pool.on_stuck = hear
     with pytest.raises(DeadlineExceeded):
         await pool.run(100, gate)
-    assert (pool.statistics().stuck, pool.statistics().given_up) == (1, 1)
+    assert (pool.stats().stuck, pool.stats().given_up) == (1, 1)
     assert await pool.run(100, lambda: "next") == "next"
     changed.clear()
     gate.open.set()

@@ -83,7 +83,7 @@ class FakeEngine:
         for listener in self.kv:
             listener(events)
 
-    def statistics(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         return self.stats
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> int:

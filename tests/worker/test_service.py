@@ -62,12 +62,12 @@ class FakeEngine:
     def die(self, state, reason):
         self.state, self.state_reason = state, reason
         self.capabilities = None
-        self.stats = EngineStats()
+        self.reported = EngineStats()
 
     async def stop(self):
         self.stopped += 1
 
-    def statistics(self):
+    def stats(self):
         return self.stats
 
     def rekey(self, hash_secret):
@@ -184,7 +184,7 @@ async def test_while_loading_it_says_what_it_does_and_refuses(model):
 async def test_a_restart_shows_in_health_and_metrics_and_keeps_the_card(model):
     world = World(model)
     await world.start()
-    world.engine.stats = EngineStats(output_tokens=7, running=2)
+    world.engine.reported = EngineStats(output_tokens=7, running=2)
     assert world.service.sample().output_tokens == 7
     world.engine.die(EngineState.RESTARTING, "killed by SIGKILL")
     assert world.service.unready_reason() == "the engine is restarting: killed by SIGKILL"
@@ -193,7 +193,7 @@ async def test_a_restart_shows_in_health_and_metrics_and_keeps_the_card(model):
     assert (sample.ready, sample.running, sample.output_tokens) == (False, 0, 7)
     world.engine.restarts = 1
     world.engine.become_ready()
-    world.engine.stats = EngineStats(output_tokens=3)
+    world.engine.reported = EngineStats(output_tokens=3)
     sample = world.service.sample()
     assert (sample.ready, sample.restarts, sample.output_tokens) == (True, 1, 10)
     assert b"pdserve_engine_restarts_total 1.0" in world.metrics.render()[0]

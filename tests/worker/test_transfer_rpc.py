@@ -340,7 +340,7 @@ def test_engines_hand_over_across_the_network_and_lose_what_a_death_took(seed: i
             d.engine.prefill_here(handle)
             await c.until(lambda: lost.ledger.done)
             assert lost.ledger.tokens[0] == reference_tokens(request(25))
-            assert d.engine.statistics().blocks_quarantined == 0
+            assert d.engine.stats().blocks_quarantined == 0
             assert d.engine.paths() == []
             await d.engine.stop()
             await p.engine.stop()

@@ -239,11 +239,11 @@ async def _slow_worker(world: World, fault: Fault) -> bool:
     engine = _engine_of(world, fault)
     if engine is None:
         return False
-    before = engine.statistics().steps
+    before = engine.stats().steps
     engine.slow_down(fault.amount)
     await asyncio.sleep(fault.lasts)
     engine.slow_down(1.0)
-    return engine.statistics().steps != before
+    return engine.stats().steps != before
 
 
 async def _crowd(world: World, fault: Fault) -> bool:
@@ -279,7 +279,7 @@ def _has_room(world: World, drained: VirtualHost) -> bool:
     others = (h for h in world.of_role("worker") if h is not drained and h.up)
     return any(
         other.settings.model == drained.settings.model
-        and (stats := part.service.engine.statistics()).running + stats.waiting < MAX_RUNNING
+        and (stats := part.service.engine.stats()).running + stats.waiting < MAX_RUNNING
         for other in others
         if isinstance(part := other.part, Worker)
     )

@@ -360,7 +360,7 @@ class _Run:
         return (
             sum(router.routed for router in routers),
             sum(router.released for router in routers),
-            sum(worker.engine.statistics().aborted for worker in workers),
+            sum(worker.engine.stats().aborted for worker in workers),
         )
 
     async def _rest(self) -> None:

@@ -79,6 +79,6 @@ class Backend(Protocol):
         """
         ...
 
-    def statistics(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         """Sums over the engines behind this port, for `/health` and `/metrics`."""
         ...

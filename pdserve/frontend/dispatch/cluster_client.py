@@ -205,7 +205,7 @@ class ClusterClient:
                     raise
                 self._leave_router(router, error, search)
 
-    def statistics(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         """Zeros: the workers report their engines' statistics on their own ports."""
         return _NOTHING
 

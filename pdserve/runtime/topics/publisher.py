@@ -130,7 +130,7 @@ class LogPublisher:
                 return True
         return False
 
-    def statistics(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Counters since the start, and the ring's size."""
         return {
             "events": self.head,

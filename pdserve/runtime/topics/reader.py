@@ -241,7 +241,7 @@ class LogReader:
         self.repeats += 1
         return encode(self.resume())
 
-    def statistics(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Counters since the start."""
         return {
             "events": self.applied,

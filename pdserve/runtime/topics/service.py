@@ -166,13 +166,11 @@ class Topics:
         found = (s.get(node) for s in self._subscriptions if s.name == name)
         return next((following for following in found if following is not None), None)
 
-    def statistics(self) -> dict[str, dict[str, int]]:
+    def stats(self) -> dict[str, dict[str, int]]:
         """Counters by `published/NAME` and `followed/NAME`."""
-        found = {
-            f"published/{topic.name}": topic.statistics() for topic in self._published.values()
-        }
+        found = {f"published/{topic.name}": topic.stats() for topic in self._published.values()}
         for subscription in self._subscriptions:
-            found[f"followed/{subscription.name}"] = subscription.statistics()
+            found[f"followed/{subscription.name}"] = subscription.stats()
         return found
 
     def close(self) -> None:
@@ -206,7 +204,7 @@ class Publication:
     def feed(self, subscribe: Subscribe) -> _Feed:
         raise NotImplementedError
 
-    def statistics(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         raise NotImplementedError
 
     def open(self, stream: IncomingStream, subscribe: Subscribe) -> None:
@@ -253,7 +251,7 @@ class StateTopic(Publication, Generic[T]):
     def feed(self, subscribe: Subscribe) -> _Feed:
         return self._machine.feed()
 
-    def statistics(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         return {"subscribers": len(self.subscribers), "values": self._machine.sent}
 
 
@@ -279,8 +277,8 @@ class LogTopic(Publication):
             raise ProtocolError("a subscriber of a log sent no position")
         return self._machine.feed(subscribe.resume, self._topics.node.now())
 
-    def statistics(self) -> dict[str, int]:
-        return {"subscribers": len(self.subscribers), **self._machine.statistics()}
+    def stats(self) -> dict[str, int]:
+        return {"subscribers": len(self.subscribers), **self._machine.stats()}
 
 
 class _Subscriber:

@@ -86,7 +86,7 @@ class Following(Protocol):
         """The publisher is gone, or no longer publishes; called once."""
         ...
 
-    def statistics(self) -> dict[str, int]: ...
+    def stats(self) -> dict[str, int]: ...
 
 
 F = TypeVar("F", bound=Following)
@@ -139,7 +139,7 @@ class StateFollower(Generic[T]):
         if self._on_gone is not None:
             self._on_gone(self.member)
 
-    def statistics(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         return {"values": self._values}
 
 
@@ -177,8 +177,8 @@ class LogFollower:
         if self._on_gone is not None:
             self._on_gone(self.member)
 
-    def statistics(self) -> dict[str, int]:
-        return self.reader.statistics()
+    def stats(self) -> dict[str, int]:
+        return self.reader.stats()
 
 
 class Subscription(Generic[F]):
@@ -232,17 +232,17 @@ class Subscription(Generic[F]):
         following = cord.following
         del self._cords[following.member.node]
         cord.cut()
-        self._past.update(following.statistics())
+        self._past.update(following.stats())
         try:
             following.gone()
         except Exception:  # of its owner: the others have to end all the same
             _log.exception("%s: the end of %s", self.name, following.member.node)
 
-    def statistics(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Counters, summed over all members, also those that are gone."""
         total = Counter(self._past)
         for cord in self._cords.values():
-            total.update(cord.following.statistics())
+            total.update(cord.following.stats())
         open_now = sum(cord.open for cord in self._cords.values())
         now = {"members": len(self._cords), "open": open_now, "streams": self.streams}
         return {**total, **now}

@@ -136,7 +136,7 @@ class ReplayWorker:
 
     def leftovers(self) -> str:
         """What is still in flight at this worker; empty once all requests have ended."""
-        stats, member = self.engine.statistics(), self.member
+        stats, member = self.engine.stats(), self.member
         busy = member.requests or stats.running or stats.waiting or stats.blocks_used
         if busy or stats.blocks_quarantined:
             return f"requests or blocks of {self.node.id}"

@@ -47,7 +47,7 @@ class TimedEngine(VirtualTimeEngine):
     def _make_core(self, spec: EngineSpec, mover: KvConnector | None) -> Core:
         return load_core(spec.engine, self, mover)
 
-    def statistics(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         """The core's stats as of the last `Stats` event."""
         return self._stats
 

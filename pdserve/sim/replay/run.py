@@ -169,7 +169,7 @@ def _moved(cluster: ReplayCluster) -> dict[str, Any]:
     for worker in cluster.workers:
         if worker.member.decode is not None:
             ended.update(worker.member.decode.numbers().ended)
-    tokens = sum(worker.engine.statistics().received_tokens for worker in cluster.workers)
+    tokens = sum(worker.engine.stats().received_tokens for worker in cluster.workers)
     return {
         "bytes": tokens * (cluster.wire.token_bytes if cluster.wire is not None else 0),
         "seconds": sum(path.sent_seconds for path in paths),
@@ -200,7 +200,7 @@ class _Sampler:
 
 
 def _counters(worker: ReplayWorker) -> dict[str, Any]:
-    stats = worker.engine.statistics()
+    stats = worker.engine.stats()
     return {
         "worker": worker.node.id,
         "mode": worker.mode,

@@ -196,7 +196,7 @@ class DecodeHandler:
     def decide(self, request: GenerateRequest, cached: int) -> DisaggDecision:
         """Decides from the current state where the request's prompt is prefilled. `cached`: leading
         prompt tokens in the pool here."""
-        stats = self.engine.statistics()
+        stats = self.engine.stats()
         card = self.worker.cards().get(request.model)
         prospect = DisaggInputs(
             tokens=tokens_of(request),

@@ -106,7 +106,7 @@ class PrefillJob:
         sequence that moves away (`kv_fetch.KvFetchClaim`): such a job computes next to nothing, so
         the engine's work proves nothing and only the age counts.
         """
-        stats = self._owner.engine.statistics()
+        stats = self._owner.engine.stats()
         if isinstance(self.claim, KvFetchClaim):
             return 0
         return stats.computed_tokens if self.state is State.COMPUTING else stats.sent_blocks

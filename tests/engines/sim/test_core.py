@@ -125,7 +125,7 @@ def test_an_abort_takes_effect_at_the_end_of_the_step():
         driver.run()  # a delta after the abort would fail the ledger
         assert driver.clock.now() == due
         assert driver.core.pool.counts().used == 0
-        assert driver.core.statistics().aborted == 1
+        assert driver.core.stats().aborted == 1
 
 
 def test_a_cache_is_cleared_between_steps():
@@ -137,7 +137,7 @@ def test_a_cache_is_cleared_between_steps():
         driver.tell(ClearCache())
         assert driver.core.pool.counts().cached > 0
         driver.run()
-        assert driver.core.statistics().cached_tokens == 0
+        assert driver.core.stats().cached_tokens == 0
 
 
 def test_a_deadline_in_the_queue_passes_at_the_end_of_a_step():
@@ -200,7 +200,7 @@ def test_few_events_tell_of_many_steps():
         for number in range(4):
             driver.submit(request((number + 4,), max_tokens=90))
         story = driver.run()
-        assert driver.core.statistics().steps > 90
+        assert driver.core.stats().steps > 90
         assert story.calls < 20
 
 

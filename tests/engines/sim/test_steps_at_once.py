@@ -156,7 +156,7 @@ def test_many_steps_at_once_are_what_single_steps_are(seed: int, long: bool):
         assert alike(told(macro), told(single)), name
         assert alike(macro.story.ended, single.story.ended), name
         assert alike(macro.story.rejected, single.story.rejected), name
-        assert alike(macro.core.statistics(), single.core.statistics()), name
+        assert alike(macro.core.stats(), single.core.stats()), name
         assert alike(macro.story.stats, single.story.stats), name
         assert flat(macro.story.kv) == flat(single.story.kv), name
         assert pool_of(macro.core.pool) == pool_of(single.core.pool), name
@@ -165,7 +165,7 @@ def test_many_steps_at_once_are_what_single_steps_are(seed: int, long: bool):
 
 
 def _corners(single: Driver, macro: Driver) -> set[str]:
-    stats = single.core.statistics()
+    stats = single.core.stats()
     kinds = {kind for _, kind, _ in single.story.rejected.values()}
     corners = {
         "saved": macro.story.calls < single.story.calls,

@@ -55,7 +55,7 @@ class Inline:
 
     @property
     def stats(self) -> EngineStats:
-        return self.core.statistics()
+        return self.core.stats()
 
 
 @pytest.fixture

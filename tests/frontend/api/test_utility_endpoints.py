@@ -86,11 +86,11 @@ async def test_a_text_is_bounded_beyond_what_the_context_takes(monkeypatch):
 async def test_token_texts_of_a_long_text_are_gathered_off_the_event_loop():
     async with frontend() as client:
         pool = client.service._pool
-        before = pool.statistics().handed_over
+        before = pool.stats().handed_over
         body = {"prompt": "ab " * 1000, "return_token_strs": True}
         _, _, answer = await client.post("/tokenize", body)
         assert "".join(answer["token_strs"]) == "abĠ" * 1000
-        assert pool.statistics().handed_over == before + 2
+        assert pool.stats().handed_over == before + 2
 
 
 @pytest.mark.parametrize(

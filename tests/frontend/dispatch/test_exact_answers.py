@@ -79,7 +79,7 @@ class Site:
 
     @property
     def idle(self) -> bool:
-        engines = [worker.engine.statistics() for worker in self.workers]
+        engines = [worker.engine.stats() for worker in self.workers]
         busy = [s.running or s.waiting or s.blocks_used for s in engines]
         return not any(busy) and not self.w.backend.requests and not self.router.open
 

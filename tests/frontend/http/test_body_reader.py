@@ -315,7 +315,7 @@ async def test_a_body_counts_until_its_text_is_no_longer_held(monkeypatch):
         try:
             first = asyncio.ensure_future(client.post("/tokenize", large))
             second = asyncio.ensure_future(client.post("/tokenize", large))
-            await until(lambda: pool.statistics().jobs == 2)
+            await until(lambda: pool.stats().jobs == 2)
             assert 400_000 <= bodies.buffered < 450_000
             status, _, answer = await client.post("/tokenize", large)
             assert (status, answer["error"]["code"]) == (429, "overloaded")

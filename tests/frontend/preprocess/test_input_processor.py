@@ -308,12 +308,12 @@ async def test_a_text_that_cannot_fit_is_never_encoded_as_a_whole(kind, pool, mo
 
 async def test_long_text_leaves_the_event_loop(pool):
     await plan_chat(chat(), context(pool))
-    assert pool.statistics().handed_over == 0
+    assert pool.stats().handed_over == 0
     await plan_chat(chat(messages=[{"role": "user", "content": "x " * 1500}]), context(pool))
-    assert pool.statistics().handed_over == 1
+    assert pool.stats().handed_over == 1
     many = chat(messages=[{"role": "user", "content": ""}] * 200)
     await plan_chat(many, context(pool))
-    assert pool.statistics().handed_over == 2
+    assert pool.stats().handed_over == 2
 
 
 def test_the_four_forms_become_lists():

@@ -103,11 +103,11 @@ async def test_the_secret_is_the_one_of_the_moment(pool: TextPool) -> None:
 
 
 async def test_long_prompts_are_named_in_the_pool(pool: TextPool) -> None:
-    before = pool.statistics()
+    before = pool.stats()
     short, long = [5] * 4000, [5] * 40_000
     (named,) = await NAMING.of(MODEL, "", [short], pool)
-    assert pool.statistics().handed_over == before.handed_over
+    assert pool.stats().handed_over == before.handed_over
     (longer,) = await NAMING.of(MODEL, "", [long], pool)
-    assert pool.statistics().handed_over == before.handed_over + 1
+    assert pool.stats().handed_over == before.handed_over + 1
     assert longer.hashes.startswith(named.hashes)
     assert longer == NAMING.of_one(MODEL, "", long)

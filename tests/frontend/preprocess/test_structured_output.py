@@ -350,7 +350,7 @@ async def test_large_tools_are_read_in_a_thread(own_pool):
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     error = await refusal(own_pool, caller(), tools=[tool], tool_choice="required", max_tokens=1)
     assert "come to a grammar" in error.message
-    assert own_pool.statistics().handed_over == 2  # the prompt is the other one
+    assert own_pool.stats().handed_over == 2  # the prompt is the other one
 
 
 @pytest.mark.timeout(120)
@@ -402,9 +402,9 @@ def test_a_process_that_somebody_kills_is_no_grammars_fault():
 async def test_a_grammar_is_compiled_once(pool):
     fields = {"structured_outputs": {"regex": "once [a-z]+"}}
     await sampling_of(pool, **fields)
-    handed_over = pool.statistics().handed_over
+    handed_over = pool.stats().handed_over
     await sampling_of(pool, **fields)
-    assert pool.statistics().handed_over == handed_over + 1  # the field is read, not compiled
+    assert pool.stats().handed_over == handed_over + 1  # the field is read, not compiled
 
 
 async def test_an_engine_without_grammars_is_promised_nothing(pool):

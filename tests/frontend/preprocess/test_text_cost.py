@@ -71,10 +71,10 @@ async def test_what_is_long_or_has_structure_is_rendered_in_a_thread(name: str, 
     context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
     try:
         await chat_tokens(request(CASES[name], decoder), context)
-        assert pool.statistics().inline == 0
-        assert pool.statistics().handed_over == 1
+        assert pool.stats().inline == 0
+        assert pool.stats().handed_over == 1
         await chat_tokens(request(HELLO, decoder), context)
-        assert pool.statistics().inline == 1
+        assert pool.stats().inline == 1
     finally:
         await pool.close()
 
@@ -107,8 +107,8 @@ async def test_no_grammar_is_made_on_the_event_loop(fields: dict[str, Any]):
     try:
         await plan_chat(request(HELLO | fields), context)
         rendered = "tools" not in fields
-        assert pool.statistics().inline == rendered
-        assert pool.statistics().handed_over == 2 + (not rendered)
+        assert pool.stats().inline == rendered
+        assert pool.stats().handed_over == 2 + (not rendered)
     finally:
         await pool.close()
 
@@ -195,6 +195,6 @@ async def test_many_short_texts_are_tokenised_in_a_thread(plan: Any, decoder: An
     context = PlanContext(model=model, config=FrontendConfig(), pool=pool, request_id="r")
     try:
         await plan(request(fields, decoder), context)
-        assert pool.statistics().handed_over == 1
+        assert pool.stats().handed_over == 1
     finally:
         await pool.close()

@@ -119,7 +119,7 @@ class World:
             return all(r.has(w) for r in self.readers.values() for w in self.workers.values())
 
         await self.nodes.until(
-            lambda: all(w.service.engine.statistics().running == 0 for w in self.alive)
+            lambda: all(w.service.engine.stats().running == 0 for w in self.alive)
         )
         await self.nodes.until(met)
 
@@ -154,7 +154,7 @@ async def test_a_router_that_starts_late_has_everything() -> None:
         r = await w.reader("r")
         await w.level()
         assert r.index.known_blocks(a.node.id) > 20
-        counters = r.subscription.statistics()
+        counters = r.subscription.stats()
         assert (counters["snapshots"], counters["divergences"]) == (1, 0)
 
 
@@ -165,7 +165,7 @@ async def test_events_keep_it_level() -> None:
         r = await w.reader("r")
         await w.busy(4.0)
         await w.level()
-        counters = r.subscription.statistics()
+        counters = r.subscription.stats()
         assert counters["events"] > 20
         assert (counters["gaps"], counters["divergences"]) == (0, 0)
         assert r.index.counters["blocks_removed"] > 0, "the pool was full"
@@ -215,7 +215,7 @@ async def test_an_event_that_is_lost_in_silence_is_found() -> None:
         target.apply = apply
         assert lost
         await w.level()
-        assert r.subscription.statistics()["divergences"] > 0
+        assert r.subscription.stats()["divergences"] > 0
 
 
 @virtually
@@ -228,7 +228,7 @@ async def test_who_was_cut_off_for_long_takes_a_snapshot() -> None:
         await w.busy(1.5)
         w.nodes.world.resume("r")
         await w.level()
-        counters = r.subscription.statistics()
+        counters = r.subscription.stats()
         assert counters["lagged"] > 0
         assert counters["snapshots"] > 1
 

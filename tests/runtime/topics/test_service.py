@@ -99,7 +99,7 @@ async def test_an_unchanged_value_is_not_sent() -> None:
             topic.set(b"same")
             await asyncio.sleep(0.1)
         assert heard == [b"same"]
-        assert b.topics.statistics()["published/load"] == {"subscribers": 1, "values": 1}
+        assert b.topics.stats()["published/load"] == {"subscribers": 1, "values": 1}
 
 
 @virtually
@@ -138,7 +138,7 @@ async def test_a_set_is_followed() -> None:
         await w.until(lambda: follower.views[B].items == {b"after": b"2"})
         source.put(b"nobody flushes")
         await w.until(lambda: b"nobody flushes" in follower.views[B].items)
-        counters = follower.subscription.statistics()
+        counters = follower.subscription.stats()
         assert (counters["snapshots"], counters["gaps"], counters["divergences"]) == (1, 0, 0)
 
 
@@ -156,7 +156,7 @@ async def test_a_lost_link_costs_a_replay_not_a_snapshot() -> None:
                 w.net.reset("a", "b")
             await asyncio.sleep(0.01)
         await w.until(lambda: follower.level(B, source))
-        counters = follower.subscription.statistics()
+        counters = follower.subscription.stats()
         assert (counters["snapshots"], counters["replays"]) == (1, 1)
         assert counters["events"] == 100
 
@@ -176,11 +176,11 @@ async def test_a_slow_reader_is_told_and_starts_over() -> None:
             await asyncio.sleep(0.002)
         w.net.set_conditions("b", "a", bandwidth=0)
         await w.until(lambda: slow.level(B, source))
-        assert slow.subscription.statistics()["lagged"] >= 1
-        assert slow.subscription.statistics()["gaps"] == 0
-        assert fast.subscription.statistics()["lagged"] == 0
-        assert fast.subscription.statistics()["events"] == 600
-        ring = b.topics.statistics()["published/set"]
+        assert slow.subscription.stats()["lagged"] >= 1
+        assert slow.subscription.stats()["gaps"] == 0
+        assert fast.subscription.stats()["lagged"] == 0
+        assert fast.subscription.stats()["events"] == 600
+        ring = b.topics.stats()["published/set"]
         assert ring["ring_bytes"] <= CONFIG.log.ring_bytes
         assert ring["snapshots_under_way"] == 0
 
@@ -202,8 +202,8 @@ async def test_a_big_set_under_change_is_taken_over() -> None:
             source.flush()
             await asyncio.sleep(0.02)
         await w.until(lambda: follower.level(B, source))
-        assert follower.subscription.statistics()["snapshots"] == 1
-        assert follower.subscription.statistics()["lagged"] == 0
+        assert follower.subscription.stats()["snapshots"] == 1
+        assert follower.subscription.stats()["lagged"] == 0
 
 
 @virtually
@@ -216,7 +216,7 @@ async def test_a_view_that_went_wrong_is_found_and_mended() -> None:
         await w.until(lambda: follower.level(B, source) and bool(source.items))
         follower.views[B].apply(encode(Delta(False, {b"false": b""})))
         await w.until(lambda: follower.level(B, source), timeout=2.0)
-        assert follower.subscription.statistics()["divergences"] == 1
+        assert follower.subscription.stats()["divergences"] == 1
 
 
 @virtually
@@ -254,7 +254,7 @@ async def test_a_log_published_anew_in_the_same_life() -> None:
             source.put(b"%d" % (number + 3))
             source.flush()
         await w.until(lambda: follower.level(B, source))
-        assert follower.subscription.statistics()["epochs"] == 1
+        assert follower.subscription.stats()["epochs"] == 1
         assert follower.gone == []
 
 
@@ -274,7 +274,7 @@ async def test_persistent_divergence_does_not_run_hot() -> None:
         follower = Follower(a)
         w.introduce()
         await asyncio.sleep(120)
-        counters = follower.subscription.statistics()
+        counters = follower.subscription.stats()
         assert 10 <= counters["divergences"] <= 120
         assert counters["divergences"] == counters["snapshots"]
 
@@ -296,8 +296,8 @@ async def test_a_source_that_fails_harms_only_its_readers() -> None:
         w.introduce()
         await asyncio.sleep(10)
         topic.append(b"goes on")
-        assert follower.subscription.statistics()["snapshots"] == 0
-        assert b.topics.statistics()["published/set"]["subscribers"] == 0
+        assert follower.subscription.stats()["snapshots"] == 0
+        assert b.topics.stats()["published/set"]["subscribers"] == 0
 
 
 # ---------------------------------------------------------------------- bounds and manners
@@ -347,7 +347,7 @@ def test_bad_subscribers_are_refused(method: int, body: bytes) -> None:
             sink = RecordingStreamSink()
             link.open_stream(method, body, sink, window=100)
             assert await sink.end() is not None
-            assert b.topics.statistics()["published/set"]["subscribers"] == 0
+            assert b.topics.stats()["published/set"]["subscribers"] == 0
 
     virtual_time.run(main())
 
@@ -368,7 +368,7 @@ async def test_a_subscriber_that_talks_nonsense_is_dropped() -> None:
             stream = link.open_stream(method, body, sink, window=100_000)
             await stream.send(b"nonsense", timeout=5.0)
             assert await sink.end() is not None
-        assert b.topics.statistics()["published/set"]["subscribers"] == 0
+        assert b.topics.stats()["published/set"]["subscribers"] == 0
 
 
 @virtually
@@ -515,7 +515,7 @@ class Chaos:
         for name, follower in self.followers.items():
             for view in follower.views.values():
                 assert view.digest() == digest_of(view.items)
-            counters = self.w.parties[name].topics.statistics()["followed/set"]
+            counters = self.w.parties[name].topics.stats()["followed/set"]
             assert counters["divergences"] == counters["gaps"] == 0
 
 

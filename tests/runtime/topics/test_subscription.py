@@ -142,7 +142,7 @@ async def test_comes_back_after_every_kind_of_loss() -> None:
         topic.set(b"end")
         await w.until(lambda: values.heard[-1] == b"end")
         assert values.gone == []
-        assert followed.statistics()["streams"] >= 4
+        assert followed.stats()["streams"] >= 4
         assert values.heard == [b"0", b"1", b"2", b"3", b"end"]
 
 
@@ -224,10 +224,10 @@ async def test_gone_while_waiting_to_try_again() -> None:
         followed = a.topics.subscribe_state("load", bytes, values.on_value, values.on_gone)
         await asyncio.sleep(5)
         a.lose(B)
-        tried = followed.statistics()["streams"]
+        tried = followed.stats()["streams"]
         assert tried > 1
         await asyncio.sleep(20)
-        assert followed.statistics()["streams"] == tried
+        assert followed.stats()["streams"] == tried
         assert (values.heard, values.gone) == ([], [1])
 
 
@@ -247,7 +247,7 @@ async def test_a_subscription_may_close_itself() -> None:
         await w.until(lambda: gone == [B])
         await asyncio.sleep(10)
         assert w.streams() == 0
-        assert followed.statistics()["streams"] == 1
+        assert followed.stats()["streams"] == 1
 
 
 @virtually
@@ -263,7 +263,7 @@ async def test_a_publisher_that_ends_is_asked_again() -> None:
         b.serve_stream(STATE, opened)
         followed = a.topics.subscribe_state("load", bytes, lambda member, value: None)
         w.introduce()
-        await w.until(lambda: followed.statistics()["streams"] >= 3)
+        await w.until(lambda: followed.stats()["streams"] >= 3)
 
 
 @virtually
@@ -281,9 +281,9 @@ async def test_a_reader_is_live_only_with_a_stream() -> None:
         w.net.heal()
         await w.until(lambda: following.reader.live)
         b.topics.close()
-        assert b.topics.statistics() == {}
+        assert b.topics.stats() == {}
         await w.until(lambda: not following.reader.live)
-        assert a.topics.statistics()["followed/log"]["members"] == 1
+        assert a.topics.stats()["followed/log"]["members"] == 1
 
 
 @virtually
@@ -314,7 +314,7 @@ async def test_one_failing_owner_does_not_keep_the_other_members() -> None:
             party.topics.publish_state("load", bytes)
         followed = a.topics.subscribe_state("load", bytes, lambda member, value: None, on_gone)
         w.introduce()
-        await w.until(lambda: followed.statistics()["open"] == 2)
+        await w.until(lambda: followed.stats()["open"] == 2)
         followed.close()
         assert sorted(gone) == [B, c.id]
 

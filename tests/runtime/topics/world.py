@@ -164,12 +164,12 @@ class World:
     def streams(self) -> int:
         """Streams under way, over all links."""
         links = [link for party in self.parties.values() for link in party.endpoint.links.values()]
-        return sum(link.statistics().streams for link in links)
+        return sum(link.stats().streams for link in links)
 
     def granted(self) -> int:
         """Credit granted, over all links."""
         links = [link for party in self.parties.values() for link in party.endpoint.links.values()]
-        return sum(link.statistics().granted for link in links)
+        return sum(link.stats().granted for link in links)
 
 
 @asynccontextmanager
@@ -188,7 +188,7 @@ async def world(
     await made.until(lambda: made.streams() == 0)
     assert made.granted() == 0
     for party in made.parties.values():
-        for name, numbers in party.topics.statistics().items():
+        for name, numbers in party.topics.stats().items():
             assert not numbers.get("subscribers"), name
         await party.close()
     await asyncio.sleep(0)

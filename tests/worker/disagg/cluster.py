@@ -185,7 +185,7 @@ class PlayedEngine:
         self.capabilities: EngineCapabilities | None = CAPABILITIES
         self.engine: Any = self
         self.names_id = b"names"
-        self.stats = EngineStats()
+        self.reported = EngineStats()
         self.reason: str | None = None
         self.script = script
         self.states: list[PathState] = []
@@ -205,8 +205,8 @@ class PlayedEngine:
     def cards(self) -> dict[str, ModelCard]:
         return {} if self.capabilities is None else {"m": CARD, "alias": CARD}
 
-    def statistics(self) -> EngineStats:
-        return self.stats
+    def stats(self) -> EngineStats:
+        return self.reported
 
     def unready_reason(self) -> str | None:
         return self.reason

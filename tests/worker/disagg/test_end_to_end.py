@@ -100,7 +100,7 @@ class Worker:
         await self.service.stop()
 
     def stats(self) -> Any:
-        return self.service.engine.statistics()
+        return self.service.engine.stats()
 
 
 class Sink:

@@ -149,7 +149,7 @@ class Worker:
     def unready_reason(self) -> None:
         return None
 
-    def statistics(self) -> Any:
+    def stats(self) -> Any:
         from pdserve.messages.engine import EngineStats
 
         return EngineStats()
@@ -709,7 +709,7 @@ def test_an_engine_that_computes_what_came_before_is_progress(
     from pdserve.messages.engine import EngineStats
 
     rig = PrefillRig(PrefillState.COMPUTING, monkeypatch)
-    rig.worker.statistics = lambda: EngineStats(computed_tokens=700, sent_blocks=3)
+    rig.worker.stats = lambda: EngineStats(computed_tokens=700, sent_blocks=3)
     assert rig.one.progress == 700
     rig.on_prefilled()
     assert rig.one.progress == 3

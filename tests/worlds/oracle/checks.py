@@ -189,7 +189,7 @@ def _worker(host: VirtualHost, worker: Worker) -> Iterator[str]:
         yield f"worker {host.name} says that it holds bookings"
     if worker.member.requests:
         yield f"worker {host.name} keeps {worker.member.requests} requests"
-    stats = worker.service.engine.statistics()
+    stats = worker.service.engine.stats()
     if stats.running or stats.waiting:
         yield f"the engine of {host.name} keeps {stats.running + stats.waiting} sequences"
     if stats.blocks_used:
@@ -245,7 +245,7 @@ def _links(host: VirtualHost) -> Iterator[str]:
         if life.endpoint.link(node) is None:
             yield f"{host.name} watches {node} and has no link to it"
     for link in host.part.node.endpoint.links.values():
-        stats = link.statistics()
+        stats = link.stats()
         where = f"the link of {host.name} to {link.peer.node}"
         if stats.serving:
             yield f"{where}: {stats.serving} requests unanswered"

@@ -57,7 +57,7 @@ def start() -> Iterator[Start]:
 
 def stats_of(engine: InlineEngine) -> EngineStats:
     assert isinstance(engine.core, EngineCore)
-    return engine.core.statistics()
+    return engine.core.stats()
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -232,7 +232,7 @@ def test_the_tokens_are_the_same_on_every_road(engine: InlineEngine, name: str) 
         chunks.run()
         assert [ledger.tokens[0] for ledger in crowd] == [alone] * 3
         assert isinstance(chunks.core, EngineCore)
-        assert chunks.core.statistics().preemptions > 0
+        assert chunks.core.stats().preemptions > 0
     pair = make_pair(TorchExecutor, engine_spec(BUNDLED, "auto"))
     (ledger,) = pair.generate([wanted])
     assert ledger.tokens == [alone]

@@ -104,11 +104,11 @@ async def test_reports_are_not_more_frequent_than_they_need_be() -> None:
         d, p = await three(w)
         d.enqueue(item(0))
         await asyncio.sleep(0.2)
-        subscription = d.topics.statistics()["followed/prefill"]["values"]
+        subscription = d.topics.stats()["followed/prefill"]["values"]
         for request in range(1, 100):
             d.enqueue(item(request))
             await asyncio.sleep(0.002)
-        told = d.topics.statistics()["followed/prefill"]["values"] - subscription
+        told = d.topics.stats()["followed/prefill"]["values"] - subscription
         assert 2 <= told <= 6
         p.offer(100)
         await w.until(lambda: len(p.taken) == 100)
