@@ -36,7 +36,7 @@ _BELIEVED: Final = 0.2
 """Least share of predicted remote prefills that took place. Below it, decode workers are probably
 configured to prefill locally, and there is no estimate."""
 _NEWEST: Final = 0.05
-_PRIOR_ROAD: Final = (0.005, 1e-6, 0.0)
+_PRIOR_TRANSFER: Final = (0.005, 1e-6, 0.0)
 """Prior of the transfer time: latency and seconds per token; the third column is not used."""
 
 
@@ -67,11 +67,11 @@ class RemotePrefillModel:
 
     def __init__(self) -> None:
         self._prefills = StratifiedWindow()
-        self._roads = StratifiedWindow()
+        self._transfers = StratifiedWindow()
         self._seen = 0
         self._believed = 1.0
         self.model = LatencyModel()
-        self.road: Coefficients = _PRIOR_ROAD
+        self.transfer: Coefficients = _PRIOR_TRANSFER
 
     def observe(
         self, length: int, received: int, prefill: Seconds, rest: Seconds, wait: Seconds
@@ -83,7 +83,9 @@ class RemotePrefillModel:
         row = RegressionRow(length, float(length * length), max(prefill, 1e-6))
         fresh = self._prefills.add(length.bit_length(), row)
         if wait <= 0.0:
-            self._roads.add(received.bit_length(), RegressionRow(received, 0.0, max(rest, 1e-6)))
+            self._transfers.add(
+                received.bit_length(), RegressionRow(received, 0.0, max(rest, 1e-6))
+            )
         self._seen += 1
         if fresh or self._seen <= _ENOUGH or self._seen % _REFIT == 0:
             self._fit()
@@ -96,7 +98,7 @@ class RemotePrefillModel:
         prior = _PRIOR.base, _PRIOR.per_token, _PRIOR.per_pair
         base, per_token, per_pair = fit_nonnegative(self._prefills.rows(), prior)
         self.model = LatencyModel(base, per_token, per_pair, fitted=True)
-        self.road = fit_nonnegative(self._roads.rows(), _PRIOR_ROAD)
+        self.transfer = fit_nonnegative(self._transfers.rows(), _PRIOR_TRANSFER)
 
     @property
     def known(self) -> bool:
@@ -107,7 +109,9 @@ class RemotePrefillModel:
         """The estimate with the present queue; None if no prefill worker is available."""
         if queue is None or not queue.workers:
             return None
-        return RemotePrefillEstimate(self._wait(queue), self.model, self.road[0], self.road[1])
+        return RemotePrefillEstimate(
+            self._wait(queue), self.model, self.transfer[0], self.transfer[1]
+        )
 
     def _wait(self, queue: QueueState) -> Seconds:
         """Seconds of wait in the queue; 0 while a prefill worker is idle."""

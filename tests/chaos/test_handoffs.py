@@ -174,9 +174,9 @@ def roles(cluster: Cluster) -> Roles:
     return Roles(cluster)
 
 
-@pytest.mark.parametrize("road", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
-def test_a_killed_prefill_worker_is_a_later_first_token(cluster, road):
-    roles = Roles(cluster, road)
+@pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
+def test_a_killed_prefill_worker_is_a_later_first_token(cluster, backend):
+    roles = Roles(cluster, backend)
     prefills, decode = [roles.prefill("p1"), roles.prefill("p2")], roles.decode("d1")
     roles.wait_ready(decode)
     for text in [roles.prompt(6) for _ in range(4)]:  # by both: all paths are there

@@ -35,13 +35,13 @@ BLOCK_BYTES = 2 * 4 * 2 * 64 * 4 * BLOCK
 """K and V of the bundled model: layers, KV heads, head dimension, float32."""
 CHUNK = 128
 """Tokens of a step at most: longer prompts are computed, and sent, in several."""
-ROADS = ("shm", "tcp")
+BACKENDS = ("shm", "tcp")
 pytestmark = pytest.mark.timeout(180)
 
 
 @dataclass
 class Roles:
-    """A prefill worker, one decode worker for each road, one worker that does it all."""
+    """A prefill worker, one decode worker for each backend, one worker that does it all."""
 
     cluster: Cluster
     router: Node
@@ -74,14 +74,16 @@ def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
 
         prefill = worker("prefill", "--mode", "prefill")
         decode = {
-            road: worker(road, "--mode", "decode", "--disagg", "always", "--transfer", road)
-            for road in ROADS
+            backend: worker(
+                backend, "--mode", "decode", "--disagg", "always", "--transfer", backend
+            )
+            for backend in BACKENDS
         }
         worker("alone")
         frontend = cluster.frontend()
         cluster.wait_ready()
         found = Roles(cluster, router, prefill, frontend, decode)
-        for name in (*ROADS, "alone"):
+        for name in (*BACKENDS, "alone"):
             eventually(partial(reached, found, name), f"{name} is not reached")
         yield found
 
@@ -145,9 +147,9 @@ class Counted:
     """Computed by the prefill worker."""
 
 
-def count(roles: Roles, road: str) -> Counted:
-    decode, prefill = roles.decode[road], roles.prefill
-    received = f'pdserve_transfer_bytes_total{{backend="{road}",direction="received"}}'
+def count(roles: Roles, backend: str) -> Counted:
+    decode, prefill = roles.decode[backend], roles.prefill
+    received = f'pdserve_transfer_bytes_total{{backend="{backend}",direction="received"}}'
     return Counted(
         total(decode, received) / BLOCK_BYTES,
         total(decode, "pdserve_computed_tokens_total"),
@@ -167,13 +169,15 @@ class Moved:
     """Since it was made: exactly so much. Counters are late by a second, so they are waited for,
     and before it begins they must have caught up with what the answers so far say."""
 
-    def __init__(self, roles: Roles, road: str) -> None:
-        self._roles, self._road = roles, road
-        told = roles.told[road]
+    def __init__(self, roles: Roles, backend: str) -> None:
+        self._roles, self._backend = roles, backend
+        told = roles.told[backend]
 
         def caught_up() -> bool:
-            idle = total(roles.decode[road], "pdserve_num_requests_running") == 0
-            now = self._before = count(roles, road)  # a stop string may come after further tokens
+            idle = total(roles.decode[backend], "pdserve_num_requests_running") == 0
+            now = self._before = count(
+                roles, backend
+            )  # a stop string may come after further tokens
             return idle and now.received == told["blocks"] and now.computed >= told["computed"]
 
         eventually(caught_up, lambda: (self._before, told), 10)
@@ -182,7 +186,7 @@ class Moved:
         """`blocks` received, tokens `computed` by the decode worker and `there`."""
 
         def now() -> dict[str, float]:
-            before, after = self._before, count(self._roles, self._road)
+            before, after = self._before, count(self._roles, self._backend)
             return {
                 "blocks": after.received - before.received,
                 "computed": after.computed - before.computed,
@@ -235,8 +239,8 @@ def same(got: Any, wanted: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_prompts_of_all_lengths_around_block_borders(roles, road):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prompts_of_all_lengths_around_block_borders(roles, backend):
     lengths: tuple[int, ...] = (
         1,
         2,
@@ -249,10 +253,10 @@ def test_prompts_of_all_lengths_around_block_borders(roles, road):
         CHUNK,
     )
     lengths += (CHUNK + 1, 5 * CHUNK - 7)
-    moved = Moved(roles, road)
+    moved = Moved(roles, backend)
     for length in lengths:
-        prompt = tokens(length, f"{road} {length}")
-        answer = ask(roles, road, prompt=prompt)
+        prompt = tokens(length, f"{backend} {length}")
+        answer = ask(roles, backend, prompt=prompt)
         assert answer.prefill == "remote; node=prefill; reason=always"
         assert answer.body["usage"]["prompt_tokens"] == length
         assert answer.headers["x-pdserve-cached-tokens"] == "0"
@@ -262,12 +266,12 @@ def test_prompts_of_all_lengths_around_block_borders(roles, road):
     moved.is_(blocks=sum(map(blocks_of, lengths)), computed=7 * len(lengths), there=sum(lengths))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_sampling_goes_on_where_the_prompt_ended(roles, road, setting):
-    prompt, fields = tokens(75, f"{road} {setting}"), SETTINGS[setting]
-    moved = Moved(roles, road)
-    answer = ask(roles, road, prompt=prompt, **fields)
+def test_sampling_goes_on_where_the_prompt_ended(roles, backend, setting):
+    prompt, fields = tokens(75, f"{backend} {setting}"), SETTINGS[setting]
+    moved = Moved(roles, backend)
+    answer = ask(roles, backend, prompt=prompt, **fields)
     expected = ask(roles, "alone", prompt=prompt, **fields)
     assert same(answer.body["choices"], expected.body["choices"])
     usage = answer.body["usage"]
@@ -277,18 +281,18 @@ def test_sampling_goes_on_where_the_prompt_ended(roles, road, setting):
     moved.is_(blocks=blocks_of(75), computed=usage["completion_tokens"] - choices)
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_stops_and_streams(roles, road):
-    prompt = tokens(50, f"{road} stop")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stops_and_streams(roles, backend):
+    prompt = tokens(50, f"{backend} stop")
     whole = ask(roles, "alone", prompt=prompt, max_tokens=24).body["choices"][0]["text"]
     stop = whole[len(whole) // 2 :][:3]
     fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 24, "stop": [stop]}
-    stopped = ask(roles, road, **fields).body["choices"][0]
+    stopped = ask(roles, backend, **fields).body["choices"][0]
     assert stopped == ask(roles, "alone", **fields).body["choices"][0]
     assert stopped["finish_reason"] == "stop"
     assert stopped["text"] == whole.partition(stop)[0]
-    text, usage = streamed(roles, road, prompt=tokens(70, f"{road} stream"), max_tokens=16)
-    expected = ask(roles, "alone", prompt=tokens(70, f"{road} stream"), max_tokens=16)
+    text, usage = streamed(roles, backend, prompt=tokens(70, f"{backend} stream"), max_tokens=16)
+    expected = ask(roles, "alone", prompt=tokens(70, f"{backend} stream"), max_tokens=16)
     assert text == expected.body["choices"][0]["text"]
     assert usage["pdserve"]["prefill"] == "remote; node=prefill; reason=always"
 
@@ -321,33 +325,33 @@ def disagg(roles: Roles, how: str, worker: str) -> None:
     )
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_prefixes_on_one_side_and_on_both(roles, road):
-    other = ROADS[1 - ROADS.index(road)]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prefixes_on_one_side_and_on_both(roles, backend):
+    other = BACKENDS[1 - BACKENDS.index(backend)]
 
     def asks(prompt: list[int]) -> Answer:
-        answer = ask(roles, road, prompt=prompt)
+        answer = ask(roles, backend, prompt=prompt)
         assert same(answer.body["choices"], ask(roles, "alone", prompt=prompt).body["choices"])
         return answer
 
-    first = tokens(100, f"{road} prefix")
+    first = tokens(100, f"{backend} prefix")
     ask(roles, other, prompt=first)  # now the prefill worker has it
-    moved = Moved(roles, road)
-    answer = asks(longer := first + tokens(40, f"{road} longer"))
+    moved = Moved(roles, backend)
+    answer = asks(longer := first + tokens(40, f"{backend} longer"))
     assert answer.headers["x-pdserve-cached-tokens"] == "0"
     moved.is_(blocks=blocks_of(140), computed=7, there=140 - 96)
 
-    moved = Moved(roles, road)  # both have it
-    answer = asks(longer + tokens(60, f"{road} longest"))
+    moved = Moved(roles, backend)  # both have it
+    answer = asks(longer + tokens(60, f"{backend} longest"))
     assert answer.headers["x-pdserve-cached-tokens"] == "128"
     moved.is_(blocks=blocks_of(200) - 4, computed=7, cached=128, there=200 - 128)
 
-    disagg(roles, "never", road)
-    here = tokens(100, f"{road} here")
-    assert asks(here).prefill == f"local; node={road}; reason=never"
-    disagg(roles, "always", road)
-    moved = Moved(roles, road)  # only the decode worker has it
-    answer = asks(here + tokens(30, f"{road} there"))
+    disagg(roles, "never", backend)
+    here = tokens(100, f"{backend} here")
+    assert asks(here).prefill == f"local; node={backend}; reason=never"
+    disagg(roles, "always", backend)
+    moved = Moved(roles, backend)  # only the decode worker has it
+    answer = asks(here + tokens(30, f"{backend} there"))
     assert answer.prefill == "remote; node=prefill; reason=always"
     assert answer.headers["x-pdserve-cached-tokens"] == "96"
     moved.is_(blocks=blocks_of(130) - 3, computed=7, cached=96, there=130)
@@ -356,24 +360,24 @@ def test_prefixes_on_one_side_and_on_both(roles, road):
 # ---------------------------------------------------------------------- everything around
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_the_official_client_talks_to_a_decode_worker(roles, road):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_official_client_talks_to_a_decode_worker(roles, backend):
     fields: dict[str, Any] = {
         "model": "bundled",
-        "messages": [{"role": "user", "content": f"What is a prefix cache over {road}?"}],
+        "messages": [{"role": "user", "content": f"What is a prefix cache over {backend}?"}],
         "max_tokens": 24,
         "temperature": 0,
     }
     with client_of(roles.frontend.url) as client:
         raw = client.chat.completions.with_raw_response.create(
-            **fields, extra_headers={"x-pdserve-worker": road}
+            **fields, extra_headers={"x-pdserve-worker": backend}
         )
         assert raw.headers["x-pdserve-prefill"] == "remote; node=prefill; reason=always"
         alone = client.chat.completions.create(
             **fields, extra_headers={"x-pdserve-worker": "alone"}
         )
     parsed: Any = raw.parse()
-    roles.tell(road, raw.headers["x-pdserve-prefill"], parsed.usage.to_dict(), 1)
+    roles.tell(backend, raw.headers["x-pdserve-prefill"], parsed.usage.to_dict(), 1)
     assert parsed.choices[0].message == alone.choices[0].message
 
 
@@ -387,9 +391,11 @@ def test_status_shows_what_moved(roles):
         timeout=PATIENCE,
         check=True,
     ).stdout
-    for road in ROADS:
-        assert re.search(rf"^{road} +prefill +{road} +0 B +\d\S* [KM]iB +0 ", shown, re.M), shown
-        assert re.search(rf"^{road} +decode +always +\d", shown, re.M), shown
+    for backend in BACKENDS:
+        assert re.search(rf"^{backend} +prefill +{backend} +0 B +\d\S* [KM]iB +0 ", shown, re.M), (
+            shown
+        )
+        assert re.search(rf"^{backend} +decode +always +\d", shown, re.M), shown
 
 
 def test_the_queue_is_counted_at_its_router(roles):

@@ -23,7 +23,7 @@ from tests.e2e.test_disaggregation import BLOCK, BLOCK_BYTES, CHUNK, blocks_of, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ROADS = ("shm", "tcp")
+BACKENDS = ("shm", "tcp")
 LENGTH = 120
 """Tokens of an output: a source that is quick may be done before its sequence has moved, and then
 the move goes on from what was heard by then, less a few."""
@@ -36,7 +36,7 @@ class Workers:
     direct: Direct
     frontend: Node
     nodes: dict[str, Node]
-    """`source`, one for each road, and `alone`, which does everything by itself."""
+    """`source`, one for each backend, and `alone`, which does everything by itself."""
     asked: int = 0
 
 
@@ -47,7 +47,11 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         engine: tuple[str, ...] = ("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB")
         engine += ("--block-size", str(BLOCK), "--max-batch-tokens", str(CHUNK))
         engine += ("--max-sequences", "16", "--verify-kv", "all", "--join", cluster.address)
-        flags = {"source": (), "alone": (), **{road: ("--transfer", road) for road in ROADS}}
+        flags = {
+            "source": (),
+            "alone": (),
+            **{backend: ("--transfer", backend) for backend in BACKENDS},
+        }
         nodes = {name: cluster.start("worker", name, *engine, *flags[name]) for name in flags}
         frontend = cluster.frontend()
         cluster.wait_ready()
@@ -114,10 +118,10 @@ def unbroken(workers: Workers, wanted: GenerateRequest) -> Call:
     return workers.direct.finished(workers.direct.open("alone", wanted))
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_only_what_is_missing_is_sent_and_computed(workers, road):
-    node = workers.nodes[road]
-    received = f'pdserve_transfer_bytes_total{{backend="{road}",direction="received"}}'
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_what_is_missing_is_sent_and_computed(workers, backend):
+    node = workers.nodes[backend]
+    received = f'pdserve_transfer_bytes_total{{backend="{backend}",direction="received"}}'
     decisions = 'pdserve_prefill_decisions_total{reason="source",where="remote"}'
 
     def counts() -> tuple[float, float, float]:
@@ -126,7 +130,7 @@ def test_only_what_is_missing_is_sent_and_computed(workers, road):
 
     before = counts()
     cuts = (1, BLOCK - 1, BLOCK, BLOCK + 1, 57)
-    moves = [moved(workers, road, asked(workers, 2 * BLOCK + 7), cut, 3) for cut in cuts]
+    moves = [moved(workers, backend, asked(workers, 2 * BLOCK + 7), cut, 3) for cut in cuts]
     blocks = computed = 0
     for move in moves:
         assert move.warm.prefill == MOVED
@@ -155,14 +159,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_sampling_goes_on_as_if_nothing_had_happened(workers, road, setting):
-    chance = random.Random(f"{road} {setting}")
+def test_sampling_goes_on_as_if_nothing_had_happened(workers, backend, setting):
+    chance = random.Random(f"{backend} {setting}")
     for _ in range(2):
         wanted = asked(workers, chance.randrange(BLOCK + 1, 200), **SETTINGS[setting])
         cut, later = chance.randrange(1, 70), chance.randrange(12)
-        move = moved(workers, road, wanted, cut, later)
+        move = moved(workers, backend, wanted, cut, later)
         assert move.warm.prefill == MOVED
         whole = unbroken(workers, wanted)
         assert move.output == whole.tokens
@@ -184,7 +188,7 @@ def test_a_source_that_is_gone_costs_nothing_but_work(workers):
 
 
 def test_a_worker_that_goes_gives_its_streams_away_with_their_kv(workers):
-    """Whichever has it, of those that have a road to each other. To ask for one by name would be
+    """Whichever has it, of those that have a path to each other. To ask for one by name would be
     to stay there."""
     fields = {"prompt": tokens(300, "drained"), "max_tokens": 600, "temperature": 0}
     fields |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 KEY = "sk-other-clients"
 FLAGS = ("--served-model-name", "tiny", "--threads", "1")
-ROADS = {"aggregated": ("--aggregated",), "disaggregated": ("--disagg", "always")}
+MODES = {"aggregated": ("--aggregated",), "disaggregated": ("--disagg", "always")}
 ASK = "What is the weather like?"
 SCHEMA = {
     "type": "object",
@@ -36,14 +36,14 @@ LITTLE = 4
 THINKS = {"chat_template_kwargs": {"thinks": True}}
 
 
-@pytest.fixture(scope="module", params=ROADS)
+@pytest.fixture(scope="module", params=MODES)
 def server(
     request: pytest.FixtureRequest, tool_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys.write_text(f'[[key]]\ntenant = "tests"\nkey = "{KEY}"\n')
     keys.chmod(0o600)
-    flags = (*FLAGS, "--api-keys-file", str(keys), *ROADS[request.param])
+    flags = (*FLAGS, "--api-keys-file", str(keys), *MODES[request.param])
     with serving(tool_model, *flags) as server:
         yield server
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ASK = [{"role": "user", "content": "What is the weather like?"}]
 FLAGS = ("--served-model-name", "tiny", "--threads", "1")
-ROADS = {"aggregated": ("--aggregated",), "disaggregated": ("--disagg", "always")}
+MODES = {"aggregated": ("--aggregated",), "disaggregated": ("--disagg", "always")}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tools.py"
 
 
@@ -47,9 +47,9 @@ ALLOWED: dict[str, tuple[str, set[object]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=ROADS)
+@pytest.fixture(scope="module", params=MODES)
 def server(request: pytest.FixtureRequest, tool_model: Path) -> Iterator[Server]:
-    with serving(tool_model, *FLAGS, *ROADS[request.param]) as server:
+    with serving(tool_model, *FLAGS, *MODES[request.param]) as server:
         yield server
 
 

@@ -1,5 +1,5 @@
 """Two engines whose transports really connect: a prompt is computed in one and goes on in the
-other, token for token, over every road that this machine has."""
+other, token for token, over every backend that this machine has."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ def taught(
     for _ in range(count):
         length = random.randrange(100, 20_000)
         factor = random.uniform(1 - noise, 1 + noise)
-        prefill, road = (0.004 + 5e-5 * length) * factor, 0.01 + 2e-6 * length
-        handoffs.observe(length, length, prefill, road * factor + wait, wait)
+        prefill, transfer = (0.004 + 5e-5 * length) * factor, 0.01 + 2e-6 * length
+        handoffs.observe(length, length, prefill, transfer * factor + wait, wait)
     return handoffs
 
 
@@ -43,10 +43,10 @@ def test_prefill_and_road_are_learnt_apart():
 
 def test_a_wait_is_not_taken_for_the_road():
     handoffs = taught()
-    before = handoffs.road
+    before = handoffs.transfer
     for _ in range(100):
         handoffs.observe(1000, 1000, 0.05, 5.0, 1.0)
-    assert handoffs.road == before
+    assert handoffs.transfer == before
 
 
 def test_a_full_queue_is_waited_for_by_its_work():

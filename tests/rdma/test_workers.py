@@ -62,15 +62,15 @@ def cluster(patient: None, tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def start(cluster: Cluster, model: Path, road: str) -> tuple[Node, Node, Node]:
+def start(cluster: Cluster, model: Path, backend: str) -> tuple[Node, Node, Node]:
     """A frontend, a decode and a prefill worker, and one that does both by itself."""
     cluster.router()
     engine: tuple[str, ...] = ("--engine", "sim", "--engine-option", "content=on")
     engine += ("--model", str(model), "--served-model-name", "m", "--block-size", str(BLOCK))
     engine += ("--kv-memory", "16MiB", "--max-batch-tokens", "64", "--max-sequences", "8")
     engine += ("--verify-kv", "all", "--join", cluster.address)
-    prefill = cluster.start("worker", "p", *engine, "--mode", "prefill", "--transfer", road)
-    always = ("--disagg", "always", "--transfer", road)
+    prefill = cluster.start("worker", "p", *engine, "--mode", "prefill", "--transfer", backend)
+    always = ("--disagg", "always", "--transfer", backend)
     decode = cluster.start("worker", "d", *engine, "--mode", "decode", *always)
     cluster.start("worker", "alone", *engine)
     frontend = cluster.frontend()
@@ -107,20 +107,20 @@ def tried(frontend: Node, worker: str) -> str:
         return ""
 
 
-def received(node: Node, road: str) -> float:
+def received(node: Node, backend: str) -> float:
     _, page = node.get("/metrics", node.probes)
-    name = f'pdserve_transfer_bytes_total{{backend="{road}",direction="received"}}'
+    name = f'pdserve_transfer_bytes_total{{backend="{backend}",direction="received"}}'
     found = re.findall(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
     return float(found[0]) if found else 0.0
 
 
-def received_more(node: Node, road: str, before: float) -> bool:
-    return received(node, road) > before
+def received_more(node: Node, backend: str, before: float) -> bool:
+    return received(node, backend) > before
 
 
-def check(cluster: Cluster, model: Path, road: str) -> None:
-    """The same answers from both, and KV that came by this road."""
-    frontend, decode, _ = start(cluster, model, road)
+def check(cluster: Cluster, model: Path, backend: str) -> None:
+    """The same answers from both, and KV that came by this backend."""
+    frontend, decode, _ = start(cluster, model, backend)
     eventually(lambda: tried(frontend, "alone"), "alone is not reached", PATIENCE)
     eventually(
         lambda: tried(frontend, "d").startswith("remote"),
@@ -130,11 +130,11 @@ def check(cluster: Cluster, model: Path, road: str) -> None:
     random_ = random.Random("prompts")
     for length in LENGTHS:
         prompt = random_.choices(range(10, 250), k=length)
-        before = received(decode, road)
+        before = received(decode, backend)
         there, where = ask(frontend, "d", prompt)
         assert where == "remote; node=p; reason=always"
         assert there == ask(frontend, "alone", prompt)[0]
-        eventually(partial(received_more, decode, road, before), "no bytes", PATIENCE)
+        eventually(partial(received_more, decode, backend, before), "no bytes", PATIENCE)
 
 
 @pytest.mark.timeout(1200)

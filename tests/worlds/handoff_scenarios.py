@@ -178,7 +178,7 @@ def _engines(random: Random, places: HostsByRole, now: Seconds) -> list[Fault]:
     return [Fault("engine", now + i, 0.0, random.choice(hosts)) for i in range(3)]
 
 
-def _bad_road(random: Random, places: HostsByRole, now: Seconds) -> list[Fault]:
+def _bad_path(random: Random, places: HostsByRole, now: Seconds) -> list[Fault]:
     """KV comes late, wrong, slowly, or not."""
     kind = random.choice(("kv-late", "kv-lost", "kv-slow", "kv-wrong"))
     a, b = places.prefills[0], places.decodes[0]
@@ -205,6 +205,6 @@ TROUBLES: Final[dict[str, Callable[[Random, HostsByRole, Seconds], list[Fault]]]
     "unheard": _unheard,
     "unlinked": _unlinked,
     "engines": _engines,
-    "bad road": _bad_road,
+    "bad path": _bad_path,
 }
 """What may go wrong between the two, each with the turns it is made for."""

@@ -67,7 +67,7 @@ def one_after_another(*faults: Fault, begin: Seconds, gap: Seconds) -> list[Faul
 
 
 def handed_over(seed: int) -> WorldReport:
-    """Long prompts over slow roads, and what usually happens to prefill workers meanwhile."""
+    """Long prompts over slow paths, and what usually happens to prefill workers meanwhile."""
     faults = one_after_another(
         Fault("kv-lost", 0.0, 4.0, "w2", "w0", 0.5),
         Fault("cut", 0.0, 9.0, "w2", "w0"),

@@ -90,7 +90,7 @@ class _Attempt:
     key: AttemptKey
     peer: NodeLife
     order: GrantSpec
-    roads: PeerPaths
+    peer_paths: PeerPaths
     state: Literal["opening", "open", "lost", "closing"] = "opening"
     opening: asyncio.Task[None] | None = None
     grant: Grant | None = None
@@ -110,7 +110,7 @@ class _Attempt:
     def on_failed(self, error: TransferError) -> None:
         """Report that no further part arrives."""
         if self.meter is not None:
-            self.roads.lost(self.meter)
+            self.peer_paths.lost(self.meter)
         self.lose(error)
 
     def lose(self, error: TransferError | NotReady) -> None:
@@ -154,7 +154,7 @@ class LoopKvConnector:
         self._tasks = Tasks("the engine's transports", self._task_failed)
         self._questions = ControlRpc(lambda question: self.emit(NodeMessage(question)))
         self._pool: _Pool | None = None
-        self._roads: PeerPaths | None = None
+        self._peer_paths: PeerPaths | None = None
         self._turn: asyncio.Task[None] | None = None
         """Closes the transports of the last epoch, then opens those of this one."""
         self._attempts: dict[AttemptKey, _Attempt] = {}
@@ -184,14 +184,14 @@ class LoopKvConnector:
     def attach(self, peer: NodeLife) -> None:
         """Exchange KV as this (node, epoch) from now on. Paths and attempts of an earlier epoch
         end."""
-        pool, old = self._pool, self._roads
+        pool, old = self._pool, self._peer_paths
         assert pool is not None, "start comes first"
         if (old is not None and old.key == peer) or self._ended is not None:
             return
         for attempt in list(self._attempts.values()):
             if attempt.state == "opening":
                 self._stop_opening(attempt, "this node has a new epoch")
-        self._roads = roads = PeerPaths(
+        self._peer_paths = peer_paths = PeerPaths(
             peer,
             pool.regions,
             self._backends,
@@ -201,17 +201,17 @@ class LoopKvConnector:
             self._look_soon,
             self._draw(),
         )
-        self._turn = self._tasks.spawn(self._turn_to(roads, old, self._turn), f"life {peer}")
+        self._turn = self._tasks.spawn(self._turn_to(peer_paths, old, self._turn), f"life {peer}")
 
     async def _turn_to(
-        self, roads: PeerPaths, old: PeerPaths | None, before: asyncio.Task[None] | None
+        self, peer_paths: PeerPaths, old: PeerPaths | None, before: asyncio.Task[None] | None
     ) -> None:
         if before is not None:
             await asyncio.wait({before})
         if old is not None:
             await old.close()
-        if not roads.closing:
-            await roads.open()
+        if not peer_paths.closing:
+            await peer_paths.open()
 
     def close(self) -> None:
         """Begin to close every path. Unlike other connectors this returns before the end, for which
@@ -229,17 +229,19 @@ class LoopKvConnector:
         if self._look is not None:
             self._look.cancel()
         self._questions.close()
-        turn, roads = self._turn, self._roads
-        if roads is not None:
-            roads.closing = True
+        turn, peer_paths = self._turn, self._peer_paths
+        if peer_paths is not None:
+            peer_paths.closing = True
         if turn is not None:  # the transports of an earlier epoch end first
             await asyncio.wait({turn})
-        if roads is not None:
-            await roads.close()
+        if peer_paths is not None:
+            await peer_paths.close()
         await self._tasks.close()
         self._attempts.clear()
         self._closing.clear()
-        self._pool = self._roads = self._turn = None  # the last reference frees the pool's memory
+        self._pool = self._peer_paths = self._turn = (
+            None  # the last reference frees the pool's memory
+        )
         for backend in self._backends:
             try:
                 backend.close()
@@ -257,29 +259,29 @@ class LoopKvConnector:
 
     def open(self, key: AttemptKey, peer: NodeLife, order: GrantSpec) -> None:
         """Connect to the peer and let it fill these blocks."""
-        roads = self._roads
+        peer_paths = self._peer_paths
         if self._ended is not None:
             return
-        if roads is None or key in self._attempts:
-            reason = "this core is not attached to a node" if roads is None else "already open"
+        if peer_paths is None or key in self._attempts:
+            reason = "this core is not attached to a node" if peer_paths is None else "already open"
             self.emit(
                 AttemptBroken(key, TransferRefused.at(order.transfer, str(peer), "open", reason))
             )
             return
-        attempt = self._attempts[key] = _Attempt(self, key, peer, order, roads)
+        attempt = self._attempts[key] = _Attempt(self, key, peer, order, peer_paths)
         attempt.opening = self._tasks.spawn(self._open(attempt), f"open {order.transfer}")
 
     async def _open(self, attempt: _Attempt) -> None:
         order = attempt.order
         try:
-            path = attempt.path = await attempt.roads.path(attempt.peer)
-            attempt.meter = attempt.roads.books.meter(path)
+            path = attempt.path = await attempt.peer_paths.path(attempt.peer)
+            attempt.meter = attempt.peer_paths.path_stats.meter(path)
             attempt.grant = path.grant(order, attempt)
         except PdserveError as error:
             attempt.lose(_lost(error, attempt))
             return
         attempt.state = "open"
-        ticket = replace(attempt.grant.ticket, backend=path.backend, life=attempt.roads.life)
+        ticket = replace(attempt.grant.ticket, backend=path.backend, life=attempt.peer_paths.life)
         self.emit(AttemptGranted(attempt.key, ticket))
 
     def _stop_opening(self, attempt: _Attempt, reason: str) -> None:
@@ -295,8 +297,8 @@ class LoopKvConnector:
         attempt.state = "closing"
         attempt.grant.finish()
         if not attempt.received and self._pool is not None:
-            attempt.meter.book.received += len(attempt.order.blocks) * self._pool.block
-        attempt.roads.worked(attempt.meter.path)
+            attempt.meter.stats.received += len(attempt.order.blocks) * self._pool.block
+        attempt.peer_paths.worked(attempt.meter.path)
 
     def revoke(self, key: AttemptKey) -> None:
         """End an attempt in any state; `AttemptFenced` follows within seconds."""
@@ -334,10 +336,10 @@ class LoopKvConnector:
         if self._ended is not None:
             return
         try:
-            roads = self._attached()
-            path = roads.existing(peer, ticket)
-            meter = roads.books.meter(path)
-            done = _Done(self, handle, part.number, meter, roads)
+            peer_paths = self._attached()
+            path = peer_paths.existing(peer, ticket)
+            meter = peer_paths.path_stats.meter(path)
+            done = _Done(self, handle, part.number, meter, peer_paths)
             meter.began(self._loop.time())
             try:
                 path.deliver(ticket, part, done)
@@ -357,9 +359,9 @@ class LoopKvConnector:
         path.withdraw(ticket)
 
     def _attached(self) -> PeerPaths:
-        if self._roads is None:
+        if self._peer_paths is None:
             raise TransferRefused("this core is not attached to a node")
-        return self._roads
+        return self._peer_paths
 
     # ------------------------------------------------------------------ the node
 
@@ -379,8 +381,8 @@ class LoopKvConnector:
         for attempt in list(self._attempts.values()):
             if attempt.peer == peer and attempt.state == "opening":
                 self._stop_opening(attempt, "it is dead")
-        if self._roads is not None:
-            _ = self._tasks.spawn(self._roads.peer_gone(peer), f"{peer} gone")
+        if self._peer_paths is not None:
+            _ = self._tasks.spawn(self._peer_paths.peer_gone(peer), f"{peer} gone")
 
     def _call(self, call: InboundControl) -> None:
         if self._calls >= MAX_CALLS:
@@ -459,9 +461,9 @@ class LoopKvConnector:
         if self._look is not None:
             self._look.cancel()
             self._look = None
-        if self._ended is not None or self._roads is None:
+        if self._ended is not None or self._peer_paths is None:
             return
-        states = self._roads.states()
+        states = self._peer_paths.states()
         if states != self._paths:
             self._paths = states
             self.emit(NodeMessage(PathStates(states)))
@@ -477,12 +479,12 @@ class _Done:
     handle: int
     part: int
     meter: PathMeter
-    roads: PeerPaths
+    peer_paths: PeerPaths
 
     def __call__(self, error: TransferError | None) -> None:
         size = self.meter.ended(asyncio.get_running_loop().time())
         if error is not None:
-            self.roads.lost(self.meter)
+            self.peer_paths.lost(self.meter)
         self.mover.emit(PartDelivered(self.handle, self.part, size, error))
 
 

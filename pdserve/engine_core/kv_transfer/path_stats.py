@@ -55,8 +55,8 @@ class PeerPathStats:
 class PathMeter:
     """Adds one path's counters to the stats of its peer."""
 
-    def __init__(self, book: PeerPathStats, path: KvPath) -> None:
-        self.book = book
+    def __init__(self, stats: PeerPathStats, path: KvPath) -> None:
+        self.stats = stats
         self.path = path
         self.died = False
         """Whether the path's end has been counted."""
@@ -65,27 +65,27 @@ class PathMeter:
 
     def began(self, now: Seconds) -> None:
         """Take note that a delivery has begun."""
-        book = self.book
-        if not book.outgoing:
-            book.since = now
-        book.outgoing += 1
+        stats = self.stats
+        if not stats.outgoing:
+            stats.since = now
+        stats.outgoing += 1
 
     def ended(self, now: Seconds) -> Bytes:
         """Take note that a delivery has ended; returns its bytes, 0 if nothing arrived."""
-        book = self.book
-        book.outgoing -= 1
-        if not book.outgoing:
-            book.seconds += now - book.since
+        stats = self.stats
+        stats.outgoing -= 1
+        if not stats.outgoing:
+            stats.seconds += now - stats.since
         total = self.path.stats.bytes_delivered
         size, self._sent = total - self._sent, total
-        book.sent += size
+        stats.sent += size
         return size
 
     def arrived(self) -> Bytes:
         """Take note that a part has arrived; returns its bytes, 0 if the back end does not know."""
         total = self.path.stats.bytes_received
         size, self._received = total - self._received, total
-        self.book.received += size
+        self.stats.received += size
         return size
 
 
@@ -93,30 +93,30 @@ class PathStatsTable:
     """Traffic with all peers of one node epoch."""
 
     def __init__(self) -> None:
-        self._books: dict[tuple[NodeLife, str], PeerPathStats] = {}
+        self._stats: dict[tuple[NodeLife, str], PeerPathStats] = {}
         self._meters: dict[KvPath, PathMeter] = {}
 
     def __len__(self) -> int:
-        return len(self._books)
+        return len(self._stats)
 
     def meter(self, path: KvPath) -> PathMeter:
         """The meter of a path; adds a new path to the table."""
         meter = self._meters.get(path)
         if meter is None:
-            book = self._books.get((path.peer, path.backend))
-            if book is None:
-                book = self._books[path.peer, path.backend] = PeerPathStats(path)
-            elif book.path.down is not None:
-                self._meters.pop(book.path, None)
-            book.path = path
-            meter = self._meters[path] = PathMeter(book, path)
+            stats = self._stats.get((path.peer, path.backend))
+            if stats is None:
+                stats = self._stats[path.peer, path.backend] = PeerPathStats(path)
+            elif stats.path.down is not None:
+                self._meters.pop(stats.path, None)
+            stats.path = path
+            meter = self._meters[path] = PathMeter(stats, path)
         return meter
 
     def failed(self, peer: NodeLife, backend: str) -> None:
         """Count a path that could not be set up, or that failed."""
-        book = self._books.get((peer, backend))
-        if book is not None:
-            book.failures += 1
+        stats = self._stats.get((peer, backend))
+        if stats is not None:
+            stats.failures += 1
 
     def paths(self, peer: NodeLife) -> list[KvPath]:
         """All known paths to a peer."""
@@ -124,11 +124,11 @@ class PathStatsTable:
 
     def forget(self, peer: NodeLife) -> None:
         """Drop a peer whose epoch has ended."""
-        for key in [key for key in self._books if key[0] == peer]:
-            del self._books[key]
+        for key in [key for key in self._stats if key[0] == peer]:
+            del self._stats[key]
         for path in self.paths(peer):
             del self._meters[path]
 
     def states(self, now: Seconds) -> list[PathState]:
         """The states of all paths at `now`."""
-        return [book.state(now) for book in self._books.values()]
+        return [stats.state(now) for stats in self._stats.values()]

@@ -93,7 +93,7 @@ class PeerPaths:
         loop = asyncio.get_running_loop()
         self.key = key
         self.life = life
-        self.books = PathStatsTable()
+        self.path_stats = PathStatsTable()
         self.ready: asyncio.Future[None] = loop.create_future()
         """Done when the transports are open."""
         self.closing = False
@@ -221,7 +221,7 @@ class PeerPaths:
     def states(self) -> list[PathState]:
         """The state of every path, and of every peer to which there is none."""
         now = self._now()
-        return self.books.states(now) + [
+        return self.path_stats.states(now) + [
             PathState(
                 node=peer.node,
                 epoch=peer.epoch,
@@ -265,7 +265,7 @@ class PeerPaths:
             return
         _log.warning("%s", error.message)
         self._choices.failed(peer, choice.backend, error.message, self._now())
-        self.books.failed(peer, choice.backend)
+        self.path_stats.failed(peer, choice.backend)
 
     def _is_nobody_there(self, error: BaseException | None) -> bool:
         """Whether the peer did not answer at all: any other back end would fail the same way."""
@@ -276,12 +276,12 @@ class PeerPaths:
         return False
 
     def _enter(self, path: KvPath, known: _Peer, choice: BackendChoice) -> None:
-        book = self.books.meter(path).book
-        book.why, book.degraded = choice.why + self._unchecked(choice.backend), choice.degraded
-        book.expected = self._rates[choice.backend]
+        stats = self.path_stats.meter(path).stats
+        stats.why, stats.degraded = choice.why + self._unchecked(choice.backend), choice.degraded
+        stats.expected = self._rates[choice.backend]
         if known.told is None or known.told.backend != choice.backend:
-            rate = f"about {book.expected / 1e9:.1f} GB/s" if book.expected else "rate unknown"
-            _log.info("KV with %s goes over %s, %s (%s)", path.peer, path.backend, rate, book.why)
+            rate = f"about {stats.expected / 1e9:.1f} GB/s" if stats.expected else "rate unknown"
+            _log.info("KV with %s goes over %s, %s (%s)", path.peer, path.backend, rate, stats.why)
         known.told = choice
         self._changed()
 
@@ -299,7 +299,7 @@ class PeerPaths:
             return
         meter.died = True
         self._choices.failed(path.peer, path.backend, path.down.message, self._now())
-        self.books.failed(path.peer, path.backend)
+        self.path_stats.failed(path.peer, path.backend)
         self._changed()
 
     def worked(self, path: KvPath) -> None:
@@ -326,14 +326,14 @@ class PeerPaths:
             self._over.add(peer)
         await self._close_paths(peer, f"{peer} is gone")
         self._choices.forget(peer)
-        self.books.forget(peer)
+        self.path_stats.forget(peer)
         self._changed()
 
     async def _close_paths(self, peer: NodeLife, reason: str) -> None:
-        paths = set(self.books.paths(peer))
+        paths = set(self.path_stats.paths(peer))
         paths |= {path for t in self._transports.values() if (path := t.path(peer)) is not None}
         for path in paths:
-            self.books.meter(path).died = True
+            self.path_stats.meter(path).died = True
         for path in paths:
             await path.close(reason)
 
@@ -348,7 +348,7 @@ class PeerPaths:
             answer = await self._answered(peer, backend, control)
             if peer in self._over:
                 await self._close_paths(peer, f"{peer} is gone")
-                self.books.forget(peer)
+                self.path_stats.forget(peer)
                 raise _error(PathLost, peer, "connect", "it was declared dead meanwhile")
             return answer
         finally:
@@ -371,8 +371,8 @@ class PeerPaths:
         answer = await transport.answer(peer, control)
         path = transport.path(peer)
         if isinstance(control, PathReady) and path is not None:
-            book = self.books.meter(path).book
-            book.why, book.expected = "the peer chose it", self._rates[backend]
+            stats = self.path_stats.meter(path).stats
+            stats.why, stats.expected = "the peer chose it", self._rates[backend]
             self._changed()
         return answer
 

@@ -102,7 +102,7 @@ class PrefillCosts:
         self.there = LinearFit(0.01, 1e-4, 2000)
         """Seconds from queueing to the end of the prefill at the prefill worker, by tokens uncached
         there."""
-        self.road = LinearFit(0.005, 5e-6, 2000)
+        self.transfer = LinearFit(0.005, 5e-6, 2000)
         """The other seconds between claim and first token (opening, transfer, check), by tokens to
         transfer. The tokens already on their way here count too: they share this worker's
         network."""
@@ -121,7 +121,7 @@ class PrefillCosts:
         before this prompt."""
         cached_there = min(cached_there, tokens)
         self.there.learn(tokens - cached_there, prefill)
-        self.road.learn(sent, max(0.0, whole - prefill))
+        self.transfer.learn(sent, max(0.0, whole - prefill))
         share = cached_there / tokens if tokens else 0.0
         self.cached_share += 0.05 * (share - self.cached_share)
 
@@ -230,8 +230,8 @@ class DisaggPolicy:
         here = learnt.here.slope * prospect.backlog + work * (1 + _HARM * prospect.streams)
         uncached_there = prospect.tokens * (1 - learnt.cached_share)
         prefill = learnt.there(uncached_there)
-        road = learnt.road(prospect.uncached + prospect.coming)
-        return here, self._wait(prospect.queue), prefill + road
+        transfer = learnt.transfer(prospect.uncached + prospect.coming)
+        return here, self._wait(prospect.queue), prefill + transfer
 
     def _wait(self, queue: QueueState | None) -> Seconds:
         """Expected seconds until a prefill worker claims the prompt: the work ahead of it, divided

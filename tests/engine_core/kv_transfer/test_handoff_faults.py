@@ -138,10 +138,10 @@ def test_what_lands_after_a_revocation_lands_in_quarantine():
 
 def test_no_path_is_an_attempt_lost():
     both = pair()
-    both.d.mover.refuse = "there is no road to p"
+    both.d.mover.refuse = "there is no path to p"
     handle, ledger = both.submit(request(prompt_of(LENGTH)))
     both.run()
-    assert both.lost == [AttemptLost(handle, 1, "PathLost", "there is no road to p")]
+    assert both.lost == [AttemptLost(handle, 1, "PathLost", "there is no path to p")]
     both.d.mover.refuse = ""
     finish(both, handle, ledger)
 

@@ -173,9 +173,9 @@ def test_nobody_there_loses_the_attempt_and_not_the_back_end(seed: int) -> None:
                 await revoked(two, two.d, key, SOON)
             two.refuse = lambda question: None
             await granted(two, two.d, two.p, AttemptKey(1, 11), [1])
-            roads = loop_mover(two.d)._roads
-            assert roads is not None
-            assert not roads._choices._records
+            peer_paths = loop_mover(two.d)._peer_paths
+            assert peer_paths is not None
+            assert not peer_paths._choices._records
             two.d.mover.finish(AttemptKey(1, 11))
 
     run(main())

@@ -319,8 +319,8 @@ class PairMachine(RuleBasedStateMachine):
     def rekey(self, secret: bytes, at_p: bool) -> None:
         (self.pair.p if at_p else self.pair.d).core.handle(SetHashSecret(hash_secret=secret))
 
-    @rule(why=st.sampled_from(["", "", "no road"]))
-    def roads(self, why: str) -> None:
+    @rule(why=st.sampled_from(["", "", "no path"]))
+    def refuse_paths(self, why: str) -> None:
         self.pair.d.mover.refuse = why
 
     # ------------------------------------------------------------------ what must hold

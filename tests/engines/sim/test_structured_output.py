@@ -1,4 +1,4 @@
-"""Simulated outputs follow grammars, and are the reference's on every road."""
+"""Simulated outputs follow grammars, and are the reference's on every path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars on the torch engine: every output fits, and the tokens are the same on every road."""
+"""Grammars on the torch engine: every output fits, and the tokens are the same on every path."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_what_is_over_is_forgotten(engine: InlineEngine) -> None:
     assert len(executor._sampler.masks.structured_output) == 0
 
 
-# ---------------------------------------------------------------- the same on every road
+# ---------------------------------------------------------------- the same on every path
 
 
 @pytest.mark.parametrize(
