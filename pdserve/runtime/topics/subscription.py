@@ -200,7 +200,7 @@ class Subscription(Generic[F]):
         self.streams = 0
         """Ever opened."""
         self._make = make
-        self._cords: dict[NodeId, _FollowedStream[F]] = {}
+        self._followed: dict[NodeId, _FollowedStream[F]] = {}
         self._past: Counter[str] = Counter()  # counters of those that are gone
         self._stop: Callable[[], None] | None = None
         self._closed = False
@@ -211,27 +211,27 @@ class Subscription(Generic[F]):
 
     def get(self, node: NodeId) -> F | None:
         """How this node follows `node`; None: it does not."""
-        cord = self._cords.get(node)
-        return None if cord is None else cord.following
+        followed = self._followed.get(node)
+        return None if followed is None else followed.following
 
     def _on_member(self, event: MemberEvent) -> None:
         member = event.member
-        cord = self._cords.get(member.node)
-        if cord is not None and cord.following.member.epoch != member.epoch:
+        followed = self._followed.get(member.node)
+        if followed is not None and followed.following.member.epoch != member.epoch:
             return  # the registry ends one life before it begins the next
         publishes = member.card is not None and self.name in member.card.topics
-        if cord is not None:
-            cord.following.member = member
+        if followed is not None:
+            followed.following.member = member
             if isinstance(event, MemberGone) or not publishes:
-                self._end(cord)
+                self._end(followed)
         elif publishes and not isinstance(event, MemberGone) and not self._closed:
-            cord = self._cords[member.node] = _FollowedStream(self, self._make(member))
-            cord.connect()
+            followed = self._followed[member.node] = _FollowedStream(self, self._make(member))
+            followed.connect()
 
-    def _end(self, cord: _FollowedStream[F]) -> None:
-        following = cord.following
-        del self._cords[following.member.node]
-        cord.cut()
+    def _end(self, followed: _FollowedStream[F]) -> None:
+        following = followed.following
+        del self._followed[following.member.node]
+        followed.cut()
         self._past.update(following.stats())
         try:
             following.gone()
@@ -241,10 +241,10 @@ class Subscription(Generic[F]):
     def stats(self) -> dict[str, int]:
         """Counters, summed over all members, also those that are gone."""
         total = Counter(self._past)
-        for cord in self._cords.values():
-            total.update(cord.following.stats())
-        open_now = sum(cord.open for cord in self._cords.values())
-        now = {"members": len(self._cords), "open": open_now, "streams": self.streams}
+        for followed in self._followed.values():
+            total.update(followed.following.stats())
+        open_now = sum(followed.open for followed in self._followed.values())
+        now = {"members": len(self._followed), "open": open_now, "streams": self.streams}
         return {**total, **now}
 
     def close(self) -> None:
@@ -252,8 +252,8 @@ class Subscription(Generic[F]):
         self._closed = True
         if self._stop is not None:
             self._stop()
-        for cord in tuple(self._cords.values()):
-            self._end(cord)
+        for followed in tuple(self._followed.values()):
+            self._end(followed)
         if self.on_close is not None:
             self.on_close()
 
