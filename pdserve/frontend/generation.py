@@ -128,7 +128,7 @@ class GenerationHandler:
     ) -> web.StreamResponse:
         plan = await self.plan(route, body, exchange)
         # The body may be as large as it may, and the answer take long.
-        body.keep_only(0 if plan.dialect is None else plan.dialect.repeats())
+        body.keep_only(0 if plan.adapter is None else plan.adapter.repeats())
         assert exchange.ticket is not None  # it was admitted
         exchange.ticket.check_tokens(plan.prompt_tokens, self._time())
         if plan.stream:

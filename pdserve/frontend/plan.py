@@ -96,7 +96,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The format of the prompts' embeddings; None: the answer is text."""
     left_out: tuple[str, ...] = ()
     """Tool types that the request has and that are ignored instead of refused."""
-    dialect: ApiAdapter | None = None
+    adapter: ApiAdapter | None = None
     """Writes the answer in the format of an API other than OpenAI's chat and completions; `n` is 1
     then."""
 

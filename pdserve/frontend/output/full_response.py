@@ -215,8 +215,8 @@ class FullResponseBuilder(ResponseBuilder):
 
     def body(self) -> bytes:
         """The answer as JSON. Thread-safe, because a finished answer no longer changes."""
-        if self.plan.dialect is not None:
-            return self.plan.dialect.whole(self._chat())
+        if self.plan.adapter is not None:
+            return self.plan.adapter.whole(self._chat())
         return _encode(self._chat() if self.plan.chat else self._completion())
 
     def _chat(self) -> ChatCompletion:

@@ -143,7 +143,7 @@ class AdaptedResponseBuilder(StreamingResponseBuilder):
 
     def __init__(
         self,
-        dialect: ApiAdapter,
+        adapter: ApiAdapter,
         plan: RequestPlan,
         metrics: Metrics,
         arrival: Seconds,
@@ -152,7 +152,7 @@ class AdaptedResponseBuilder(StreamingResponseBuilder):
         gathered: ResponseMemory,
     ) -> None:
         """`gathered` limits the memory that the adapter may use to repeat output at the end."""
-        self.dialect = dialect
+        self.adapter = adapter
         self._gathered = gathered
         super().__init__(plan, metrics, arrival, time, wire)
 
@@ -165,18 +165,18 @@ class AdaptedResponseBuilder(StreamingResponseBuilder):
         self._gathered.grow(self, more)
 
     def _choice(self, index: int, prompt: Prompt) -> ChoiceSink:
-        self._only = AdaptedChoice(self, index, prompt, self.dialect)
+        self._only = AdaptedChoice(self, index, prompt, self.adapter)
         return self._only
 
     def _opening(self) -> bytes:
-        return self.dialect.begin(self.plan, self.usage())
+        return self.adapter.begin(self.plan, self.usage())
 
     def _ending(self) -> bytes:
         reason, stop_reason = self._only.outcome
-        return self.dialect.finish(reason, stop_reason, self.usage(last=True))
+        return self.adapter.finish(reason, stop_reason, self.usage(last=True))
 
     def _failure(self, error: PdserveError) -> bytes:
-        return self.dialect.error(error)
+        return self.adapter.error(error)
 
 
 def streaming_response_builder(
@@ -188,9 +188,9 @@ def streaming_response_builder(
     gathered: ResponseMemory,
 ) -> StreamingResponseBuilder:
     """Makes the kind of builder that a plan needs."""
-    if plan.dialect is None:
+    if plan.adapter is None:
         return StreamingResponseBuilder(plan, metrics, arrival, time, wire)
-    return AdaptedResponseBuilder(plan.dialect, plan, metrics, arrival, time, wire, gathered)
+    return AdaptedResponseBuilder(plan.adapter, plan, metrics, arrival, time, wire, gathered)
 
 
 class FastTextChoice:
@@ -455,10 +455,10 @@ class AdaptedChoice(StreamedChoice):
     """The one choice of an answer that an adapter writes."""
 
     def __init__(
-        self, answer: AdaptedResponseBuilder, index: int, prompt: Prompt, dialect: ApiAdapter
+        self, answer: AdaptedResponseBuilder, index: int, prompt: Prompt, adapter: ApiAdapter
     ) -> None:
         super().__init__(answer, index, prompt)
-        self._dialect = dialect
+        self._adapter = adapter
         self._grow = answer.grow
 
     def on_delta(self, delta: TokenDelta, now: Seconds) -> None:
@@ -474,7 +474,7 @@ class AdaptedChoice(StreamedChoice):
         return reason, self._text.stop_reason
 
     def _write(self, piece: OutputDelta, *, last: bool) -> None:
-        self._wire.write(self._dialect.parts(piece.shown, piece))
+        self._wire.write(self._adapter.parts(piece.shown, piece))
 
 
 def _size(piece: OutputDelta) -> int:

@@ -210,16 +210,16 @@ def whole(parts: list[OutputPart]) -> ChatCompletion:
     return ChatCompletion(id="id-1", created=1, model="m", choices=[choice], usage=USAGE)
 
 
-def streamed(dialect: Any, parts: list[OutputPart], cuts: list[int]) -> list[Any]:
+def streamed(adapter: Any, parts: list[OutputPart], cuts: list[int]) -> list[Any]:
     """The data of all events, with so many parts told at once."""
-    told = dialect.begin(plan(), USAGE)
+    told = adapter.begin(plan(), USAGE)
     left = list(parts)
     for cut in itertools.cycle(cuts):
         if not left:
             break
-        told += dialect.parts(left[:cut], OutputDelta(""))
+        told += adapter.parts(left[:cut], OutputDelta(""))
         del left[:cut]
-    told += dialect.finish("tool_calls", None, USAGE)
+    told += adapter.finish("tool_calls", None, USAGE)
     return [json.loads(event.data) for event in SseDecoder().feed(told)]
 
 

@@ -1,4 +1,4 @@
-"""What a dialect is told of an answer: in order, everything once, whatever comes of the request."""
+"""What an adapter is told of an answer: in order, everything once, whatever comes of the request."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Plainly:
         return msgspec.json.encode(answer.choices[0].message)
 
 
-def speak(client: Client, dialect: Plainly) -> None:
-    """Serve `/plainly` in this dialect."""
+def speak(client: Client, adapter: Plainly) -> None:
+    """Serve `/plainly` by this adapter."""
 
     async def plan(request: Any, context: Any) -> RequestPlan:
-        return replace(await plan_chat(request, context), dialect=dialect)
+        return replace(await plan_chat(request, context), adapter=adapter)
 
     api = client.service._api
     route = RequestKind(CHAT, plan)
@@ -79,30 +79,30 @@ def speak(client: Client, dialect: Plainly) -> None:
     )
 
 
-async def test_a_stream_is_worded_by_its_dialect():
-    dialect = Plainly()
+async def test_a_stream_is_worded_by_its_adapter():
+    adapter = Plainly()
     async with frontend(Script(tokens=[*tokens(TEXT), END]), models={MODEL: card()}) as client:
-        speak(client, dialect)
+        speak(client, adapter)
         events = await client.events("/plainly", HELLO | {"tools": [WEATHER]})
         prompt = len(client.backend.requests[0].prompt)
     assert [event.data for event in events] == [f"begin {prompt}", "finish tool_calls None"]
-    assert merge_parts(dialect.told) == [
+    assert merge_parts(adapter.told) == [
         ReasoningDelta("hm"),
         ContentDelta("Well."),
         ToolCallStart(0, "weather"),
         ToolCallArguments(0, '{"city": "Rome"}'),
     ]
-    assert dialect.tokens == len(tokens(TEXT)) + 1
+    assert adapter.tokens == len(tokens(TEXT)) + 1
 
 
 async def test_text_that_nobody_takes_apart_is_content():
-    dialect = Plainly()
+    adapter = Plainly()
     plain = card(tool_parser="", reasoning_parser="")
     async with frontend(Script(tokens=tokens("one two")), models={MODEL: plain}) as client:
-        speak(client, dialect)
+        speak(client, adapter)
         events = await client.events("/plainly", HELLO | {"max_tokens": len(tokens("one two"))})
     assert events[-1].data == "finish length None"
-    assert merge_parts(dialect.told) == [ContentDelta("one two")]
+    assert merge_parts(adapter.told) == [ContentDelta("one two")]
 
 
 async def test_the_end_of_a_broken_stream_is_worded_too():
@@ -114,7 +114,7 @@ async def test_the_end_of_a_broken_stream_is_worded_too():
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop": ["zzz"]}])
-async def test_a_whole_answer_is_worded_by_its_dialect(fields):
+async def test_a_whole_answer_is_worded_by_its_adapter(fields):
     async with frontend(Script(tokens=[*tokens(TEXT), END]), models={MODEL: card()}) as client:
         speak(client, Plainly())
         status, _, answer = await client.post("/plainly", HELLO | {"tools": [WEATHER]} | fields)

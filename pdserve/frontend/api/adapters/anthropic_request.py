@@ -77,7 +77,7 @@ async def plan_messages(request: CountTokensRequest, context: PlanContext) -> Re
     plan = replace(plan, answer_id=f"msg_{context.request_id}")
     room = plan.requests[0].sampling.max_tokens
     cut = request.max_tokens is not None and request.max_tokens > room
-    return replace(plan, dialect=AnthropicAdapter(plan, cut=cut))
+    return replace(plan, adapter=AnthropicAdapter(plan, cut=cut))
 
 
 def _work(request: CountTokensRequest) -> int:

@@ -83,7 +83,7 @@ async def plan_responses(request: ResponsesRequest, context: PlanContext) -> Req
         said = initial_response(request, tools, f"resp_{context.request_id}", int(time.time()))
         raise FailedStream(error, failed_stream_events(said, error)) from None
     plan = replace(plan, answer_id=f"resp_{context.request_id}", left_out=tools.left_out)
-    return replace(plan, dialect=ResponsesAdapter(request, plan, tools))
+    return replace(plan, adapter=ResponsesAdapter(request, plan, tools))
 
 
 def _chat(request: ResponsesRequest, strict: bool) -> tuple[Toolset, ChatRequest]:
