@@ -90,7 +90,7 @@ class ActiveRequests:
         self,
         call: HttpRequest,
         work: Callable[[RequestBody, ActiveRequest], Awaitable[T]],
-        over: Callable[[ActiveRequest], None] = lambda exchange: None,
+        over: Callable[[ActiveRequest], None] = lambda active: None,
     ) -> T:
         """Reads the request's body, admits the request, and returns the result of `work`.
 
@@ -106,55 +106,55 @@ class ActiveRequests:
         self.admission.check(call.key, arrival)  # before a body is read for nothing
         task = asyncio.current_task()
         assert task is not None  # aiohttp runs every handler in a task
-        exchange = ActiveRequest(call=call, arrival=arrival, task=task)
-        self.active.add(exchange)
+        active = ActiveRequest(call=call, arrival=arrival, task=task)
+        self.active.add(active)
         try:
-            return await self._run(exchange, work)
+            return await self._run(active, work)
         except PdserveError as error:
-            exchange.error = error
+            active.error = error
             raise
         except asyncio.CancelledError:
-            if exchange.error is None:
-                exchange.error = Cancelled("the client went away")
+            if active.error is None:
+                active.error = Cancelled("the client went away")
                 raise
             task.uncancel()  # it was cancelled to deliver this error, and goes on
-            raise exchange.error from None
+            raise active.error from None
         except ConnectionError:
-            exchange.error = Cancelled("the client went away")
+            active.error = Cancelled("the client went away")
             raise
         except Exception as error:
-            exchange.error = EngineError(f"{type(error).__name__} in the server")
+            active.error = EngineError(f"{type(error).__name__} in the server")
             raise
         finally:
-            self._release(exchange)
-            over(exchange)
-            # Its traceback leads to this frame, and so back to the exchange: a cycle would keep the
+            self._release(active)
+            over(active)
+            # Its traceback leads to this frame, and so back to `active`: a cycle would keep the
             # request and its text until the garbage collector runs.
-            exchange.error = None
+            active.error = None
 
     async def _run(
-        self, exchange: ActiveRequest, work: Callable[[RequestBody, ActiveRequest], Awaitable[T]]
+        self, active: ActiveRequest, work: Callable[[RequestBody, ActiveRequest], Awaitable[T]]
     ) -> T:
-        body = await self._bodies.read(exchange.call)
+        body = await self._bodies.read(active.call)
         now = self._time()
-        exchange.ticket = self.admission.admit(exchange.call.key, now)
+        active.ticket = self.admission.admit(active.call.key, now)
         limit = self._config.request_timeout
-        exchange.expires = now + limit
-        deadline = self._loop.call_later(limit, _expire, exchange, limit)
+        active.expires = now + limit
+        deadline = self._loop.call_later(limit, _expire, active, limit)
         try:
-            return await work(body, exchange)
+            return await work(body, active)
         finally:
             deadline.cancel()
 
-    def _release(self, exchange: ActiveRequest) -> None:
-        self.active.discard(exchange)
-        answer = exchange.answer
+    def _release(self, active: ActiveRequest) -> None:
+        self.active.discard(active)
+        answer = active.answer
         output = 0 if answer is None else answer.completion_tokens
-        if exchange.ticket is not None:
-            exchange.ticket.release(output, self._time())
+        if active.ticket is not None:
+            active.ticket.release(output, self._time())
 
 
-def _expire(exchange: ActiveRequest, limit: Seconds) -> None:
-    exchange.fail(
-        DeadlineExceeded(f"the request took longer than {limit:g} s; it was {exchange.where}")
+def _expire(active: ActiveRequest, limit: Seconds) -> None:
+    active.fail(
+        DeadlineExceeded(f"the request took longer than {limit:g} s; it was {active.where}")
     )

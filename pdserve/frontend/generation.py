@@ -86,7 +86,7 @@ class GenerationHandler:
         backend: Backend,
         models: ModelRegistry,
         pool: TextPool,
-        exchanges: ActiveRequests,
+        active_requests: ActiveRequests,
         metrics: Metrics,
         naming: PromptHasher = NO_HASHING,
     ) -> None:
@@ -100,7 +100,7 @@ class GenerationHandler:
         self._loop = asyncio.get_running_loop()
         self._time = SystemClock().now  # uvloop's own clock counts whole milliseconds
         self._flusher = Flusher(self._loop)
-        self._exchanges = exchanges
+        self._active_requests = active_requests
         self.gathered = ResponseMemory(config.max_answer, config.max_answers)
 
     async def serve(self, route: RequestKind[R], call: HttpRequest) -> web.StreamResponse:
@@ -109,8 +109,8 @@ class GenerationHandler:
         Errors: `PdserveError` if the answer has not begun; later errors end the stream.
         Cancellation (the client has disconnected): everything is freed.
         """
-        return await self._exchanges.run(
-            call, lambda body, exchange: self._serve(route, body, exchange), self._count
+        return await self._active_requests.run(
+            call, lambda body, active: self._serve(route, body, active), self._count
         )
 
     async def count(self, route: RequestKind[R], call: HttpRequest) -> int:
@@ -118,27 +118,27 @@ class GenerationHandler:
 
         Errors: those of `plan`, `DeadlineExceeded`.
         """
-        plan = await self._exchanges.run(
-            call, lambda body, exchange: self.plan(route, body, exchange)
+        plan = await self._active_requests.run(
+            call, lambda body, active: self.plan(route, body, active)
         )
         return plan.prompt_tokens
 
     async def _serve(
-        self, route: RequestKind[R], body: RequestBody, exchange: ActiveRequest
+        self, route: RequestKind[R], body: RequestBody, active: ActiveRequest
     ) -> web.StreamResponse:
-        plan = await self.plan(route, body, exchange)
+        plan = await self.plan(route, body, active)
         # The body may be as large as it may, and the answer take long.
         body.keep_only(0 if plan.adapter is None else plan.adapter.repeats())
-        assert exchange.ticket is not None  # it was admitted
-        exchange.ticket.check_tokens(plan.prompt_tokens, self._time())
+        assert active.ticket is not None  # it was admitted
+        active.ticket.check_tokens(plan.prompt_tokens, self._time())
         if plan.stream:
-            return await self._stream(plan, exchange)
-        return await self._whole(plan, exchange)
+            return await self._stream(plan, active)
+        return await self._whole(plan, active)
 
     # ------------------------------------------------------------------ before the answer
 
     async def plan(
-        self, route: RequestKind[R], body: RequestBody, exchange: ActiveRequest
+        self, route: RequestKind[R], body: RequestBody, active: ActiveRequest
     ) -> RequestPlan:
         """Makes the plan for a body, and stores the client's options in the exchange.
 
@@ -148,16 +148,16 @@ class GenerationHandler:
         if decoded.unknown:
             self._unknown.report(decoded.unknown)
         request = decoded.request
-        call = exchange.call
-        exchange.hints = parse_hints(call.http.headers, request.session_id, call.key)
+        call = active.call
+        active.hints = parse_hints(call.http.headers, request.session_id, call.key)
         if request.request_id is not None:
             call.name(check_request_id(request.request_id))
-        model = await self._model(request.model, exchange)
-        exchange.stage = "preparing the prompt"
+        model = await self._model(request.model, active)
+        active.stage = "preparing the prompt"
         context = PlanContext(
             model=model,
             config=self._config,
-            pool=exchange.work(self._pool),
+            pool=active.work(self._pool),
             request_id=call.request_id,
             naming=self._naming,
             key=call.key,
@@ -168,40 +168,40 @@ class GenerationHandler:
             self._unknown.report_left_out(plan.left_out)
         return plan
 
-    async def _model(self, name: str | None, exchange: ActiveRequest) -> PreparedModel:
-        card = self._models.card(name, exchange.call.key)
+    async def _model(self, name: str | None, active: ActiveRequest) -> PreparedModel:
+        card = self._models.card(name, active.call.key)
         refusal = self._backend.refusal(card)
         if refusal is not None:
             raise refusal
         model = self._models.get_nowait(card)
         if model is None:
-            exchange.stage = "waiting for the model's tokenizer"
+            active.stage = "waiting for the model's tokenizer"
             model = await self._models.get(card)
         return model
 
     async def _dispatch(
-        self, plan: RequestPlan, answer: ResponseBuilder, exchange: ActiveRequest
+        self, plan: RequestPlan, answer: ResponseBuilder, active: ActiveRequest
     ) -> None:
-        exchange.stage = "waiting for a worker"
+        active.stage = "waiting for a worker"
         prompts = list(zip(plan.requests, answer.sinks, strict=True))
         if len(prompts) == 1:
-            await self._open(*prompts[0], exchange)
+            await self._open(*prompts[0], active)
         else:
-            await self._open_all(prompts, exchange)
-        exchange.answer = answer
+            await self._open_all(prompts, active)
+        active.answer = answer
         await answer.finished
 
     async def _dispatch_in_turn(
-        self, plan: RequestPlan, answer: EmbeddingResponseBuilder, exchange: ActiveRequest
+        self, plan: RequestPlan, answer: EmbeddingResponseBuilder, active: ActiveRequest
     ) -> None:
         """Dispatches inputs, at most as many at a time as a request may have prompts. The first
         failure ends them all."""
-        exchange.answer = answer
+        active.answer = answer
         left = zip(plan.requests, answer.sinks, answer.choices, strict=True)
 
         async def one_by_one() -> None:
             for request, sink, choice in left:
-                await self._open(request, sink, exchange)
+                await self._open(request, sink, active)
                 await choice.over.wait()
 
         try:
@@ -213,54 +213,54 @@ class GenerationHandler:
             raise errors.exceptions[0] from None
 
     async def _open_all(
-        self, prompts: list[tuple[GenerateRequest, PromptSink]], exchange: ActiveRequest
+        self, prompts: list[tuple[GenerateRequest, PromptSink]], active: ActiveRequest
     ) -> None:
         """Dispatches prompts at the same time, because a router may hold each for a while. The
         first failure ends them all."""
         try:
             async with asyncio.TaskGroup() as opening:
                 for request, sink in prompts:
-                    opening.create_task(self._open(request, sink, exchange))
+                    opening.create_task(self._open(request, sink, active))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     async def _open(
-        self, request: GenerateRequest, sink: PromptSink, exchange: ActiveRequest
+        self, request: GenerateRequest, sink: PromptSink, active: ActiveRequest
     ) -> None:
         now = self._time()
-        hints = replace(exchange.hints, waited=max(0.0, now - exchange.arrival))
-        left = exchange.expires - now
+        hints = replace(active.hints, waited=max(0.0, now - active.arrival))
+        left = active.expires - now
         if request.deadline is not None and request.deadline - left > _NOTICED:
             request = replace(request, deadline=max(0.001, left))
         sink.opened(await self._backend.open(request, sink, hints, sink.on_placed))
 
     # ------------------------------------------------------------------ the answer
 
-    async def _whole(self, plan: RequestPlan, exchange: ActiveRequest) -> HttpResponse:
+    async def _whole(self, plan: RequestPlan, active: ActiveRequest) -> HttpResponse:
         kind = FullResponseBuilder if plan.vectors is None else EmbeddingResponseBuilder
-        answer = kind(plan, self._metrics, exchange.arrival, self._time, self.gathered)
+        answer = kind(plan, self._metrics, active.arrival, self._time, self.gathered)
         try:
             if isinstance(answer, EmbeddingResponseBuilder):
-                await self._dispatch_in_turn(plan, answer, exchange)
+                await self._dispatch_in_turn(plan, answer, active)
             else:
-                await self._dispatch(plan, answer, exchange)
-            exchange.composing = True
-            body = await exchange.work(self._pool).finish(answer.work, answer.body)
-            lines = exchange.call.headers + _seed_line(plan) + answer.served_lines()
+                await self._dispatch(plan, answer, active)
+            active.composing = True
+            body = await active.work(self._pool).finish(answer.work, answer.body)
+            lines = active.call.headers + _seed_line(plan) + answer.served_lines()
             return HttpResponse(200, body, headers=lines)
         finally:
             self._close(answer)
 
-    async def _stream(self, plan: RequestPlan, exchange: ActiveRequest) -> web.StreamResponse:
-        lines = exchange.call.headers + _seed_line(plan)
-        wire = SseWriter(exchange.call.http, lines, self._config.write_buffer, self._flusher)
+    async def _stream(self, plan: RequestPlan, active: ActiveRequest) -> web.StreamResponse:
+        lines = active.call.headers + _seed_line(plan)
+        wire = SseWriter(active.call.http, lines, self._config.write_buffer, self._flusher)
         answer = streaming_response_builder(
-            plan, self._metrics, exchange.arrival, self._time, wire, self.gathered
+            plan, self._metrics, active.arrival, self._time, wire, self.gathered
         )
         pulse = _KeepAlive(self._loop, answer, self._config.header_wait)
-        pulse.begin(self._time() - exchange.arrival)
+        pulse.begin(self._time() - active.arrival)
         try:
-            await self._run_stream(plan, answer, exchange)
+            await self._run_stream(plan, answer, active)
             return await wire.reply()
         finally:
             pulse.end()
@@ -268,27 +268,27 @@ class GenerationHandler:
             wire.release()
 
     async def _run_stream(
-        self, plan: RequestPlan, answer: StreamingResponseBuilder, exchange: ActiveRequest
+        self, plan: RequestPlan, answer: StreamingResponseBuilder, active: ActiveRequest
     ) -> None:
         """Runs a stream. Once it has begun its status is sent, so an error becomes its last
         event."""
         try:
-            await self._dispatch(plan, answer, exchange)
+            await self._dispatch(plan, answer, active)
             answer.finish()
         except PdserveError as error:
             if not answer.wire.started:
                 raise
-            exchange.error = error
+            active.error = error
             logger.warning("stream ended early: %s", error)
             _end_early(answer, error)
         except asyncio.CancelledError:
-            if exchange.error is None or not answer.wire.started:
+            if active.error is None or not answer.wire.started:
                 raise
-            exchange.task.uncancel()  # it was cancelled to deliver this error, and goes on
-            _end_early(answer, exchange.error)
+            active.task.uncancel()  # it was cancelled to deliver this error, and goes on
+            _end_early(answer, active.error)
         except Exception:
             if answer.wire.started:  # an answer to this fault would be read as the stream's text
-                connection_of(exchange.call.http).cut("server fault")
+                connection_of(active.call.http).cut("server fault")
             raise
 
     # ------------------------------------------------------------------ the end
@@ -300,16 +300,16 @@ class GenerationHandler:
         elif not answer.finished.cancelled():
             answer.finished.exception()  # known to whoever raised it
 
-    def _count(self, exchange: ActiveRequest) -> None:
+    def _count(self, active: ActiveRequest) -> None:
         """Counts the ended request in the metrics."""
         now = self._time()
-        answer, error = exchange.answer, exchange.error
+        answer, error = active.answer, active.error
         if answer is not None and error is not None:
-            exchange.call.served_lines = answer.served_lines()
+            active.call.served_lines = answer.served_lines()
         metrics = self._metrics
         metrics.requests.labels(outcome_of(error)).inc()
         if answer is not None and error is None:
-            metrics.e2e_request_latency.observe(now - exchange.arrival)
+            metrics.e2e_request_latency.observe(now - active.arrival)
             metrics.request_prompt_tokens.observe(answer.plan.prompt_tokens)
             metrics.request_generation_tokens.observe(answer.completion_tokens)
 

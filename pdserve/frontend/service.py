@@ -102,7 +102,7 @@ class FrontendService:
     @property
     def active_requests(self) -> int:
         """Requests with a body in progress, including those whose bodies are arriving."""
-        return len(self._exchanges.active) if self.listening else 0
+        return len(self._active_requests.active) if self.listening else 0
 
     @property
     def connections(self) -> int:
@@ -122,26 +122,26 @@ class FrontendService:
         self._pool.on_stuck = self._note_stuck
         self._models = ModelRegistry(self._backend, self._pool)
         self._bodies = bodies = BodyReader(config)
-        self._exchanges = exchanges = ActiveRequests(config, bodies, SystemClock().now)
+        self._active_requests = active_requests = ActiveRequests(config, bodies, SystemClock().now)
         self._generations = GenerationHandler(
-            config, self._backend, self._models, self._pool, exchanges, metrics, self._naming
+            config, self._backend, self._models, self._pool, active_requests, metrics, self._naming
         )
         small = UtilityEndpoints(
             config,
             self._backend,
             self._models,
             self._pool,
-            exchanges,
+            active_requests,
             metrics,
             loop.time,
             self._degraded,
             CachedPages(self._pages, loop.time),
         )
-        explanations = RouteExplainer(self._backend, exchanges, self._generations)
+        explanations = RouteExplainer(self._backend, active_requests, self._generations)
         cors = Cors(config.cors_origins)
         visitors = TrustedHosts(config)
         self._api = Api(
-            self._generations, exchanges, explanations, small, metrics, keys, cors, visitors
+            self._generations, active_requests, explanations, small, metrics, keys, cors, visitors
         )
         self._server = ConnectionServer(self._api.handle, config, metrics)
         metrics.http_requests_in_flight.read_from(lambda: self.active_requests)
@@ -208,15 +208,15 @@ class FrontendService:
         if self._listener is None:
             return
         timeout = self.config.drain_timeout if drain_timeout is None else drain_timeout
-        self._exchanges.draining = True
+        self._active_requests.draining = True
         if self.config.reuse_port:  # others take what comes now; here it would only be refused
             await self._let_in(self._listener)
             self._listener.close()
         try:
             await self._wait_idle(timeout)
-            left = tuple(self._exchanges.active)
-            for exchange in left:
-                exchange.fail(Draining("the server is shutting down", retry_after=1.0))
+            left = tuple(self._active_requests.active)
+            for active in left:
+                active.fail(Draining("the server is shutting down", retry_after=1.0))
             if left:
                 logger.warning("%d requests did not finish within %g s", len(left), timeout)
                 await self._wait_idle(_LAST_WORDS)
@@ -232,7 +232,7 @@ class FrontendService:
         if not self.listening:
             return
         self._api.keys = self._read_keys()
-        self._exchanges.admission.forget_keys()
+        self._active_requests.admission.forget_keys()
 
     # ------------------------------------------------------------------ inside
 
@@ -270,9 +270,9 @@ class FrontendService:
     async def _wait_idle(self, timeout: Seconds) -> None:
         """Waits until no generation is in progress, for `timeout` seconds at most."""
         deadline = self._loop.time() + timeout
-        while self._exchanges.active and self._loop.time() < deadline:
+        while self._active_requests.active and self._loop.time() < deadline:
             await asyncio.wait(
-                [exchange.task for exchange in self._exchanges.active],
+                [active.task for active in self._active_requests.active],
                 timeout=deadline - self._loop.time(),
                 return_when=asyncio.FIRST_COMPLETED,
             )

@@ -115,7 +115,7 @@ async def test_what_is_only_counted_costs_no_tokens(tmp_path):
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_endpoint_refuses_while_the_server_drains(path):
     async with frontend() as client:
-        client.service._exchanges.draining = True
+        client.service._active_requests.draining = True
         status, _, answer = await client.post(path, BODIES[path])
         assert (status, answer["error"]["message"]) == (503, "the server is shutting down")
 
@@ -128,7 +128,7 @@ async def test_a_client_that_hangs_up_frees_its_place(path):
             await until(lambda: client.service.active_requests == 1)
             writer.transport.abort()
         await until(lambda: client.service.active_requests == 0)
-        assert client.service._exchanges.admission.in_flight == 0
+        assert client.service._active_requests.admission.in_flight == 0
 
 
 async def test_an_answer_that_was_generated_is_delivered():
@@ -150,7 +150,9 @@ async def test_an_answer_that_was_generated_is_delivered():
             answer = both.create_task(client.post("/v1/completions", body))
             await until(lambda: client.backend.requests)
             filling = both.create_task(fill())
-            await until(lambda: any(each.composing for each in client.service._exchanges.active))
+            await until(
+                lambda: any(each.composing for each in client.service._active_requests.active)
+            )
             release.set()
         status, _, answered = answer.result()
         assert (status, answered["usage"]["completion_tokens"]) == (200, 2000)

@@ -87,7 +87,7 @@ class Api:
     def __init__(
         self,
         generations: GenerationHandler,
-        exchanges: ActiveRequests,
+        active_requests: ActiveRequests,
         explanations: RouteExplainer,
         small: UtilityEndpoints,
         metrics: Metrics,
@@ -98,7 +98,7 @@ class Api:
         self.keys = keys
         """None: no authentication. Replaced when the file is read again."""
         self._generations = generations
-        self._exchanges = exchanges
+        self._active_requests = active_requests
         self._metrics = metrics
         self._refusals = AuthFailures(metrics, time.monotonic())
         self._cors = cors
@@ -153,7 +153,7 @@ class Api:
             reply = self._refuse(EngineError("the server failed while answering"), call)
         finally:
             call.close()
-        if self._exchanges.draining:
+        if self._active_requests.draining:
             reply.force_close()  # the client's next request had better go elsewhere
         self._count(route, reply.status)
         if access.isEnabledFor(logging.DEBUG):

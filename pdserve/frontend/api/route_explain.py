@@ -50,25 +50,25 @@ class RouteExplainer:
     def __init__(
         self,
         backend: Backend,
-        exchanges: ActiveRequests,
+        active_requests: ActiveRequests,
         generations: GenerationHandler,
     ) -> None:
         self._backend = backend
-        self._exchanges = exchanges
+        self._active_requests = active_requests
         self._generations = generations
 
     async def route(self, call: HttpRequest) -> HttpResponse:
         """`POST /route`"""
-        return await self._exchanges.run(call, self._explain)
+        return await self._active_requests.run(call, self._explain)
 
-    async def _explain(self, body: RequestBody, exchange: ActiveRequest) -> HttpResponse:
-        plan = await self._generations.plan(await body.look(_kind), body, exchange)
+    async def _explain(self, body: RequestBody, active: ActiveRequest) -> HttpResponse:
+        plan = await self._generations.plan(await body.look(_kind), body, active)
         if len(plan.requests) != 1:
             raise InvalidRequest("'/route' explains one prompt at a time", param="prompt")
-        exchange.stage = "waiting for a router's explanation"
-        router, explained = await self._backend.explain(plan.requests[0], exchange.hints)
+        active.stage = "waiting for a router's explanation"
+        router, explained = await self._backend.explain(plan.requests[0], active.hints)
         answer = explanation(plan, router, explained)
-        return HttpResponse(200, _encode(answer), headers=exchange.call.headers)
+        return HttpResponse(200, _encode(answer), headers=active.call.headers)
 
 
 def _kind(body: bytes) -> RequestKind[Any]:

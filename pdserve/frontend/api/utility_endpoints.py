@@ -60,7 +60,7 @@ class UtilityEndpoints:
         backend: Backend,
         models: ModelRegistry,
         pool: TextPool,
-        exchanges: ActiveRequests,
+        active_requests: ActiveRequests,
         metrics: Metrics,
         time: Callable[[], Seconds],
         degraded: Mapping[str, str],
@@ -70,7 +70,7 @@ class UtilityEndpoints:
         self._backend = backend
         self._models = models
         self._pool = pool
-        self._exchanges = exchanges
+        self._active_requests = active_requests
         self._unknown = UnknownFields(metrics)
         self._time = time
         self._started = time()
@@ -96,15 +96,15 @@ class UtilityEndpoints:
 
     async def tokenize(self, call: HttpRequest) -> HttpResponse:
         """`POST /tokenize`"""
-        return _json(call, await self._exchanges.run(call, self._tokenized))
+        return _json(call, await self._active_requests.run(call, self._tokenized))
 
-    async def _tokenized(self, body: RequestBody, exchange: ActiveRequest) -> Tokenized:
+    async def _tokenized(self, body: RequestBody, active: ActiveRequest) -> Tokenized:
         decoded = await body.decode(TOKENIZE, strict=self._config.strict_api)
         self._unknown.report(decoded.unknown)
-        exchange.stage = "working on the text"
-        request, call = decoded.request, exchange.call
+        active.stage = "working on the text"
+        request, call = decoded.request, active.call
         model = await self._model(request.model, call)
-        pool = exchange.work(self._pool)
+        pool = active.work(self._pool)
         tokens = await self._tokens(request, model, call, pool)
         names = None
         if request.return_token_strs:
@@ -119,17 +119,17 @@ class UtilityEndpoints:
 
     async def detokenize(self, call: HttpRequest) -> HttpResponse:
         """`POST /detokenize`"""
-        return _json(call, await self._exchanges.run(call, self._detokenized))
+        return _json(call, await self._active_requests.run(call, self._detokenized))
 
-    async def _detokenized(self, body: RequestBody, exchange: ActiveRequest) -> Detokenized:
+    async def _detokenized(self, body: RequestBody, active: ActiveRequest) -> Detokenized:
         decoded = await body.decode(DETOKENIZE, strict=self._config.strict_api)
         self._unknown.report(decoded.unknown)
-        exchange.stage = "working on the text"
+        active.stage = "working on the text"
         tokens = decoded.request.tokens
-        model = await self._model(decoded.request.model, exchange.call)
+        model = await self._model(decoded.request.model, active.call)
         if tokens:
             check_prompt_tokens(tokens, model.card, "tokens")
-        text = await exchange.work(self._pool).run(
+        text = await active.work(self._pool).run(
             _CHARS_PER_TOKEN * len(tokens),
             model.tokenizer.decode,
             tokens,
@@ -165,7 +165,7 @@ class UtilityEndpoints:
             reason=reason,
             version=__version__,
             uptime_seconds=round(self._time() - self._started, 3),
-            active_requests=len(self._exchanges.active),
+            active_requests=len(self._active_requests.active),
             memory_bytes=resident_memory(),
             degraded=dict(self._degraded),
         )
@@ -175,7 +175,7 @@ class UtilityEndpoints:
         return reply
 
     def _status(self) -> tuple[Literal["ok", "loading", "draining", "unavailable"], str | None]:
-        if self._exchanges.draining:
+        if self._active_requests.draining:
             return "draining", "the server is shutting down"
         reason = self._backend.unready_reason()
         if reason is None:

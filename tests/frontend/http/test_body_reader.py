@@ -178,7 +178,7 @@ async def test_bodies_that_arrive_slowly_hold_nobodys_place(tmp_path):
                 _, writer = await stack.enter_async_context(raw_connection(client))
                 writer.write(http("POST", CHAT, headers=f"{auth}Content-Length: 90\r\n") + b"{")
             await until(lambda: client.service.active_requests == 4)
-            assert client.service._exchanges.admission.in_flight == 0
+            assert client.service._active_requests.admission.in_flight == 0
             reader, writer = await stack.enter_async_context(raw_connection(client))
             writer.write(http("POST", CHAT, BODY, auth))
             assert (await read_answer(reader))[0] == 200

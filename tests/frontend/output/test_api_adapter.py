@@ -1,4 +1,4 @@
-"""What an adapter is told of an answer: in order, everything once, whatever comes of the request."""
+"""What an adapter is told of an answer: in order, everything once, whatever the request ends in."""
 
 from __future__ import annotations
 
