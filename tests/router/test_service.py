@@ -580,7 +580,7 @@ async def test_a_restarted_router_knows_what_runs_within_a_second() -> None:
         for _ in range(3):
             await backend.open(request(), Sink())
         _start(worker, 1)
-        worker.service.engine.stats = EngineStats(running=3, uncomputed_tokens=5000)
+        worker.service.engine.reported = EngineStats(running=3, uncomputed_tokens=5000)
         await asyncio.sleep(0.5)
         w.routers.pop("r1")
         await w.nodes.crash("r1")
@@ -592,7 +592,7 @@ async def test_a_restarted_router_knows_what_runs_within_a_second() -> None:
         assert view.work == pytest.approx(LatencyModel().prefill(5000))
         for handle in (2, 3):
             _start(worker, handle)
-        worker.service.engine.stats = EngineStats(running=3)
+        worker.service.engine.reported = EngineStats(running=3)
         await asyncio.sleep(0.3)
         (view,) = late.service.core.pool.view(late.node.now(), "tiny").sound
         assert (view.prefills, view.decodes, view.work) == (0, 3, 0.0)
@@ -629,7 +629,7 @@ async def test_who_waits_in_a_long_queue_goes_to_a_worker_that_has_joined() -> N
         backend = await w.frontend("f")
         await w.settled()
         opened = [await backend.open(request(f"q{n}", prompt=[7] * 4000), Sink()) for n in range(6)]
-        first.service.engine.stats = EngineStats(running=2)
+        first.service.engine.reported = EngineStats(running=2)
         second = await w.worker("b")
         await w.nodes.until(lambda: len(second.service.engine.sinks) == 2)
         await asyncio.sleep(2.0)  # nobody goes to and fro

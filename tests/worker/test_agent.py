@@ -71,7 +71,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.capabilities: EngineCapabilities | None = None
-        self.stats = EngineStats()
+        self.reported = EngineStats()
         self.sinks: dict[int, TokenSink] = {}
         self.aborted: list[int] = []
         self.kv: list[Callable[[Sequence[KvEvent]], None]] = []
@@ -84,7 +84,7 @@ class FakeEngine:
             listener(events)
 
     def stats(self) -> EngineStats:
-        return self.stats
+        return self.reported
 
     def submit(self, request: GenerateRequest, sink: TokenSink) -> int:
         handle = len(self.sinks) + 1
@@ -349,7 +349,9 @@ async def test_what_has_ended_no_longer_runs_whatever_the_engine_said_last() -> 
         w.service.ready(model())
         await w.card_with(reason="")
         await w.open(1, booking=41)
-        w.service.engine.stats = EngineStats(running=1, kv_tokens=70, uncomputed_tokens=9, itl=0.25)
+        w.service.engine.reported = EngineStats(
+            running=1, kv_tokens=70, uncomputed_tokens=9, itl=0.25
+        )
         await w.nodes.until(lambda: w.loads[-1].running == 1)
         load = w.loads[-1]
         assert (load.kv_tokens, load.uncomputed_tokens, load.itl) == (70, 9, 0.25)
@@ -369,7 +371,7 @@ async def test_bookings_are_told_while_they_are_held() -> None:
         await w.open(2, booking=42)
         await w.nodes.until(lambda: w.bookings == [41, 42])
         await w.nodes.until(lambda: w.loads[-1].waiting == 2)
-        w.service.engine.stats = EngineStats(running=2, waiting=0)
+        w.service.engine.reported = EngineStats(running=2, waiting=0)
         await w.nodes.until(lambda: (w.loads[-1].running, w.loads[-1].waiting) == (2, 0))
         finish = Finish(reason="stop")
         w.service.engine.sinks[1].on_delta(
@@ -496,7 +498,7 @@ async def test_a_worker_whose_pool_runs_out_asks_for_relief_where_there_is_anoth
         for number in (1, 2, 3):
             await w.open(number, booking=number)
         await _start(w, 1, 2)
-        w.service.engine.stats = EngineStats(running=3, blocks_total=8, blocks_free=0)
+        w.service.engine.reported = EngineStats(running=3, blocks_total=8, blocks_free=0)
         await asyncio.sleep(1.0)
         assert w.moving == []
         other = await w.nodes.add("x")

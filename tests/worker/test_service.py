@@ -25,7 +25,7 @@ class FakeEngine:
         self.stalls = 0
         self.stalled_for = 0.0
         self.capabilities = None
-        self.stats = EngineStats()
+        self.reported = EngineStats()
         self.stopped = 0
         self.may_become_ready = asyncio.Event()
         self.may_become_ready.set()
@@ -68,7 +68,7 @@ class FakeEngine:
         self.stopped += 1
 
     def stats(self):
-        return self.stats
+        return self.reported
 
     def rekey(self, hash_secret):
         self.secrets.append(hash_secret)
