@@ -88,8 +88,6 @@ ASYNCIO = {
     "pdserve/sim/replay/run.py": "runs a replay on its loop, and samples load",
     "pdserve/sim/replay/kv_network.py": "a network of virtual time",
     "pdserve/testing/engine_conformance.py": "a suite over the asynchronous engine port",
-    "pdserve/testing/net_conformance.py": "a suite over asynchronous networks",
-    "pdserve/testing/net_support.py": "nodes that answer, for tests of the network",
     "pdserve/testing/sinks.py": "lets a test wait for a sequence's end",
     "pdserve/testing/thread_launcher.py": "waits for the thread of a core",
     "pdserve/testing/virtual_time.py": "a loop whose clock jumps",
@@ -322,7 +320,6 @@ SCENARIOS = {
 LARGE_FOLDERS = {
     "pdserve/cli": "a file per sub-command",
     "pdserve/router/policies": "a file per policy",
-    "pdserve/testing": "a file per suite or fake",
 }
 FOLDER_SIZE = 15
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.net.transport.memory import MemoryWorld
 from pdserve.testing import virtual_time
-from pdserve.testing.net_conformance import ByteConformance, LinkConformance
+from tests.support.net_conformance import ByteConformance, LinkConformance
 
 if TYPE_CHECKING:
     from pdserve.net.base import ByteNetwork

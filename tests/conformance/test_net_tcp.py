@@ -9,8 +9,8 @@ import pytest
 
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.tcp import TcpNetwork
-from pdserve.testing.net_conformance import ByteConformance, LinkConformance
 from tests.net.certificates import tls_of
+from tests.support.net_conformance import ByteConformance, LinkConformance
 
 if TYPE_CHECKING:
     from pdserve.net.base import ByteNetwork

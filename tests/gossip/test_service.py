@@ -14,10 +14,10 @@ from pdserve.gossip.service import PARTS
 from pdserve.ids import NodeId
 from pdserve.messages.node import NodeCard, part_hash
 from pdserve.runtime.registry import MemberChanged
-from pdserve.testing.net_support import ECHO, HANG, Echo, RecordingStreamSink
 from pdserve.wire.codec import encode
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
+from tests.support.net_support import ECHO, HANG, Echo, RecordingStreamSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable

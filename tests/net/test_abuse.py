@@ -18,13 +18,13 @@ from pdserve.net.link import PeerLink
 from pdserve.net.link_stream import LinkStream
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.tcp import TcpNetwork
-from pdserve.testing.net_support import ECHO, HANG, KEY, Echo, RecordingHandler, node
 from pdserve.wire.codec import encode
 from pdserve.wire.handshake import DialerHandshake, Identity, Versions
 from pdserve.wire.header import HEADER, HEADER_BYTES, FrameKind
 from pdserve.wire.limits import Limits
 from pdserve.wire.protocol import Connection, ConnectionState
 from tests.net.certificates import tls_of
+from tests.support.net_support import ECHO, HANG, KEY, Echo, RecordingHandler, node
 from tests.wire.test_codec import BOMBS
 
 if TYPE_CHECKING:

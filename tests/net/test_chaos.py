@@ -32,9 +32,9 @@ from pdserve.ids import NodeId
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.memory import MemoryWorld
 from pdserve.testing import virtual_time
-from pdserve.testing.net_support import Echo, RecordingHandler, RecordingStreamSink, node
 from pdserve.wire.codec import Method
 from pdserve.wire.limits import Limits
+from tests.support.net_support import Echo, RecordingHandler, RecordingStreamSink, node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

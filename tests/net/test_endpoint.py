@@ -27,7 +27,10 @@ from pdserve.net.endpoint import Endpoint
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.memory import MemoryWorld
 from pdserve.testing import virtual_time
-from pdserve.testing.net_support import (
+from pdserve.wire.handshake import Identity, Versions
+from pdserve.wire.protocol import GoAwayCode
+from tests.net.world import Two, two, virtually
+from tests.support.net_support import (
     ECHO,
     HANG,
     KEY,
@@ -36,9 +39,6 @@ from pdserve.testing.net_support import (
     RecordingStreamSink,
     node,
 )
-from pdserve.wire.handshake import Identity, Versions
-from pdserve.wire.protocol import GoAwayCode
-from tests.net.world import Two, two, virtually
 
 if TYPE_CHECKING:
     from pdserve.net.link import PeerLink

@@ -19,7 +19,9 @@ from pdserve.errors import (
 )
 from pdserve.ids import NodeId
 from pdserve.net.settings import NetSettings
-from pdserve.testing.net_support import (
+from pdserve.wire.limits import Limits
+from tests.net.world import Two, two, virtually
+from tests.support.net_support import (
     ECHO,
     HANG,
     REFUSE,
@@ -27,8 +29,6 @@ from pdserve.testing.net_support import (
     RecordingHandler,
     RecordingStreamSink,
 )
-from pdserve.wire.limits import Limits
-from tests.net.world import Two, two, virtually
 
 if TYPE_CHECKING:
     from pdserve.net.base import IncomingCall

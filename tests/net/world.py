@@ -11,7 +11,7 @@ from pdserve.ids import NodeId
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.memory import MemoryWorld
 from pdserve.testing import virtual_time
-from pdserve.testing.net_support import RecordingHandler, node
+from tests.support.net_support import RecordingHandler, node
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pdserve.ids import NodeId
 from pdserve.net.transport.memory import MemoryWorld
 from pdserve.runtime.node import Node, NodeConfig
-from pdserve.testing.net_support import KEY
+from tests.support.net_support import KEY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -20,9 +20,9 @@ from pdserve.ids import NodeId
 from pdserve.messages.card import ModelCard
 from pdserve.messages.node import NodeCard, model_card, summarize_card
 from pdserve.runtime.registry import MemberAppeared, MemberChanged, MemberGone
-from pdserve.testing.net_support import ECHO, HANG, KEY, Echo, RecordingStreamSink
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
+from tests.support.net_support import ECHO, HANG, KEY, Echo, RecordingStreamSink
 
 if TYPE_CHECKING:
     from pdserve.runtime.node import Node

@@ -13,10 +13,10 @@ from pdserve.messages.status import NodeReport, StatusQuery
 from pdserve.runtime import status
 from pdserve.runtime.rpc_methods import REPORT, STATUS
 from pdserve.runtime.status import StatusService
-from pdserve.testing.net_support import RecordingHandler, node
 from pdserve.wire.handshake import Identity
 from tests.net.world import virtually
 from tests.runtime.cluster import Cluster, cluster
+from tests.support.net_support import RecordingHandler, node
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -31,7 +31,6 @@ from pdserve.messages.worker_stream import (
 from pdserve.observe.metrics import Metrics
 from pdserve.runtime.topics.replicated_set import SetView
 from pdserve.runtime.topics.service import Topics
-from pdserve.testing.net_support import RecordingStreamSink
 from pdserve.wire.codec import decoder, encode
 from pdserve.worker import agent as module
 from pdserve.worker.agent import WorkerAgent
@@ -39,6 +38,7 @@ from pdserve.worker.config import WorkerConfig
 from tests.frontend.dispatch.test_model_discovery import model
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
+from tests.support.net_support import RecordingStreamSink
 from tests.worker.test_request_streams import request
 
 if TYPE_CHECKING:

@@ -31,11 +31,11 @@ from pdserve.messages.worker_stream import (
     WorkerMigrationHint,
     split_message,
 )
-from pdserve.testing.net_support import RecordingStreamSink
 from pdserve.wire.codec import decoder, encode
 from pdserve.worker import request_streams as module
 from pdserve.worker.request_streams import RequestStreams
 from tests.net.world import two, virtually
+from tests.support.net_support import RecordingStreamSink
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -14,8 +14,8 @@ import pytest
 
 from pdserve.messages.engine import EngineSpec, PrefillLocally, TransferSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.testing.disagg_pair import DisaggPair, make_pair
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
+from tests.support.disagg_pair import DisaggPair, make_pair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -31,11 +31,11 @@ from pdserve.messages.engine import (
     TransferSpec,
 )
 from pdserve.messages.transfer import PathReady, TransferTicket
-from pdserve.testing.disagg_pair import DisaggPair, make_pair
 from pdserve.testing.fake_mover import FakeMover, FakeNet
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.testing.scripted import ScriptedExecutor
 from tests.engine_core.kv_transfer.test_handoff import SPEC, pair, prompt_of, reference, request
+from tests.support.disagg_pair import DisaggPair, make_pair
 
 if TYPE_CHECKING:
     from pdserve.testing.output_checker import OutputChecker

@@ -42,8 +42,8 @@ from pdserve.messages.engine import (
     TransferSpec,
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.testing.disagg_pair import DisaggPair, make_pair
 from pdserve.testing.scripted import ENGINE, ScriptedExecutor, reference_tokens
+from tests.support.disagg_pair import DisaggPair, make_pair
 from tests.support.seeds import is_long
 
 if TYPE_CHECKING:

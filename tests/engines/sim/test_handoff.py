@@ -15,8 +15,8 @@ from pdserve.messages.engine import (
     TransferSpec,
 )
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.testing.disagg_pair import DisaggPair, make_pair
 from pdserve_engines.sim.executor import SimExecutor
+from tests.support.disagg_pair import DisaggPair, make_pair
 
 if TYPE_CHECKING:
     from pdserve.clock import ManualClock

@@ -14,11 +14,11 @@ from pdserve import accel
 from pdserve.engine_core.executor import ScheduledChunk, StepPlan
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.request import GenerateRequest, SamplingParams
-from pdserve.testing.disagg_pair import DisaggPair, make_pair
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve_engines.torch.executor import TorchExecutor
 from tests.engines.torch.checkpoints import VOCAB, WITH_KERNELS, checkpoint
 from tests.engines.torch.driver import loaded, sequence, spec
+from tests.support.disagg_pair import DisaggPair, make_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from pdserve.testing.disagg_pair import DisaggPair, make_pair
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve_engines.torch.executor import TorchExecutor
 from tests.engines.torch.checkpoints import WITH_KERNELS, checkpoint
@@ -22,6 +21,7 @@ from tests.engines.torch.test_handoff import (
     prompt_of,
     request,
 )
+from tests.support.disagg_pair import DisaggPair, make_pair
 
 if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest

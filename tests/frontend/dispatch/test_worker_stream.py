@@ -31,9 +31,9 @@ from pdserve.messages.worker_stream import (
     WorkerMigrationHint,
     split_message,
 )
-from pdserve.testing.net_support import RecordingStreamSink
 from pdserve.wire.codec import decoder, encode
 from tests.net.world import two, virtually
+from tests.support.net_support import RecordingStreamSink
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -11,8 +11,8 @@ from pdserve.errors import ConfigError
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.certificates import Certificates
 from pdserve.net.transport.tcp import TcpNetwork
-from pdserve.testing.net_support import ECHO, Echo, RecordingHandler, node
 from tests.net.certificates import certificate, folder, tls_of
+from tests.support.net_support import ECHO, Echo, RecordingHandler, node
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,8 +14,8 @@ from pdserve.errors import ConfigError, DialFailed
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport import sockets
 from pdserve.net.transport.tcp import TcpNetwork
-from pdserve.testing.net_support import ECHO, Echo, RecordingHandler, node
 from tests.net.certificates import tls_of
+from tests.support.net_support import ECHO, Echo, RecordingHandler, node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,8 @@ from pdserve.errors import ConfigError, DialFailed, WrongClusterKey
 from pdserve.net.settings import NetSettings
 from pdserve.net.transport.tcp import TcpNetwork
 from pdserve.net.transport.tls import Tls
-from pdserve.testing.net_support import ECHO, Echo, RecordingHandler, node
 from tests.net.certificates import certificate, folder, tls_of
+from tests.support.net_support import ECHO, Echo, RecordingHandler, node
 
 
 async def dial(ours: Tls | None, theirs: Tls | None) -> None:

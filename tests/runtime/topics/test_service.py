@@ -18,12 +18,12 @@ from pdserve.runtime.topics.messages import LOG, STATE, Resume, Subscribe
 from pdserve.runtime.topics.replicated_set import Delta, SetView
 from pdserve.runtime.topics.service import Topics
 from pdserve.testing import virtual_time
-from pdserve.testing.net_support import RecordingStreamSink
 from pdserve.wire.codec import encode
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
 from tests.runtime.topics.wires import digest_of
 from tests.runtime.topics.world import CONFIG, world
+from tests.support.net_support import RecordingStreamSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,9 +10,9 @@ from pdserve.errors import DialRefused
 from pdserve.ids import NodeId
 from pdserve.runtime.topics.messages import STATE
 from pdserve.runtime.topics.replicated_set import SetView
-from pdserve.testing.net_support import RecordingStreamSink
 from tests.net.world import virtually
 from tests.runtime.topics.world import world
+from tests.support.net_support import RecordingStreamSink
 
 A, B = NodeId("a"), NodeId("b")
 

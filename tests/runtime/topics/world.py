@@ -19,7 +19,7 @@ from pdserve.runtime.registry import Member, MemberAppeared, MemberChanged, Memb
 from pdserve.runtime.tasks import Tasks
 from pdserve.runtime.topics.config import LogConfig, TopicsConfig
 from pdserve.runtime.topics.service import Topics
-from pdserve.testing.net_support import RecordingHandler, node
+from tests.support.net_support import RecordingHandler, node
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -32,10 +32,10 @@ from pdserve.messages.transfer import TransferTicket
 from pdserve.net.transport.memory import MemoryWorld
 from pdserve.observe.metrics import Metrics
 from pdserve.runtime.node import Node, NodeConfig
-from pdserve.testing.net_support import KEY
 from pdserve.worker.disagg.decode_handler import DecodeHandler
 from pdserve.worker.disagg.policy import DisaggPolicy
 from pdserve.worker.disagg.prefill_handler import PrefillHandler
+from tests.support.net_support import KEY
 from tests.worlds.loop import VirtualProcess, WorldLoop
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from pdserve.engine_core.structured_output import (
 )
 from pdserve.errors import InvalidRequest, StepFailed
 from pdserve.messages.request import GenerateRequest, SamplingParams, Thinking
-from pdserve.testing.disagg_pair import make_pair
 from pdserve.testing.inline_engine import InlineEngine
 from pdserve.text.grammar.grammar_source import from_choice, from_schema
 from pdserve_engines.torch.executor import TorchExecutor
@@ -28,6 +27,7 @@ from pdserve_engines.torch.sampling.sampler import Sampler
 from tests.engines.torch.driver import sequence
 from tests.engines.torch.test_handoff import BLOCK, BUNDLED, engine_spec
 from tests.engines.torch.test_migration import move
+from tests.support.disagg_pair import make_pair
 from tests.support.json_schemas import ENFORCED, valid
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import pytest
 from pdserve.errors import Draining
 from pdserve.messages.handoff import PREFILL_QUEUE, CreditOffer, EnqueueItem, QueueState
 from pdserve.router.prefill_queue import service as router_module
-from pdserve.testing.net_support import RecordingStreamSink
 from pdserve.wire.codec import encode
 from pdserve.worker.disagg.queue import connection as connection_module
 from tests.net.world import virtually
+from tests.support.net_support import RecordingStreamSink
 from tests.worker.disagg.queue.world import Heard, item, world
 
 if TYPE_CHECKING:

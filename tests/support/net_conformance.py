@@ -38,7 +38,9 @@ from pdserve.errors import (
 )
 from pdserve.ids import NodeId
 from pdserve.net.settings import NetSettings
-from pdserve.testing.net_support import (
+from pdserve.wire.codec import encode
+from pdserve.wire.limits import Limits
+from tests.support.net_support import (
     ECHO,
     HANG,
     REFUSE,
@@ -47,8 +49,6 @@ from pdserve.testing.net_support import (
     RecordingStreamSink,
     node,
 )
-from pdserve.wire.codec import encode
-from pdserve.wire.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
