@@ -87,11 +87,11 @@ def _make_parser() -> Parser:
     url = environ.get("PDSERVE_URL", DEFAULT_URL)
     add("--url", default=url, metavar="URL", help=f"The server. [{url}]")
     key = environ.get("PDSERVE_API_KEY", "")
-    add("--api-key", default=key, metavar="KEY", help="If the server asks for one.")
+    add("--api-key", default=key, metavar="KEY", help="If the server requires one.")
     add("--model", default="", metavar="NAME", help="[the first one served]")
     add("--system", default="", metavar="TEXT", help="System message.")
-    add("--temperature", type=float, metavar="X", help="0 is always the likeliest token.")
-    add("--max-tokens", type=int, metavar="N", help="Length of an answer at most.")
+    add("--temperature", type=float, metavar="X", help="0: always the most likely token.")
+    add("--max-tokens", type=int, metavar="N", help="Maximum tokens of an answer.")
     add("--seed", type=int, metavar="N", help="Same seed, same answer.")
     return parser
 

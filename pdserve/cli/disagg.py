@@ -38,12 +38,15 @@ def run(arguments: list[str]) -> int:
     confirmed."""
     parser = Parser(
         "pdserve disagg",
-        "Say where decode workers have prompts computed from now on, until they restart:\n\n"
-        f"{_MEANING}",
+        f"Change where decode workers have prompts prefilled, until they restart:\n\n{_MEANING}",
     )
     parser.own.add_argument("how", metavar="HOW", help=f"One of {', '.join(DISAGG)}.")
     parser.own.add_argument(
-        "--worker", metavar="NODE", action="append", default=[], help="Only this one; repeatable."
+        "--worker",
+        metavar="NODE",
+        action="append",
+        default=[],
+        help="Only this worker; may be repeated.",
     )
     add_options(parser, OPTIONS)
     parsed = parser.parse(arguments)

@@ -47,12 +47,14 @@ def run(arguments: list[str]) -> int:
     parser = Parser("pdserve drain", _DESCRIPTION)
     parser.own.add_argument("nodes", metavar="NODE[,NODE]", nargs="+", help="Names, as in status.")
     parser.own.add_argument(
-        "--wait", action="store_true", help="Return when they are gone, or drained with --stay."
+        "--wait",
+        action="store_true",
+        help="Return when the nodes are gone or, with --stay, drained.",
     )
     parser.own.add_argument(
         "--stay",
         action="store_true",
-        help="Do not end: stay in the cluster, drained, until a signal or another drain.",
+        help="Stay in the cluster, drained, until a signal or another drain.",
     )
     add_options(parser, OPTIONS)
     parsed = parser.parse(arguments)

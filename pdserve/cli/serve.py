@@ -12,7 +12,7 @@ _DESCRIPTION = f"""\
 pdserve {__version__}: serve a large language model over the OpenAI API.
 
   pdserve                                   the bundled model on http://127.0.0.1:8000
-  pdserve serve MODEL --port 9000           another one, elsewhere; or --model MODEL
+  pdserve serve MODEL --port 9000           another model on another port; or --model MODEL
   pdserve --role=router                     a cluster: then --role=worker and --role=frontend,
                                             each with --join 127.0.0.1:7700
 

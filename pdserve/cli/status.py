@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
         "Without --join the router of this machine is asked, at 127.0.0.1:7700.",
     )
     parser.own.add_argument("--json", action="store_true", help="As a JSON object.")
-    url = "Ask a server over HTTP instead: one that is no cluster, such as plain `pdserve`."
+    url = "Ask a server over HTTP instead: one without a cluster, such as plain `pdserve`."
     parser.own.add_argument("--url", metavar="URL", default="", help=url)
     add_options(parser, OPTIONS)
     parsed = parser.parse(arguments)

@@ -55,7 +55,7 @@ class Console(io.TextIOBase):
     def write(self, text: str) -> int:
         """Write `text` above the line of progress."""
         if self._dropped:
-            notice = f"({self._dropped} pieces of log were dropped: nobody was reading)\n"
+            notice = f"({self._dropped} pieces of log were dropped: the output was not read)\n"
             if self._put(notice):
                 self._dropped = 0
         above = self._line and text.endswith("\n")

@@ -92,15 +92,17 @@ def _parser() -> Parser:
         "pdserve bench",
         "Put load on a server of the OpenAI API and report time to first token, inter-token\n"
         "latency, throughput and goodput. Times are measured here; token counts are the server's.",
-        "PDSERVE_URL and PDSERVE_API_KEY stand in for --url and --api-key. Ctrl-C ends it in order "
-        "and reports\nwhat there is.",
+        "PDSERVE_URL and PDSERVE_API_KEY stand in for --url and --api-key. Ctrl-C ends the "
+        "run\nand reports the results so far.",
     )
     _add_target(parser.add_argument_group("target: who is asked"))
     _add_workload(parser.add_argument_group("workload: what is asked"))
     _add_load(parser.add_argument_group("load: when it is asked"))
     output = parser.add_argument_group("output")
     output.add_argument("--slo", metavar="LIMITS", default="", help=_SLO)
-    output.add_argument("--json", metavar="FILE", help="Write every request and number there.")
+    output.add_argument(
+        "--json", metavar="FILE", help="Write every request and all results to this file."
+    )
     output.add_argument("--plot", metavar="FILE", help="Draw a PNG: times, and load over time.")
     output.add_argument("--compare", metavar="FILE", nargs=2, help="Two JSON files side by side.")
     return parser
@@ -116,7 +118,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     url = os.environ.get("PDSERVE_URL", "http://127.0.0.1:8000")
     group.add_argument("--url", default=url, metavar="URL", help=f"The server. [{url}]")
     key = os.environ.get("PDSERVE_API_KEY", "")
-    group.add_argument("--api-key", default=key, metavar="KEY", help="If the server asks for one.")
+    group.add_argument("--api-key", default=key, metavar="KEY", help="If the server requires one.")
     group.add_argument("--model", default="", metavar="NAME", help="[the first one served]")
     group.add_argument(
         "--endpoint",
@@ -124,10 +126,13 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
         help="[chat with --prompts, else completions]",
     )
     group.add_argument(
-        "--timeout", default="600s", metavar="TIME", help="Of one request in all. [600s]"
+        "--timeout", default="600s", metavar="TIME", help="Time limit of a request. [600s]"
     )
     group.add_argument(
-        "--retries", default="0", metavar="N", help="Of what is refused or unreachable. [0]"
+        "--retries",
+        default="0",
+        metavar="N",
+        help="Retries of refused requests, and if unreachable. [0]",
     )
 
 
@@ -142,53 +147,67 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
         "--trace", metavar="FILE", help="JSON lines or CSV, such as Mooncake's and Azure's."
     )
     group.add_argument(
-        "--columns", metavar="NAMES", help="Of a --trace: at=NAME,input=NAME,output=NAME."
+        "--columns", metavar="NAMES", help="Columns of --trace: at=NAME,input=NAME,output=NAME."
     )
     group.add_argument("--input-tokens", metavar="LENGTH", help=_LENGTH + " [512]")
     group.add_argument(
-        "--output-tokens", metavar="LENGTH", help="As above. [128; of a trace: its own]"
-    )
-    group.add_argument("--shared-prefix", metavar="N", help="Tokens before that all share. [0]")
-    group.add_argument(
-        "--ignore-eos", action="store_true", help="Answers are exactly as long as asked for."
-    )
-    group.add_argument("--temperature", type=float, metavar="X", help="Of sampling. [the server's]")
-    group.add_argument(
-        "--vocabulary", default="1000", metavar="N", help="Made-up ids are below. [1000]"
+        "--output-tokens", metavar="LENGTH", help="As above. [128; for a trace its own]"
     )
     group.add_argument(
-        "--seed", metavar="N", help="Of prompts, lengths and arrivals. [drawn, and printed]"
+        "--shared-prefix", metavar="N", help="Additional prefix tokens that all prompts share. [0]"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="Answers have exactly the requested length."
+    )
+    group.add_argument(
+        "--temperature", type=float, metavar="X", help="Sampling temperature. [the server's]"
+    )
+    group.add_argument(
+        "--vocabulary",
+        default="1000",
+        metavar="N",
+        help="Upper bound of synthetic token ids. [1000]",
+    )
+    group.add_argument(
+        "--seed", metavar="N", help="Seed of prompts, lengths and arrivals. [random, and printed]"
     )
 
 
 _LENGTH: Final = (
-    "Of made-up prompts: N, uniform:A:B, normal:MEAN:DEVIATION, lognormal:MEDIAN:SIGMA or "
+    "Length of synthetic prompts: N, uniform:A:B, normal:MEAN:DEVIATION, lognormal:MEDIAN:SIGMA or "
     "exponential:MEAN."
 )
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     kind = group.add_mutually_exclusive_group()
-    kind.add_argument("--concurrency", metavar="N", help="Closed loop: so many callers. [8]")
+    kind.add_argument("--concurrency", metavar="N", help="Closed loop: number of callers. [8]")
     kind.add_argument("--rate", metavar="X", help="Open loop: requests per second.")
     group.add_argument(
         "--arrivals",
         metavar="HOW",
-        help="Of --rate: poisson, even or gamma:SHAPE. [poisson]",
+        help="Arrivals of --rate: poisson, even or gamma:SHAPE. [poisson]",
     )
-    group.add_argument("--speed", metavar="X", help="Of a trace's own moments, so many times. [1]")
+    group.add_argument(
+        "--speed", metavar="X", help="Factor by which a trace's arrivals are sped up. [1]"
+    )
     group.add_argument(
         "--jitter",
         metavar="TIME",
-        help="Put each of these off by up to it; Mooncake's need 3s. [0]",
-    )
-    group.add_argument("--requests", metavar="N", help="In all. [the file's; 100 of made-up ones]")
-    group.add_argument("--duration", metavar="TIME", help="Nothing is sent after it.")
-    group.add_argument(
-        "--warmup", default="2", metavar="N", help="Short requests before, left out. [2]"
+        help="Delay these randomly by up to this; Mooncake's need 3s. [0]",
     )
     group.add_argument(
-        "--max-in-flight", default="1024", metavar="N", help="Open loop: more are dropped. [1024]"
+        "--requests", metavar="N", help="Number of requests. [the file's; 100 synthetic ones]"
+    )
+    group.add_argument("--duration", metavar="TIME", help="No request is sent after this time.")
+    group.add_argument(
+        "--warmup", default="2", metavar="N", help="Short requests before the run, not counted. [2]"
+    )
+    group.add_argument(
+        "--max-in-flight",
+        default="1024",
+        metavar="N",
+        help="Open loop: requests beyond this are dropped. [1024]",
     )
 
 

@@ -65,7 +65,7 @@ def _parser() -> Parser:
     parser = Parser(
         "pdserve simulate",
         "Replay a trace through a virtual cluster: the router, workers and schedulers that serve,\n"
-        "a model of time for an engine, and one seed for all that is drawn.",
+        "a timing model as the engine, and one seed for all random numbers.",
         "With one seed, machine and set of versions the JSON is the same byte by byte.",
     )
     _add_trace(parser.add_argument_group("trace: who asks, and when"))
@@ -74,7 +74,7 @@ def _parser() -> Parser:
     _add_engine(parser.add_argument_group("engine: how long it takes"))
     output = parser.add_argument_group("output")
     output.add_argument("--slo", metavar="LIMITS", default="ttft=1000,cold=2", help=_SLO)
-    output.add_argument("--json", metavar="FILE", help="Write every number there.")
+    output.add_argument("--json", metavar="FILE", help="Write all results to this file.")
     output.add_argument(
         "--plot", metavar="FILE", help="Draw a PNG: time to first token, load, hit rate."
     )
@@ -84,7 +84,7 @@ def _parser() -> Parser:
 _SLO: Final = (
     "A request is good within these limits, such as ttft=500,itl=50: time to first token and mean "
     "gap between tokens, in milliseconds unless a unit is given (ttft=1s). cold=X allows a first "
-    "token X times what its prompt takes on an idle worker besides. [ttft=1000,cold=2]"
+    "token X times the prompt's time on an idle worker in addition. [ttft=1000,cold=2]"
 )
 
 
@@ -96,8 +96,8 @@ def _add_trace(group: argparse._ArgumentGroup) -> None:
     source.add_argument(
         "--generate", metavar="KIND", help="shared-prefix, multi-turn, agentic or unique."
     )
-    _many(group, "--generate-option", "Of what is generated, such as requests=500 or rate=3.")
-    _number(group, "--speed", 1.0, "Arrivals come so many times as fast.")
+    _many(group, "--generate-option", "Option of the generator, such as requests=500 or rate=3.")
+    _number(group, "--speed", 1.0, "Factor by which arrivals are sped up.")
     group.add_argument(
         "--columns",
         metavar="NAMES",
@@ -109,13 +109,13 @@ def _add_trace(group: argparse._ArgumentGroup) -> None:
         metavar="TIME",
         type=_as_duration,
         default="0s",
-        help="Put each arrival off by up to this, such as 3s for Mooncake's traces. [0s]",
+        help="Delay each arrival randomly by up to this, such as 3s for Mooncake's traces. [0s]",
     )
     group.add_argument(
-        "--part", metavar="A:B", default="0:1", help="Only this part of its time. [0:1]"
+        "--part", metavar="A:B", default="0:1", help="Only this part of the trace's time. [0:1]"
     )
-    _count(group, "--limit", 0, "Requests at most; 0: all.")
-    _count(group, "--seed", 0, "Of everything that is drawn.")
+    _count(group, "--limit", 0, "Maximum number of requests; 0: all.")
+    _count(group, "--seed", 0, "Seed of all random numbers.")
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
@@ -123,53 +123,53 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         "--workers",
         metavar="N",
         type=_as_count,
-        help="Workers that do everything by themselves. [4; beside --prefill 0]",
+        help="Number of aggregated workers. [4; with --prefill 0]",
     )
-    _count(group, "--prefill", 0, "Workers that compute prompts for others,")
-    _count(group, "--decode", 0, "and those, which take requests.")
+    _count(group, "--prefill", 0, "Number of prefill workers,")
+    _count(group, "--decode", 0, "and of decode workers, which take requests.")
     _count(group, "--routers", 1, "Routers.")
     _count(group, "--frontends", 1, "Frontends; each asks a router of its own choice.")
     group.add_argument(
         "--size",
         action="store_true",
-        help="Search the fewest workers with which --good of the requests keep --slo. With "
-        "--prefill and --decode both grow in this ratio.",
+        help="Find the smallest number of workers with which --good of the requests meet --slo. "
+        "With --prefill and --decode both numbers grow in this ratio.",
     )
     group.add_argument(
         "--good", metavar="SHARE", type=_as_share, default="99%", help="For --size. [99%%]"
     )
     _count(group, "--most-workers", 256, "For --size: give up above this.")
-    group.add_argument("--policy", metavar="NAME", default="", help="As of a router.")
-    _many(group, "--policy-option", "Of the policy.")
-    _many(group, "--router-option", "Of the router, such as queue-order=fifo.")
+    group.add_argument("--policy", metavar="NAME", default="", help="Routing policy.")
+    _many(group, "--policy-option", "Option of the policy.")
+    _many(group, "--router-option", "Option of the router, such as queue-order=fifo.")
     group.add_argument(
         "--slow",
         metavar="SHARE:FACTOR",
         default="0:1",
-        help="This share of the workers takes so many times as long. [0:1]",
+        help="Share of workers that are slower, and by which factor. [0:1]",
     )
-    _number(group, "--delay", 0.0002, "Seconds from one node to another.")
+    _number(group, "--delay", 0.0002, "Network delay between nodes in seconds.")
 
 
 def _add_handoffs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--disagg", metavar="HOW", default="rule", help="rule, predict, always or never. [rule]"
     )
-    _count(group, "--disagg-min-tokens", 512, "`rule`: prompts with more uncached tokens.")
-    _count(group, "--disagg-max-queue", 10, "`rule`: while no more than this wait.")
+    _count(group, "--disagg-min-tokens", 512, "With rule: only prompts with more uncached tokens.")
+    _count(group, "--disagg-max-queue", 10, "With rule: only while at most this many wait.")
     group.add_argument(
         "--bandwidth",
         metavar="RATE",
         type=_as_rate,
         default="25GB/s",
-        help="At which a worker sends KV, and at which it receives some. [25GB/s]",
+        help="Bandwidth of a worker for KV, in each direction. [25GB/s]",
     )
     group.add_argument(
         "--transfer-latency",
         metavar="TIME",
         type=_as_duration,
         default="20us",
-        help="Of each part that is sent, besides. [20us]",
+        help="Additional latency of each part sent. [20us]",
     )
 
 
@@ -182,9 +182,9 @@ _PRESET: Final = (
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--engine", metavar="NAME", default="sim", help="An engine's name. [sim]")
     group.add_argument("--preset", metavar="NAME", default="", help=_PRESET)
-    _many(group, "--engine-option", "Of the engine.")
-    _number(group, "--noise", 0.0, "Spread of a step's time, as a share of it.")
-    _count(group, "--block-size", 512, "Tokens of a block.")
+    _many(group, "--engine-option", "Option of the engine.")
+    _number(group, "--noise", 0.0, "Random spread of a step's time, as a share of it.")
+    _count(group, "--block-size", 512, "Tokens per KV block.")
     _count(group, "--kv-tokens", 500_000, "Tokens that a worker's pool holds.")
     _count(group, "--max-batch-tokens", 2048, "Tokens of a step.")
     _count(group, "--max-sequences", 256, "Sequences of a step.")

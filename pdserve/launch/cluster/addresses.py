@@ -62,7 +62,9 @@ class ClusterConfig:
             told = advertised(self.advertise, "127.0.0.1:0")
             _check("advertise", told)
             if split(told)[0] in _WILDCARDS:
-                raise ConfigError(f"advertise: nobody can dial {self.advertise}; name one address")
+                raise ConfigError(
+                    f"advertise: {self.advertise} cannot be dialled; name one address"
+                )
         for name, value in (("node-name", self.node_name), ("cluster", self.cluster)):
             if value and not _NAME.fullmatch(value):
                 raise ConfigError(
