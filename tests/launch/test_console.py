@@ -89,7 +89,10 @@ def test_a_reader_that_stops_reading_delays_nobody(clock):
         rest = pipe.read(1 << 20).decode().splitlines()
     dropped = 3000 - seen.count(b"\n")
     assert dropped > 1000
-    assert rest[-2:] == [f"({dropped} pieces of log were dropped: the output was not read)", "after"]
+    assert rest[-2:] == [
+        f"({dropped} pieces of log were dropped: the output was not read)",
+        "after",
+    ]
 
 
 def test_a_reader_that_is_gone_disturbs_nobody(clock):
