@@ -36,14 +36,15 @@ PARTS: Final = 0x0101
 """Method number of one-shot bulk streams whose opening body is a `PartReply`."""
 
 _TELLABLE: Final = 32 * 1024
-"""Bytes of a part's chunk that may go between pings; larger ones take the bulk connection."""
+"""Most bytes of a part's chunk that may travel between pings; larger ones take the bulk
+connection."""
 _BULK_TIMEOUT: Final[Seconds] = 10.0
 _BULK_TRIES: Final = 3
 _BULK_TASKS: Final = 64
-"""Chunks on their way at a time; further ones are dropped, and asked for again elsewhere."""
+"""Most chunks being sent at a time; further ones are dropped, and asked for again elsewhere."""
 _FAULT_PAUSE: Final[Seconds] = 1.0
 _IDLE_CHECK: Final[Seconds] = 10.0
-"""Between two looks at whether a link that membership needs no more is idle."""
+"""Interval of checking whether a link that membership no longer needs is idle."""
 
 
 class GossipService:
@@ -137,7 +138,8 @@ class GossipService:
     # ------------------------------------------------------------------ one step
 
     def _step(self, event: ev.Event) -> None:
-        """The machine is not re-entrant: what an effect causes at once waits its turn."""
+        """Pass an event to the machine. It is not re-entrant: events caused by effects wait their
+        turn."""
         if self._closed:
             return
         self._waiting.append(event)
@@ -151,7 +153,7 @@ class GossipService:
         self._arm()
 
     def _take_in(self, event: ev.Event) -> None:
-        """A fault of the machine must not cost the events that wait, nor the next timer."""
+        """Handle one event. A failure must not lose the waiting events, or the next timer."""
         try:
             for effect in self.machine.step(self._loop.time(), event):
                 self._perform(effect)
@@ -187,7 +189,8 @@ class GossipService:
             self._tell(effect)
 
     def _tell(self, effect: ev.Effect) -> None:
-        """A listener's fault must not cost the effects that follow, nor the peer its link."""
+        """Call the listener. A failure must not lose the effects that follow, or the peer's
+        link."""
         try:
             self._on_effect(effect)
         except Exception:
@@ -210,7 +213,7 @@ class GossipService:
             _log.debug("gossip to %s was not sent: %s", effect.node, error)
 
     def _encode(self, message: Message) -> bytes:
-        """One `News` goes to several peers."""
+        """Encode a message; one `News` goes to several peers."""
         if self._encoded[0] is not message:
             self._encoded = (message, encode(message))
         return self._encoded[1]
@@ -239,7 +242,7 @@ class GossipService:
         self._spawn(self._dialled(address), f"gossip dial {address}")
 
     async def _dialled(self, address: str) -> None:
-        """The machine counts on an answer to every dial."""
+        """Report the end of a dial; the machine expects exactly one for each."""
         try:
             link = await self._network.dial(address)
         except Exception as error:
@@ -261,7 +264,7 @@ class GossipService:
             self._step(ev.LinkUp(peer.node, peer.epoch, address))
 
     def _close_idle(self, node: NodeId) -> None:
-        """Others may use the link: it is closed when nothing is under way on it."""
+        """Close a link once nothing is under way on it; others may still use it."""
         self._keep(node)
         link = self._network.link(node)
         if link is None:
@@ -290,7 +293,7 @@ class GossipService:
 
 
 class _Mute:
-    """A sink of streams that carry nothing back."""
+    """A sink for streams that carry nothing back."""
 
     def on_data(self, body: Buffer) -> None:
         pass

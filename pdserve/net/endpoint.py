@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 _SESSION_BYTES: Final = 16
 _RENEW_PAUSE: Final[Seconds] = 5.0
-"""Between two attempts to make a link anew whose key is no longer accepted here."""
+"""Pause between two attempts to renew a link whose key is no longer accepted here."""
 _DUPLICATE: Final = LinkDownReason(
     "duplicate", "another connection between the two nodes took over"
 )
@@ -172,7 +172,8 @@ class Endpoint:
         return guest.link
 
     async def _connect(self, guest: _PendingConnection) -> None:
-        """Returns when the handshake is complete. Raises `DialFailed` or one of its kinds."""
+        """Dial; returns when the handshake is complete. Errors: `DialFailed` or one of its
+        kinds."""
         settled = guest.settled = self._loop.create_future()
         # Cancelled in the turn in which the connection was lost, nobody would look at the reason.
         settled.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -193,7 +194,7 @@ class Endpoint:
         settled.result()
 
     def _dial_bulk(self, link: PeerLink) -> None:
-        """A link that we dialled wants a bulk connection."""
+        """Dial the bulk connection of a link that this node has dialled."""
         if link.address and not self._closing and link not in self._bulk_dials:
             self._bulk_dials.add(link)
             _ = self._spawn(self._connect_bulk(link), f"dial bulk {link.peer.node}")
@@ -355,7 +356,7 @@ class Endpoint:
         return link
 
     def _install(self, link: PeerLink, verdict: Verdict) -> None:
-        """Carry out what `resolve` decided."""
+        """Carry out the decision of `resolve`."""
         old = self._links.get(link.peer.node)
         if verdict is Verdict.YIELD:
             link.retire(_DUPLICATE, GoAwayCode.DUPLICATE)
@@ -395,12 +396,13 @@ class Endpoint:
             _ = self._spawn(self._renew(link), f"renew {link.peer.node}")
 
     def _is_current(self, link: PeerLink) -> bool:
-        """It is the link to its peer, and stays so."""
+        """True if this is the link to its peer, and will stay so."""
         known = self._links.get(link.peer.node) is link
         return known and not link.retiring and link.down is None
 
     async def _renew(self, link: PeerLink) -> None:
-        """Until the link is replaced, or ends: the peer's file may change a little later."""
+        """Dial again until the link is replaced or ends; the peer's key file may change a little
+        later."""
         while self._is_current(link) and link.key not in self._keys():
             try:
                 await self.dial(link.address)
@@ -413,7 +415,7 @@ class Endpoint:
             await asyncio.sleep(_RENEW_PAUSE)
 
     def _revoke(self, link: PeerLink) -> None:
-        """Its peer has not shown a key that is accepted, in all that time."""
+        """End a link whose peer has not shown an accepted key in time."""
         if link.down is not None or link.key in self._keys():
             return
         if self._links.get(link.peer.node) not in (link, None):
@@ -456,7 +458,7 @@ class Endpoint:
         self.timers.close()
 
     async def _until(self, met: Callable[[], bool], deadline: Seconds) -> None:
-        """Wait until `met`, which links and transports that go away may change."""
+        """Wait until `met` is true; it is checked whenever a link or a transport ends."""
         while not met() and (left := deadline - self._loop.time()) > 0:
             self._closer = self._loop.create_future()
             await asyncio.wait({self._closer}, timeout=left)

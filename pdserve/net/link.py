@@ -58,11 +58,11 @@ request (below `taken`, it has left this process), the deadline, and the handler
 answer."""
 
 _LONGEST: Final = 0xFFFF_FFFF
-"""Milliseconds that fit the header: 49 days."""
+"""Longest timeout in milliseconds that the header can hold: 49 days."""
 _UNSERVED: Final = "method {} is not served"
-"""How a peer of release 0.1 says `NoMethod`, as a `ProtocolError`."""
+"""The text with which a peer of release 0.1 reports `NoMethod`, as a `ProtocolError`."""
 _RECHECK: Final[Seconds] = 0.02
-"""How often a retiring link looks whether it may close: that happens once in its life."""
+"""Interval at which a retiring link checks whether it may close."""
 
 
 class PeerLink:
@@ -192,7 +192,7 @@ class PeerLink:
         return NoMethod(error.message)
 
     def _withdraw(self, call: int, heir: LateAnswerHandler | None) -> None:
-        """Wait no more; the answer may be on its way all the same."""
+        """Cancel an own request; its answer may already be on its way."""
         asking: PendingRequest | None = None
         if heir is not None:
             future: asyncio.Future[Buffer] = self._create_future()
@@ -210,7 +210,8 @@ class PeerLink:
             late(answer)
 
     def _expire_asking(self, now: Seconds) -> Seconds:
-        """Stop waiting for answers that are late: the peer is told, what it sends is dropped."""
+        """End own requests that are past their deadlines: the peer is told, and late answers are
+        dropped."""
         earliest = inf
         for call, asking in tuple(self.connection.calls.items()):
             if asking is None:
@@ -225,7 +226,7 @@ class PeerLink:
         return earliest
 
     def _keep(self, serving: LinkCall) -> None:
-        """The handler will answer later: from now on the deadline is ours to watch."""
+        """The handler will answer later: watch the request's deadline."""
         if self.down is not None:
             serving.cancelled()
             return
@@ -314,7 +315,7 @@ class PeerLink:
     # ------------------------------------------------------------------ the bulk connection
 
     async def _wait_bulk(self, deadline: Seconds) -> ConnectionDriver:
-        """The bulk connection, asked for if nobody has yet."""
+        """Wait for the bulk connection; it is requested if it was not yet."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         if self.down is not None:
             raise LinkLost("the link is closed", sent=False)
@@ -356,7 +357,7 @@ class PeerLink:
         self._wake_bulk()
 
     def _bulk_lost(self, shell: ConnectionDriver, error: BaseException | None) -> None:
-        """A bulk connection is gone; its streams end, the link goes on."""
+        """The bulk connection has ended: its streams end, the link goes on."""
         shell.rules = IGNORE
         if self.bulk is shell:
             self.bulk = None
@@ -386,7 +387,8 @@ class PeerLink:
         }
 
     def _bulk_rules(self, shell: ConnectionDriver) -> Mapping[type, Callable[[Any], None]]:
-        """Only streams: requests would escape the accounting of the control connection."""
+        """Rules that allow only streams: requests would escape the control connection's
+        accounting."""
 
         def refuse(event: ev.Event) -> None:
             _log.warning("%r: %s on the bulk connection", self, type(event).__name__)
@@ -503,14 +505,14 @@ class PeerLink:
         shell.dispatch(shell.connection.place(destination))
 
     def _sink_failed(self, stream: LinkStream, error: Exception) -> None:
-        """A reader that fails ends its own stream, nobody else's."""
+        """A sink has raised: end its stream only."""
         self._strike(error)
         if not isinstance(error, PdserveError):
             _log.error("%r: the reader of a stream failed", self, exc_info=error)
         stream.abort(error)
 
     def _strike(self, error: Exception) -> None:
-        """A body that could not be decoded: one may be a bug, several are a peer gone wrong."""
+        """Count a body that could not be decoded: one may be a bug, several mean a faulty peer."""
         if not isinstance(error, ProtocolError) or isinstance(error, NoMethod):
             return
         now, settings = self.now(), self._settings
@@ -641,7 +643,7 @@ class PeerLink:
     # ------------------------------------------------------------------ keepalive
 
     def _keepalive(self) -> None:
-        """Ask a silent peer for a sign of life; give it up after `silent_after`."""
+        """Ping a silent peer; end the link after `silent_after`."""
         if self.down is not None:
             return
         interval = self._settings.ping_after
@@ -682,13 +684,13 @@ class PeerLink:
 
 
 def _inherit(heir: LateAnswerHandler, ended: asyncio.Future[Buffer]) -> None:
-    """An error says that there was no answer."""
+    """An error that says that there was no answer."""
     if not ended.cancelled() and ended.exception() is None:
         heir(ended.result())
 
 
 def _of(wire: StreamState) -> LinkStream:
-    """Our record of a wire's stream."""
+    """The link's record of a stream of the wire protocol."""
     stream = wire.context
     assert type(stream) is LinkStream
     return stream

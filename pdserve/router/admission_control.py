@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _LONGEST: Final[Seconds] = 60.0
-"""Nobody is sent away for longer: predictions do not reach far."""
+"""Longest Retry-After: predictions do not reach further."""
 HOPELESS: Final = 0.05
 """A first token that is less likely than this to be in time counts as impossible."""
 WORTH: Final = 0.85

@@ -40,11 +40,11 @@ AGEING: Final = 0.3
 ORDERS: Final = ("sjf", "fifo")
 _MICRO: Final = 1_000_000
 _NEWEST: Final = 1 << 62
-"""A number after those of all that have arrived."""
+"""A number above those of all requests that have arrived."""
 _ENTRY_BYTES: Final[Bytes] = 1024
-"""Of a held question beyond its texts."""
+"""Memory of a held request besides its texts."""
 _IDLE_TENANTS: Final = 4096
-"""Tenants without questions whose share is remembered, for each band."""
+"""Tenants without requests that each band remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +99,15 @@ class QueuedRequest:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One tenant's questions in one band."""
+    """One tenant's requests in one band."""
 
     name: str
     virtual: float
     """Seconds per weight that it was served, on the band's scale: its next start tag."""
     weight: float = 1.0
-    """Of its newest question."""
+    """The weight in its newest request."""
     micros: int = 0
-    """Predicted work of its questions."""
+    """Predicted work of its requests, in microseconds."""
     items: SortedDict[tuple[float, int], QueuedRequest] = field(default_factory=SortedDict)
 
     def add(self, key: float, item: QueuedRequest) -> None:
@@ -125,7 +125,7 @@ class _Tenant:
 
 
 class _Band:
-    """The questions of one priority."""
+    """The requests of one priority."""
 
     def __init__(self) -> None:
         self.active: SortedDict[tuple[float, str], _Tenant] = SortedDict()
@@ -152,7 +152,7 @@ class _Band:
             self._retire(tenant)
 
     def serve(self, key: float, item: QueuedRequest) -> None:
-        """Remove it and charge its tenant."""
+        """Remove a request and charge its tenant."""
         tenant = self.tenants[item.question.tenant]
         tenant.discard(key, item)
         self.virtual = max(self.virtual, tenant.virtual)
@@ -177,7 +177,7 @@ class _Band:
 
     @property
     def micros(self) -> int:
-        """Predicted work of all."""
+        """Predicted work of all requests, in microseconds."""
         return sum(tenant.micros for tenant in self.tenants.values())
 
     def ahead(self, key: float, question: RouteRequest) -> float:

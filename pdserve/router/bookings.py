@@ -50,11 +50,11 @@ _COUNTER_BITS = 32
 _PART_BITS = 31
 _MICRO = 1_000_000
 _NEWEST = 0.1
-"""Weight of one observation in a mean of the last ones."""
+"""Weight of a new observation in a moving average."""
 _TRUSTED: Final[Seconds] = 0.3
-"""A busy router's word is as good as new for so long,"""
+"""A busy router's news counts in full for this many seconds after it was last heard."""
 _WORTHLESS: Final[Seconds] = 1.0
-"""and worth nothing after this; between the two it loses weight evenly."""
+"""After this many seconds it counts for nothing; in between, its weight falls evenly."""
 _WINDOW: Final[Seconds] = 180.0
 _BUCKETS: Final = 12
 
@@ -170,7 +170,7 @@ class _Window:
         self.sum += amount
 
     def pass_to(self, now: Seconds) -> bool:
-        """Forget what is too old; True if that was anything."""
+        """Drop old buckets; True if there were any."""
         at = int(now * _BUCKETS / _WINDOW)
         if at <= self.at:
             return False
@@ -184,34 +184,34 @@ class _Window:
 
 @dataclass(slots=True)
 class _Account:
-    """One worker's life: what is charged to it, and what it says that it holds."""
+    """One worker's life: the bookings charged to it, and the requests that it says it holds."""
 
     epoch: Epoch
     open: dict[int, Booking] = field(default_factory=dict)
     sequences: int = 0
     prompt_tokens: int = 0
-    """Of all in `open`."""
+    """Prompt tokens of all bookings in `open`."""
 
     fresh: set[int] = field(default_factory=set)
-    """Ids it holds since its last report, bookings known here or not."""
+    """Requests that it holds since its last report, booked here or not."""
     reported: set[int] = field(default_factory=set)
-    """Ids it holds and its last report contains."""
+    """Requests that it holds and that its last report contains."""
     reported_sequences: int = 0
     reported_tokens: int = 0
-    """Of those in `open` that are in `reported`."""
+    """Prompt tokens of bookings that are in `open` and in `reported`."""
     left: int = 0
-    """Sequences in the last report that have been let go since."""
+    """Sequences in the last report that have ended since."""
 
     started: set[int] = field(default_factory=set)
-    """Ids it holds whose first token has come."""
+    """Requests that it holds and whose first token has come."""
     strangers: set[int] = field(default_factory=set)
-    """Ids it holds without a first token, and not in `open`."""
+    """Requests that it holds without a first token and that are not in `open`."""
     prefill: dict[int, Booking] = field(default_factory=dict)
-    """Of `open`, those without a first token, in the order in which they came."""
+    """Bookings in `open` without a first token, oldest first."""
     prefill_sequences: int = 0
     prefill_tokens: int = 0
     work: int = 0
-    """Of all in `prefill`."""
+    """Predicted work of all in `prefill`, in microseconds."""
     head_since: Seconds = 0.0
     """Since when the first in `prefill` is the first."""
     window: _Window = field(default_factory=_Window)
@@ -234,7 +234,7 @@ class _Account:
             self.work += booking.work
 
     def discharge(self, now: Seconds, booking: Booking) -> bool:
-        """False if it was not charged (any more)."""
+        """Remove a booking's charge; False if it was not charged."""
         id = booking.id
         if self.open.get(id) is not booking:
             return False
@@ -245,7 +245,7 @@ class _Account:
         return True
 
     def end_prefill(self, now: Seconds, booking: Booking) -> bool:
-        """False if it had ended."""
+        """Remove a booking from `prefill`; False if it is not there."""
         id, prefill = booking.id, self.prefill
         if id not in prefill:
             return False
@@ -259,7 +259,7 @@ class _Account:
         return True
 
     def start(self, now: Seconds, id: int) -> Booking | None:
-        """The first token of one that it holds has come; its booking, if that is news."""
+        """A held request's first token has come; returns its booking if that is new."""
         if id in self.started:
             return None
         self.started.add(id)
@@ -282,7 +282,7 @@ class _Account:
         self.reported_tokens += sign * booking.prompt_tokens
 
     def report(self) -> None:
-        """A report came: it contains all that the worker holds."""
+        """A report arrived; it contains all that the worker holds."""
         for id in self.fresh:
             if id in self.open:
                 self._add_reported(self.open[id], 1)
@@ -291,13 +291,13 @@ class _Account:
         self.left = 0
 
     def report_lost(self) -> None:
-        """There is no report (any more)."""
+        """The worker's reports no longer arrive."""
         self.fresh |= self.reported
         self.reported.clear()
         self.reported_sequences = self.reported_tokens = self.left = 0
 
     def let_go(self, id: int, sequences: int = 1) -> None:
-        """It no longer holds this one. To be called when nothing is charged for it."""
+        """The worker no longer holds a request. Call it when nothing is charged for it."""
         self.fresh.discard(id)
         if id in self.reported:
             self.reported.discard(id)
@@ -457,7 +457,7 @@ class Bookings:
         return None if booking is None or id in self._unseen else booking
 
     def _blended(self, account: _Account) -> tuple[int, int, int]:
-        """The sums, with each silent peer's part moved towards the own one."""
+        """The sums, with each silent peer's part moved towards this router's own."""
         parts: dict[NodeLife | None, list[int]] = {None: [0, 0, 0]}
         for silent in self._trust:
             parts[silent] = [0, 0, 0]
@@ -661,7 +661,7 @@ class Bookings:
                 return id
 
     def _end(self, booking: Booking, why: BookingEnd) -> None:
-        """The one way out of an own booking."""
+        """The only way in which an own booking ends."""
         del self._own[booking.id]
         self._unseen.pop(booking.id, None)
         asker = booking.asker

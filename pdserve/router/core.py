@@ -79,9 +79,9 @@ __all__ = ["RouterCore", "RouterCounters"]
 _log = logging.getLogger(__name__)
 
 _LOOK_AGAIN: Final[Seconds] = 0.25
-"""While questions wait they are looked at this often, whatever was predicted."""
+"""Interval at which held requests are examined at least, whatever was predicted."""
 _LATE: Final[Seconds] = 0.001
-"""A predicted moment is met when it has surely passed."""
+"""Added to a predicted time, so that it has surely passed."""
 
 
 def _reusable(question: RouteRequest) -> bytes:
@@ -258,7 +258,7 @@ class RouterCore:
         self.predictor.observe(now, seen)
 
     def _predict(self, worker: NodeLife, prompt_tokens: int, cached_tokens: int) -> Seconds:
-        """How long a prompt takes that worker; no time of its own if a prefill worker is sooner."""
+        """Predicted prefill seconds at that worker; 0 if a prefill worker is sooner."""
         name = self.pool.model_of(worker.node)
         cached = min(cached_tokens, max(0, prompt_tokens - 1))
         here = self.predictor.model(name).prefill(prompt_tokens, cached)
@@ -341,8 +341,8 @@ class RouterCore:
         return self._hold(now, asker, question, workers, answer)
 
     def _only_open(self, now: Seconds, question: RouteRequest) -> RoutingState:
-        """What the policy sees of workers that would begin it soon, for a request that has a place
-        where it is. Raises `Overloaded` if there are none, or others wait for them."""
+        """The snapshot of workers that would begin the request soon, for a request that already has
+        a worker. Errors: `Overloaded` if there are none, or if other requests wait for them."""
         state = self._state(now, question)
         work = self._config.hold_work if self._holding(state) else inf
         workers = tuple(worker for worker in state.workers if _open(worker, now, work))
@@ -354,7 +354,7 @@ class RouterCore:
         return replace(state, workers=workers)
 
     def _refuse_hopeless(self, now: Seconds, question: RouteRequest, state: RoutingState) -> None:
-        """Raises `Overloaded` if the client's own limit cannot be kept by anybody."""
+        """Errors: `Overloaded` if no worker can keep the client's limit."""
         queue = self._queues.get(question.model)
         ahead = 0.0
         if queue is not None:
@@ -367,7 +367,7 @@ class RouterCore:
     def _refuse_late(
         self, now: Seconds, question: RouteRequest, state: RoutingState, ahead: Seconds
     ) -> None:
-        """Raises `Overloaded` if that wait, to come or passed, leaves it no fair chance."""
+        """Errors: `Overloaded` if the wait leaves the request too small a chance to be in time."""
         age = max(self.pool.load_age(now, worker.node) for worker in state.workers)
         name = self.pool.model_of(state.workers[0].node)
         alone = chance = best_chance(self.predictor, name, question, state, 0.0, age)
@@ -379,7 +379,7 @@ class RouterCore:
     def _refuse_endless(
         self, now: Seconds, question: RouteRequest, workers: tuple[WorkerView, ...], cost: Seconds
     ) -> None:
-        """Raises `Overloaded` if it would wait for most of its time."""
+        """Errors: `Overloaded` if the request would wait for most of the time to its deadline."""
         queue = self._queues.get(question.model)
         if queue is None or question.deadline is None or question.attempt:
             return  # who was let in before is not sent away
@@ -415,8 +415,8 @@ class RouterCore:
     def _make_room(
         self, now: Seconds, question: RouteRequest, workers: tuple[WorkerView, ...]
     ) -> None:
-        """Raises `Overloaded` at a bound, unless somebody less important can go instead. Who was
-        let in before comes on top: of those there are no more than were placed."""
+        """Errors: `Overloaded` at a bound, unless a request of lower priority can be refused
+        instead."""
         queue = self._queues.get(question.model)
         if queue is None or question.attempt:
             return
@@ -433,7 +433,7 @@ class RouterCore:
     def _least_cost(
         self, now: Seconds, question: RouteRequest, workers: tuple[WorkerView, ...]
     ) -> Seconds:
-        """Predicted time where most of the prompt is cached: what orders the queue."""
+        """Predicted seconds at the worker with the longest cached prefix; orders the queue."""
         found = self.index.find(now, _reusable(question), question.names_id).overlaps
         most = max((found.get(w.node, 0) for w in workers), default=0) if found else 0
         cached = min(most * question.block_size, max(0, question.prompt_tokens - 1))
@@ -446,14 +446,14 @@ class RouterCore:
         return drain_time(now, workers, held, self._config.retry_after)
 
     def _pace(self, now: Seconds, model: str, workers: tuple[WorkerView, ...]) -> float:
-        """Held work that is begun per second."""
+        """Held work that begins per second."""
         pace = self._paces.get(model)
         return len(workers) if pace is None else pace.rate(now, len(workers))
 
     # ------------------------------------------------------------------ one decision
 
     def _candidates(self, now: Seconds, question: RouteRequest) -> tuple[WorkerView, ...]:
-        """Who may take it. Raises what it is refused with."""
+        """Workers that may take the request. Errors: those of its rejection."""
         return self._among(question, self.pool.view(now, question.model))
 
     def _among(self, question: RouteRequest, model: ModelView) -> tuple[WorkerView, ...]:
@@ -464,7 +464,7 @@ class RouterCore:
         return found
 
     def _state(self, now: Seconds, question: RouteRequest) -> RoutingState:
-        """What the policy sees. Raises what the question is refused with."""
+        """The snapshot for the policy. Errors: those of the request's rejection."""
         model = self.pool.view(now, question.model)
         workers = self._among(question, model)
         if self.bookings.full:
@@ -500,7 +500,7 @@ class RouterCore:
         state: RoutingState,
         held: Seconds = 0.0,
     ) -> PlacedRequest:
-        """The policy's choice, charged. Raises `ConfigError` if the policy fails."""
+        """Let the policy choose, and book the worker. Errors: `ConfigError` if the policy fails."""
         chosen = self._choose(question, state)
         worker = NodeLife(chosen.node, chosen.epoch)
         cached = state.cached_tokens(question, chosen)
@@ -534,8 +534,8 @@ class RouterCore:
         return PlacedRequest(booking, routed)
 
     def _choose(self, question: RouteRequest, state: RoutingState) -> WorkerView:
-        """Not `NoWorker` for a failure: frontends would take this router for one that has just
-        joined."""
+        """The policy's choice. A failure is not `NoWorker`: frontends would think that this router
+        has just started."""
         try:
             chosen = self._policy(question, state, self._random)
             _check_offered(chosen, state)
@@ -556,14 +556,15 @@ class RouterCore:
     # ------------------------------------------------------------------ who waits
 
     def _may_go(self, now: Seconds, model: str, state: RoutingState) -> bool:
-        """Somebody is open, or nobody is ever held."""
+        """True if some worker is open, or requests are never held."""
         if not self._holding(state):
             return True
         work = self._config.hold_work
         return any(_open(worker, now, work) for worker in state.workers)
 
     def _holding(self, state: RoutingState) -> bool:
-        """Predictions that are known to be off would only keep workers idle."""
+        """True if requests may be held. Without reliable predictions, holding would only leave
+        workers idle."""
         if self._config.hold_work <= 0:
             return False
         return not self.predictor.poor(self.pool.model_of(state.workers[0].node))
@@ -596,7 +597,7 @@ class RouterCore:
         )
 
     def _drop(self, item: QueuedRequest, error: PdserveError) -> None:
-        """Answer it with an error, unless an answer to another has made it go away."""
+        """Answer a held request with an error, unless it was withdrawn meanwhile."""
         queue = self._queues.get(item.question.model)
         if queue is None or not queue.remove(item):
             return
@@ -612,7 +613,7 @@ class RouterCore:
             del self._queues[model], self._paces[model]
 
     def _let_go(self, now: Seconds, model: str) -> None:
-        """Place the first in order, as long as somebody is open."""
+        """Place held requests in order while some worker is open."""
         self._refuse_impossible(now, model)
         while (queue := self._queues.get(model)) is not None:
             fits = self._fits(now, queue, self.pool.view(now, model))
@@ -624,7 +625,7 @@ class RouterCore:
             self._answer(now, item)
 
     def _everybody(self, wishes: WorkerFilters, view: ModelView) -> WorkerSet:
-        """All that may be chosen; the same object until workers come, go or change."""
+        """All workers that may be chosen; the same object until workers come, go or change."""
         if wishes.everybody is None or wishes.version != view.version:
             wishes.everybody = self._crowd(view.sound, view.doubtful)
             wishes.version = view.version
@@ -635,7 +636,7 @@ class RouterCore:
         return WorkerSet(names, others, self.pool.with_lora)
 
     def _answer(self, now: Seconds, item: QueuedRequest) -> None:
-        """Place one that was taken out of its queue."""
+        """Place a request that was taken out of its queue."""
         held = now - item.arrived
         try:
             state = self._state(now, item.question)
@@ -656,8 +657,8 @@ class RouterCore:
         item.answer(outcome)
 
     def _refuse_impossible(self, now: Seconds, model: str) -> None:
-        """Questions that no worker can take any more need not wait. What can be taken changes only
-        when workers do, and was looked at when the question came."""
+        """Refuse held requests that no worker can take any more. This changes only when workers do;
+        each request was checked when it came."""
         view = self.pool.view(now, model)
         nobody = not (view.sound or view.doubtful)
         queue = self._queues.get(model)
@@ -677,7 +678,7 @@ class RouterCore:
     def _fits(
         self, now: Seconds, queue: AdmissionQueue, view: ModelView
     ) -> Callable[[QueuedRequest], bool] | None:
-        """Whether a question can be placed at once; None: none can."""
+        """Tells whether a held request can be placed now; None: none can."""
         work = self._config.hold_work
         usual = view.sound or view.doubtful
         if self.bookings.full or not usual:
@@ -746,7 +747,7 @@ class RouterCore:
         return [booking for booking in found if booking is not None]
 
     def _group(self, now: Seconds, model: str) -> RebalanceGroup | None:
-        """Who waits and who has room, of one model; None: nobody could move."""
+        """Waiting bookings of a model and workers with room; None: none could move."""
         workers = self.pool.view(now, model).sound
         if len(workers) < 2 or not any(worker.prefills for worker in workers):
             return None
@@ -767,7 +768,7 @@ class RouterCore:
         )
 
     def _waiting(self, now: Seconds, worker: WorkerView) -> Iterator[WaitingBooking]:
-        """Own bookings there that may move: the worker has them, and has not begun them."""
+        """Own bookings at a worker that may move: it has them, and has not begun them."""
         report = self.pool.report_of(worker.node)
         if report is None or not report.waiting:
             return
@@ -834,7 +835,7 @@ class RouterCore:
         )
 
     def _not_now(self, now: Seconds, question: RouteRequest, state: RoutingState) -> str:
-        """Why it would be refused or held; empty: it would go at once."""
+        """Why a request would be refused or held; empty: it would be placed at once."""
         if question.slo_ttft is not None:
             try:
                 self._refuse_hopeless(now, question, state)
@@ -860,12 +861,12 @@ class RouterCore:
 
 
 def _open(worker: WorkerView, now: Seconds, work: Seconds) -> bool:
-    """It has little enough to do."""
+    """True if the worker has less than this much predicted work, and room."""
     return worker.sequences < worker.max_sequences and worker.wait(now) < work
 
 
 def _opening(worker: WorkerView, work: Seconds) -> Seconds | None:
-    """When it will be open, if time alone can do that."""
+    """When the worker will be open if nothing but time changes; None: never."""
     if worker.sequences >= worker.max_sequences or worker.work - 0.9 * worker.head >= work:
         return None
     return worker.as_of + worker.work - work
@@ -875,12 +876,12 @@ _node = attrgetter("node")
 
 _TINY: Final = 1e-9
 _FULL: Final = 0.9
-"""A pool that is used beyond this is no place to move to."""
+"""A worker whose pool is fuller than this gets no moved requests."""
 _NOTHING: Final[Mapping[NodeId, int]] = MappingProxyType({})
 
 
 def _check_time(question: RouteRequest) -> None:
-    """Raises `DeadlineExceeded` for what has no time left."""
+    """Errors: `DeadlineExceeded` if no time is left."""
     if question.deadline is not None and question.deadline <= 0:
         raise DeadlineExceeded("the request's deadline had passed when it reached the router")
 
@@ -894,7 +895,7 @@ def _broken() -> PdserveError:
 
 
 def _check_offered(chosen: WorkerView, state: RoutingState) -> None:
-    """Raise `ValueError` if a policy has named somebody who may not have the question."""
+    """Errors: `ValueError` if the policy chose a worker that it was not offered."""
     workers, node = state.workers, chosen.node
     index = bisect_left(workers, node, key=_node)  # they are sorted
     if index == len(workers) or workers[index].node != node:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["DrainRate"]
 
 _MEMORY: Final[Seconds] = 3.0
-"""What was seen so long ago counts for a third."""
+"""Seconds after which a sample counts for a third."""
 _LEAST: Final = 0.05
-"""Share of what is assumed below which nothing is believed: some seconds in which nothing is begun,
-as after the death of a worker, say little of the minutes to come."""
+"""Least share of the assumed rate: a few seconds without progress, as after a worker's death, say
+little of the next minutes."""
 _DOUBT: Final[Seconds] = 0.5
-"""What is assumed counts as if it had been seen for so long."""
+"""The assumed rate counts like this many seconds of samples."""
 
 
 class DrainRate:

@@ -123,7 +123,7 @@ def explain_eligibility(
 def _why(
     question: RouteRequest, model: ModelView, adapted: Collection[NodeId] | None
 ) -> RejectReason:
-    """Of a model that nobody can take a request for."""
+    """Why no worker can take a request for the model."""
     if not model.known:
         return RejectReason.UNKNOWN_MODEL
     takers = (*model.sound, *model.doubtful)

@@ -75,17 +75,17 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SETTLE: Final[Seconds] = 0.3
-"""A router that has joined hears of workers and their load before frontends ask it."""
+"""Time for a router that has joined to hear of workers and their load before frontends ask it."""
 
 _BEAT: Final[Seconds] = 0.1
-"""A router with work says so this often, that its silence can be told from idleness."""
+"""Interval at which a router with work publishes, so that silence differs from idleness."""
 _BEAT_KEY: Final = booking_key(0)
-"""No booking has this id."""
+"""The key of no booking."""
 _IDLE: Final = b""
 _REBALANCE: Final[Seconds] = 0.25
-"""Between two looks at who had better move."""
+"""Interval of looking for requests to move."""
 _BUSY_FOR: Final[Seconds] = 1.0
-"""After its last decision a router still counts as busy."""
+"""A router counts as busy for so long after its last decision."""
 
 _decode_load = decoder(WorkerLoad)
 _decode_started = decoder(FirstTokenStats)
@@ -181,7 +181,7 @@ class RouterService:
             self._timer = None
 
     def _others(self) -> bool:
-        """Some other router takes questions."""
+        """True if another router accepts requests."""
         routers = self._node.registry.by_role("router")
         return any(m.card is not None and not m.card.draining for m in routers)
 
@@ -219,7 +219,7 @@ class RouterService:
         return placement.routed
 
     def _answer(self, call: IncomingCall, outcome: PlacedRequest | PdserveError) -> None:
-        """Of a question that was held."""
+        """Send the result of a held request."""
         if not isinstance(outcome, PlacedRequest):
             self.refused += 1
             call.fail(outcome)
@@ -245,7 +245,8 @@ class RouterService:
         self._flush_soon()
 
     def _flush_soon(self) -> None:
-        """Other routers hear of it at the end of this turn, with whatever else happens in it."""
+        """Publish to other routers at the end of this turn of the event loop, all changes
+        together."""
         if not self._flushes:
             self._flushes = True
             self._node.call_soon(self._flush)
@@ -299,18 +300,20 @@ class RouterService:
     # ------------------------------------------------------------------ prefill queues
 
     def _prefix_of(self, now: Seconds, item: PrefillItem) -> Mapping[NodeId, int]:
-        """Who has how many leading blocks; the prompt's last token is always computed."""
+        """Cached leading blocks by worker; the prompt's last token is always computed."""
         blocks = (item.prompt_tokens - 1) // item.block_size if item.block_size else 0
         names = item.names[: SHORT_HASH_BYTES * max(0, blocks)]
         return self.core.index.find(now, names, item.names_id).overlaps
 
     def _prefills(self, now: Seconds, item: PrefillItem, worker: QueueStreamId) -> None:
-        """What is computed there counts as cached at once."""
+        """A prefill worker has claimed an item: its blocks count as cached there at once."""
         life = NodeLife(worker.node, worker.epoch)
         try:
             self.core.index.placed(now, life, item.names, item.names_id)
         except Overloaded as error:
-            _log.debug("no prediction for a prefill at %s: %s", worker.node, error)
+            _log.debug(
+                "blocks of a prefill at %s are not counted as cached: %s", worker.node, error
+            )
 
     def _on_queues(self, member: Member, report: QueueReport) -> None:
         self._queues[member.node] = report
@@ -319,7 +322,7 @@ class RouterService:
         self._queues.pop(member.node, None)
 
     def _queue_of(self, model: str) -> QueueState | None:
-        """Whoever owns it: prefill workers are connected to all routers, items wait with one."""
+        """The model's prefill queue, whichever router owns it."""
         own = self.prefill.state(model)
         others = [report.queues.get(model) for report in self._queues.values()]
         known = [state for state in (own, *others) if state is not None and state.workers]
@@ -328,7 +331,7 @@ class RouterService:
     # ------------------------------------------------------------------ who waits
 
     def _stir(self) -> None:
-        """Look at the end of this turn, if that may help anybody."""
+        """Examine held requests at the end of this turn of the event loop, if that may help."""
         if self.core.stirred and not self._looks and self.core.held:
             self._looks = True
             self._node.call_soon(self._look)
@@ -343,7 +346,7 @@ class RouterService:
         self._arm()
 
     def _arm(self) -> None:
-        """Look again when the core says, at the latest."""
+        """Set the timer for the core's next look."""
         when = self.core.next_look(self._node.now())
         if when is None or (self._timer is not None and self._timer_at <= when):
             return
@@ -397,7 +400,7 @@ class RouterService:
         self._tell_index(member)
 
     def _tell_index(self, member: Member) -> None:
-        """Once a worker offers a model, it is known whether it tells what it holds."""
+        """Tell the index whether a worker publishes KV events, once it offers a model."""
         card = member.card
         if card is None:
             return
@@ -407,7 +410,7 @@ class RouterService:
         self._judge_index()
 
     def _judge_index(self) -> None:
-        """Say which workers' content is guessed."""
+        """Report a degradation for workers without KV events."""
         blind = frozenset(self.core.index.approximate)
         if blind != self._blind:
             self._blind = blind
@@ -467,7 +470,7 @@ class RouterService:
         self._stir()
 
     def _beat(self) -> None:
-        """Say that there is work here, and see who has fallen silent."""
+        """Publish that this router has work, and check which routers have fallen silent."""
         self._node.timers.call_later(_BEAT, self._beat)
         now, bookings = self._node.now(), self.core.bookings
         bookings.judge_peers(now)
@@ -482,7 +485,7 @@ class RouterService:
             self._flush_soon()
 
     def _note_degraded(self) -> None:
-        """What runs poorer than it could, once when it begins and once when it ends."""
+        """Report degradations as they begin and end."""
         predictor = self.core.predictor
         poor = (predictor.poor(each.model) for each in predictor.calibration())
         full = f"blocks of some workers are not indexed: {self._config.index_max_blocks} are known"

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["WorkerFilter", "WorkerFilters", "WorkerSet", "filter_bytes"]
 
 _NAME_BYTES: Final[Bytes] = 160
-"""Of a name in a question beyond its letters: the text's head, a place in a tuple and in a set."""
+"""Memory of a name in a request besides its letters: the string's header, a place in a tuple and in
+a set."""
 
 _Key = tuple[frozenset["NodeId"], frozenset["NodeId"], str]
 

@@ -51,11 +51,11 @@ SECRET_BYTES: Final = 32
 """Length of a drawn secret."""
 
 _PATIENCE: Final[Seconds] = 2.0
-"""For one node to give its secret."""
+"""Longest wait for one node to send its secret."""
 _RETRY: Final[Seconds] = 1.0
-"""Before the next is asked."""
+"""Pause before the next node is asked."""
 _HUSH: Final[Seconds] = 3.0
-"""A drawn secret is told after this at the latest, though some cards are still missing."""
+"""A drawn secret is published after this at the latest, even if some cards are missing."""
 _COMPLAIN: Final = 3
 """Failures in a row after which the wait is a degradation."""
 
@@ -187,7 +187,7 @@ class HashSecrets:
     # ------------------------------------------------------------------ the others
 
     def _on_member(self, event: MemberEvent) -> None:
-        """Whatever concerns cards: who appears has none yet, whose card is gone offers nothing."""
+        """A change of cards: a new member has none yet, and a card that is gone offers nothing."""
         if not isinstance(event, MemberChanged) or event.member.card is not event.before.card:
             self._look()
 
@@ -215,7 +215,7 @@ class HashSecrets:
             _ = self._node.tasks.spawn(self._fetch(holder, best), "hash secret")
 
     async def _fetch(self, holder: NodeId, claim: SecretClaim) -> None:
-        """Ask one; whatever comes of it, look again."""
+        """Ask one node, then reconsider whatever the result."""
         try:
             link = await self._node.link(holder, timeout=_PATIENCE)
             answer = await link.request(SECRET, HashSecretQuery(claim.id), timeout=_PATIENCE)
@@ -245,7 +245,7 @@ class HashSecrets:
         self._node.timers.call_later(_RETRY, self._look)
 
     def _turn(self, secret: bytes, claim: SecretClaim) -> None:
-        """It came; maybe too late to be the best."""
+        """A secret has arrived; adopt it if it is still the best."""
         offers = offers_of(self._node.registry)
         own = self._claim
         given = own is not None and own.birth == GIVEN
@@ -271,7 +271,8 @@ class HashSecrets:
         self._node.publish_names(self._claim.id, self._claim.birth)
 
     def _judge(self, offers: SecretOffers) -> None:
-        """Files that differ divide the cluster, and nobody but a person can mend that."""
+        """Report a degradation if files differ: this divides the cluster, and only an operator can
+        mend it."""
         rivals = tuple(offers.rivals(self._claim))
         if rivals == self._complaint:
             return

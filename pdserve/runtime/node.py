@@ -71,7 +71,7 @@ _HOPELESS: Final[dict[type[DialFailed], str]] = {
     NoCommonVersion: "use the same version of pdserve",
     WrongPeer: "give each node a --node-name of its own",
 }
-"""What a seed may answer that no waiting cures, and what does."""
+"""Errors of a seed that no waiting cures, with the remedy."""
 _CARD_LIMIT: Final = 8192
 
 
@@ -230,7 +230,7 @@ class Node:
         _log.debug("%s joined as life %d", self.id, self._epoch)
 
     def _give_up(self, error: BaseException) -> bool:
-        """End a `start` that still waits with `error`; False if none does."""
+        """End a `start` that still waits, with `error`; False if there is none."""
         if self._joined.done():
             return False
         self._joined.set_exception(error)
@@ -336,7 +336,7 @@ class Node:
         return waiting.result()
 
     def _stop_fetching(self, reason: str) -> None:
-        """No life is left that could settle them."""
+        """Fail all fetches: no life is left that could complete them."""
         for hash in tuple(self._fetching):
             self._part_settled(hash, LinkLost(reason, sent=False))
 
@@ -348,7 +348,7 @@ class Node:
         return self._life
 
     async def _begin(self, epoch: Epoch, start: ev.StartGossip) -> None:
-        """A new life: listen first, since its address is part of its identity."""
+        """Begin a life. It listens first, since the address is part of the node's identity."""
         self._epoch = epoch
         life = _Life(self, epoch)
         try:
@@ -364,7 +364,8 @@ class Node:
         life.gossip.start(start)
 
     async def _rejoin(self, effect: ev.Rejoin) -> None:
-        """Others hold this life for dead and have dropped all it held; drop it here too."""
+        """Peers have declared this life dead and dropped its state; drop it here too, and begin
+        another."""
         old, self._life = self._life, None
         self.registry.clear("own rejoin")
         self._stop_fetching("this node begins another life")
@@ -490,7 +491,8 @@ class Node:
         opened(stream, body)
 
     def _hear_gossip(self, link: Link, body: Buffer) -> None:
-        """Between two lives links end, and what still comes on them is nobody's."""
+        """Pass a gossip message to the present life. Between two lives, messages on old links are
+        dropped."""
         if self._life is not None:
             self._life.gossip.told(link, body)
 

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["StatusService"]
 
 _PATIENCE: Final[Seconds] = 1.0
-"""For all others together; whoever has not answered by then is listed with the reason."""
+"""Timeout of all reports together; a node without a report by then is listed with the reason."""
 _MARGIN: Final[Seconds] = 0.25
-"""Kept of the asker's own deadline for the way back."""
+"""Part of the request's deadline that is kept for the way back."""
 _AT_ONCE: Final = 64
-"""Members asked at a time: each may be a connection to be made."""
+"""Most members asked at a time: each may need a new connection."""
 _ASKERS: Final = 16
-"""Views under way at a time; one more is refused."""
+"""Most views under way at a time; one more is refused."""
 
 
 class StatusService:

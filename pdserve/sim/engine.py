@@ -226,7 +226,7 @@ class VirtualTimeEngine:
             _ = core.close()
 
     def _cut_off(self) -> None:
-        """What its devices had not sent is not sent any more."""
+        """Its fake devices send nothing more."""
         if self._fabric is not None and self._key is not None:
             self._fabric.kill(self._key)
 
@@ -396,7 +396,8 @@ class VirtualTimeEngine:
     # ------------------------------------------------------------------ steps
 
     def _arm(self) -> None:
-        """A timer that is set for later, such as for a deadline, does not hold up new work."""
+        """Set the timer of the next step; a later one, such as for a deadline, does not delay new
+        work."""
         core = self._core
         if core is None:
             return
@@ -437,7 +438,7 @@ class VirtualTimeEngine:
             self._tell_prefill(event)
 
     def _spoilt(self, event: Event) -> bool:
-        """A transfer has brought other bytes than it was given."""
+        """True if a transfer has brought wrong bytes although no fault was injected."""
         wrong = isinstance(event, AttemptLost) and event.kind == TransferCorrupt.__name__
         return wrong and self._fabric is not None and not self._fabric.counts["wrong"]
 
@@ -472,7 +473,7 @@ class VirtualTimeEngine:
 
 class _InlineMover(LoopKvConnector):
     dead = False
-    """Its process was killed: nothing of it runs any more."""
+    """True once its process was killed: it does nothing any more."""
 
     def revoke(self, key: AttemptKey) -> None:
         if not self.dead:

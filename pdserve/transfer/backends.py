@@ -38,7 +38,7 @@ BACKEND_ORDER: Final = ("rdma", "cuda_ipc", "shm", "tcp")
 ADAPTERS: Final = Path("/sys/class/infiniband")
 INTERFACES: Final = Path("/sys/class/net")
 _SAMPLE: Final = 8 << 20
-"""Bytes: more than the caches of a core hold."""
+"""Bytes copied to measure the copy rate: more than a core's caches hold."""
 
 TransportFactory = Callable[["NodeLife", "Sequence[Region]", "CallPeer"], "KvTransport"]
 
@@ -128,7 +128,7 @@ def make_backends(spec: TransferSpec) -> list[TransferBackend]:
 
 
 class _Rdma:
-    """Of one engine: its pools are registered once, for all lives of its node."""
+    """The RDMA adapters of one engine: its pools are registered once, for all lives of its node."""
 
     def __init__(self, spec: TransferSpec) -> None:
         self._spec = spec
@@ -186,7 +186,7 @@ class _Rdma:
 
 
 def _rdma_rate() -> float:
-    """Of the fastest adapter, by what the kernel says of its ports."""
+    """Rate of the fastest adapter, by what the kernel says of its ports."""
     rates = [0.0]
     for file in ADAPTERS.glob("*/ports/*/rate"):
         try:
@@ -200,7 +200,7 @@ def _rdma_rate() -> float:
 
 
 def _this_host() -> tuple[str, ...]:
-    """Sockets and descriptors pass within one kernel, network namespace and user."""
+    """The place of backends that need one kernel, network namespace and user."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         network = os.stat("/proc/self/ns/net").st_ino
@@ -238,7 +238,8 @@ def _lacking_shm(regions: Sequence[Region]) -> str:
 
 @functools.cache
 def _copy_rate() -> float:
-    """What one thread of this machine copies in memory, measured once per process."""
+    """Bytes per second that one thread of this machine copies in memory, measured once per
+    process."""
     source, destination = bytearray(_SAMPLE), bytearray(_SAMPLE)
     destination[:] = source  # pages are there from now on
     begin = time.perf_counter()
@@ -295,5 +296,5 @@ def _tcp_rate(spec: TransferSpec) -> float:
 
 
 def _in_build(module: str) -> bool:
-    """A build may leave a back end out."""
+    """True if this build has the backend."""
     return importlib.util.find_spec(module) is not None

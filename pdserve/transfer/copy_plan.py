@@ -181,7 +181,7 @@ def plan_block(source: RankKvLayout, destination: RankKvLayout, layers: Layers) 
 def _layers_to_send(
     source: RankKvLayout, destination: RankKvLayout, layers: Layers
 ) -> Iterator[int]:
-    """The shared layers, of which replicas of a head divide the work."""
+    """The layers that both ends hold and this rank sends; replicas of a head divide them."""
     first = max(layers[0], source.first_layer, destination.first_layer)
     last = min(layers[1], _all_layers(source)[1], _all_layers(destination)[1])
     copies = max(1, source.tp // source.heads)
@@ -192,13 +192,13 @@ def _layers_to_send(
 
 
 def _offset(layout: RankKvLayout, layer: int, kv: int, head: int) -> Bytes:
-    """Of a head inside a block; `layer` counts over all ranks, `head` on this one."""
+    """Offset of a head inside a block; `layer` counts over all ranks, `head` on this one."""
     row = (layer - layout.first_layer) * 2 + kv
     return (row * len(heads_of(layout)) + head) * _head_bytes(layout)
 
 
 def _merged(spans: list[CopySpan]) -> Iterator[CopySpan]:
-    """Neighbours at both ends become one."""
+    """Merges spans that are neighbours at both ends."""
     last: CopySpan | None = None
     for span in spans:
         if last is None:
@@ -291,7 +291,7 @@ _bind = _bind_native if accel.NATIVE else bind_blocks_pure
 
 
 def _bind_whole(size: Bytes, source: Sequence[int], destination: Sequence[int]) -> CopyRuns:
-    """Of neighbours in both lists only the first begins a run."""
+    """Runs of whole blocks; neighbours in both lists become one run."""
     count = len(source)
     if not count:
         return CopyRuns(array("q"), array("q"), array("q"))

@@ -115,18 +115,19 @@ class PathBase:
     # ------------------------------------------------------------------ what back ends bring
 
     def _begin(self, outgoing: Delivery) -> None:
-        """Move the bytes, then notify; `settle` when done. May raise `PlanError`, `Overloaded`."""
+        """Start to move the bytes and to notify; `settle` follows. Errors: `PlanError`,
+        `Overloaded`."""
         raise NotImplementedError
 
     def _abandon(self, key: DeliveryKey) -> None:
-        """A delivery under way is not wanted any more: end it soon, by `settle`."""
+        """End a delivery soon, through `settle`: it is no longer wanted."""
 
     def _mark(self) -> object:
-        """Another value whenever deliveries made progress."""
+        """A value that changes whenever deliveries make progress."""
         return self._stats.parts_delivered, self._stats.deliveries_failed
 
     async def _fence(self, granted: GrantEntry, timeout: Seconds) -> None:
-        """Return when nothing can be written for this grant any more. Raises `PdserveError`."""
+        """Return when nothing can be written for this grant any more. Errors: `PdserveError`."""
         raise NotImplementedError
 
     async def _destroy(self) -> None:
@@ -135,7 +136,7 @@ class PathBase:
         raise NotImplementedError
 
     def _farewell(self, reason: str) -> None:
-        """The path has ended here; where the peer does not see that by itself, tell it."""
+        """Tell the peer that the path has ended, if it does not notice by itself."""
 
     # ------------------------------------------------------------------ the destination
 
@@ -250,7 +251,7 @@ class PathBase:
         return Delivery(ticket, part.number, done, share, self.out.size(share))
 
     def _watch(self) -> None:
-        """See to it that a peer that does nothing more is noticed."""
+        """Set the timer that detects a peer without progress."""
         if self.patience and self._watching is None and self.outgoing:
             loop = asyncio.get_running_loop()
             self._watching = loop.call_later(self.patience, self._look, self._mark())

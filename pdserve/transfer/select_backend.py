@@ -48,7 +48,7 @@ class BackendChoice:
 
 @dataclass(slots=True)
 class _Record:
-    """How a back end did with a peer lately."""
+    """Recent failures of one backend with one peer."""
 
     failures: int = 0
     """Failures in a row."""

@@ -126,7 +126,7 @@ class TransportBase:
             raise TransferTimeout.at("", self._name(peer), "connect", reason) from None
 
     def _connected(self, peer: NodeLife, task: asyncio.Task[PathBase]) -> None:
-        """Whoever waits hears how it ended; if nobody does any more, it is heard here."""
+        """An attempt to connect has ended; reads its error, which may have no other reader."""
         del self._connecting[peer]
         if not task.cancelled():
             task.exception()
@@ -169,7 +169,7 @@ class TransportBase:
     async def _asked(
         self, peer: NodeLife, control: TransferControl, timeout: Seconds
     ) -> TransferControl:
-        """The answer; a refusal is told from this side."""
+        """The peer's answer; its refusal is raised from this node's view."""
         try:
             return await self.ask(peer, control, timeout)
         except TransferError as error:
@@ -177,7 +177,7 @@ class TransportBase:
             raise type(error).at("", self._name(peer), "connect", reason) from error
 
     async def _say_ready(self, path: PathBase, timeout: Seconds) -> None:
-        """The peer may use the path from now on; it may do so before the answer is here."""
+        """Tell the peer that it may use the path; it may do so before its answer is here."""
         try:
             await self._asked(path.peer, PathReady(path.remote), timeout)
         except BaseException:
@@ -185,7 +185,7 @@ class TransportBase:
             raise
 
     def _rise(self, path: PathBase) -> None:
-        """The path is in use. Those to earlier lives of the peer end: nobody is there any more."""
+        """The path is in use: end the paths to earlier lives of the peer."""
         if path.down is None:
             self._up[path.peer] = path
         for other in list(self._paths.values()):
@@ -212,7 +212,7 @@ class TransportBase:
     # ------------------------------------------------------------------ courtesies
 
     def _tell_soon(self, path: PathBase, control: TransferControl) -> None:
-        """Let the peer know, if it can still be reached; nobody waits for it."""
+        """Send the peer a message in the background, if it can still be reached."""
         if path.remote:
             task = asyncio.get_running_loop().create_task(self._tell(path, control))
             self._telling.add(task)

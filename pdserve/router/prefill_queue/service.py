@@ -56,11 +56,11 @@ _log = logging.getLogger(__name__)
 _WINDOW: Final = 4 << 20
 """Credit for a worker's messages."""
 _MOST_WAITING: Final = 16_384
-"""Messages for a worker that does not read; one more cuts it off."""
+"""Most messages for a worker that does not read; one more ends its stream."""
 _REPORT: Final[Seconds] = 0.05
-"""Between two reports."""
+"""Least time between two reports."""
 _MOST_MODELS: Final = 256
-"""Queues; an item of one more model is refused."""
+"""Most queues; an item of one more model is refused."""
 
 _decode: Callable[[Buffer], ToQueue] = decoder(cast("Any", ToQueue))
 
@@ -240,7 +240,7 @@ class PrefillQueueService:
             self._node.call_soon(self._settle)
 
     def _settle(self) -> None:
-        """At the end of a turn: send, report, and see when to look again."""
+        """At the end of a turn of the event loop: send, report, and set the timer."""
         self._settles = False
         due, self._due = tuple(self._due), {}
         for stream in due:
@@ -251,7 +251,7 @@ class PrefillQueueService:
         self._arm()
 
     def _tell(self) -> None:
-        """Report, unless that was just done: then when it is time again."""
+        """Publish the report, or set a timer if one was just published."""
         now = self._node.now()
         if self._told is not None:
             return
@@ -300,7 +300,7 @@ class PrefillQueueService:
 
 
 class _Stream:
-    """One worker's stream: see `net.base.StreamSink`."""
+    """One worker's stream; implements `net.base.StreamSink`."""
 
     def __init__(
         self, owner: PrefillQueueService, incoming: IncomingStream, peer: QueueStreamId
@@ -313,7 +313,7 @@ class _Stream:
         self._over = False
 
     def flush(self) -> None:
-        """Send what the worker takes."""
+        """Send as much as the worker takes."""
         waiting, incoming = self.waiting, self._incoming
         try:
             while waiting and not self._over and incoming.try_send(waiting[0]):
@@ -325,7 +325,7 @@ class _Stream:
             self.cut(Overloaded("the worker does not read", retry_after=1.0))
 
     def cut(self, error: PdserveError) -> None:
-        """End it; the worker hears why."""
+        """End the stream with an error for the worker."""
         if not self._over:
             self._finish()
             self._incoming.abort(error)
@@ -336,7 +336,7 @@ class _Stream:
         self._owner.ended(self)
 
     def on_data(self, body: Buffer) -> None:
-        """Whatever goes wrong must end the stream here too."""
+        """Handle a message. Any failure ends the stream at this end too."""
         try:
             self._owner.take(self, _decode(body))
         except PdserveError as error:
@@ -350,7 +350,7 @@ class _Stream:
         return None
 
     def on_raw(self, meta: bytes, payload: Buffer) -> None:
-        """Nothing travels raw here."""
+        """Ignored: no raw payloads are sent on this stream."""
 
     def on_end(self, error: BaseException | None) -> None:
         """The worker has left, or is lost."""

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["LogFeed", "LogPublisher", "LogSource"]
 
 _OVERHEAD: Final[Bytes] = 64
-"""What keeping an event costs beyond its bytes."""
+"""Memory of an event besides its bytes."""
 _SLOT_WAIT: Final[Seconds] = 0.1
-"""How often a reader asks again for a snapshot while too many others take one."""
+"""Interval at which a reader asks again for a snapshot slot."""
 
 
 class LogSource(Protocol):
@@ -91,7 +91,8 @@ class LogPublisher:
             self._trim()
 
     def _trim(self) -> None:
-        """Drop the oldest down to the bounds; what is pinned, down to the harder ones."""
+        """Drop the oldest events down to the bounds, or down to the harder bounds what snapshots
+        still need."""
         config, ring = self.config, self._ring
         floor = min((feed.next for feed in self.pins), default=self.head)
         most_bytes, most_events = config.ring_bytes, config.ring_events
@@ -257,7 +258,7 @@ class LogFeed:
         return encode(Watermark(log.epoch, log.head, log.source.digest()))
 
     def _is_time(self, now: Seconds) -> bool:
-        """What is repeated is said once per interval."""
+        """True if a repeated message is due."""
         if now < self._say_again:
             self.due = self._say_again
             return False
@@ -265,7 +266,7 @@ class LogFeed:
         return True
 
     def _lag(self, now: Seconds) -> bytes | None:
-        """All that waited for the reader is dropped, and it is told, until it resumes."""
+        """Drop everything that waits for the reader, and tell it that it lags until it resumes."""
         self._log.lagged += 1
         self._stage = _Stage.LAGGED
         self._say_again = now
@@ -277,7 +278,8 @@ class LogFeed:
     # ------------------------------------------------------------------ snapshots
 
     def _want_snapshot(self, now: Seconds) -> None:
-        """At once the first time, later and later as long as they do not help."""
+        """Begin a snapshot at once the first time, and after longer and longer pauses if they do
+        not help."""
         config = self._log.config
         if now - self._tried >= config.healthy:
             self._tries = 0
@@ -326,7 +328,7 @@ class LogFeed:
         return encode(SnapshotEnd(self._chunk, self._digest))
 
     def _restart(self, now: Seconds) -> bytes | None:
-        """More has happened since the snapshot began than can be kept: begin another."""
+        """More events came during the snapshot than can be kept: begin another one."""
         self._log.restarts += 1
         self._drop_snapshot()
         self._want_snapshot(now)

@@ -112,7 +112,7 @@ class Topics:
                 topic.close()
 
     def _open(self, method: int, stream: IncomingStream, body: Buffer) -> None:
-        """A peer wants a topic. What is raised is its answer."""
+        """A peer subscribes to a topic. An exception is its answer."""
         subscribe = decode_subscribe(body)
         topic = self._published.get((method, subscribe.topic))
         if topic is None:
@@ -282,7 +282,7 @@ class LogTopic(Publication):
 
 
 class _Subscriber:
-    """One peer's stream (a `Sink`), and its place in the topic."""
+    """One subscriber's stream (a `Sink`) and its feed."""
 
     def __init__(
         self, topic: Publication, topics: Topics, stream: IncomingStream, feed: _Feed
@@ -324,7 +324,7 @@ class _Subscriber:
             self.drop(error)
 
     def _arm(self, due: Seconds | None) -> None:
-        """Pump again then; a timer that comes earlier will find out by itself."""
+        """Pump again at that time; if a timer fires earlier, it sets the next one itself."""
         if due is None or (self._timer is not None and self._armed <= due):
             return
         if self._timer is not None:

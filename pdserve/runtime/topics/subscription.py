@@ -306,7 +306,7 @@ class _FollowedStream(Generic[F]):
             self._later(error)
 
     def _later(self, error: BaseException | None) -> None:
-        """Try again, in a while."""
+        """Try again after the back-off."""
         self._stream = None
         self.following.lost()
         if self._over:

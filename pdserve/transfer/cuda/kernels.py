@@ -77,7 +77,7 @@ def _code(nvrtc: Any, program: Any, *, binary: bool) -> bytes:
 
 
 def _asked(nvrtc: Any, result: tuple[Any, ...]) -> Any:
-    """What a call returned."""
+    """The result of a call. Errors: `CudaError`."""
     code, *values = result
     if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise CudaError(f"NVRTC: {code.name}")

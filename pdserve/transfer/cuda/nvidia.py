@@ -40,7 +40,7 @@ STAGED: Final[Bytes] = 4 << 20
 """Bytes of pinned memory for each thread that reads or writes device memory from the host."""
 _THREADS: Final = 128
 _BLOCKS: Final = 4096
-"""Of threads, in one launch: beyond what any device runs at a time, they take turns."""
+"""Thread blocks of one launch: more than any device runs at a time."""
 _HANDLE: Final[Bytes] = 64
 _PROCESS: Final = secrets.token_bytes(16)
 
@@ -205,7 +205,7 @@ class NvidiaDriver:
             raise CudaError(f"GPU {here} has no peer access to GPU {there}")
 
     def _enable(self, there: int, here: int) -> None:
-        """Between two devices of this process; once is enough."""
+        """Enable peer access between two devices of this process. Idempotent."""
         if here == there:
             return
         context = self.on(there).context
@@ -248,7 +248,7 @@ class NvidiaDriver:
 
     @contextlib.contextmanager
     def _staging(self, beside: int) -> Iterator[_Staging]:
-        """One that no other thread has. It is not used again after an error."""
+        """Staging memory that no other thread uses. After an error it is not used again."""
         device = self.beside(beside)
         with self._lock:
             idle = self._idle.setdefault(device.ordinal, [])
@@ -316,7 +316,7 @@ class NvidiaStream:
             self._driver.asked("cuMemcpyAsync", there, here, length, self._stream)
 
     def _loaded(self) -> bool:
-        """Is there a kernel for many short runs? Compiled when it is first needed."""
+        """True if there is a kernel for many short runs; compiled at first need."""
         if not self._table and not self._driver.without_kernel:
             try:
                 self._kernel = self._driver.kernel(self._device.ordinal, "copy_runs")
@@ -385,7 +385,7 @@ class _Staging:
             raise
 
     def read(self, address: int, size: Bytes) -> bytes:
-        """Of device memory that is complete."""
+        """Copy device memory to the host; its content must be complete."""
         pieces = []
         for begin in range(0, size, STAGED):
             length = min(STAGED, size - begin)
@@ -394,7 +394,7 @@ class _Staging:
         return b"".join(pieces)
 
     def write(self, address: int, data: bytes) -> None:
-        """The bytes are there on return."""
+        """Copy bytes to device memory; returns when they are there."""
         for begin in range(0, len(data), STAGED):
             piece = data[begin : begin + STAGED]
             ctypes.memmove(self._pinned, piece, len(piece))
@@ -405,6 +405,6 @@ class _Staging:
         self._stream.wait(self._stream.mark())
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Free the memory; no copy may be under way."""
         self._stream.close()
         self._driver.asked("cuMemFreeHost", self._pinned)

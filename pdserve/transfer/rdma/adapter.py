@@ -63,9 +63,10 @@ _ETHERNET: Final = 2
 _RELIABLE: Final = 2
 _MAX_GIDS: Final = 256
 _RNR_TIMER: Final = 12
-"""0.64 ms: how long a sender waits for room for a notification before it tries again."""
+"""0.64 ms: how long a sender waits before it retries a notification for which the receiver had no
+room."""
 _RNR_RETRIES: Final = 7
-"""For ever: a loop that is busy for a while is no failure. The path's patience ends it."""
+"""7 means unlimited: a busy event loop is no failure. The path's patience bounds it."""
 _HOPS: Final = 64
 _READS: Final = 16
 
@@ -159,7 +160,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def _step(self, step: str) -> Iterator[None]:
-        """What pyverbs and the kernel say, as this project says it."""
+        """Maps errors of pyverbs and the kernel to `TransferError`."""
         try:
             yield
         except self.verbs.errors as error:

@@ -78,7 +78,7 @@ class MemoryRegion(NamedTuple):
 
 
 class _Memory:
-    """This process's memory, read with care."""
+    """Reads this process's memory without risk of a crash."""
 
     def __init__(self) -> None:
         self._fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
@@ -90,7 +90,7 @@ class _Memory:
         os.close(self._fd)
 
     def read(self, address: int, size: Bytes) -> bytes:
-        """Or fewer bytes, if there are no more."""
+        """Bytes at an address; fewer if fewer are readable."""
         if not 4096 <= address < 1 << 47:
             return b""
         try:
@@ -103,12 +103,12 @@ class _Memory:
         return struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])
 
     def numbers(self, address: int, count: int) -> tuple[int, ...]:
-        """Of 32 bits."""
+        """32-bit numbers at an address."""
         data = self.read(address, 4 * count)
         return struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
 
     def candidates(self, instance: Any) -> Iterator[int]:
-        """Words of a Python object that may be pointers, behind its head."""
+        """Words behind a Python object's header that may be pointers."""
         size = type(instance).__basicsize__ // 8
         yield from self.words(id(instance), size)[2:]
 
@@ -131,7 +131,7 @@ def device_of(region: Any) -> IbvDevice:
 
 
 def _checked(memory: _Memory, context: int, domain: int) -> IbvDevice:
-    """The context's own descriptors prove that it is one."""
+    """The context, checked by its own descriptors."""
     command, events = (*memory.numbers(context + _COMMAND_FD, 2), 0, 0)[:2]
     try:
         link = os.readlink(f"/proc/self/fd/{command}")
@@ -257,7 +257,8 @@ _FAILURES: Final = {
     3: "a queue pair refused an access",
     8: "the adapter has failed",
 }
-"""`ibv_event_type`. A port that goes down is none: it may come back before the retries end."""
+"""Texts of `ibv_event_type`. A port that goes down is no failure: it may be up again before the
+retries end."""
 _ADAPTER: Final = 8
 
 

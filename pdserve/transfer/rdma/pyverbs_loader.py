@@ -100,7 +100,7 @@ def load_pyverbs() -> PyverbsModules:
 
 
 def _add_package() -> None:
-    """Make the system's pyverbs importable without anything that lies beside it."""
+    """Make the system's pyverbs importable, and nothing else in its folder."""
     folder = next(f / "pyverbs" for f in SYSTEM if _fits(f / "pyverbs"))
     spec = importlib.util.spec_from_file_location(
         "pyverbs", folder / "__init__.py", submodule_search_locations=[str(folder)]

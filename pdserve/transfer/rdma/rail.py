@@ -91,7 +91,7 @@ class Rail:
                 self._fail(f"{os.strerror(error)}: {posted} of {count} work requests were taken")
 
     def _on_event(self) -> None:
-        """The channel is readable: take the event and ask for the next one, only then look."""
+        """The channel is readable: read the event and ask for the next one, then poll."""
         try:
             if not self._over and self.pair.rearm():
                 self.poll()
@@ -124,13 +124,13 @@ class Rail:
             self.path.completed(ended.key, whole=ended.whole)
 
     def _on_failure(self, failed: Sequence[WorkCompletion]) -> None:
-        """The first that was not merely flushed is the cause."""
+        """A work request has failed. The first one that was not merely flushed names the cause."""
         cause = next((c for c in failed if c.status != _FLUSHED), failed[0])
         key = self.queue.key_at(cause.id) if cause.id else None
         self._fail(describe_failure(cause, key))
 
     def _refill(self) -> None:
-        """Make room again for what was notified, a few at once."""
+        """Post receives for the notifications that were read, a few at once."""
         if self._over or self._taken * 4 < self.pair.receives:
             return
         taken, self._taken = self._taken, 0
@@ -140,7 +140,7 @@ class Rail:
             self._fail(f"no more room for notifications: {error}")
 
     def _fail(self, reason: str) -> None:
-        """The path ends, and will destroy this rail."""
+        """Fail the path, which then destroys this rail."""
         self._over = True
         self.path.fail("write", reason)
 

@@ -63,7 +63,7 @@ class ChainEnded(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Posting:
-    """How far a chain has come."""
+    """How much of a chain has been posted."""
 
     chain: WorkRequestChain
     move: int = 0

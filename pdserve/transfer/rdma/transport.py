@@ -122,12 +122,12 @@ class RdmaTransport(TransportBase):
             loop.add_reader(adapter.device.async_fd, partial(self._on_report, adapter))
 
     def _opened(self, opening: asyncio.Task[None]) -> None:
-        """After a failure, whoever asks next tries again."""
+        """Handle the result of `open`; after a failure, the next caller tries again."""
         if opening.cancelled() or opening.exception() is not None:
             self._opening = None
 
     def _on_report(self, adapter: Adapter) -> None:
-        """An adapter reports a failure that perhaps no work request shows."""
+        """Handle a failure that an adapter reports and that no work request may show."""
         for event in adapter.events():
             _log.error("%s: %s", adapter.name, event.failure)
             for path in list(self._paths.values()):
@@ -230,7 +230,7 @@ def remote_regions(cards: Sequence[RegionCard], offer: RailOffer, devices: int) 
 
 
 def _concerns(path: RdmaPath, adapter: Adapter, element: int) -> bool:
-    """Whether a report is about a path."""
+    """True if an adapter's event is about this path."""
     mine = [rail.pair for rail in path.rails if rail.pair.adapter is adapter]
     return any(element in (0, pair.raw.pair, pair.raw.queue) for pair in mine)
 
@@ -244,7 +244,7 @@ def _read(details: bytes) -> RdmaDetails:
 
 @contextlib.contextmanager
 def _destroyed_on_error(pairs: Sequence[PyverbsQueuePair]) -> Any:
-    """Queue pairs that lead to no path are no use to anybody."""
+    """Destroys queue pairs if no path comes of them."""
     try:
         yield
     except BaseException:

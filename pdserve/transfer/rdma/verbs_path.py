@@ -124,7 +124,7 @@ class VerbsPath(PathBase):
         self._cut.clear()
 
     def _farewell(self, reason: str) -> None:
-        """Who only writes does not see by itself that a path has ended."""
+        """Tell the peer: a node that only writes does not notice the end of a path."""
         self.tell(PathGone(self.remote, reason[:_REASON]))
 
 

@@ -42,7 +42,7 @@ _WRITE: Final = 0
 _WRITE_WITH_WORD: Final = 1
 _SIGNALED: Final = 2
 _REQUEST: Final = 16
-"""Numbers of 64 bits in one entry: id, next, list, pieces and opcode, flags and word, address,
+"""64-bit words of one entry: id, next, list, pieces and opcode, flags and immediate data, address,
 key."""
 _POLLED: Final = 64
 _COMPLETION: Final = struct.Struct("<QiiIIIIIIHHBB2x")
@@ -165,7 +165,7 @@ class SendTablePure:
 
 
 def _key(region: array[int], offset: Bytes, left: Bytes) -> tuple[int, Bytes]:
-    """The key of the slice that `offset` is in, and how much of a run is in it."""
+    """The key of the slice that holds `offset`, and how much of a run lies in that slice."""
     place = offset // region[1]
     if not 0 <= place < len(region) - 2:
         raise ValueError("a run leaves its region")

@@ -71,7 +71,7 @@ def unsupported_reason(regions: Sequence[Region], driver: CudaDriver | None = No
 
 
 class _Words(msgspec.Struct, frozen=True, array_like=True):
-    """Of the greeting."""
+    """The backend's part of the greeting."""
 
     pools: tuple[CudaIpcExport, ...]
 
@@ -84,7 +84,8 @@ class _Opened:
     driver: CudaDriver
     table: mmap.mmap
     pools: dict[tuple[int, int], tuple[CudaIpcExport, int, int]] = field(default_factory=dict)
-    """(region there, region here): what was opened, its address, and beside which it was."""
+    """By (peer's region, own region): the export that was opened, its address here, and the address
+    whose device opened it."""
 
     def address(self, move: RegionCopy) -> int:
         return self.pools[move.source, move.destination][1]
@@ -134,8 +135,8 @@ class CudaIpcPath(PullPath):
             self._drain(lanes)
 
     def _drain(self, lanes: Sequence[_Lane]) -> None:
-        """Nothing is under way on these any more. Raises the first error, after all have been
-        waited for; a stream with an error is not used again."""
+        """Wait until nothing is under way on these streams. Raises the first error, after all have
+        been waited for."""
         errors: list[CudaError] = []
         for lane in lanes:
             try:
@@ -159,7 +160,7 @@ class CudaIpcPath(PullPath):
         return size
 
     async def _part(self, connection: socket.socket) -> None:
-        """Say that everything is closed here, and wait for the peer to say it."""
+        """Tell the peer that this end has closed its pools, and wait until it says the same."""
         loop = asyncio.get_running_loop()
         try:
             connection.shutdown(1)
@@ -181,7 +182,7 @@ def _shifted(offsets: Iterable[int], base: int) -> array[int]:
 
 
 class _Lane:
-    """A stream, and what it has been asked for."""
+    """A stream and the chunks queued on it."""
 
     def __init__(self, stream: CudaStream, region: int) -> None:
         self.stream = stream
@@ -189,7 +190,7 @@ class _Lane:
         self._marks: deque[object] = deque()
 
     def copy(self, to: array[int], from_: array[int], lengths: array[int]) -> Bytes:
-        """Ask for a chunk, when at most one is under way before it."""
+        """Queue a chunk once at most one is under way."""
         while len(self._marks) > 1:
             self.stream.wait(self._marks.popleft())
         self.stream.copy(to, from_, lengths)
@@ -197,7 +198,7 @@ class _Lane:
         return sum(lengths)
 
     def drain(self) -> None:
-        """Nothing is under way any more, whether or not it went well. Raises `CudaError`."""
+        """Wait until nothing is under way. Errors: `CudaError` if a copy failed."""
         self._marks.append(self.stream.mark())
         while self._marks:
             self.stream.wait(self._marks.popleft())

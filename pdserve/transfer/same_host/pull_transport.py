@@ -86,21 +86,22 @@ _PACKET: Final[Bytes] = 128 * 1024
 BLOCKS_PER_PACKET: Final = 2048
 """Most blocks of one packet; a larger part takes several."""
 _PIECES: Final = MAX_BLOCKS // BLOCKS_PER_PACKET
-"""Of one part, at most."""
+"""Most packets of one part."""
 _BLOCK: Final = array.array("I")
-"""How a block's number travels."""
+"""Encoding of a block id."""
 _SUMS: Final = 64
-"""Checksums of a part, about, where all is compared: planning each block by itself takes longer
-than reading it."""
+"""About the number of checksums of a part if all of it is compared; planning each block alone takes
+longer than reading it."""
 _UNWANTED: Final = "it is not wanted any more"
 _GREETING: Final[Seconds] = 10.0
-"""How long either end has to show its descriptors."""
+"""Seconds for either end to send its greeting."""
 _STRANGERS: Final = 64
-"""Connections that have not greeted; one more ends the oldest of the process with most."""
+"""Most connections without a greeting; one more ends the oldest one of the process with the
+most."""
 
 
 class _Fetch(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A part is ready, or a piece of one."""
+    """Announces a part, or a piece of one."""
 
     slot: int
     generation: int
@@ -114,12 +115,12 @@ class _Fetch(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Little-endian u32."""
     names: bytes = b""
     sums: tuple[tuple[int, int, int], ...] = ()
-    """Checksums: (place in the whole part, number of blocks, CRC-32 of them in a row)."""
+    """Checksums: (index in the whole part, number of blocks, CRC-32 of them in order)."""
     more: bool = False
 
 
 class _Fetched(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """It has been fetched; `error`: it has not, and will not be."""
+    """A part has been fetched; with `error` it was not, and will not be."""
 
     slot: int
     generation: int
@@ -133,7 +134,7 @@ encode_packet = msgspec.msgpack.Encoder().encode
 
 
 class _Greeted(NamedTuple):
-    """Who has connected, and what it passed."""
+    """A connected peer and what it passed."""
 
     connection: socket.socket
     greeting: SocketGreeting
@@ -141,7 +142,7 @@ class _Greeted(NamedTuple):
 
 
 class _Details(msgspec.Struct, frozen=True, array_like=True):
-    """Of PathHello: where to connect, and with what."""
+    """Details of PathHello: the socket to connect to, and the secret."""
 
     host: str
     name: str
@@ -254,7 +255,7 @@ class PullPath(PathBase):
             self._write()
 
     def _write(self) -> None:
-        """As much as the socket takes; the rest when it takes more."""
+        """Send as much as the socket takes; the rest follows."""
         if self._socket is None:
             return
         loop = asyncio.get_running_loop()
@@ -291,7 +292,7 @@ class PullPath(PathBase):
     def _sums(
         self, outgoing: Delivery, places: Sequence[tuple[int, int]]
     ) -> tuple[tuple[int, int, int], ...]:
-        """In the thread: of what is about to be announced."""
+        """Checksums of blocks to announce; runs in the thread."""
         share, blocks = outgoing.share, outgoing.ticket.blocks
         sum_of = self.transport.sum_of
         return tuple((*at, sum_of(self.out, share, blocks, at, source=True)) for at in places)
@@ -309,7 +310,7 @@ class PullPath(PathBase):
     def _announce(
         self, outgoing: Delivery, entry: int, number: int, sums: tuple[tuple[int, int, int], ...]
     ) -> None:
-        """In as many packets as it takes; the last one starts the copy."""
+        """Send a part in as many packets as it takes; the last one starts the copy."""
         share, ticket = outgoing.share, outgoing.ticket
         block_tokens = self.out.block_tokens
         count = len(share.blocks)
@@ -345,7 +346,7 @@ class PullPath(PathBase):
         self.settle(key, error)
 
     def _abandon(self, key: DeliveryKey) -> None:
-        """The destination finds the entry void, whenever it looks, and reports."""
+        """Void the entry; the destination finds that and reports."""
         entry = self._entries.get(key)
         if entry is not None:
             self.transport.table.void(entry)
@@ -401,7 +402,8 @@ class PullPath(PathBase):
         return share
 
     def _fetch(self, job: PullJob) -> tuple[str, Bytes]:
-        """In the thread: why it failed (empty: it did not), and how many bytes were copied."""
+        """Copy a part, in the thread; returns why it failed (empty: it did not) and the bytes
+        copied."""
         pools = self._pools
         if pools is None or job.stop:
             return _UNWANTED, 0
@@ -495,7 +497,8 @@ class PullPath(PathBase):
             connection.close()
 
     async def _part(self, connection: socket.socket) -> None:
-        """Before the socket is closed, which tells the peer: this end has let go of its pools."""
+        """Called before the socket is closed, which tells the peer that this end has closed its
+        pools."""
 
 
 def _joined(pieces: Sequence[_Fetch]) -> _Fetch:
@@ -543,11 +546,11 @@ class PullTransport(TransportBase):
     # ------------------------------------------------------------------ what back ends bring
 
     def _pass(self) -> tuple[list[int], bytes]:
-        """With what peers map the pools: descriptors, and other words about them."""
+        """What peers need to map the pools: descriptors, and a record about them."""
         raise NotImplementedError
 
     def _sum(self, region: int, runs: Iterable[tuple[Bytes, Bytes]], start: int) -> int:
-        """In the thread: CRC-32 of runs (offset, length) of one of this node's pools."""
+        """CRC-32 of runs (offset, length) of one of this node's pools; runs in the thread."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ the thread
@@ -660,7 +663,7 @@ class PullTransport(TransportBase):
         return path
 
     def _listen(self) -> str:
-        """The socket's name, which is in no file system and ends with it."""
+        """Listen on a socket without a name in the file system; returns its name."""
         if self._accepting is None:
             self._socket_name = f"pdserve-{secrets.token_hex(16)}"
             listening = seqpacket()
@@ -670,7 +673,8 @@ class PullTransport(TransportBase):
         return self._socket_name
 
     async def _admit(self, connection: socket.socket, host: str) -> None:
-        """Whose path is it? One that does not greet in time is sent away."""
+        """Find the path of a connection by its greeting; one that does not greet in time is
+        closed."""
         try:
             check_user(connection)
             greeting, fds = await self._greeting(connection)
@@ -703,12 +707,12 @@ class PullTransport(TransportBase):
             _log.warning("%s: a connection from %s failed before its path was up: %s%s", *said)
 
     def _greet(self, connection: socket.socket, token: bytes) -> None:
-        """Pass the table and the pools, for reading only."""
+        """Send the greeting: the table and the pools, for reading only."""
         fds, words = self._pass()
         send_greeting(connection, token, [self.table.fd, *fds], words)
 
     async def _greeting(self, connection: socket.socket) -> tuple[SocketGreeting, list[int]]:
-        """The peer's, as soon as it is there."""
+        """Wait for the peer's greeting."""
         loop = asyncio.get_running_loop()
         readable = loop.create_future()
         loop.add_reader(connection, _settle, readable)

@@ -41,9 +41,9 @@ __all__ = [
 
 MAX_ENTRIES: Final = MAX_DELIVERIES
 _ENTRY: Final = struct.Struct("<QQQQ")
-"""Of a delivery: number (0: none), attempt, epoch, reserved."""
+"""An entry: number (0: none), attempt, epoch, reserved."""
 _HEADER: Final = struct.Struct("<16sQQ")
-"""Of a block: hash, epoch, reserved."""
+"""A block's header: hash, epoch, reserved."""
 
 
 class SharedTable:
@@ -115,7 +115,7 @@ def mismatch_reason(
 
 
 def _headers(share: BlockMapping, epoch: Epoch) -> memoryview:
-    """Of all blocks of a share, one after the other: `_HEADER`, made in one go."""
+    """The headers of all blocks of a mapping, in order."""
     names = array("Q", share.names)
     words = array("Q", bytes(_HEADER.size * len(share.blocks)))
     words[0::4], words[1::4] = names[0::2], names[1::2]

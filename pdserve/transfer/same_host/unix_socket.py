@@ -93,7 +93,7 @@ def who_connects(connection: socket.socket, _: object = None) -> str:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """The process and the user of the other side."""
+    """The process id and the user id of the other side."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     process, user, _ = struct.unpack("iII", packed)
     return process, user

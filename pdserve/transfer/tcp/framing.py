@@ -35,10 +35,10 @@ _MAGIC: Final = b"pdKV"
 _TRAILER: Final = struct.Struct("<I")
 _RECORD: Final[Bytes] = 64 * 1024
 _AT_ONCE: Final[Bytes] = 1 << 20
-"""Bytes of one system call: what a guard is held for, and what a checksum is computed over while
-it is still in the cache."""
+"""Most bytes of one system call: for so long a guard is held, and a checksum is computed while the
+bytes are still in the cache."""
 _VIEWS: Final = 256
-"""Runs of one system call."""
+"""Most runs of one system call."""
 
 
 class BulkError(Exception):
@@ -102,7 +102,7 @@ class BulkSocket:
             views = _after(views, sent)
 
     def _write(self, views: list[memoryview]) -> Bytes:
-        """How much the system has taken; 0: there is no room. Raises `OSError`."""
+        """Send; returns the bytes taken, 0 if there was no room. Errors: `OSError`."""
         try:
             return self._socket.sendmsg(views, (), socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError):
@@ -176,7 +176,8 @@ class BulkSocket:
         return count
 
     def _read(self, views: list[memoryview]) -> Bytes | None:
-        """How much has come; None: nothing is there, 0: the end. Raises `OSError`."""
+        """Receive; returns the bytes read, None if there are none yet, 0 at the end. Errors:
+        `OSError`."""
         try:
             return self._socket.recvmsg_into(views)[0]
         except (BlockingIOError, InterruptedError):
@@ -201,14 +202,14 @@ class BulkSocket:
             raise BulkError(f"no progress for {patience:g} s")
 
     def _is_ready(self, events: int, patience: Seconds | None) -> bool:
-        """Whether the connection has become so in time."""
+        """True if the socket became readable or writable in time."""
         poll = select.poll()
         poll.register(self._socket, events)
         return bool(poll.poll(None if patience is None else patience * 1000))
 
 
 class _Checksum:
-    """CRC-32 of a range of the bytes that come by."""
+    """CRC-32 of a range of a payload's bytes."""
 
     def __init__(self, checked: Range) -> None:
         self.total = 0
@@ -216,7 +217,7 @@ class _Checksum:
         self._at = 0
 
     def add(self, views: Sequence[memoryview]) -> None:
-        """These come next."""
+        """Add the next bytes."""
         for view in views:
             if self._at >= self._last:
                 return
@@ -240,7 +241,7 @@ class WriteGuard:
 
 
 def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes, so many at a time."""
+    """The same bytes, a bounded number at a time."""
     batch: list[memoryview] = []
     size = 0
     for view in views:
@@ -255,14 +256,14 @@ def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _pieces(view: memoryview) -> Sequence[memoryview]:
-    """Of at most so many bytes; nearly always the view itself."""
+    """The view in pieces of bounded size; usually the view itself."""
     if 0 < len(view) <= _AT_ONCE:
         return (view,)
     return [view[at : at + _AT_ONCE] for at in range(0, len(view), _AT_ONCE)]
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left when `count` bytes are done."""
+    """The bytes after the first `count`."""
     for place, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[place + 1 :]]

@@ -70,7 +70,8 @@ def proof(token: bytes) -> bytes:
 
 
 async def _done(connection: socket.socket, step: Callable[[], R], *, write: bool) -> R:
-    """Try until the connection lets it be done; `write`: what a plain one waits for."""
+    """Retry until the connection allows it; `write`: wait until a plain socket is writable, else
+    readable."""
     while True:
         try:
             return step()
@@ -83,7 +84,7 @@ async def _done(connection: socket.socket, step: Callable[[], R], *, write: bool
 
 
 async def _ready(connection: socket.socket, *, write: bool) -> None:
-    """Cancellation: nothing is left behind."""
+    """Wait for the socket. Cancellation: removes the event loop's callback."""
     loop, number = asyncio.get_running_loop(), connection.fileno()
     ready = loop.create_future()
     add, remove = (

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["TlsSocket", "peer_fingerprint", "wrap_tls"]
 
 _RECORD: Final[Bytes] = 16 << 10
-"""Of TLS. Shorter runs are gathered: each record costs as much as copying thousands of bytes."""
+"""Bytes of a TLS record. Shorter runs are gathered, since each record costs as much as copying
+thousands of bytes."""
 
 
 MAX_SESSION_BYTES: Final[Bytes] = 256 << 30
@@ -39,7 +40,7 @@ class TlsSocket(BulkSocket):
         self._tls = connection
 
     def _write(self, views: list[memoryview]) -> Bytes:
-        """The same views again when there was no room, as TLS demands."""
+        """Send; after a lack of room the same views must be given again, as TLS demands."""
         if self.sent >= MAX_SESSION_BYTES:
             raise OSError("the TLS session has reached its byte limit")
         try:
@@ -54,7 +55,7 @@ class TlsSocket(BulkSocket):
             return None
 
     def _is_ready(self, events: int, patience: Seconds | None) -> bool:
-        """What TLS has taken off the connection already, the system knows nothing of."""
+        """True also if TLS has decrypted bytes that the socket no longer shows."""
         if events == select.POLLIN and self._tls.pending():
             return True
         return super()._is_ready(events, patience)

@@ -70,15 +70,16 @@ _log = logging.getLogger(__name__)
 PROGRESS: Final[Seconds] = 10.0
 """How long a step inside a frame may take before the path fails."""
 _FRAME: Final[Bytes] = 4 << 20
-"""About the payload of one frame: between two, a sender looks whether it is still wanted."""
+"""Approximate payload of one frame; the sender checks between two frames whether it shall stop."""
 _GREETING: Final[Seconds] = 10.0
 _STRANGERS: Final = 64
-"""Connections that have not shown their secret; one more ends the oldest of the host with most."""
+"""Most connections that have not proved their secret; one more ends the oldest one of the host with
+the most."""
 _BACKLOG: Final = 64
 
 
 class _Data(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A range of a part's blocks; its payload is their bytes, pair of ranks by pair of ranks."""
+    """A range of a part's blocks; the payload is their bytes, for each pair of ranks in turn."""
 
     slot: int
     generation: int
@@ -96,7 +97,7 @@ class _Data(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class _Dropped(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The rest of a part will not come."""
+    """The rest of a part will not be sent."""
 
     slot: int
     generation: int
@@ -104,7 +105,7 @@ class _Dropped(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class _Applied(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """All of a part has been placed and checked; `error`: it has not been."""
+    """All of a part has been placed and checked; with `error` it was not."""
 
     slot: int
     generation: int
@@ -118,14 +119,14 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class _Wish(msgspec.Struct, frozen=True, array_like=True):
-    """Of PathHello: what has to be checked at least, and whether by TLS."""
+    """Details of PathHello: the least `verify`, and whether TLS is required."""
 
     verify: Verify
     tls: bool = False
 
 
 class _Details(msgspec.Struct, frozen=True, array_like=True):
-    """Of Welcome: where to connect, and with what; what is checked."""
+    """Details of PathWelcome: the address and secrets to connect with, and the agreed `verify`."""
 
     host: str
     port: int
@@ -221,7 +222,8 @@ class TcpPath(PathBase):
         self._tell(finished.set_result, None)
 
     def _tell(self, call: Callable[..., object], *args: object) -> None:
-        """From a thread to the loop; the path's end waits for the threads, so the loop is there."""
+        """Call on the event loop, from a thread. The path's end waits for the threads, so the loop
+        is there."""
         self._loop.call_soon_threadsafe(call, *args)
 
     # ------------------------------------------------------------------ the source
@@ -234,12 +236,12 @@ class TcpPath(PathBase):
         self._stopped_keys.add(key)
 
     def _sending(self, bulk: BulkSocket) -> None:
-        """The thread that sends."""
+        """Runs the sending thread."""
         while (work := self._queue.get()) is not None:
             work()
 
     def _send_part(self, outgoing: Delivery) -> None:
-        """In the thread."""
+        """Send one part; runs in the thread."""
         assert self._out is not None
         share, ticket = outgoing.share, outgoing.ticket
         count = len(share.blocks)
@@ -311,14 +313,14 @@ class TcpPath(PathBase):
         self._shut(granted)
 
     def _shut(self, granted: GrantEntry) -> None:
-        """No byte is placed for it any more. Waits for one system call at most."""
+        """Place no more bytes for a grant. Waits for at most one system call."""
         with self._lock:
             shut = self._open.pop((granted.ticket.slot, granted.ticket.generation), None)
             if shut is not None:
                 shut.open = False
 
     def _receiving(self, bulk: BulkSocket) -> None:
-        """The thread that receives."""
+        """Runs the receiving thread."""
         while True:
             record, size = bulk.receive()
             try:
@@ -357,7 +359,7 @@ class TcpPath(PathBase):
             self._conclude(frame, grant.failed.pop(frame.part, ""), grant.sizes.pop(frame.part))
 
     def _destination(self, grant: _OpenGrant | None, frame: _Data, size: Bytes) -> list[memoryview]:
-        """Where the payload belongs, by this node's own plan. Raises `PlanError`."""
+        """Where the payload belongs, by this node's own plan. Errors: `PlanError`."""
         if grant is None:
             raise PlanError("the attempt is not open")
         ticket = grant.ticket
@@ -377,11 +379,11 @@ class TcpPath(PathBase):
         return self._views(self.into.moves(share, ticket.blocks), source=False)
 
     def _conclude(self, frame: _Data | _Dropped, reason: str, size: Bytes = 0) -> None:
-        """A part has ended: the loop decides what that means, and answers."""
+        """A part has ended: the event loop decides what follows, and answers."""
         self._tell(self._ended_part, frame, reason, size)
 
     def _applied(self, frame: _Data | _Dropped, reason: str) -> None:
-        """Tell the source; the sending thread does."""
+        """Tell the source, through the sending thread."""
         answer = _encode(_Applied(frame.slot, frame.generation, frame.part, reason[:500]))
         bulk = self._out
         assert bulk is not None
@@ -483,7 +485,7 @@ class TcpTransport(TransportBase):
         return path
 
     async def _reach(self, details: _Details, token: bytes) -> socket.socket:
-        """A connection on which both sides know that they mean each other."""
+        """Connect, and prove the secret in both directions."""
         connection = await connect_any(details.host, details.port)
         try:
             set_socket_options(connection)
@@ -513,7 +515,7 @@ class TcpTransport(TransportBase):
         return path, _encode(details)
 
     def _check_tls(self, peer: NodeLife, *, theirs: bool) -> None:
-        """KV is not sent in the clear where everything else is encrypted."""
+        """Refuse to send KV unencrypted if links are encrypted."""
         if theirs != (self._tls is not None):
             one, other = ("this worker", "the peer") if self._tls else ("the peer", "this worker")
             self._refuse(
@@ -544,14 +546,15 @@ class TcpTransport(TransportBase):
     # ------------------------------------------------------------------ who connects
 
     def _listen(self) -> int:
-        """The port."""
+        """Listen; returns the port."""
         if self._accepting is None:
             sockets = bind_all(resolve_now(self._host, 0), _BACKLOG)
             self._accepting = BoundedAcceptor(sockets, _STRANGERS, self._welcome_stranger)
         return self._accepting.port
 
     async def _welcome_stranger(self, connection: socket.socket, host: str) -> None:
-        """Whose path is it? One that does not say in time is sent away."""
+        """Find the path of a connection by its secret; one that does not send it in time is
+        closed."""
         expected = None
         try:
             set_socket_options(connection)
