@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,6 +132,7 @@ ENGINES_SEE = {
 }
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -379,3 +382,112 @@ def test_no_module_only_re_exports() -> None:
         if not file.endswith("/__init__.py") and only_re_exports(tree_of(path))
     ]
     assert found == [], "import from where the name is defined"
+
+
+# ---------------------------------------------------------------- docstrings
+
+REFERENCE = re.compile(r"`([a-z_]\w*(?:\.\w+)+)(?:\([^`]*\))?`")
+"""A dotted name in backticks, perhaps with arguments."""
+ONLY_SEE = re.compile(r"See (`[^`]*`|above|below)\.?")
+FILE_ENDINGS = {"cu", "hpp", "json", "md", "py", "toml", "txt"}
+NO_MODULES = {
+    *PYPROJECT["project"]["entry-points"],
+    "memory.high",  # a file of control groups
+    "pdserve._native",  # the extension
+}
+MODULE_OF = {
+    file: file.removeprefix("engines/")
+    .removesuffix(".py")
+    .removesuffix("/__init__")
+    .replace("/", ".")
+    for file in SOURCES
+}
+MODULES = {module: file for file, module in MODULE_OF.items()}
+
+
+def docstrings(file: str) -> Iterator[tuple[int, str, str]]:
+    """Line, owner and text of every docstring of a file, those of fields and aliases included."""
+
+    def below(node: ast.AST, owner: str) -> Iterator[tuple[int, str, str]]:
+        last = owner
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from below(child, f"{owner}.{child.name}" if owner else child.name)
+            elif isinstance(child, ast.Assign | ast.AnnAssign):
+                target = child.target if isinstance(child, ast.AnnAssign) else child.targets[0]
+                last = f"{owner}.{ast.unparse(target)}" if owner else ast.unparse(target)
+            elif (
+                isinstance(child, ast.Expr)
+                and isinstance(child.value, ast.Constant)
+                and isinstance(child.value.value, str)
+            ):
+                yield child.lineno, last, child.value.value
+            else:
+                yield from below(child, owner)
+
+    return below(tree_of(SOURCES[file]), "")
+
+
+@cache
+def names_in(module: str) -> frozenset[str]:
+    """What a module defines or imports at its top, and, of a package, its modules."""
+    found = {name.removeprefix(f"{module}.") for name in MODULES if name.startswith(f"{module}.")}
+    waiting: list[ast.AST] = list(tree_of(SOURCES[MODULES[module]]).body)
+    while waiting:
+        match waiting.pop():
+            case (
+                ast.ClassDef(name=name)
+                | ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+            ):
+                found.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found.update((alias.asname or alias.name).partition(".")[0] for alias in names)
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case node:
+                waiting.extend(ast.iter_child_nodes(node))
+    return frozenset(found)
+
+
+def resolves(reference: str) -> bool:
+    """It names a module, or begins with a module and the name of something in it."""
+    parts = reference.split(".")
+    known = [n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in MODULES]
+    if not known:
+        return False
+    module, rest = ".".join(parts[: known[-1]]), parts[known[-1] :]
+    return not rest or rest[0] in names_in(module)
+
+
+def roots_of(file: str, first: str) -> list[str]:
+    """The packages below which a docstring of the file may mean a module of that name."""
+    own = MODULE_OF[file].split(".")
+    near = [".".join(own[:n]) for n in range(len(own), 0, -1)]
+    return [root for root in dict.fromkeys([*near, "pdserve"]) if f"{root}.{first}" in MODULES]
+
+
+def test_docstrings_say_what_things_do() -> None:
+    found = [
+        f"{file}:{line}"
+        for file in SOURCES
+        for line, owner, text in docstrings(file)
+        if ONLY_SEE.fullmatch(text.strip())
+        and not any(re.match(r"_(?!_)", name) for name in owner.split("."))
+    ]
+    assert found == [], "say what it does; a reference alone makes every reader look it up"
+
+
+def test_references_in_docstrings_lead_somewhere() -> None:
+    found = []
+    for file in SOURCES:
+        for line, _, text in docstrings(file):
+            for reference in REFERENCE.findall(text):
+                first, _, rest = reference.partition(".")
+                if rest in FILE_ENDINGS or reference in NO_MODULES:
+                    continue
+                whole = [reference] if first in {"pdserve", "pdserve_engines"} else []
+                names = whole or [f"{root}.{reference}" for root in roots_of(file, first)]
+                if names and not any(resolves(name) for name in names):
+                    found.append(f"{file}:{line}: {reference}")
+    assert found == [], "no module, and nothing in one: it was renamed, or never there"

@@ -1,7 +1,7 @@
 """Runs `pdserve status`: prints members, models, load and degradations, asked of any one node.
 
-It joins nothing. `status_tables` formats the output, `launch.cluster.node_factory.admin_client`
-reaches the node.
+It joins nothing. `status_tables` formats the output, `launch.cluster.admin_client` reaches the
+node.
 """
 
 from __future__ import annotations

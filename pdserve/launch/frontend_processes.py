@@ -156,7 +156,7 @@ class FrontendProcesses:
 
 
 class _Sibling:
-    """One run of one frontend process; a `supervisor.Child`."""
+    """One run of one frontend process; a `runtime.supervisor.SupervisedChild`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process

@@ -76,7 +76,7 @@ class PrefillItem(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     cached_tokens: Count = 0
     """Leading tokens that the decode worker has already; they need not be sent."""
     names: bytes = b""
-    """Short block hashes (`blocks.hashing.short_names`) of the prompt's full blocks."""
+    """Short block hashes (`blocks.hashing.short_hashes`) of the prompt's full blocks."""
     names_id: bytes = b""
     block_size: Count = 0
     priority: int = 0

@@ -83,7 +83,8 @@ class NodeCard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     reason: str = ""
     """Why a worker serves no model."""
     names_id: bytes = b""
-    """Id of the hash secret that the node holds (`blocks.hashing.names_id`); empty: none yet."""
+    """Id of the hash secret that the node holds (`blocks.hashing.hash_secret_id`); empty: none
+    yet."""
     names_birth: int = 0
     """Origin of that secret, see `runtime.hash_secret.SecretClaim`."""
     mode: Literal["", "aggregated", "prefill", "decode"] = ""

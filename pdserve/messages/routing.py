@@ -18,7 +18,7 @@ LOAD = "load"
 """Topic of a worker, a value: `WorkerLoad`."""
 SEQUENCES = "sequences"
 """Topic of a worker, a set: the keys of the bookings that it holds; the value is empty until the
-first token, then `messages.request.Started`."""
+first token, then `messages.request.FirstTokenStats`."""
 BOOKINGS = "bookings"
 """Topic of a router, a set: its own bookings, `BookingRecord` by key."""
 
@@ -61,7 +61,7 @@ class RouteRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     allowed: tuple[NodeId, ...] = ()
     """Only these workers; empty: all."""
     names: bytes = b""
-    """Short block hashes (`blocks.hashing.short_names`, 8 bytes each) of the prompt's full blocks,
+    """Short block hashes (`blocks.hashing.short_hashes`, 8 bytes each) of the prompt's full blocks,
     in order. Empty: the frontend could not compute them, so no overlap is known.
     """
     names_id: bytes = b""

@@ -90,8 +90,8 @@ class NodeConfig:
     cluster: str = "pdserve"
     """Name of the cluster; nodes of another name are refused, whatever their key."""
     leave_timeout: Seconds = 2.0
-    """Longest wait for a goodbye, which takes `gossip.leave_linger`. 0: no goodbye, for nodes that
-    end together."""
+    """Longest wait for a goodbye, which takes `gossip.config.GossipConfig.leave_linger`. 0: no
+    goodbye, for nodes that end together."""
     gossip: GossipConfig = field(default_factory=GossipConfig)
     net: NetSettings = field(default_factory=NetSettings)
 

@@ -148,7 +148,7 @@ class VirtualTimeEngine:
     # ------------------------------------------------------------------ life
 
     def set_model(self, path: str) -> None:
-        """See `worker.service.SupervisedEngine`."""
+        """Load the model from this directory at the next start of the core."""
         self._spec = replace(self._spec, model=path)
 
     async def start(self, on_progress: Callable[[LoadProgress], None] | None = None) -> None:

@@ -26,7 +26,7 @@ __all__ = ["BlockHasher"]
 
 
 class BlockHasher:
-    """Computes `sequence.hashes` on demand; each block is hashed once."""
+    """Computes `Sequence.hashes` on demand; each block is hashed once."""
 
     def __init__(self, secret: bytes, block_size: int, model: str) -> None:
         """`model` is the compat hash, equal for all workers whose blocks may be exchanged."""
