@@ -221,9 +221,9 @@ class ScriptedExecutor:
     def _misbehave(self, chunk: ScheduledChunk) -> None:
         tokens = _prompt_tokens(chunk)
         if self._hits("raise_on", tokens):
-            raise RuntimeError("a scripted fault: this step fails")
+            raise RuntimeError("the script says: this step fails")
         if self._hits("break_on", tokens):
-            raise EngineDied("a scripted fault: the engine is broken")
+            raise EngineDied("the script says: broken")
         if self._hits("die_on", tokens):
             os.write(2, b"the script says: die\n")
             os.kill(os.getpid(), signal.SIGKILL)
