@@ -134,7 +134,7 @@ class VirtualTimeEngine:
         """Of earlier lives."""
         self._kv_listeners: list[Callable[[Sequence[KvEvent]], None]] = []
         self._timer: asyncio.Handle | None = None
-        self._due: Seconds = 0.0
+        self._timer_due: Seconds = 0.0
         """When `_timer` fires. Kept here: a timer of uvloop that is due at once cannot tell."""
         self._reboot: asyncio.TimerHandle | None = None
 
@@ -404,10 +404,10 @@ class VirtualTimeEngine:
         if core is None:
             return
         due = self._loop.time() + self._pace if core.has_work else core.wake_at()
-        if due is None or (self._timer is not None and self._due <= due):
+        if due is None or (self._timer is not None and self._timer_due <= due):
             return
         self._disarm()
-        self._timer, self._due = self._loop.call_at(due, self._step), due
+        self._timer, self._timer_due = self._loop.call_at(due, self._step), due
 
     def _disarm(self) -> None:
         if self._timer is not None:

@@ -91,7 +91,7 @@ async def test_garbage_ends_the_connection_with_the_reason(pair: Pair, garbage: 
     async with asyncio.timeout(5):
         error = await asyncio.shield(pair.connection.lost)
     assert isinstance(error, ProtocolError)
-    assert "cannot be read" in error.message
+    assert "unreadable" in error.message
 
 
 async def test_a_core_that_hangs_up_is_a_loss_without_reason(pair: Pair):

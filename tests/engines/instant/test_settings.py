@@ -105,8 +105,8 @@ def test_options_are_parsed_and_mistakes_named():
     ) == InstantOptions(50.0, 0.02, (3, 4))
     for wrong, message in (
         ({"speed": "1"}, "no option speed"),
-        ({"ttft_ms": "soon"}, "no number"),
-        ({"tokens": "a"}, "no number"),
+        ({"ttft_ms": "soon"}, "not a number"),
+        ({"tokens": "a"}, "not a number"),
         ({"tokens_per_second": "-1"}, "not negative"),
         ({"tokens_per_second": "inf"}, "finite"),
         ({"tokens_per_second": "nan"}, "finite"),

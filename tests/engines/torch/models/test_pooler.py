@@ -240,7 +240,7 @@ def test_a_checkpoint_without_an_output_layer_makes_vectors(
         assert len(said.tokens[0]) == 3
     else:
         assert isinstance(said.error, InvalidRequest)
-        assert "vectors" in said.error.message
+        assert "embeddings" in said.error.message
     assert engine.close() == 0
 
 
