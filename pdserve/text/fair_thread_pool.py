@@ -257,7 +257,7 @@ class FairThreadPool:
         if outcome.cancelled():
             with self._lock:
                 self._queue.remove(job.tenant, job)
-        with contextlib.suppress(RuntimeError):  # a closed loop has nobody left who counts jobs
+        with contextlib.suppress(RuntimeError):  # a closed loop counts no jobs
             loop.call_soon_threadsafe(self._forget, job)
 
     def _forget(self, job: _Job) -> None:

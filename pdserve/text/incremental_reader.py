@@ -137,7 +137,7 @@ class WhitespaceBuffer:
         self._trims = bare
         self._held: list[str] = []
         self._before = ""
-        """The space before markup; shown if there is none after it."""
+        """The whitespace before markup; shown if there is none after it."""
 
     def add(self, text: str) -> str:
         """Add text; return what can be shown now."""
@@ -161,8 +161,8 @@ class WhitespaceBuffer:
         return space + inside
 
     def markup(self, *, first: bool) -> None:
-        """Markup follows. Blank space at the end is not shown from here on; nor is any so far if
-        the markup comes `first`."""
+        """Note that markup follows. From here on whitespace at the end is not shown; if the markup
+        comes `first`, none so far is."""
         self._trims = True
         self._bare = self._bare or first
         self._before = self._before or "".join(self._held)

@@ -88,5 +88,5 @@ def merge_parts(parts: Iterable[OutputPart]) -> list[OutputPart]:
 
 
 def _kind(part: OutputPart) -> tuple[type[OutputPart], int]:
-    """Equal for parts whose texts belong together."""
+    """A key that is equal for parts whose texts can be joined."""
     return type(part), part.index if isinstance(part, ToolCallArguments) else 0

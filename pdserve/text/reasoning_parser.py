@@ -93,7 +93,7 @@ class ReasoningParser(IncrementalReader):
         self._then = then
         self._layout = WhitespaceBuffer(bare=True)
         self._blank: list[str] = []
-        """Blank space that the text begins with."""
+        """Whitespace at the start of the text."""
 
     @property
     def in_reasoning(self) -> bool:
@@ -108,7 +108,7 @@ class ReasoningParser(IncrementalReader):
         return parts if self._then is None else parts + self._then.finish()
 
     def _opening(self) -> bool:
-        """Before the block, if there is one."""
+        """State before the block, if there is one."""
         begin = self.at
         found = self.skip_blank()
         self._blank.append(self.text[begin : self.at])
@@ -122,7 +122,7 @@ class ReasoningParser(IncrementalReader):
         return self.turn(self._stray)
 
     def _again(self) -> bool:
-        """The prompt has opened the block; some models do so once more."""
+        """State after a start marker in the prompt, which some models repeat."""
         if not self.skip_blank():
             return False
         marker = self.meets((self._format.start,))
@@ -136,7 +136,7 @@ class ReasoningParser(IncrementalReader):
         if end:
             self._reason(self._layout.add(self.text[self.at : found]))
             self.at = found
-            if end != self._format.end:  # a call; an end that comes later is a stray one
+            if end != self._format.end:  # a call; an end marker that comes later is stray
                 return self.turn(self._stray)
             self.at += len(end)
             return self.turn(self._gap)
@@ -150,16 +150,16 @@ class ReasoningParser(IncrementalReader):
         return False
 
     def _first_end(self) -> tuple[int, str]:
-        """Where the block ends, and at which marker; without one, -1 and nothing."""
+        """Position of the block's end and its marker; -1 and "" if there is none yet."""
         places = ((self.text.find(end, self.at), end) for end in self._ends)
         return min((each for each in places if each[0] >= 0), default=(-1, ""))
 
     def _gap(self) -> bool:
-        """Between the block and the answer."""
+        """State between the block and the answer."""
         return self.skip_blank() and self.turn(self._answer)
 
     def _stray(self) -> bool:
-        """An answer without a block: the first end in it is markup that nothing began."""
+        """State in an answer without a block: the first end marker in it is dropped."""
         end = self._format.end
         found = self.text.find(end, self.at)
         if found >= 0:

@@ -46,11 +46,11 @@ class RepetitionDetector:
         self._begin = 0
         """Position of the first token in the history."""
         self._broken = list(range(-1, max_pattern_size))
-        """By size, the last place whose token is not the one so far before it."""
+        """Pattern size -> position of the last token that differs from the one `size` before it."""
         self._looked = self._broken.copy()
-        """By size, the place up to which tokens were compared."""
+        """Pattern size -> position up to which tokens were compared."""
         self._due: dict[int, list[int]] = {}
-        """By place, the sizes to be looked at there again."""
+        """Position -> sizes to be checked there again."""
 
     def feed(self, token: int) -> bool:
         """Add a token; return True if the output ends in `min_count` repeats of a pattern."""
@@ -65,7 +65,7 @@ class RepetitionDetector:
         return found
 
     def _first_due(self, place: int) -> list[int]:
-        """The sizes to be looked at here for the first time: as `_plan` would have it."""
+        """Sizes to be checked at `place` for the first time, as `_plan` would set it."""
         whole, rest = divmod(place + 1, self._times + 1)
         forgotten = place + 1 - self._most
         first = []
@@ -79,7 +79,7 @@ class RepetitionDetector:
         return self._least <= size <= self._most
 
     def _look(self, size: int, place: int) -> bool:
-        """Whether a pattern of this size is whole here; plans the next look."""
+        """Whether a pattern of this size is complete at `place`; plans the next check."""
         begin = self._looked[size] + 1
         difference = self._number(begin, place) ^ self._number(begin - size, place - size)
         if difference:
@@ -90,7 +90,8 @@ class RepetitionDetector:
         return found
 
     def _plan(self, size: int) -> None:
-        """When the run may be whole; before that, when its tokens would be forgotten."""
+        """Plan the next check of a size: when its run may be complete, or earlier if its tokens
+        would be dropped before."""
         looked = self._looked[size]
         whole = self._broken[size] + size * self._times
         if whole <= looked:
@@ -98,12 +99,12 @@ class RepetitionDetector:
         self._due.setdefault(min(whole, looked + self._most), []).append(size)
 
     def _number(self, begin: int, end: int) -> int:
-        """The tokens from `begin` to `end` as one number, the last one on top."""
+        """The tokens from `begin` to `end` as one number, the last one in the highest bits."""
         first = (begin - self._begin) * _BYTES
         last = (end + 1 - self._begin) * _BYTES
         return int.from_bytes(self._history[first:last], "little")
 
     def _forget(self, begin: int) -> None:
-        """Tokens before `begin`, which no size looks back to any more."""
+        """Drop the tokens before `begin`, which no size needs any more."""
         del self._history[: (begin - self._begin) * _BYTES]
         self._begin = begin

@@ -153,7 +153,7 @@ def test_the_default_among_named_templates_is_taken(checkpoint):
         ({"config": None}, r"has no config\.json"),
         ({"tokenizer": None}, r"has no tokenizer\.json"),
         ({"tokenizer": "[]"}, r"tokenizer\.json is not valid"),
-        ({"tokenizer": None, "tekken": "{}"}, r"tekken\.json is not what it should be"),
+        ({"tokenizer": None, "tekken": "{}"}, r"tekken\.json is malformed"),
         ({"chat_template": []}, r"chat_template\.json is not valid"),
         ({"generation_config": {"temperature": "hot"}}, r"generation_config\.json is not valid"),
         ({"tokenizer_config": "{"}, r"tokenizer_config\.json is not a JSON object"),

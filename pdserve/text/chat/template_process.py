@@ -53,7 +53,8 @@ class _Outcome(msgspec.Struct, array_like=True):
 
 
 class TemplateProcess:
-    """At most one child, started when first needed. Any thread may call; they take turns."""
+    """Owns at most one child, started when first needed. Any thread may call; one at a time is
+    served."""
 
     def __init__(self, limits: TemplateLimits = UNTRUSTED_LIMITS, memory: Bytes = MEMORY) -> None:
         self._limits = limits
@@ -62,7 +63,7 @@ class TemplateProcess:
         self._child: _Child | None = None
         self._closed = False
         self.killed = 0
-        """Children that had to be killed."""
+        """Number of children that were killed."""
 
     def render(
         self,
@@ -71,11 +72,12 @@ class TemplateProcess:
         messages: Sequence[ChatMessage],
         options: Mapping[str, Any],
     ) -> str:
-        """`ChatTemplate(source, special_tokens).render(messages, **options)`, whatever it does.
+        """Return `ChatTemplate(source, special_tokens).render(messages, **options)`, whatever the
+        template does.
 
-        Takes the limits' `seconds`, half a second and perhaps a start at most, once it is its turn.
-        Errors: `InvalidRequest` for anything the template does, `Draining` after `close`,
-        `Unavailable` when no child can be started.
+        Once this call is served it takes at most the limits' `seconds`, half a second, and perhaps
+        the start of a child. Errors: `InvalidRequest` for anything the template does, `Draining`
+        after `close`, `Unavailable` when no child can be started.
         """
         limits = self._limits
         job = _Job(
@@ -106,7 +108,7 @@ class TemplateProcess:
         self._closed = True
         child = self._child
         if child is not None:
-            child.end()  # whose turn it is sees the end of its stream now
+            child.end()  # the thread that uses it now reads the end of its stream
         with self._turn:
             self._drop()
 
@@ -119,7 +121,7 @@ class TemplateProcess:
             reason = f"takes over {self._limits.seconds:g} s"
         except (OSError, EOFError, msgspec.MsgspecError):
             reason = "ended its process, by using too much memory or time"
-        except BaseException:  # nobody will read the answer, so the next job must not find it
+        except BaseException:  # the answer stays unread, and the next job must not get it
             self._drop()
             raise
         self._drop()
@@ -128,7 +130,7 @@ class TemplateProcess:
         return _Outcome(None, f"the chat template {reason}", "chat_template")
 
     def _ready_child(self) -> _Child:
-        if self._child is not None and self._child.ended():  # by someone else, while idle
+        if self._child is not None and self._child.ended():  # killed from outside, while idle
             self._drop()
         self._refuse_when_closed()
         if self._child is None:
@@ -153,7 +155,7 @@ class TemplateProcess:
 
 
 class _Child(KillableProcess):
-    """One that renders."""
+    """A child process that renders."""
 
     def __init__(self, memory: Bytes) -> None:
         super().__init__(__name__, memory)
@@ -163,7 +165,7 @@ class _Child(KillableProcess):
 
 
 def main() -> None:
-    """Answer jobs until there are no more."""
+    """Run the child: answer jobs until the parent closes the socket."""
     for parent, frame in receive_jobs():
         job = msgspec.msgpack.decode(frame, type=_Job)
         limit_cpu_time(job.limits[-1])

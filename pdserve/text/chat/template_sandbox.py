@@ -1,12 +1,12 @@
 """Runs chat templates in a sandbox: Jinja as Hugging Face extends it, with a step budget.
 
-jinja2's immutable sandbox keeps a template from touching anything outside; the meter keeps it from
-running or growing without end. It counts every loop iteration, call and operator, the characters
-that they make, and looks at the clock, so a template's own loops, recursion and repetition end.
-What the meter cannot see is the inside of a single built-in operation. A template nobody vouches
-for therefore also needs a process that can be killed: `template_process.py`.
+jinja2's immutable sandbox keeps a template from touching anything outside. `TemplateMeter` keeps it
+from running or growing without end: it counts every loop iteration, call and operator and the
+characters they make, and checks the clock. So a template's own loops, recursion and repetition end.
+What the meter cannot see is the inside of one built-in operation. So an untrusted template also
+needs a process that can be killed: `template_process.py`.
 
-It knows the language only; messages and what they mean are `chat_template.py`'s.
+It knows the language only; `chat_template.py` knows messages and what they mean.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What one template may use. Generous for real ones: they stay under a hundredth of it."""
+    """Limits of one rendering. Real templates use less than a hundredth of them."""
 
     source_chars: int = 512 * 1024
-    """Length of the template itself; compiling is linear in it."""
+    """Most characters of the template itself; compiling is linear in it."""
     output_chars: int = 64 * 2**20
-    """Characters of the rendered prompt."""
+    """Most characters of the rendered prompt."""
     work_chars: int = 256 * 2**20
-    """Characters made on the way, intermediate strings included: the bound on memory."""
+    """Most characters made while rendering, intermediate strings included: the bound on memory."""
     steps: int = 5_000_000
-    """Loop iterations, calls and operators."""
+    """Most loop iterations, calls and operators."""
     seconds: float = 5.0
-    """Wall-clock time, looked at on every step."""
+    """Longest wall-clock time, checked at every step."""
 
 
 class TemplateTooCostly(jinja2.TemplateError):
-    """The template ran into one of `TemplateLimits`; the message names it."""
+    """The template has exceeded one of its `TemplateLimits`; the message names it."""
 
 
 class TemplateMeter:
-    """Counts what one rendering uses."""
+    """Counts the cost of one rendering."""
 
     __slots__ = ("_clock", "_deadline", "_limits", "_steps", "_work")
 
@@ -68,7 +68,7 @@ class TemplateMeter:
         self._work = 0
 
     def step(self) -> None:
-        """One more iteration, call or operator. Raises `TemplateTooCostly`."""
+        """Count one iteration, call or operator. Raises `TemplateTooCostly`."""
         self._steps += 1
         if self._steps > self._limits.steps:
             raise TemplateTooCostly(f"the chat template takes more than {self._limits.steps} steps")
@@ -76,7 +76,7 @@ class TemplateMeter:
             raise TemplateTooCostly(f"the chat template takes over {self._limits.seconds:g} s")
 
     def make(self, chars: int) -> None:
-        """So many characters or items are about to be made. Raises `TemplateTooCostly`."""
+        """Count `chars` characters or items before they are made. Raises `TemplateTooCostly`."""
         self._work += chars
         if self._work > self._limits.work_chars:
             raise TemplateTooCostly(
@@ -101,7 +101,8 @@ def metered(limits: TemplateLimits, clock: Callable[[], float] = time.monotonic)
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here it marks nothing."""
+    """The tag `{% generation %}`, which marks an assistant's text for training; it has no effect
+    here."""
 
     tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
 
@@ -142,7 +143,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter would write `<`, `>`, `&` and `'` as escapes, which models never saw."""
+    """JSON without jinja2's escapes of `<`, `>`, `&` and `'`, which models have not seen in
+    training."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -167,16 +169,16 @@ _WIDE_CONVERSION = re.compile(r"%(?:\([^)]*\))?[-+ #]*\d*\.?(?:\*|\d{5})")
 _WIDE_FIELD = re.compile(r"\{(?:[^{}]*+\{|[^{}:]*+:[^{}]*?\d{5})")
 """... and in a field of `str.format`. Looks at each character once."""
 _SIZED_FILTERS = {"batch", "center", "indent", "round", "slice", "tojson", "wordwrap"}
-"""Filters whose arguments after the first say how much to make."""
+"""Filters whose arguments after the first set the size of the result."""
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Compiles templates whose every loop, call and operator passes the meter."""
+    """Compiles templates whose loops, calls and operators are all counted by the meter."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
-        """`now` is what `strftime_now` formats."""
+        """`now` returns the time for `strftime_now`."""
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -203,7 +205,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return template
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a call by the template of a macro, a method or a global, and count its cost."""
+        """Run a template's call of a macro, a method or a global, and count its cost."""
         meter = _meter.get()
         meter.step()
         _check_arguments(__obj, args, kwargs, meter)
@@ -212,7 +214,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return result
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """jinja2 runs a string's `format` itself; `value` is that method, or something else."""
+        """Wrap a string's `format`, which jinja2 would run itself; None if `value` is something
+        else."""
         format_safely = super().wrap_str_format(value)
         if format_safely is None:
             return None
@@ -261,7 +264,7 @@ def _number_cost(bits: int) -> int:
 
 
 def _format_cost(left: Any, right: Any) -> int:
-    """`'%9999999d' % 1` is a large string made by a small expression."""
+    """Characters made by the operator `%`: `'%9999999d' % 1` makes a large string."""
     if not isinstance(left, str):
         return 0
     _check_widths(left, _WIDE_CONVERSION)
@@ -282,14 +285,14 @@ _BINOP_COST: dict[str, Callable[[Any, Any], int]] = {
 
 
 def _metered(function: Callable[..., Any], *, sized: bool) -> Callable[..., Any]:
-    """A filter whose result is counted, and whose arguments are sensible if they are sizes."""
+    """Wrap a filter: count its result, and check the arguments that are sizes."""
 
-    @functools.wraps(function)  # keeps the marks by which jinja2 passes it a context
+    @functools.wraps(function)  # keeps the attributes by which jinja2 passes a context
     def metered_filter(*args: Any, **kwargs: Any) -> Any:
         if sized:
             _check_numbers((*args[1:], *kwargs.values()))
         result = function(*args, **kwargs)
-        meter = _meter.get(None)  # None: constant operands, worked out while compiling
+        meter = _meter.get(None)  # None: constant operands, evaluated while compiling
         if meter is not None:
             meter.make(_size(result))
         return result
@@ -305,7 +308,7 @@ def _check_numbers(values: tuple[Any, ...]) -> None:
 def _check_arguments(
     called: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meter: TemplateMeter
 ) -> None:
-    """Methods of strings that make much of little."""
+    """Check the calls of string methods that make long strings from short ones."""
     owner = getattr(called, "__self__", None)
     if not isinstance(owner, str):
         return
@@ -318,18 +321,19 @@ def _check_arguments(
 
 
 def _finalize(value: Any) -> Any:
-    """Everything a template writes passes here, but for its own literal text."""
+    """Count everything that a template writes, except its own literal text."""
     if not isinstance(value, str):
         value = str(value)
     meter = _meter.get(None)
-    if meter is not None:  # None: a constant, written while the template is compiled
+    if meter is not None:  # None: a constant, written while compiling
         meter.make(len(value))
     return value
 
 
 @pass_context
 def _step(context: Context, literal_chars: int) -> str:
-    """Stands at the head of every loop body; takes the length of the text written there."""
+    """Count one loop iteration; stands at the head of every loop body and gets the length of the
+    text written there."""
     meter = _meter.get()
     meter.step()
     meter.make(literal_chars)
@@ -338,7 +342,7 @@ def _step(context: Context, literal_chars: int) -> str:
 
 @pass_context
 def _concat(context: Context, *values: Any) -> str:
-    """The operator `~`."""
+    """The operator `~`, counted."""
     meter = _meter.get()
     meter.step()
     text = "".join(map(str, values))
@@ -347,7 +351,7 @@ def _concat(context: Context, *values: Any) -> str:
 
 
 def _instrument(template: nodes.Template) -> None:
-    """Put the meter into loops and concatenations, which have no hook of their own."""
+    """Insert the meter into loops and concatenations, for which jinja2 has no hook."""
     for loop in list(template.find_all(nodes.For)):
         literal = sum(
             len(data.data) for part in loop.body for data in part.find_all(nodes.TemplateData)

@@ -181,7 +181,7 @@ class GrammarCompiler:
             self._busy.add(process)
         try:
             process.learn(tokenizer, vocab_size)
-        except PdserveError:  # whoever needs one next hears why
+        except PdserveError:  # the next caller that needs one gets the error
             pass
         finally:
             self._give_back(process)

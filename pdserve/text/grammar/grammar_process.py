@@ -132,7 +132,7 @@ class GrammarProcess:
             pass
         except (OSError, EOFError, msgspec.MsgspecError):
             self._refuse_when_killed()
-        except BaseException:  # nobody will read the answer, so the next job must not find it
+        except BaseException:  # the answer stays unread, and the next job must not get it
             self._drop()
             raise
         self._drop()

@@ -256,12 +256,12 @@ def _limited(text: str, param: str) -> str:
 
 
 def _check_size(value: object, param: str) -> None:
-    """Before anything is made of a value that would be too large in any form: a body may have some
-    megabytes, of which the least spelling costs a fraction of what is done with it below."""
+    """Refuse a value whose grammar would be too large in any form, before it is built. A body may
+    have some megabytes; measuring its shortest spelling is cheap beside building the grammar."""
     try:
         text = msgspec.json.encode(value).decode()
     except (OverflowError, UnicodeError, RecursionError):
-        return  # is found out below
+        return  # refused below
     _check_length(len(text), param)
 
 

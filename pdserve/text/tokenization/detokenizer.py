@@ -1,7 +1,7 @@
 """Converts token ids to text for one sequence, and shows only text that no later token can change.
 
-For every tokenizer the increments and the final `flush` add up to the decode of all ids at once.
-A character whose bytes are spread over several tokens appears with its last byte; bytes that cannot
+For every tokenizer the increments and the final `flush` add up to the decode of all ids at once. A
+character whose bytes are spread over several tokens appears with its last byte. Bytes that cannot
 become a character turn into U+FFFD where a decode of the whole shows it. It knows neither stop
 strings nor requests. One object belongs to one choice and is used by one thread at a time.
 """
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MAX_BYTE_RUN = 64
-"""Bytes of a byte-fallback run held back. A run is shown when it ends, since one bad byte spoils
-all of it; past this length its complete characters are shown at once, so that a stream in a script
-without spaces does not stall. Only then can text differ from a decode at once: by keeping
-characters that the latter would lose."""
+"""Most bytes of a byte-fallback run that are held back. A run is shown when it ends, since one bad
+byte spoils all of it. Past this length its complete characters are shown at once, so that a stream
+in a script without spaces does not stall. Only then can the text differ from a decode of all ids,
+which would lose those characters."""
 _CONTEXT = 8
 """Ids that a window keeps when it is trimmed."""
 _MAX_WINDOW = 32
@@ -32,7 +32,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(ABC):
-    """One sequence's text. Ids are >= 0; ids that the vocabulary lacks have no text."""
+    """Text of one sequence. Ids are >= 0; ids that the vocabulary lacks have no text."""
 
     __slots__ = ()
 
@@ -45,20 +45,21 @@ class Detokenizer(ABC):
         """End the sequence; return the text held back. Do not call `feed` afterwards."""
 
     def feed_many(self, token_ids: Iterable[int]) -> str:
-        """`feed` for each id, joined."""
+        """Add several ids; return the joined text of `feed` for each."""
         feed = self.feed
         return "".join([feed(token_id) for token_id in token_ids])
 
     def feed_json(self, token_ids: Sequence[int]) -> bytes:
-        """`feed_many` as UTF-8 escaped for the inside of a JSON string, without the quotes.
+        """Like `feed_many`, but as UTF-8 escaped for the inside of a JSON string, without the
+        quotes.
 
-        The fast call of a stream without stop strings: ordinary ids cost a look-up each.
+        The fast call for streams without stop strings: an ordinary id costs one look-up.
         """
         return json_escape(self.feed_many(token_ids))
 
 
 class ByteLevelDetokenizer(Detokenizer):
-    """For kind `bytes`. Holds at most the three bytes of an unfinished character."""
+    """Detokenizer for kind `bytes`. Holds back at most three bytes, of an unfinished character."""
 
     __slots__ = ("_held", "_jsons", "_pieces", "_table", "_texts")
 
@@ -87,7 +88,7 @@ class ByteLevelDetokenizer(Detokenizer):
                 if len(token_ids) == 1 and (escaped := jsons[token_ids[0]]) is not None:
                     return escaped
                 return b"".join([jsons[token_id] for token_id in token_ids])  # type: ignore[misc]
-            except (TypeError, IndexError):  # an entry not filled, or an id without text of its own
+            except (TypeError, IndexError):  # entry not filled, or id without own text
                 for token_id in token_ids:
                     self._table.json(token_id)
         return json_escape(self.feed_many(token_ids))
@@ -109,7 +110,8 @@ class ByteLevelDetokenizer(Detokenizer):
 
 
 class PieceDetokenizer(Detokenizer):
-    """For kind `pieces`: a text per token, runs of byte tokens, a start to be stripped."""
+    """Detokenizer for kind `pieces`: a text per token, runs of byte tokens, a start to be
+    stripped."""
 
     __slots__ = (
         "_after_special",
@@ -141,7 +143,8 @@ class PieceDetokenizer(Detokenizer):
         self._plain = False
 
     def start_after(self, token_ids: Iterable[int]) -> None:
-        """Continue the text of these ids, so that what follows is at its start only if they are."""
+        """Continue the text of these ids. What follows is treated as the start of the text only if
+        these ids have not passed it."""
         for token_id in token_ids:
             self._feed_slowly(token_id)
             if not (self._first or self._strip_left):
@@ -197,12 +200,12 @@ class PieceDetokenizer(Detokenizer):
         return text
 
     def _settle(self) -> None:
-        """Whether the next ordinary token's text can be taken from the table as it is."""
+        """Decide whether the next ordinary token's text can be taken from the table unchanged."""
         self._plain = not (self._first or self._strip_left or self._glue or self._run.open)
 
 
 class _ByteRun:
-    """Adjacent byte tokens: text if together they are UTF-8, else one U+FFFD for each."""
+    """Adjacent byte tokens: their text if together they are UTF-8, else one U+FFFD for each."""
 
     __slots__ = ("_broken", "_held", "_overlong", "open")
 
@@ -245,9 +248,10 @@ class _ByteRun:
 
 
 class WindowDetokenizer(Detokenizer):
-    """For kind `window`: decodes the last few ids again with each new one and shows what grew.
+    """Detokenizer for kind `window`: decodes the last few ids again with each new one and shows the
+    added text.
 
-    Right for every decoder that only ever adds to the text, seeing a few tokens back.
+    Correct for every decoder that only adds to the text and looks a few tokens back.
     """
 
     __slots__ = ("_glue", "_hidden", "_pieces", "_run", "_shown", "_window")
@@ -264,7 +268,7 @@ class WindowDetokenizer(Detokenizer):
         self._glue = glue_special_tokens and not skip_special_tokens
         self._window: list[int] = []
         self._shown = 0
-        """Characters at the start of the window's text that have been given out."""
+        """Number of characters of the window's text that have been shown."""
         self._run = b""
         """Bytes of the byte tokens at the window's end, since text was last shown."""
 
@@ -306,7 +310,7 @@ class WindowDetokenizer(Detokenizer):
         return before in special and token_id in special
 
     def _may_change(self, text: str) -> bool:
-        """Bytes at the end may still become a character, or spoil those before them."""
+        """Whether bytes at the end may still become a character, or spoil those before them."""
         if not self._run:
             unresolved = len(text) - len(text.rstrip(_REPLACEMENT))
             return 0 < unresolved < MAX_BYTE_RUN
@@ -325,7 +329,7 @@ class WindowDetokenizer(Detokenizer):
         return out
 
     def _trim(self) -> None:
-        """Forget ids too far back to matter, if those kept still have text before what follows."""
+        """Drop the ids at the start of the window, if the rest has text before the end."""
         kept = [] if self._run else self._window[-_CONTEXT:]
         text = self._pieces.decode(kept)
         if self._run or text.strip(_REPLACEMENT + " "):
@@ -341,7 +345,7 @@ def make_detokenizer(
     prompt: Sequence[int] = (),
     keep: frozenset[int] = frozenset(),
 ) -> Detokenizer:
-    """The detokeniser for a tokenizer's kind; see `Tokenizer.detokenizer` for the arguments."""
+    """Make the detokenizer for a tokenizer's kind; arguments as for `Tokenizer.detokenizer`."""
     if pieces.shape.kind == "bytes":  # neither the start nor a special token changes anything
         return ByteLevelDetokenizer(pieces, skip_special_tokens, keep)
     glue = not spaces_between_special_tokens

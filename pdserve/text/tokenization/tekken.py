@@ -40,7 +40,7 @@ _OLD_SPECIALS = (
     "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )
-"""In the order of their ids: files of the first versions do not list them."""
+"""Special tokens by id, for files of the first versions, which do not list them."""
 
 _NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
@@ -68,14 +68,14 @@ class _File(msgspec.Struct):
 
 
 def from_tekken(content: bytes) -> tuple[bytes, bytes]:
-    """`tokenizer.json` and `tokenizer_config.json` for the content of `tekken.json`.
+    """Convert the content of `tekken.json` to `tokenizer.json` and `tokenizer_config.json`.
 
     Takes some seconds for a vocabulary of a hundred thousand. Raises `ConfigError`.
     """
     try:
         file = msgspec.json.decode(content, type=_File)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"tekken.json is not what it should be: {error}") from None
+        raise ConfigError(f"tekken.json is malformed: {error}") from None
     specials = _specials(file)
     tokens = _tokens(file, len(specials))
     names = [_spelled(token) for token in tokens]
@@ -88,7 +88,7 @@ def from_tekken(content: bytes) -> tuple[bytes, bytes]:
 
 
 def _specials(file: _File) -> list[str]:
-    """By id; ids that no entry has are filled up."""
+    """Special tokens by id; ids without an entry get a made-up name."""
     count = file.config.default_num_special_tokens
     names = [f"<SPECIAL_{rank}>" for rank in range(count)]
     listed = dict(enumerate(_OLD_SPECIALS))
@@ -104,7 +104,7 @@ def _specials(file: _File) -> list[str]:
 
 
 def _tokens(file: _File, specials: int) -> list[bytes]:
-    """By rank, as many as the model has."""
+    """Byte sequences by rank, as many as the model has."""
     count = file.config.default_vocab_size - specials
     if not 256 <= count <= len(file.vocab):
         raise ConfigError(f"tekken.json: {len(file.vocab)} words do not make up {count}")
@@ -115,7 +115,7 @@ def _tokens(file: _File, specials: int) -> list[bytes]:
         except binascii.Error:
             token = b""
         if not token or entry.rank != rank or (rank < 256 and token != bytes([rank])):
-            raise ConfigError(f"tekken.json: word {rank} is not what it should be")
+            raise ConfigError(f"tekken.json: word {rank} is malformed")
         tokens.append(token)
     if len(set(tokens)) != count:
         raise ConfigError("tekken.json: a word is listed twice")
@@ -123,7 +123,7 @@ def _tokens(file: _File, specials: int) -> list[bytes]:
 
 
 def _merges(tokens: list[bytes]) -> list[tuple[str, str]]:
-    """The pair that each token is joined from, in the order of ranks."""
+    """The pair that each token is merged from, by rank."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
     merges = []
     for token in tokens[256:]:
@@ -134,8 +134,8 @@ def _merges(tokens: list[bytes]) -> list[tuple[str, str]]:
 
 
 def _joined(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """What joining the bytes of `token` ends with, before it is whole: two parts, or more if it
-    cannot be joined."""
+    """The parts left before the last merge of the bytes of `token`: two, or more if it cannot be
+    merged."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
         known = ((ranks.get(a + b), at) for at, (a, b) in enumerate(pairwise(parts)))
@@ -148,7 +148,7 @@ def _joined(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def _spelled(token: bytes) -> str:
-    """Bytes in the letters that stand for them in a vocabulary."""
+    """The bytes written in the byte-level alphabet of vocabularies."""
     return token.decode("latin-1").translate(_LETTERS)
 
 
@@ -206,7 +206,7 @@ def _special(rank: int, name: str) -> dict[str, object]:
 
 
 def _beginning(specials: list[str]) -> dict[str, object]:
-    """Puts the token before every text, if there is one."""
+    """The post-processor that puts the first token before every text, if there is one."""
     bos = _NAMED["bos_token"]
     begin: list[object] = [{"Sequence": {"id": "A", "type_id": 0}}]
     named: dict[str, object] = {}

@@ -1,9 +1,9 @@
-"""Computes the fewest tokens a text can have from its length, and cuts texts for counting.
+"""Computes the fewest tokens a text can have from its length, and splits texts for counting.
 
 Encoding a text that is far too long costs seconds and gigabytes before it is refused. One token
-covers a bounded stretch of text unless a step of the tokenizer shortens text without bound; this
+covers a bounded stretch of text unless a step of the tokenizer shortens text without bound. This
 file reads that from `tokenizer.json` and gives no bound where it is not certain. It encodes nothing
-and knows no limit.
+and knows no limit of its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 _NFC_SHRINKS = 4
-"""Characters that canonical composition makes one of, at most."""
+"""Most characters that canonical composition joins to one."""
 _KEEP_ALL = {"ByteLevel", "Digits", "Metaspace"}
-"""Pre-tokenizers that cut, or write a character in another way, but drop nothing."""
+"""Pre-tokenizers that split text or rewrite characters, but drop nothing."""
 
 
 _NEAR = 4096
-"""Characters in which a blank is looked for."""
+"""Characters at the end of a piece in which a blank is looked for."""
 
 
 class _Model(msgspec.Struct):
@@ -35,7 +35,7 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """`tokenizer.json`, but for what says nothing about lengths."""
+    """The parts of `tokenizer.json` that matter for lengths."""
 
     model: _Model | None = None
     normalizer: dict[str, Any] | None = None
@@ -43,10 +43,10 @@ class _File(msgspec.Struct):
 
 
 def chars_per_token(tokenizer_json: bytes, raw: tokenizers.Tokenizer) -> int | None:
-    """Characters of text that one token stands for at most; None: no bound is certain.
+    """Most characters of text that one token can stand for; None if no bound is certain.
 
-    Looks at the whole vocabulary: some tenths of a second for a large one. Args: `raw` is the
-    tokenizer that the file describes, with what was added to it.
+    Reads the whole vocabulary: some tenths of a second for a large one. `raw` is the tokenizer that
+    the file describes, with all added tokens.
     """
     file = msgspec.json.decode(tokenizer_json, type=_File)
     factor = 1
@@ -59,13 +59,13 @@ def chars_per_token(tokenizer_json: bytes, raw: tokenizers.Tokenizer) -> int | N
     if not all(_keeps_all(step) for step in cuts) or not _knows_every_byte(file, cuts, raw):
         return None
     if any(token.lstrip or token.rstrip for token in raw.get_added_tokens_decoder().values()):
-        return None  # such a token takes any number of blanks along
+        return None  # such a token absorbs any number of blanks
     return factor * max(map(len, raw.get_vocab(with_added_tokens=True)), default=1)
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
-    """`text` in pieces of at most `size` characters, cut before a blank where one is near: words
-    keep their tokens."""
+    """Split `text` into pieces of at most `size` characters, before a blank if one is near, so that
+    words keep their tokens."""
     begin = 0
     while begin < len(text):
         end = begin + size
@@ -85,7 +85,7 @@ def _flatten(step: dict[str, Any] | None, children: str) -> list[dict[str, Any]]
 
 
 def _shrinks(normalizer: dict[str, Any]) -> int | None:
-    """Into one character it makes so many at most; None: any number."""
+    """Most characters that the normalizer turns into one; None: any number."""
     match normalizer:
         case {"type": "Prepend" | "ByteLevel"}:
             return 1
@@ -103,7 +103,8 @@ def _keeps_all(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _knows_every_byte(file: _File, cuts: list[dict[str, Any]], raw: tokenizers.Tokenizer) -> bool:
-    """Without that, one token for the unknown may stand for a text of any length, or none."""
+    """Whether every byte has a token. Otherwise one unknown token may stand for a text of any
+    length, or such a text may have no token."""
     model = file.model
     if model is None or model.type != "BPE":
         return False

@@ -1,11 +1,11 @@
 """Holds the text of each token id, in tables filled when ids are first used.
 
-The description in `tokenizer.json` tells three kinds of decoders apart:
+`tokenizer.json` describes one of three kinds of decoders:
 
     bytes    ByteLevel: a token is a run of bytes; the text is the UTF-8 decoding of all of them
     pieces   a token is a piece of text that depends only on being the first one, or a single byte
              of a run (ByteFallback); leading characters may be stripped from the whole
-    window   anything else: only a decode of the token among its neighbours tells its text
+    window   anything else: a token's text is known only from decoding it with its neighbours
 
 All sequences of a model share the tables; `detokenizer.py` has the state of a sequence. Filling an
 entry is idempotent, so threads may share a table without a lock.
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 DecoderKind = Literal["bytes", "pieces", "window"]
 
 _ANCHOR = "a"
-"""A token put before another so that the other one is not the first."""
+"""A token put before another one, so that the other one is not the first."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PER_TOKEN = {"Replace", "Metaspace", "WordPiece", "Strip"}
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What has to be known about a decoder to take its output apart by token."""
+    """What the detokenizers need to know about a decoder."""
 
     kind: DecoderKind
     byte_fallback: bool = False
-    """Tokens `<0x00>` to `<0xFF>` stand for single bytes."""
+    """Whether tokens `<0x00>` to `<0xFF>` stand for single bytes."""
     strip: str = ""
     """Character removed from the start of the whole text."""
     strip_count: int = 0
@@ -46,7 +46,7 @@ class DecoderShape:
 
 
 class _File(msgspec.Struct):
-    """`tokenizer.json`, but for the large parts that are not needed here."""
+    """The parts of `tokenizer.json` that are needed here."""
 
     decoder: dict[str, Any] | None = None
 
@@ -77,7 +77,7 @@ def _shape(steps: list[dict[str, Any]]) -> DecoderShape:
     if not all(_is_per_token(step) for step in head):
         return window
     if byte_fallback and any(step.get("type") == "WordPiece" for step in head):
-        return window  # its space before a byte token would hide that token
+        return window  # a space before a byte token would hide that token
     if not tail:
         return DecoderShape("pieces", byte_fallback)
     if tail[0].get("type") != "Fuse" or len(tail) > 2:
@@ -90,7 +90,8 @@ def _shape(steps: list[dict[str, Any]]) -> DecoderShape:
 def _split(
     steps: list[dict[str, Any]], types: Sequence[object]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Steps that see single tokens, and those from the first that sees several."""
+    """Split the decoder's steps into those that see single tokens and those from the first that
+    sees several."""
     joints = [index for index, kind in enumerate(types) if kind in ("ByteFallback", "Fuse")]
     first = joints[0] if joints else len(steps)
     return steps[:first], steps[first:]
@@ -111,15 +112,15 @@ def _stripping(step: dict[str, Any], byte_fallback: bool) -> DecoderShape | None
 
 
 def json_escape(text: str) -> bytes:
-    """`text` as UTF-8 inside a JSON string, without the quotes."""
+    """Encode `text` as UTF-8 inside a JSON string, without the quotes."""
     return msgspec.json.encode(text)[1:-1]
 
 
 class TokenTextView:
-    """Texts of a tokenizer's ids, some of which are hidden: they have the empty text.
+    """Texts of a tokenizer's ids; hidden ids have the empty text.
 
-    An entry of `texts` or `jsons` is None while it has not been asked for, and for ever when the id
-    has no text of its own: it is a byte, or bytes, that need their neighbours.
+    An entry of `texts` or `jsons` is None until it is first asked for. It stays None if the id has
+    no text of its own: its bytes need their neighbours.
     """
 
     __slots__ = ("_pieces", "hidden", "jsons", "texts")
@@ -177,8 +178,8 @@ class TokenTextTable:
         self._others: dict[frozenset[int], TokenTextView] = {}
 
     def table(self, skip_special: bool, keep: frozenset[int] = frozenset()) -> TokenTextView:
-        """The texts without special ids, or with all or with `keep` of them. There are few such
-        sets to a model: every one costs a table."""
+        """The view that hides special ids except `keep`, or none. A model needs few such sets; each
+        one costs a table."""
         if not skip_special:
             return self.all
         if not keep:
@@ -193,12 +194,12 @@ class TokenTextTable:
         token = self.raw.id_to_token(token_id)
         if token is None:
             return ""
-        if self.shape.strip_count:  # stripped from the whole, later: being first changes nothing
+        if self.shape.strip_count:  # stripped from the whole later, so being first changes nothing
             return self._later(token)
         return self._join([token])
 
     def raw_bytes(self, token_id: int) -> bytes:
-        """The bytes an id stands for, its neighbours left aside; special ones included."""
+        """The bytes of an id by itself; also of special ones."""
         token = self.raw.id_to_token(token_id) if token_id < self.size else None
         if token is None:
             return b""
@@ -215,20 +216,20 @@ class TokenTextTable:
         return int(match[1], 16) if match else None
 
     def decode(self, token_ids: list[int]) -> str:
-        """The library's decode of ids that are all shown; empty where it breaks down itself."""
+        """The library's decode of the ids, none hidden; empty where the library itself fails."""
         try:
             return self.raw.decode(token_ids, skip_special_tokens=False)
         except BaseException as error:
             if not is_panic(error):
                 raise
-            return ""  # e.g. a decoder that strips the end, given nothing to strip
+            return ""  # e.g. a decoder that strips the end of an empty text
 
     def exists(self, token_id: int) -> bool:
         """Whether the vocabulary has the id."""
         return token_id < self.size and self.raw.id_to_token(token_id) is not None
 
     def content(self, token_id: int) -> str:
-        """The token as the vocabulary writes it; empty for an id that it lacks."""
+        """The token as written in the vocabulary; empty for an unknown id."""
         return (self.raw.id_to_token(token_id) or "") if token_id < self.size else ""
 
     def own_text(self, token_id: int) -> str | None:
@@ -252,17 +253,18 @@ class TokenTextTable:
 
 
 def _anchor_holds(raw: tokenizers.Tokenizer) -> bool:
-    """A decoder that changes even the anchor is no decoder this file understands."""
+    """Whether the decoder leaves the anchor unchanged; otherwise this file does not understand
+    it."""
     return raw.decoder is None or raw.decoder.decode([_ANCHOR]) == _ANCHOR
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether the Rust side of the library gave up; such an error is no `Exception`."""
+    """Whether an error is a panic of the library's Rust code, which is no `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's way to write any byte as a printable character: those that are stay themselves."""
+    """GPT-2's mapping of printable characters to bytes; printable bytes stand for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(0x100) if byte not in set(printable)]
@@ -273,7 +275,7 @@ BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes a byte-level token stands for; a token not so written stands for its own UTF-8."""
+    """The bytes of a byte-level token; a token in another form stands for its own UTF-8."""
     try:
         return bytes(map(BYTE_LEVEL_ALPHABET.__getitem__, token))
     except KeyError:

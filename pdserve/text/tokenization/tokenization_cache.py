@@ -32,15 +32,16 @@ _SAFE: Final = {
     "Whitespace",
     "WhitespaceSplit",
 }
-"""Pre-tokenizers that see nothing beyond the piece they are given."""
+"""Pre-tokenizers that look only at the segment they get."""
 _CHARS_PER_TOKEN: Final = 16
-"""Maximum characters per cached token on average; four are usual."""
+"""Most characters per cached token, on average; four are usual."""
 _WORTH: Final = 64
-"""Characters from which on a piece is remembered: a shorter one is encoded as fast as found."""
+"""Shortest segment, in characters, that is cached; a shorter one is encoded as fast as it is
+found."""
 
 
 def plan_cuts(raw: tokenizers.Tokenizer) -> dict[str, int] | None:
-    """Content -> id of the tokens at which a text may be cut; None: nowhere."""
+    """Content -> id of the special tokens at which a text may be cut; None if cuts are not safe."""
     added = raw.get_added_tokens_decoder()
     if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
         return None
@@ -68,9 +69,9 @@ class TokenizationCache:
     def __init__(
         self, cuts: dict[str, int], max_tokens: int = 512 * 1024, max_entries: int = 16 * 1024
     ) -> None:
-        """A token takes about 40 bytes, and an entry 300 and its text, of which there may be
-        `_CHARS_PER_TOKEN` for each of `max_tokens`."""
-        # The library takes the leftmost match and of those the longest, as this does.
+        """A token takes about 40 bytes; an entry takes 300 and its text, at most `_CHARS_PER_TOKEN`
+        characters for each of `max_tokens` in all."""
+        # Like the library, this takes the leftmost match, and of those the longest.
         longest_first = sorted(cuts, key=len, reverse=True)
         self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         self._ids = cuts
@@ -97,9 +98,9 @@ class TokenizationCache:
     def encode(
         self, text: str, encode: Callable[[Sequence[str]], list[list[int]]], salt: str = ""
     ) -> list[int]:
-        """Ids of `text`, as `encode` would give them for the whole; it is asked for pieces that are
-        new under this salt."""
-        pieces = self._cut.split(text)  # pieces at even places, special tokens at odd ones
+        """Return the ids of `text`, the same as `encode` returns for the whole; `encode` is called
+        only for segments not cached under this salt."""
+        pieces = self._cut.split(text)  # segments at even indices, special tokens at odd ones
         found: dict[str, Sequence[int]] = {}
         with self._lock:
             for piece in pieces[::2]:

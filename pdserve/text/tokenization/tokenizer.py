@@ -1,8 +1,8 @@
-"""Tokenizes and decodes text for one model; made from the files in its model card.
+"""Tokenizes and decodes text for one model, from the files in its model card.
 
-Wraps the `tokenizers` library and follows what `transformers` does with the same two files; only
-the post-processor in tokenizer.json decides which first and last tokens are added. It opens no
-file, and knows no chat and no request. One object serves a model while its card is the same.
+Wraps the `tokenizers` library and does the same as `transformers` with the same two files; only the
+post-processor in tokenizer.json decides which first and last tokens are added. It opens no file,
+and knows neither chats nor requests. One object serves a model while its card is the same.
 
 Threads: encoding and decoding change nothing, so any number of threads may use one object. `encode`
 and `encode_batch` release the interpreter lock while they work; `decode` does not.
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
     from pdserve.messages.card import ModelCard
 
-# The library warns on standard error when a process forks after a parallel encode, unless told.
+# Else the library warns on standard error when a process forks after a parallel encode.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 _BATCH_CHARS: Final = 1 << 20
-"""Text that the library gets at once: it needs about 150 bytes a character meanwhile. A single text
-may be longer."""
+"""Most characters passed to the library at once, which then needs about 150 bytes per character. A
+single text may be longer."""
 _SLICE_CHARS: Final = 1 << 18
-"""Text that is encoded at once where tokens are only counted."""
+"""Characters encoded at once when tokens are only counted."""
 _SLICE_SLACK: Final = 64
-"""Tokens that a cut may add, and more."""
+"""Upper bound of the tokens that a cut may add."""
 _CONVERT = (
     "the model has no tokenizer.json; convert its tokenizer once with "
     "`python -c 'from transformers import AutoTokenizer as T; "
@@ -47,7 +47,7 @@ _CONVERT = (
 
 
 class Tokenizer:
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Tokenizer:
         self.config = config
         cuts = plan_cuts(raw)
         self.segments = None if cuts is None else TokenizationCache(cuts)
-        """Pieces of earlier texts; None where a text cannot be cut."""
+        """Cache of segments of earlier texts; None if texts cannot be cut."""
 
     @classmethod
     def from_card(cls, card: ModelCard) -> Tokenizer:
-        """The tokenizer a model card describes. Raises `ConfigError`."""
+        """Make the tokenizer of a model card. Raises `ConfigError`."""
         return cls.from_bytes(
             card.tokenizer_json, card.tokenizer_config_json, model_vocab_size=card.vocab_size
         )
@@ -80,7 +80,7 @@ class Tokenizer:
         *,
         model_vocab_size: int = 0,
     ) -> Tokenizer:
-        """Build from the two files' contents.
+        """Make a tokenizer from the two files' contents.
 
         `model_vocab_size` is the number of ids the model can produce; those beyond the tokenizer's
         own decode to nothing. Raises `ConfigError` when a file is missing or cannot be used.
@@ -103,22 +103,22 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens in the vocabulary, added ones included; the model may have more rows."""
+        """Number of tokens in the vocabulary, added ones included; the model may have more rows."""
         return self._raw.get_vocab_size(with_added_tokens=True)
 
     @property
     def json(self) -> bytes:
-        """Content of the `tokenizer.json` that it was made from."""
+        """Content of its `tokenizer.json`."""
         return self._json
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that stand for it."""
+        """Digest (16 bytes) that identifies this tokenizer."""
         return hashlib.blake2b(self._json, digest_size=16).digest()
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The ids that `skip_special_tokens` leaves out."""
+        """Ids that `skip_special_tokens` leaves out."""
         return self._pieces.special
 
     @property
@@ -132,23 +132,23 @@ class Tokenizer:
         return None if content is None else self._raw.token_to_id(content)
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it, or None."""
+        """Id of a token as written in the vocabulary; None if it is unknown."""
         return self._raw.token_to_id(token)
 
     def token_name(self, token_id: int) -> str:
-        """A token as the vocabulary writes it; empty for an id that it lacks."""
+        """The token as written in the vocabulary; empty for an unknown id."""
         return self._raw.id_to_token(token_id) or ""
 
     # ---------------------------------------------------------------- text to ids
 
     def encode(self, text: str, add_special_tokens: bool = True, salt: str = "") -> list[int]:
-        """Token ids of `text`.
+        """Return the token ids of `text`. Raises `InvalidRequest` for a lone surrogate.
 
-        `salt`: pieces are taken from memory only if they came with the same one.
+        `salt`: cached segments are used only if they were encoded with the same salt.
 
-        Contents of special tokens inside the text become those tokens, as chat templates need.
-        With `add_special_tokens` the tokenizer's first and last tokens are added; leave it off for
-        the output of a chat template, which has written them already.
+        Contents of special tokens inside the text become those tokens, as chat templates need. With
+        `add_special_tokens` the tokenizer's first and last tokens are added; leave it off for the
+        output of a chat template, which has them already.
         """
         if self.segments is not None and not add_special_tokens:
             return self.segments.encode(text, self._encode_pieces, salt)
@@ -168,7 +168,7 @@ class Tokenizer:
 
     def _encode_at_once(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         try:
-            # One text goes as a batch too: only batches release the interpreter lock.
+            # One text is also passed as a batch: only batches release the interpreter lock.
             encodings = self._raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("text must be valid Unicode") from None
@@ -179,16 +179,16 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def fewest_tokens(self, chars: int) -> int:
-        """A text of so many characters becomes at least so many tokens; 0 where nothing is certain.
+        """Fewest tokens that a text of `chars` characters can have; 0 if no bound is certain.
 
-        The first call looks at the whole vocabulary, so it belongs off the event loop.
+        The first call reads the whole vocabulary, so run it off the event loop.
         """
         bound = self._chars_per_token
         return 0 if bound is None else -(-chars // bound)
 
     def count_up_to(self, text: str, enough: int) -> int:
-        """At least how many tokens `text` becomes, in the memory that a slice of it needs. Counting
-        ends when there are more than `enough`. Raises `InvalidRequest` for a lone surrogate."""
+        """Count the tokens of `text` and stop above `enough`; returns a lower bound. Needs memory
+        for one slice at a time. Raises `InvalidRequest` for a lone surrogate."""
         count = 0
         for part in split_text(text, _SLICE_CHARS):
             (ids,) = self._encode_at_once([part], add_special_tokens=False)
@@ -210,10 +210,10 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """The text of `ids` as a text of its own; ids that the vocabulary lacks have none.
+        """Return the text of `ids` as a text of its own; ids that the vocabulary lacks have none.
 
-        With `spaces_between_special_tokens` off, a special token that follows another one directly
-        is written without the space that some decoders put between tokens.
+        With `spaces_between_special_tokens` off, a special token directly after another one is
+        written without the space that some decoders put between tokens.
         """
         stream = self.detokenizer(
             skip_special_tokens=skip_special_tokens,
@@ -229,12 +229,12 @@ class Tokenizer:
         prompt: Sequence[int] = (),
         keep: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """A fresh incremental detokeniser for one sequence.
+        """Make an incremental detokenizer for one sequence.
 
-        `prompt`: the ids whose text the output continues. It matters to decoders that drop a space
-        at the start of a text: a completion continues its prompt; a chat message is a text of its
-        own, so pass nothing for it. `keep`: special ids that are shown although others are skipped;
-        each such set takes a table, so a model may have a few of them only.
+        `prompt`: the ids whose text the output continues, for decoders that drop a space at the
+        start of a text. A completion continues its prompt; a chat message is a text of its own, so
+        pass nothing for it. `keep`: special ids that are shown although others are skipped; each
+        such set takes a table, so a model may have only a few of them.
         """
         return make_detokenizer(
             self._pieces,
@@ -245,18 +245,18 @@ class Tokenizer:
         )
 
     def token_text(self, token_id: int) -> str:
-        """One token for a person or a logprobs entry: special ones are shown, bytes that are no
-        character by themselves appear as U+FFFD. Empty for an id that the vocabulary lacks."""
+        """The text of one token, for a person or a logprobs entry: special tokens are shown, bytes
+        that are no character by themselves appear as U+FFFD. Empty for an unknown id."""
         text = self._pieces.all.text(token_id)
         return self.token_bytes(token_id).decode("utf-8", "replace") if text is None else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes behind `token_text`: concatenated over tokens they are the text's UTF-8."""
+        """The bytes behind `token_text`; joined over all tokens they are the text's UTF-8."""
         return self._pieces.raw_bytes(token_id)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Neighbouring texts, as many as may be encoded at once; at least one."""
+    """Yield neighbouring texts, as many as may be encoded at once; at least one."""
     batch: list[str] = []
     chars = 0
     for text in texts:
@@ -270,7 +270,7 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _add_tokens(raw: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Tokens that only tokenizer_config.json knows, or knows to be special."""
+    """Add the tokens that only tokenizer_config.json lists, or lists as special."""
     present = {token.content: token for token in raw.get_added_tokens_decoder().values()}
     for entry in config.added_tokens:
         if entry.get("content") not in present:
@@ -282,7 +282,7 @@ def _add_tokens(raw: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
         if known is None or not known.special:
             special[content] = known
     for content, known in special.items():
-        # One that the vocabulary lacks would get an id that the model does not have.
+        # A token not in the vocabulary would get an id that the model does not have.
         if raw.token_to_id(content) is not None:
             raw.add_special_tokens([known or content])
 
@@ -305,7 +305,7 @@ def _add_at_id(raw: tokenizers.Tokenizer, entry: dict[str, Any]) -> None:
 def _highest_id(raw: tokenizers.Tokenizer) -> int:
     added = max(raw.get_added_tokens_decoder(), default=-1)
     count = raw.get_vocab_size(with_added_tokens=True)
-    # Ids are dense but for tokenizers that were edited by hand; those are worth a full look.
+    # Ids are dense, except in tokenizers edited by hand, for which the whole map is read.
     if raw.id_to_token(count - 1) is not None and added < count:
         return count - 1
     return max(raw.get_vocab(with_added_tokens=True).values(), default=-1)

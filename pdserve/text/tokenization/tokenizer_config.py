@@ -34,17 +34,17 @@ class TokenizerConfig:
     """The part of `tokenizer_config.json` that pdserve reads."""
 
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """`bos_token`, `eos_token` ... -> content; what chat templates see under those names."""
+    """`bos_token`, `eos_token` ... -> content, under the names that chat templates use."""
     extra_special_tokens: tuple[str, ...] = ()
-    """Further contents that are special unless tokenizer.json knows them otherwise."""
+    """Contents of further special tokens, unless tokenizer.json defines them otherwise."""
     added_tokens: tuple[Mapping[str, Any], ...] = ()
-    """Entries of `added_tokens_decoder` in the order of their ids, each with its `id`."""
+    """Entries of `added_tokens_decoder` by id, each with its `id`."""
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     """Template sources by name; a single one is called `default`."""
 
 
 def parse_tokenizer_config(content: bytes) -> TokenizerConfig:
-    """Read the file's content. Raises `ConfigError` when it is not what it should be."""
+    """Parse the file's content. Raises `ConfigError` if it is malformed."""
     try:
         raw = msgspec.json.decode(content or b"{}", type=dict[str, Any])
     except msgspec.MsgspecError as error:
@@ -58,7 +58,7 @@ def parse_tokenizer_config(content: bytes) -> TokenizerConfig:
 
 
 def _content(token: object) -> str | None:
-    """A token is written as a string or as an object with its matching flags."""
+    """Content of a token, which is written as a string or as an object with matching flags."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None
@@ -90,7 +90,7 @@ def _added_tokens(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _templates(value: object) -> dict[str, str]:
-    """One template as a string, or several as a list of `{"name": ..., "template": ...}`."""
+    """Parse one template as a string, or several as a list of `{"name": ..., "template": ...}`."""
     if value is None:
         return {}
     if isinstance(value, str):

@@ -1,6 +1,6 @@
 """Parses and constrains tool calls in the format of each model family: one file per format, no I/O.
 
-`docs/tools.md` tells how each format is recognised and what becomes of malformed markup.
+`docs/tools.md` says how each format is recognised and what happens to malformed markup.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _UNREAD: Final = (
     "<function_calls>",  # OLMo
     "functools[",  # Phi
 )
-"""Marks of families whose format has no parser here: no format is detected for them, even if their
-templates contain the words of another family."""
+"""Marks of model families whose format has no parser here. No format is detected for them, even if
+their templates contain the words of another family."""
 
 
 def detect_tool_format(template: str | None) -> str:
-    """Return the name of the format that a chat template asks for; empty if none is certain.
+    """Return the name of the format that a chat template uses; empty if none is certain.
 
-    A format is chosen by what its calls are made of, not by one word alone: a wrong reader shows
-    markup to clients, while without a parser `tools` are refused with the remedy.
+    A format is chosen by the structure of its calls, not by one word. The wrong parser would show
+    markup to clients; without a parser, a request with `tools` is refused with a remedy.
     """
     if template is None or "tools" not in template:
         return ""
@@ -79,7 +79,7 @@ _WHOLE_CALL: Final = re.compile(r"\btool_call(\.function)?\s*\|\s*tojson")
 
 
 def _writes_json_calls(template: str) -> bool:
-    """Behind the marker stands an object with a name and arguments, or a call printed as JSON.
+    """Whether an object with a name and arguments, or a call printed as JSON, follows the marker.
     The words alone are in every template that prints calls."""
     behind = template[template.index("<tool_call>") :]
     keys = _NAME_KEY.search(behind) and _ARGUMENTS_KEY.search(behind)

@@ -36,7 +36,8 @@ class ToolFormat(Protocol):
         ...
 
     def check(self, tools: Sequence[Tool]) -> None:
-        """Errors: `InvalidRequest` for a schema that takes too long to read calls by."""
+        """Check the tools' schemas. Raises `InvalidRequest` for a schema that makes parsing too
+        slow."""
         ...
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
@@ -65,7 +66,7 @@ class ToolFormat(Protocol):
 
 
 class SchemaFree:
-    """Part of a format whose calls are read without a look at the tools' schemas."""
+    """Part of a format whose calls are parsed without the tools' schemas."""
 
     __slots__ = ()
 
@@ -96,14 +97,14 @@ class ToolCallReader(IncrementalReader):
         self.say(markers.sub("", text))
 
     def say_blank(self) -> bool:
-        """Pass over blank space, which may be content; whether anything follows it."""
+        """Skip whitespace, which may be content; returns whether other text follows."""
         begin = self.at
         found = self.skip_blank()
         self.say(self.text[begin : self.at])
         return found
 
     def mark(self) -> None:
-        """Note that markup was read: whitespace beside it is layout."""
+        """Note that markup was read: whitespace next to it is layout."""
         self._layout.markup(first=not self._shown)
 
     def begin(self, name: str) -> None:
@@ -112,7 +113,8 @@ class ToolCallReader(IncrementalReader):
         self.calls += 1
 
     def seek_call(self, pattern: re.Pattern[str], markers: Iterable[str]) -> str:
-        """Give out content up to one of `markers`, which `pattern` matches; the marker, if any."""
+        """Output content up to one of `markers`, which `pattern` matches; returns the marker, if
+        any."""
         text, marker = self.seek(pattern, markers)
         self.say(text)
         if marker:

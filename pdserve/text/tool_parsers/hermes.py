@@ -62,7 +62,7 @@ class _Parser(ToolCallReader):
         return bool(marker)
 
     def _block(self) -> bool:
-        """Between the start of a block and its object, or between two objects."""
+        """State between the start of a block and its object, or between two objects."""
         if not self.say_blank():
             return False
         if self.meets((START, END)) is None:
@@ -84,7 +84,7 @@ class _Parser(ToolCallReader):
         return self.turn(self._surplus)
 
     def _surplus(self) -> bool:
-        """After a call: a bracket too many is a slip of the pen."""
+        """State after a call; a surplus closing bracket is ignored."""
         if not self.skip_blank():
             return False
         if self.text[self.at] == "}":

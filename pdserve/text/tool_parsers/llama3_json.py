@@ -40,8 +40,8 @@ class Llama3Json(SchemaFree):
         parallel: bool,
         special: Mapping[str, int] | None = None,
     ) -> str:
-        """In free text, what begins with a brace is a call; so is what follows the tag, if that is
-        a token of its own."""
+        """The grammar. In free text a call begins with a brace, or with the tag if that is a token
+        of its own."""
         grammar = ToolCallGrammar(tools, choice, parallel, special)
         calls = (grammar.json_call(tool, "parameters") for tool in grammar.tools)
         return grammar.whole("{", grammar.sequence(grammar.any_call(calls), '"; "'), tag=TAG)
@@ -56,14 +56,14 @@ class _Parser(ToolCallReader):
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(self._first)
         self._known = {tool.function.name: not tool.function.parameters for tool in tools}
-        """Of each tool: it takes no arguments."""
+        """By tool name: whether it takes no arguments."""
         self._call = CallObject()
         self._tagged = False
         self._joint = ""
-        """What was read between two calls."""
+        """Text read between two calls."""
 
     def _first(self) -> bool:
-        """The answer begins, or what follows a call."""
+        """State at the start of the answer, or after a call."""
         if not (self.skip_blank() if self._joint else self.say_blank()):
             return False
         marker = self.meets((TAG,))
@@ -108,7 +108,8 @@ class _Parser(ToolCallReader):
         return self.turn(self._surplus)
 
     def _surplus(self) -> bool:
-        """After a call: a bracket too many is a slip of the pen, a semicolon announces another."""
+        """State after a call: a surplus closing bracket is ignored; a semicolon announces another
+        call."""
         if not self.skip_blank():
             return False
         char = self.text[self.at]

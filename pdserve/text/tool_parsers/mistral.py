@@ -30,7 +30,7 @@ ID: Final = "[CALL_ID]"
 _START: Final = re.compile(re.escape(START))
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]+")
 _LONGEST_HEAD: Final = 256
-"""Characters of a name and the blank space after it."""
+"""Most characters of a name and the whitespace after it."""
 _ALPHABET: Final = string.ascii_letters + string.digits
 
 
@@ -48,7 +48,7 @@ class Mistral(SchemaFree):
         parallel: bool,
         special: Mapping[str, int] | None = None,
     ) -> str:
-        """By name where the tokenizer has a token for `[ARGS]`, else a list."""
+        """The grammar: calls by name if the tokenizer has a token for `[ARGS]`, else a list."""
         grammar = ToolCallGrammar(tools, choice, parallel, special)
         if grammar.is_special(ARGS):
             named = (
@@ -62,7 +62,7 @@ class Mistral(SchemaFree):
         return grammar.tagged(START, body, again=False)
 
     def call_id(self) -> str:
-        """The templates refuse any but nine letters and digits."""
+        """A new id of nine letters and digits, the only form that the templates accept."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
@@ -76,12 +76,12 @@ class _Parser(ToolCallReader):
         self._listed = False
         self._name = ""
         self._told = False
-        """A marker has told that the name is whole and arguments follow."""
+        """A marker has shown that the name is complete and arguments follow."""
         self._raw = ""
         """Text since the marker that has not become a call."""
 
     def _after(self) -> bool:
-        """After a call that another may follow."""
+        """State after a call, which another may follow."""
         if not self.say_blank() or self.meets((START,)) is None:
             return False
         self.drop_half((START,))
@@ -124,7 +124,7 @@ class _Parser(ToolCallReader):
         return self.turn(self._object)
 
     def _list(self) -> bool:
-        """Between the calls of a list."""
+        """State between the calls of a list."""
         if not self.skip_blank():
             return self.last and self._give_up()
         char = self.text[self.at]
@@ -160,7 +160,7 @@ class _Parser(ToolCallReader):
         return self.last and self._give_up()
 
     def _tail(self) -> bool:
-        """Between a name and its arguments."""
+        """State between a name and its arguments."""
         begin = self.at
         found = self.skip_blank()
         self._raw += self.text[begin : self.at]

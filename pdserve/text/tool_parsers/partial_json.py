@@ -25,10 +25,10 @@ ARGUMENTS: Final = ("arguments", "parameters")
 
 
 class JsonValue:
-    """Finds the end of one value that begins where the reader stands.
+    """Finds the end of one value that begins at the reader's position.
 
-    `closings`: markup that ends the call even if the value is not whole: outside of strings
-    wherever it stands, in a string only at the beginning of a line, where JSON allows none.
+    `closings`: markup that ends the call even if the value is not complete. It counts anywhere
+    outside of strings; in a string only at the beginning of a line, where JSON allows none.
     """
 
     __slots__ = ("_closings", "_depth", "_line_closings", "_scalar", "_string", "broken", "done")
@@ -38,14 +38,14 @@ class JsonValue:
         self._line_closings = tuple(end + each for each in closings for end in ("\n", "\r\n"))
         self._depth = 0
         self._scalar = False
-        """It is neither string, object nor array, and some of it was read."""
+        """The value is no string, object or array, and some of it was read."""
         self._string = False
         self.done = False
         self.broken = False
-        """Markup stands where the value should go on."""
+        """Markup was found inside the value."""
 
     def take(self, reader: IncrementalReader) -> str:
-        """The value's next text, mended; the reader moves past what it was made from."""
+        """Return the value's next text, repaired; the reader moves past its source."""
         taken: list[str] = []
         step = True
         while step and not self.done and not self.broken and reader.at < len(reader.text):
@@ -75,7 +75,7 @@ class JsonValue:
         return self._run(reader, taken)
 
     def _run(self, reader: IncrementalReader, taken: list[str]) -> bool:
-        """Characters that neither open nor close anything."""
+        """Read characters that neither open nor close anything."""
         pattern = _OUTSIDE if self._depth else _SCALAR
         found = pattern.match(reader.text, reader.at)
         if found is None:
@@ -125,13 +125,13 @@ class JsonValue:
         return True
 
     def _escape(self, reader: IncrementalReader, taken: list[str]) -> bool:
-        """A backslash and what it escapes, if all of it is there."""
+        """Read a backslash and what it escapes, if all of it is there."""
         text, at = reader.text, reader.at
         char = text[at + 1 : at + 2]
         size = 2
         if char == "u":
             digits = _HEX.match(text, at + 2)
-            assert digits is not None  # it matches nothing, too
+            assert digits is not None  # it also matches ""
             size = 6
             if len(digits[0]) < 4:
                 if digits.end() == len(text):
@@ -164,8 +164,9 @@ class JsonValue:
 class CallObject:
     """Reads one object that is a call: `{"name": ..., "arguments": {...}}`, keys in any order.
 
-    The arguments may be an object, a string that holds one, null or absent. Other keys are passed
-    over. `known`: names that make it a call; None: any. `bare`: without arguments it is one, too.
+    The arguments may be an object, a string that holds one, null or absent. Other keys are ignored.
+    `known`: names that make it a call; None: any. `bare`: an object without arguments is a call,
+    too.
     """
 
     __slots__ = (
@@ -196,30 +197,30 @@ class CallObject:
         self._known = known
         self._bare = bare
         self._expect = "{"
-        """What comes next: the character, or `value`."""
+        """What must come next: a character, or `value`."""
         self._value: JsonValue | None = None
         """The value, or key, that is being read."""
         self._held: list[str] = []
-        """Its text, as far as somebody wants it."""
+        """Its text, as far as it is needed."""
         self._key = ""
         self._name = ""
         self._arguments: str | None = None
-        """Whole, and waiting for the name."""
+        """Complete arguments that wait for the name."""
         self._stream = False
-        """The value is the arguments, and is shown as it comes."""
+        """The value is the arguments, which are output as they come."""
         self._raw: list[str] = []
-        """Everything so far, as long as it may turn out not to be a call."""
+        """All text so far, as long as it may turn out not to be a call."""
         self.begun = False
         self.done = False
         self.failed = False
-        """It is no call: `raw` is all that was read."""
+        """The object is no call; `raw` is all the text read."""
 
     @property
     def raw(self) -> str:
         return "".join(self._raw)
 
     def read(self, reader: ToolCallReader) -> bool:
-        """Go on; whether it is `done` or `failed`."""
+        """Continue; returns whether it is `done` or `failed`."""
         while not (self.done or self.failed):
             begin = reader.at
             more = self._step(reader)
@@ -232,7 +233,7 @@ class CallObject:
         return True
 
     def _cut_short(self, reader: ToolCallReader) -> None:
-        """There is no more of it: if no arguments are asked for, a name is enough for a call."""
+        """The text has ended: if no arguments are required, a name is enough for a call."""
         if not self.begun and self._name and self._bare:
             self._begin(reader)
         self.done = self.begun
@@ -289,7 +290,7 @@ class CallObject:
         return True
 
     def _close(self, reader: ToolCallReader) -> None:
-        """A key or a value is whole."""
+        """A key or a value is complete."""
         if self._expect == "key":
             self._key = _loaded("".join(self._held)) if not self.begun else ""
             self._expect = ":"
@@ -330,7 +331,7 @@ class CallObject:
 
 
 def _loaded(text: str) -> Any:
-    """None for what is no JSON, or cannot be written as UTF-8."""
+    """The parsed JSON; None if it is no JSON or cannot be written as UTF-8."""
     try:
         value = json.loads(text)
         if isinstance(value, str):
@@ -341,7 +342,7 @@ def _loaded(text: str) -> Any:
 
 
 def _object_text(text: str) -> str | None:
-    """The object that a value of `arguments` stands for, as JSON; None if for none."""
+    """The object that a value of `arguments` stands for, as JSON; None if it stands for none."""
     if text.startswith("{"):
         return text
     value = _loaded(text)

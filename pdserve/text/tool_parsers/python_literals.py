@@ -12,13 +12,13 @@ from typing import Final
 __all__ = ["MAX_STRUCTURE", "structure_size"]
 
 MAX_STRUCTURE: Final = 8192
-"""Characters outside of strings that are read as Python at once."""
+"""Most characters outside of strings that Python's parser gets at once."""
 _STRINGS: Final = re.compile(
     r"""'[^'\\]*+(?:\\.[^'\\]*+)*+'?|"[^"\\]*+(?:\\.[^"\\]*+)*+"?""", re.DOTALL
 )
-"""A string that never ends reaches to the end of the text, so that each is looked at once."""
+"""An unclosed string extends to the end of the text, so that each string is looked at once."""
 
 
 def structure_size(text: str) -> int:
-    """Characters outside of strings; of a text that is short anyway, all of them."""
+    """Number of characters outside of strings; for a short text, the number of all."""
     return len(_STRINGS.sub("", text)) if len(text) > MAX_STRUCTURE else len(text)

@@ -38,7 +38,7 @@ _OUTSIDE: Final = re.compile(r"[^'\"()\[\]{}<,]+")
 _ITEM: Final = re.compile(r"\s*([^\s=]+)\s*=(.*)", re.DOTALL)
 _ESCAPES: Final = "\\'\"abfnrtvxuUN01234567\r\n"
 _WORDS: Final = {"true": True, "false": False, "null": None}
-"""Of JSON, which models slip in."""
+"""JSON's words, which models sometimes use."""
 _NO_JSON: Final = object()
 
 
@@ -56,8 +56,8 @@ class Pythonic(SchemaFree):
         parallel: bool,
         special: Mapping[str, int] | None = None,
     ) -> str:
-        """In free text, what begins with a bracket is a call; so is what follows the start, if
-        that is a token of its own."""
+        """The grammar. In free text a call begins with a bracket, or with the start marker if that
+        is a token of its own."""
         return PythonicGrammar(tools, choice, parallel, special).text()
 
     def call_id(self) -> str:
@@ -77,7 +77,7 @@ class _Parser(ToolCallReader):
         self._arguments = PythonicArguments()
 
     def _first(self) -> bool:
-        """The answer begins, or a list between markers."""
+        """State at the start of the answer, or of a list between markers."""
         if not self.say_blank():
             return False
         marker = self.meets((START,))
@@ -102,7 +102,7 @@ class _Parser(ToolCallReader):
         return self.turn(self._content)
 
     def _list(self) -> bool:
-        """Before a call, or the list's end."""
+        """State before a call, or before the list's end."""
         begin = self.at
         found = self.skip_blank()
         self._raw.append(self.text[begin : self.at])
@@ -118,14 +118,14 @@ class _Parser(ToolCallReader):
         return self._give_up()
 
     def _after(self) -> bool:
-        """After a list."""
+        """State after a list."""
         if not self.say_blank() or self.meets((START, END)) is None:
             return False
         self.drop_half((START, END))
         return self.at < len(self.text) and self.turn(self._content)
 
     def _ended(self) -> bool:
-        """A bracket closes a list that had calls in it, perhaps with a comma after the last."""
+        """Whether a bracket closes a list with calls, perhaps with a comma after the last one."""
         return "".join(self._raw).strip() in ("", ",")
 
     def _named(self) -> bool:
@@ -162,7 +162,7 @@ class _Parser(ToolCallReader):
         return self.turn(self._comma)
 
     def _comma(self) -> bool:
-        """After a call."""
+        """State after a call."""
         if not self.skip_blank():
             return False
         if self.text[self.at] == ",":
@@ -174,9 +174,9 @@ class _Parser(ToolCallReader):
 
 
 class PythonicArguments:
-    """Finds the parenthesis that ends a call, without looking at anything twice.
+    """Finds the parenthesis that ends a call, and looks at each character once.
 
-    Strings are mended where models err and there is one reading only: raw line breaks, and
+    Strings are repaired where models make errors that have only one reading: raw line breaks, and
     backslashes that escape nothing. Triple quotes are not read.
     """
 
@@ -189,16 +189,16 @@ class PythonicArguments:
         """The string has just begun."""
         self._taken: list[str] = []
         self._cuts = [0]
-        """Where in `_taken` an argument begins, or the last one ends."""
+        """Positions in `_taken` where an argument begins, or the last one ends."""
         self.broken = False
 
     @property
     def items(self) -> list[str]:
-        """What stood between the parentheses, cut at its commas."""
+        """The text between the parentheses, split at its commas."""
         return ["".join(self._taken[begin:end]) for begin, end in pairwise(self._cuts)]
 
     def read(self, reader: IncrementalReader) -> bool:
-        """Go on; whether the end was found, or there can be none (`broken`)."""
+        """Continue; returns whether the end was found or is impossible (`broken`)."""
         while reader.at < len(reader.text):
             ended = self._in_string(reader) if self._quote else self._outside(reader)
             if ended is not None:
@@ -215,7 +215,7 @@ class PythonicArguments:
         return True
 
     def _outside(self, reader: IncrementalReader) -> bool | None:
-        """True or False ends the reading for now; None goes on."""
+        """Read outside of strings. None: continue; True or False: stop for now."""
         char = reader.text[reader.at]
         if self._empty:
             self._empty = False
@@ -225,7 +225,7 @@ class PythonicArguments:
         if found is not None:
             self._take(reader, len(found[0]))
             return None
-        if char == "<":  # no literal has one: a marker, or nothing that can be read
+        if char == "<":  # no literal has one: it is a marker or an error
             return self._broken()
         if char == ",":
             if not self._depth:
@@ -282,8 +282,8 @@ class PythonicArguments:
 
 
 def arguments_json(items: Sequence[str]) -> str | None:
-    """The JSON object of a call's arguments; None if one of them is no literal with a name, or all
-    that is not JSON is too much to be read as Python."""
+    """The JSON object of a call's arguments. None if an argument is no literal with a name, or if
+    too much of it is not JSON and would need Python's parser."""
     last = len(items) - 1
     left = MAX_STRUCTURE
     found: dict[str, Any] = {}
@@ -309,7 +309,8 @@ def arguments_json(items: Sequence[str]) -> str | None:
 
 
 def _as_json(text: str) -> Any:
-    """Most literals are JSON, too, where they mean the same; reading it takes a fortieth."""
+    """Parse a literal as JSON if it is also JSON with the same meaning, which takes a fortieth of
+    the time."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pdserve.text.tool_parsers.base import ToolChoiceMode
 
 _SHORT: Final = 64
-"""Characters of a term that may stand in several places without a rule of its own."""
+"""Most characters of a term that may be repeated without a rule of its own."""
 _NAME: Final = re.compile(r"[^\s=,()\[\]{}'\"<#\\]+")
 _LITERALS: Final = r"""
 py_value: PY_STRING | PY_NUMBER | PY_BOOLEAN | "None" | py_list | py_dict
@@ -57,11 +57,11 @@ class PythonicGrammar:
     ) -> None:
         self._grammar = ToolCallGrammar(tools, choice, parallel, special)
         self._root: dict[str, Any] = {}
-        """The schema that references are looked up in."""
+        """The schema in which references are looked up."""
         self._referred: dict[int, str] = {}
-        """By the id of a schema that is referred to, its rule."""
+        """Id of a referenced schema -> its rule."""
         self._rules: dict[str, str] = {}
-        """By body: schemas that come to the same share a rule."""
+        """Body -> rule, so that equal schemas share one."""
 
     def text(self) -> str:
         grammar = self._grammar
@@ -82,7 +82,7 @@ class PythonicGrammar:
         return f'{lark_string(f"{tool.function.name}(")} {self._joined(pairs)} ")"'
 
     def _joined(self, pairs: Sequence[tuple[str, bool]]) -> str:
-        """Pairs in their order with commas between them; those that need not be there may lack."""
+        """The pairs in their order with commas between them; optional ones may be left out."""
         first = rest = ""
         for pair, must in reversed(pairs):
             rule = self._rule("pair", pair)
@@ -98,7 +98,7 @@ class PythonicGrammar:
         return first
 
     def _value(self, schema: Any) -> str:
-        """The name of a rule, or a term as short, so that it may be written down repeatedly."""
+        """The name of a rule, or a term short enough to be repeated."""
         self._grammar.budget.step()
         if not isinstance(schema, dict):
             return "py_value"
@@ -152,7 +152,8 @@ class PythonicGrammar:
         return self._rule("object", f'"{{" {self._joined(pairs)} "}}"')
 
     def _reference(self, reference: str) -> str:
-        """A schema may hold itself, so what it refers to is a rule of its own."""
+        """The rule of a referenced schema; it has a rule of its own, since it may contain
+        itself."""
         self._grammar.budget.step(reference.count("/"))
         found = resolve_reference(self._root, reference)
         if id(found) not in self._referred:
@@ -163,7 +164,7 @@ class PythonicGrammar:
 
 
 def _python(value: Any) -> str:
-    """A literal; strings in double quotes."""
+    """The value as a Python literal, with strings in double quotes."""
     match value:
         case None | bool():
             return repr(value)

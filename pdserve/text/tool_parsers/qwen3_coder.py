@@ -8,12 +8,13 @@
     </function>
     </tool_call>
 
-What a value means follows from the tool's schema: `qwen3_values.py`. Strings are shown as they
-come, other values when they are whole. A line break at either end of a value is layout.
+The tool's schema decides the type of a value: `qwen3_values.py`. Strings are output as they come,
+other values when they are complete. A line break at either end of a value is layout.
 
-Values are not escaped, so one may hold what looks like a tag. An end counts only where more markup
-of the call follows it, and a missing end is made up for where the next parameter or the end of the
-call begins. Without `<tool_call>`, `<function=` makes a call only of a tool of the request.
+Values are not escaped, so one may contain text that looks like a tag. An end tag counts only if
+more markup of the call follows it. A missing end tag is assumed where the next parameter or the end
+of the call begins. Without `<tool_call>`, `<function=` makes a call only if it names a tool of the
+request.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _NAME: Final = re.compile(r"[^<>\r\n]*")
 _MAYBE_END: Final = re.compile(r"[\r\n<]")
 _BLANK: Final = re.compile(r"\s{0,65}")
 _LONGEST_BLANK: Final = 64
-"""Characters between an end and what makes it one."""
+"""Most whitespace characters between an end tag and the markup that confirms it."""
 _LONGEST_NAME: Final = 256
 
 
@@ -58,7 +59,8 @@ class Qwen3Coder:
         check_parameters(tools)
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        """Errors, while it reads: none for tools that `check` takes."""
+        """Create the parser of one choice. It raises nothing while it reads if `check` accepts the
+        tools."""
         return _Parser(tools)
 
     def grammar(
@@ -92,16 +94,16 @@ class _Parser(ToolCallReader):
         super().__init__(self._content)
         self._known = {tool.function.name: tool for tool in tools}
         self._schemas: dict[str, ParameterTypes] = {}
-        """Of the functions called so far: a model may call one again and again."""
+        """Schemas of the functions called so far, since a model may call one repeatedly."""
         self._tagged = False
         """`<tool_call>` stands before the function."""
         self._name = ""
-        """Of a function or a parameter, as far as it has come."""
+        """Name of a function or a parameter, as far as it has come."""
         self._call: ParameterTypes | None = None
-        """Of the parameters of the function that is called."""
+        """Parameters of the function that is called."""
         self._parameters = 0
         self._types: tuple[str, ...] = ()
-        """Of the value that is read."""
+        """Types of the value that is read."""
         self._held: list[str] = []
         """The value, unless it is a string."""
         self._junk: list[str] = []
@@ -132,7 +134,7 @@ class _Parser(ToolCallReader):
             self._tagged = True
             self._name = ""
             return self.turn(self._function)
-        if self.text[self.at] == "{":  # as the family's other models write it
+        if self.text[self.at] == "{":  # the form of the family's other models
             self._object = CallObject((START, END))
             return self.turn(self._json)
         return self.turn(self._content)
@@ -146,7 +148,7 @@ class _Parser(ToolCallReader):
         return self.turn(self._block_ends)
 
     def _block_ends(self) -> bool:
-        """After a call, up to the end of its block, which may be missing."""
+        """State after a call, up to the end of its block, which may be missing."""
         if not self.say_blank():
             return False
         self.drop_half((END, START, FUNCTION))
@@ -155,9 +157,10 @@ class _Parser(ToolCallReader):
         return self.turn(self._content)
 
     def _read_name(self) -> bool | None:
-        """Go on with a name; whether it is whole (then `at` is past its end) or None: not yet."""
+        """Continue a name; returns whether it is complete (then `at` is past its end); None: not
+        yet."""
         found = _NAME.match(self.text, self.at)
-        assert found is not None  # it matches nothing, too
+        assert found is not None  # it also matches ""
         self._name += found[0]
         self.at = found.end()
         if len(self._name) > _LONGEST_NAME:
@@ -186,7 +189,7 @@ class _Parser(ToolCallReader):
         return self.turn(self._between)
 
     def _between(self) -> bool:
-        """Before a parameter, or the end of the call."""
+        """State before a parameter, or before the end of the call."""
         if not self.skip_blank():
             return self.last and self._close(cut_short=True)
         markers = (PARAMETER, FUNCTION_END, END, START, FUNCTION)
@@ -208,7 +211,7 @@ class _Parser(ToolCallReader):
         return self.turn(self._words)
 
     def _words(self) -> bool:
-        """Text where a parameter should be, up to what may be one."""
+        """State in text where a parameter should be, up to what may be one."""
         end = self.text.find("<", self.at)
         stop = len(self.text) if end < 0 else end
         self._junk.append(self.text[self.at : stop])
@@ -216,7 +219,8 @@ class _Parser(ToolCallReader):
         return (end >= 0 or self.last) and self.turn(self._between)
 
     def _close(self, *, cut_short: bool = False) -> bool:
-        """`cut_short`: nothing says whether there are arguments if there are none so far."""
+        """End a call. `cut_short`: the text has ended, so whether there are arguments is not known
+        if none have come."""
         if self._parameters:
             self.argue("}")
         elif not cut_short:
@@ -231,7 +235,7 @@ class _Parser(ToolCallReader):
         if whole is None:
             return False
         if not whole:
-            if self.at < len(self.text):  # else it is part of a call that was cut short
+            if self.at < len(self.text):  # else it belongs to a call that was cut short
                 self._junk.append(self._name)
             return self.turn(self._between)
         assert self._call is not None
@@ -281,7 +285,7 @@ class _Parser(ToolCallReader):
             self.at += 1
 
     def _cut_short(self) -> bool:
-        """The text ended in a value: what there is of it, and nothing that was made up."""
+        """The text has ended within a value: output what there is, without additions."""
         self.argue("".join(self._held))
         self._held.clear()
         return self.turn(self._over)
@@ -297,8 +301,8 @@ class _Parser(ToolCallReader):
         return self.turn(self._between)
 
     def _ending(self) -> int | None:
-        """Characters of layout and markup that end the value here; -1: it goes on; None: more text
-        will tell."""
+        """Number of characters of layout and markup that end the value here; -1: it goes on; None:
+        more text decides."""
         at = self.at
         at += self.text.startswith("\r", at)
         line = self.text.startswith("\n", at)
@@ -312,7 +316,7 @@ class _Parser(ToolCallReader):
             return at - self.at
         after = at + len(marker)
         blank = _BLANK.match(self.text, after)
-        assert blank is not None  # it matches nothing, too
+        assert blank is not None  # it also matches ""
         follows = self._followers(marker)
         if len(blank[0]) > _LONGEST_BLANK:
             return -1
@@ -327,7 +331,7 @@ class _Parser(ToolCallReader):
         return (after if marker == PARAMETER_END else at) - self.at
 
     def _followers(self, marker: str) -> tuple[str, ...]:
-        """What must come after an end to make it one."""
+        """Markup that must follow an end tag for it to count."""
         if marker == FUNCTION_END:
             return (END,)
         return (PARAMETER, FUNCTION_END, END, START, FUNCTION)

@@ -1,7 +1,7 @@
 """Builds the grammar of Qwen3-Coder's calls: parameters in schema order, each by its type.
 
-A string is any text in which the parser sees no end of a value; of its schema only `enum` is
-enforced. Values of other types are JSON by their schema.
+A string is any text in which the parser sees no end tag; of its schema only `enum` is enforced.
+Values of other types are JSON by their schema.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _value(grammar: ToolCallGrammar, tool: Tool, types: tuple[str, ...], schema:
 
 
 def _shared(tool: Tool, schema: Any) -> dict[str, Any]:
-    """What the schema of one parameter may refer to in the tool's."""
+    """The parts of the tool's schema that one parameter's schema may refer to."""
     if '"$ref"' not in json.dumps(schema):
         return {}
     root = tool.function.parameters or {}

@@ -28,8 +28,8 @@ _INTEGER: Final = re.compile(r"[+-]?\d{1,4000}", re.ASCII)
 _NUMBER: Final = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _STRING: Final = ("string",)
 MAX_PARAMETER_STEPS: Final = 512
-"""Schemas, types and references that one parameter may be made of, looked at on the event loop when
-a model begins to write it: a fifth of a millisecond."""
+"""Most schemas, types and references that are read for one parameter, on the event loop when a
+model begins to write it: a fifth of a millisecond."""
 _VALUES_PER_STEP: Final = 64
 _NAMES: Final[Mapping[type, str]] = {
     bool: "boolean",
@@ -45,24 +45,24 @@ _ALIASES: Final[Mapping[str, str]] = {
     "double": "number",
     "None": "null",
 }
-"""Types by the names of Python and others, which clients write into schemas."""
+"""Type names of Python and other languages, which clients write into schemas."""
 
 
 class ParameterTypes:
-    """The parameters of one tool; of an unknown one, all are strings."""
+    """Types of one tool's parameters; of an unknown tool, all are strings."""
 
     __slots__ = ("_known", "_root")
 
     def __init__(self, tool: Tool | None) -> None:
         self._root = (tool.function.parameters if tool is not None else None) or {}
         self._known: dict[str, tuple[str, ...]] = {}
-        """Types by the parameter's name: a model may write the same one again and again."""
+        """Types by the parameter's name, since a model may write the same one repeatedly."""
 
     def types(self, name: str, budget: SchemaBudget | None = None) -> tuple[str, ...]:
         """JSON types that the parameter may have, as the schema lists them; at least one.
 
-        Errors: `InvalidRequest` for a schema that is made of too many others. With a
-        `SchemaBudget`, their number counts there, too, and its field is named.
+        Raises `InvalidRequest` for a schema that combines too many others. With a `SchemaBudget`,
+        they count there, too, and the error names its field.
         """
         known = self._known.get(name)
         if known is None:
@@ -76,7 +76,7 @@ class ParameterTypes:
         return known
 
     def _types(self, schema: Any, budget: SchemaBudget) -> Iterator[str]:
-        """Looks at each schema once, whatever it refers to: references may make a circle."""
+        """Yield the types; reads each schema once, since references may be circular."""
         waiting, seen = [schema], set()
         while waiting:
             part = waiting.pop()
@@ -87,7 +87,7 @@ class ParameterTypes:
             waiting += reversed(self._parts(part, budget))
 
     def _parts(self, schema: dict[str, Any], budget: SchemaBudget) -> list[Any]:
-        """Schemas that this one is made of."""
+        """Schemas that this one combines."""
         found: list[Any] = []
         for key in ("anyOf", "oneOf", "allOf"):
             parts = schema.get(key)
@@ -102,9 +102,9 @@ class ParameterTypes:
 
 
 def check_parameters(tools: Sequence[Tool]) -> None:
-    """What `ParameterTypes.types` will have to do while a model writes stays within bounds.
+    """Check that `ParameterTypes.types` needs bounded work while a model writes.
 
-    Errors: `InvalidRequest` that names the tool.
+    Raises `InvalidRequest`, which names the tool.
     """
     budget = SchemaBudget("tools")
     for place, tool in enumerate(tools):
@@ -115,7 +115,7 @@ def check_parameters(tools: Sequence[Tool]) -> None:
 
 
 def _own_types(schema: dict[str, Any], budget: SchemaBudget) -> Iterator[str]:
-    """Those that the schema names itself, or that its values have."""
+    """Yield the types that the schema itself names, or that its values have."""
     kind = schema.get("type")
     if isinstance(kind, str):
         kind = [kind]
@@ -185,7 +185,7 @@ def _array(text: str) -> str | None:
 
 
 def _literal(text: str, kind: type) -> str | None:
-    """JSON as it stands, or a literal of Python that is not too large."""
+    """JSON as it stands, or a Python literal of limited size."""
     try:
         return text if isinstance(json.loads(text, parse_constant=_refuse), kind) else None
     except (ValueError, RecursionError):
@@ -215,4 +215,4 @@ _READERS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "object": _object,
     "array": _array,
 }
-"""The narrower type first; whatever else it may be, text is a string."""
+"""The narrower type first; any text can be a string."""

@@ -1,8 +1,8 @@
 """Bounds the work that one request's schemas may cost, while that work is done.
 
-A schema of a kilobyte can ask for years of work: circular references, unions of unions. All code
-that walks a schema or builds a grammar counts its steps and output characters here, and stops with
-a 400 at the bound. A budget knows no schema; it only counts.
+A schema of a kilobyte can need years of work: circular references, unions of unions. All code that
+walks a schema or builds a grammar counts its steps and output characters here, and stops with a 400
+at the bound. A budget knows no schema; it only counts.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pdserve.messages.grammar_limits import MAX_GRAMMAR
 __all__ = ["MAX_STEPS", "SchemaBudget"]
 
 MAX_STEPS: Final = 100_000
-"""Schemas, values and references looked at for one request: about 50 ms of a thread. Large sets of
-tools take some thousands."""
+"""Most schemas, values and references read for one request: about 50 ms of a thread. Large sets of
+tools need some thousands."""
 
 
 class SchemaBudget:
-    """What may still be done for one request. Used by one thread at a time."""
+    """The work left for one request. Used by one thread at a time."""
 
     __slots__ = ("_chars", "_max_chars", "_max_steps", "_steps", "field")
 
     def __init__(
         self, field: str, max_steps: int = MAX_STEPS, max_chars: int = MAX_GRAMMAR
     ) -> None:
-        """Args: `field` of the request is named by errors; it may be set anew while working."""
+        """`field`: the request's field that errors name; it may be changed later."""
         self.field = field
         self._max_steps = max_steps
         self._max_chars = max_chars
@@ -36,16 +36,16 @@ class SchemaBudget:
 
     @property
     def steps(self) -> int:
-        """Taken so far."""
+        """Steps taken so far."""
         return self._steps
 
     @property
     def chars(self) -> int:
-        """Made so far."""
+        """Characters made so far."""
         return self._chars
 
     def step(self, count: int = 1) -> None:
-        """So many more schemas, values or references are looked at. Errors: `InvalidRequest`."""
+        """Count `count` more schemas, values or references. Raises `InvalidRequest`."""
         self._steps += count
         if self._steps > self._max_steps:
             raise self._refusal(
@@ -54,7 +54,7 @@ class SchemaBudget:
             )
 
     def make(self, text: str) -> str:
-        """`text`, which becomes part of a grammar. Errors: `InvalidRequest`."""
+        """Count `text`, which becomes part of a grammar, and return it. Raises `InvalidRequest`."""
         self._chars += len(text)
         if self._chars > self._max_chars:
             raise self._refusal(

@@ -30,12 +30,12 @@ ANY_TEXT: Final = "/(?s:.*)/"
 
 
 def call_id() -> str:
-    """A fresh id with 96 random bits."""
+    """A new id with 96 random bits."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def lark_string(text: str) -> str:
-    """A string of Lark; nothing for the empty one."""
+    """The text as a Lark string; nothing for the empty text."""
     return json.dumps(text) if text else ""
 
 
@@ -45,7 +45,7 @@ def json_schema_term(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
 
 
 def llguidance_schema(schema: Mapping[str, Any] | bool, *, strict: bool) -> dict[str, Any]:
-    """The schema with word of how its JSON is spaced, and what to do about unknown keywords."""
+    """The schema with llguidance's options for whitespace and for unknown keywords."""
     described = dict(schema) if isinstance(schema, dict) else ({} if schema else {"not": {}})
     described["x-guidance"] = _SPACING if strict else {**_SPACING, "lenient": True}
     return described
@@ -60,12 +60,13 @@ def parameters(tool: Tool) -> dict[str, Any]:
 
 
 def parameters_field(place: int) -> str:
-    """The request's field that holds the schema of the tool at `place`."""
+    """Name of the request's field that holds the schema of the tool at index `place`."""
     return f"tools[{place}].function.parameters"
 
 
 def resolve_reference(root: Any, reference: str) -> Any:
-    """What `#/a/b` refers to in a schema; None if it is nowhere, or not in this schema."""
+    """The part of a schema that `#/a/b` refers to; None if it does not exist or is outside of this
+    schema."""
     if reference == "#":
         return root
     if not reference.startswith("#/"):
@@ -78,7 +79,7 @@ def resolve_reference(root: Any, reference: str) -> Any:
 
 
 def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """(name, schema, whether it must be there) of an object's properties, in their order."""
+    """(name, schema, whether it is required) of an object's properties, in their order."""
     properties = schema.get("properties")
     required = schema.get("required")
     listed = required if isinstance(required, list) else []
@@ -92,7 +93,8 @@ def _nothing() -> dict[str, Any]:
 
 
 class ToolCallGrammar:
-    """What every format starts from: the tools that may be called, and terms for its markers."""
+    """The base of every format's grammar: the tools that may be called, and terms for its
+    markers."""
 
     def __init__(
         self,
@@ -102,14 +104,14 @@ class ToolCallGrammar:
         special: Mapping[str, int] | None,
     ) -> None:
         self.free = choice == "auto"
-        """Text may stand around the calls, or instead of them."""
+        """Whether text may stand around the calls, or instead of them."""
         named = [each for each in tools if each.function.name == choice]
         self.tools = tools if choice in ("auto", "required") else named
         if not self.tools:
             raise ValueError(f"there is no tool to call: {choice!r}")
         self.parallel = parallel
         self.budget = SchemaBudget("tools")
-        """For all that is made of the tools' schemas."""
+        """For everything that is made from the tools' schemas."""
         self._places = {each.function.name: place for place, each in enumerate(tools)}
         self._special = special or {}
         self._rules: list[str] = []
@@ -120,12 +122,13 @@ class ToolCallGrammar:
         return marker in self._special
 
     def marker(self, marker: str) -> str:
-        """The token, where the tokenizer has one that no other text gives; else the text."""
+        """The marker's token if the tokenizer has one that no other text encodes to; else the
+        text."""
         id = self._special.get(marker)
         return lark_string(marker) if id is None else f"<[{id}]>"
 
     def begin(self, tool: Tool) -> None:
-        """What comes next is made of this tool; refusals name it."""
+        """Start the part for this tool, which later errors name."""
         self.budget.field = parameters_field(self._places[tool.function.name])
 
     def json_call(self, tool: Tool, key: str) -> str:
@@ -138,17 +141,17 @@ class ToolCallGrammar:
         return json_schema_term(parameters(tool), strict=bool(tool.function.strict))
 
     def any_call(self, calls: Iterable[str]) -> str:
-        """Makes a rule of each of `calls` as it comes; a term for any of them."""
+        """Make a rule of each of `calls` and return a term for any of them."""
         return "(" + " | ".join(self.rule("call", call) for call in calls) + ")"
 
     def rule(self, stem: str, body: str) -> str:
-        """Adds a rule; its name."""
+        """Add a rule; returns its name."""
         name = self.name(stem)
         self.define(name, body)
         return name
 
     def name(self, stem: str) -> str:
-        """Of a rule that is still to be defined."""
+        """Return a name for a rule that is defined later."""
         self._names += 1
         return f"{stem}_{self._names}"
 
@@ -165,7 +168,7 @@ class ToolCallGrammar:
         """Calls that begin with the marker `start`, followed by `body`.
 
         In free text the marker is the trigger: what follows it is enforced. `bans`: text that would
-        be read as a call, too. `again`: the marker may stand more than once.
+        also be parsed as a call. `again`: the marker may occur more than once.
         """
         begin = self.marker(start)
         again = again and self.parallel
@@ -181,9 +184,9 @@ class ToolCallGrammar:
         return self.text(f"(before {body}){more} FREE")
 
     def whole(self, first: str, body: str, *, tag: str, closing: str = "") -> str:
-        """An answer that is nothing but calls, and known by the character it begins with.
+        """An answer that has only calls, known by its first character.
 
-        `tag`: the marker that may stand before them, after text, where it is a token of its own.
+        `tag`: the marker that may stand before them, after text, if it is a token of its own.
         """
         if not self.free:
             return self._forced(body)
@@ -195,12 +198,12 @@ class ToolCallGrammar:
         return self.text(f"FREE | {calls}{tagged}")
 
     def _forced(self, start: str) -> str:
-        """Nothing but calls; models that have reasoned are used to beginning on a new line."""
+        """Only calls; after reasoning a model may begin on a new line."""
         self._terminals.append(r"LINES: /\n{1,2}/")
         return self.text(f"LINES? {start}")
 
     def text(self, start: str) -> str:
-        """The grammar, once all its rules are there."""
+        """Return the grammar, once all its rules have been added."""
         lines = ["%llguidance {}", f"start: {start}", *self._rules, *self._terminals]
         return "\n".join(lines) + "\n"
 
@@ -210,7 +213,7 @@ class ToolCallGrammar:
 
 
 def text_without(banned: Sequence[str]) -> str:
-    """A terminal: any text that has none of these in it."""
+    """A terminal for any text that contains none of these."""
     if not banned:
         return ANY_TEXT
     return f"{ANY_TEXT} & ~({ANY_TEXT} ({' | '.join(map(lark_string, banned))}) {ANY_TEXT})"

@@ -114,11 +114,11 @@ BYTES = [bytes([value]) for value in range(256)]
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"{", "is not what it should be"),
-        (b"{}", "is not what it should be"),
+        (b"{", "is malformed"),
+        (b"{}", "is malformed"),
         (tekken_file(BYTES[:200], NAMED), "200 words do not make up 200"),
-        (tekken_file([*BYTES[1:], b"\0"], NAMED), "word 0 is not"),
-        (tekken_file([*BYTES, b""], NAMED), "word 256 is not"),
+        (tekken_file([*BYTES[1:], b"\0"], NAMED), "word 0 is malformed"),
+        (tekken_file([*BYTES, b""], NAMED), "word 256 is malformed"),
         (tekken_file([*BYTES, b"ab", b"ab"], NAMED), "a word is listed twice"),
         (tekken_file([*BYTES, b"<s>"], NAMED), "'<s>' is both a word and a special token"),
         (tekken_file(BYTES, {20: "<s>"}), "'<s>' has the rank 20"),
