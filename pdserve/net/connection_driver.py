@@ -21,12 +21,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdserve.ids import Bytes
     from pdserve.net.settings import NetSettings
     from pdserve.net.timers import Timers
     from pdserve.wire import events as ev
+    from pdserve.wire.parser import Buffer
     from pdserve.wire.protocol import Connection
 
 __all__ = ["IGNORE", "ConnectionDriver", "ConnectionOwner"]
@@ -115,10 +116,8 @@ class ConnectionDriver(asyncio.BufferedProtocol):
             return  # uvloop refuses what comes between the end of a transport and the word of it
         connection = self.connection
         buffers = connection.data_to_send(self._settings.high_water)
-        if len(buffers) == 1:
-            self.transport.write(buffers[0])
-        elif buffers:
-            self.transport.writelines(buffers)
+        if not self._write(buffers):
+            return
         if self._pins:
             self._unpin()
         if connection.queued != connection.taken:
@@ -128,9 +127,30 @@ class ConnectionDriver(asyncio.BufferedProtocol):
             self.closed = True
             self.transport.close()
 
+    def _write(self, buffers: Sequence[Buffer]) -> bool:
+        """Hand these over; False once the transport is gone.
+
+        uvloop closes a transport whose dial is cancelled while `create_connection` returns it. It
+        neither says that it is closing nor calls `connection_lost` then: only a write tells.
+        """
+        try:
+            if len(buffers) == 1:
+                self.transport.write(buffers[0])
+            elif buffers:
+                self.transport.writelines(buffers)
+        except RuntimeError:
+            self.closed = True
+            self._unpin_all()
+            return False
+        return True
+
     def pin(self, on_sent: Callable[[], None]) -> None:
         """Call `on_sent` when the transport has drained past all that is queued now."""
         self._pins.append((self.connection.queued, on_sent))
+
+    def _unpin_all(self) -> None:
+        while self._pins:
+            self._pins.popleft()[1]()
 
     def _unpin(self) -> None:
         """Release what the transport no longer reads."""
@@ -258,7 +278,6 @@ class ConnectionDriver(asyncio.BufferedProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         self.closed = self._lost = True
         self._in_place = False
-        while self._pins:
-            self._pins.popleft()[1]()
+        self._unpin_all()
         self._wake_drained()
         self.owner.lost(self, exc)

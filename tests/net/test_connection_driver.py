@@ -292,6 +292,24 @@ async def test_nothing_is_written_to_a_transport_that_has_ended() -> None:
     assert len(transport.writes) == written
 
 
+async def test_a_transport_that_was_closed_without_a_word_is_noticed_by_a_write() -> None:
+    """uvloop closes that of a dial which is cancelled at its end, and says nothing of it."""
+
+    class Gone(FakeTransport):
+        def writelines(self, buffers: list[Any]) -> None:
+            raise RuntimeError("unable to perform operation: the handler is closed")
+
+    shell, d, _ = shell_over(Gone())
+    released: list[bool] = []
+    d.send_tell(1, b"too late")
+    shell.pin(lambda: released.append(True))
+    shell.flush()
+    assert shell.closed
+    assert released == [True]
+    shell.wake()
+    await turn()
+
+
 async def test_a_lost_connection_releases_everything() -> None:
     shell, d, _ = shell_over(FakeTransport(room=0))
     released: list[int] = []
