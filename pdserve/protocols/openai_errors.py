@@ -1,6 +1,6 @@
-"""Writes and parses OpenAI's error object.
+"""Defines OpenAI's error object, and encodes errors as it.
 
-`pdserve.errors` defines the HTTP status of each error.
+`pdserve.errors` defines the HTTP status of each error; the client reads the object by its records.
 """
 
 from __future__ import annotations
