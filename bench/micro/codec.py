@@ -38,7 +38,7 @@ def step() -> StepOutput:
 def pack_plain(message: StepOutput) -> bytes:
     """The same bytes as msgspec writes, by hand."""
     rows = [
-        (d.handle, d.choice, d.tokens, d.finish, d.logprobs, d.prompt_logprobs)
+        (d.handle, d.choice, d.tokens, d.finish, d.logprobs, d.prompt_logprobs, d.started)
         for d in message.deltas
     ]
     packed: bytes = msgpack.packb((3, rows))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from bench.machine import facts
+from pdserve.frontend.config import FrontendConfig
 from pdserve.frontend.dispatch.dispatched_request import Assignment, DispatchedRequest
 from pdserve.frontend.routing_hints import NO_HINTS
 from pdserve.ids import NodeId
@@ -39,6 +40,8 @@ class Sink:
 
 class Ways:
     """As much of `dispatched_request.ClusterPort` as a request needs that nothing happens to."""
+
+    config = FrontendConfig()
 
     def now(self) -> float:
         return 0.0
