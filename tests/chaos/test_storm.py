@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.storm import checker, report, schedule, storm_requests
+from tests.chaos.storm import checker, nodes, report, schedule, storm_requests
 from tests.chaos.storm.checker import Absence, Circumstances, judge
 from tests.chaos.storm.client_request import ClientRequest
 from tests.chaos.storm.faults import Done
@@ -32,6 +32,23 @@ NODES = [
 ALL = {kind.needs for kind in KINDS}
 SECONDS = 85.0
 """Of the short storm's faults; with start, answers and quiet it takes two minutes."""
+
+# ---------------------------------------------------------------------- what nodes log
+
+
+def test_tracebacks_are_found_and_name_files_from_the_checkout(tmp_path):
+    log = tmp_path / "n.log"
+    log.write_text(f'well\nTraceback (most recent call last): File "{nodes.ROOT}/pdserve/x.py"\n')
+    node = nodes.Node("n", "worker", "127.0.0.1", 1, 2, (), log=log, home=tmp_path)
+    (line,) = node.tracebacks()
+    assert line == 'n: Traceback (most recent call last): File "pdserve/x.py"'
+
+
+def test_a_problem_is_told_once():
+    storm = Storm(seed="1", engine="sim", streams=1, seconds=1.0, zero=0.0)
+    storm.left = ["n: an error", "n: an error", "m: an error"]
+    assert storm.problems[-2:] == ["n: an error", "m: an error"]
+
 
 # ---------------------------------------------------------------------- schedule
 

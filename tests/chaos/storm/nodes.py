@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -22,10 +23,10 @@ from tests.chaos.storm import client
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from tests.chaos.storm.schedule import Part
 
+ROOT = Path(__file__).parents[3]
 POLL = 0.1
 PROBE = 2.0
 """Seconds for an answer to a probe; a machine may be busy."""
@@ -37,7 +38,7 @@ DRAIN = "75s"
 
 
 class Node:
-    """See above."""
+    """One process of the cluster, over all its lives: starts, waits, probes, reads its log."""
 
     def __init__(
         self,
@@ -160,8 +161,8 @@ class Node:
         return [_words(line) for line in self.log.read_text(errors="replace").splitlines()]
 
     def tracebacks(self) -> list[str]:
-        """What nobody foresaw."""
-        text = self.log.read_text(errors="replace")
+        """Log lines with a traceback, which is always unexpected. Paths begin at the checkout."""
+        text = self.log.read_text(errors="replace").replace(f"{ROOT}/", "")
         return [f"{self.name}: {line[:3000]}" for line in text.splitlines() if "Traceback" in line]
 
 

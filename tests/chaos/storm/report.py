@@ -157,7 +157,7 @@ class Storm:
         found = [f"{count} × {word}" for word, count in self.outcomes.items() if word in _BAD]
         found += [f"{done.line(self.zero)}" for done in self.done if done.problem]
         found += [why for clients in checker.COMPLETE if (why := self.too_few(clients))]
-        return found + self.left
+        return list(dict.fromkeys(found + self.left))
 
     def too_few(self, clients: str) -> str:
         """Why too small a share of these requests completed; empty: it did not."""
