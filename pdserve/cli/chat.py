@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _RETRIES = 2
-"""Retries for a busy server; a person would rather see the error than wait."""
+"""Retries when the server is busy. Few, because a person sees the error sooner."""
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _SILENCE_TIMEOUT = 600.0
 """Seconds without a byte before giving up; the server may be busy with a long prompt."""

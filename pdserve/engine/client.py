@@ -577,7 +577,7 @@ class CoreClient:
 
     @property
     def _owes(self) -> bool:
-        """Whether any sink waits for output."""
+        """Return whether any sink waits for output."""
         return bool(self._in_flight or self._prefills)
 
     def _note_idle(self) -> None:

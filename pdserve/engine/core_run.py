@@ -184,7 +184,7 @@ class CoreRun:
 
     @property
     def congested(self) -> bool:
-        """Whether the core does not read what is sent to it."""
+        """Return whether the core does not read what is sent to it."""
         return self._connection is not None and self._connection.congested
 
     def post(self, command: Command) -> None:

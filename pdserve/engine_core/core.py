@@ -370,7 +370,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to compute or to report."""
+        """Return whether `step` has something to compute or to report."""
         if self._broken:
             return bool(self._events)
         if self._moved or (self._incoming is not None and self._incoming.has_work):

@@ -124,7 +124,7 @@ class CoreSocket:
 
     @property
     def congested(self) -> bool:
-        """Whether unsent bytes passed `HIGH_WATER` and have not all been read since."""
+        """Return whether unsent bytes passed `HIGH_WATER` and have not all been read since."""
         return self._draining
 
     def wait(self, timeout: Seconds | None) -> None:

@@ -85,7 +85,7 @@ class ScheduledChunk:
 
     @property
     def vector(self) -> bool:
-        """Whether the chunk ends at the last token of an embedding request."""
+        """Return whether the chunk ends at the last token of an embedding request."""
         sequence = self.sequence
         return sequence.pools and self.start + self.count == len(sequence.tokens)
 

@@ -112,7 +112,7 @@ class Core(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do now."""
+        """Return whether `step` has something to do now."""
         ...
 
     def wake_at(self) -> Seconds | None:
@@ -421,7 +421,7 @@ class SelfSchedulingCore(ABC):
 
     @property
     def busy(self) -> bool:
-        """Whether `advance` has something to do now; False for engines that compute in other
+        """Return whether `advance` has something to do now; False for engines that compute in other
         threads."""
         return False
 
@@ -509,7 +509,7 @@ class SelfSchedulingCore(ABC):
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do now."""
+        """Return whether `step` has something to do now."""
         if self.deltas or self._events or self._posted or self.busy:
             return True
         return self._changed and not self._submissions

@@ -377,7 +377,7 @@ class StructuredOutputManager:
             self._compile(grammar)
 
     def ready(self, sequence: Sequence) -> bool:
-        """Whether `allowed` returns without a wait. After `patience` this is True too, and
+        """Return whether `allowed` returns without a wait. After `patience` this is True too, and
         `allowed` raises."""
         grammar = sequence.sampling.grammar
         if not grammar or sequence.key in self._followed:
@@ -403,7 +403,7 @@ class StructuredOutputManager:
         return _guarded(followed.state.allowed)
 
     def forced(self, sequence: Sequence) -> bool:
-        """Whether the last mask leaves only the end of the output or of the reasoning."""
+        """Return whether the last mask leaves only the end of the output or of the reasoning."""
         followed = self._followed.get(sequence.key)
         return followed is not None and followed.state.forced
 
@@ -516,7 +516,7 @@ def structured_output_features(directory: Path) -> tuple[str, ...]:
 
 
 def uses_structured_output(sampling: SamplingParams) -> bool:
-    """Whether the tokens of a request with these parameters are constrained."""
+    """Return whether the tokens of a request with these parameters are constrained."""
     thinking = sampling.thinking
     return bool(sampling.grammar) or (thinking is not None and thinking.budget is not None)
 

@@ -44,7 +44,7 @@ _BULK_TASKS: Final = 64
 """Most chunks being sent at a time; further ones are dropped, and asked for again elsewhere."""
 _FAULT_PAUSE: Final[Seconds] = 1.0
 _IDLE_CHECK: Final[Seconds] = 10.0
-"""Interval of checking whether a link that membership no longer needs is idle."""
+"""Seconds between two looks for idle links that membership no longer needs."""
 
 
 class GossipService:

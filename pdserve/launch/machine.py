@@ -191,7 +191,7 @@ def _ask_torch() -> dict[str, list[list[str | int]]] | str:
 
 
 def _cuda_ipc() -> Iterator[MachineFact]:
-    """Whether KV can be copied between GPUs of this host; tested in a child process."""
+    """Return whether KV can be copied between GPUs of this host; tested in a child process."""
     command = [sys.executable, "-c", _CUDA_PROBE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT)

@@ -102,7 +102,7 @@ class RemotePrefillModel:
 
     @property
     def known(self) -> bool:
-        """Whether there are enough observations for an estimate."""
+        """Return whether there are enough observations for an estimate."""
         return self._seen >= _ENOUGH and self._believed >= _BELIEVED
 
     def now(self, queue: QueueState | None) -> RemotePrefillEstimate | None:

@@ -130,7 +130,7 @@ NESTED_WITHOUT_EFFECT: frozenset[str] = frozenset(
 def unknown_fields(
     body: Mapping[str, object], known: frozenset[str], refused: Mapping[str, UnsupportedField]
 ) -> list[str]:
-    """Names that nobody knows, in the body's order.
+    """Return the field names that are in no table, in the body's order.
 
     Errors: `InvalidRequest` for a refused field whose value asks for something.
     """

@@ -79,7 +79,7 @@ class RepetitionDetector:
         return self._least <= size <= self._most
 
     def _look(self, size: int, place: int) -> bool:
-        """Whether a pattern of this size is complete at `place`; plans the next check."""
+        """Return whether a pattern of this size is complete at `place`; plans the next check."""
         begin = self._looked[size] + 1
         difference = self._number(begin, place) ^ self._number(begin - size, place - size)
         if difference:

@@ -34,7 +34,7 @@ def sampled_range(verify: Verify, size: Bytes, turn: int) -> tuple[Bytes, Bytes]
 
 
 def covers(verify: Verify, size: Bytes, checked: tuple[Bytes, Bytes]) -> bool:
-    """Whether such a checksum is as much as was agreed, and lies in the payload."""
+    """Return whether such a checksum is as much as was agreed, and lies in the payload."""
     start, stop = checked
     wanted = {"all": size, "sample": -(-size // SAMPLE), "off": 0}[verify]
     return 0 <= start <= stop <= size and stop - start >= wanted

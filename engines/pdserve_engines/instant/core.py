@@ -161,7 +161,7 @@ class InstantCore(SelfSchedulingCore):
 
     @property
     def busy(self) -> bool:
-        """Whether unpaced streams run."""
+        """Return whether unpaced streams run."""
         return bool(self._ready)
 
     def next_due(self) -> Seconds | None:

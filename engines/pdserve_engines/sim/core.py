@@ -111,7 +111,7 @@ class SimCore(EngineCore):
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has events to report or a step to plan."""
+        """Return whether `step` has events to report or a step to plan."""
         if self._flight is not None:
             return bool(self._events or self._deltas) or self._moved
         return super().has_work or bool(self._later_moved)

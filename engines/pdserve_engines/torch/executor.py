@@ -226,7 +226,7 @@ class TorchExecutor:
             self._sampler.masks.structured_output.expect(sampling)
 
     def ready(self, sequence: Sequence) -> bool:
-        """Whether the grammar of the sequence is compiled, has failed, or is not needed."""
+        """Return whether the grammar of the sequence is compiled, has failed, or is not needed."""
         structured_output = self._sampler.masks.structured_output
         return structured_output is None or structured_output.ready(sequence)
 

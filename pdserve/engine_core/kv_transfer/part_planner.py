@@ -55,7 +55,7 @@ class PartPlanner:
 
     @property
     def done(self) -> bool:
-        """Whether all parts have been planned."""
+        """Return whether all parts have been planned."""
         return self._next == self._end
 
     def computed(self, tokens: int) -> PartSpan | None:

@@ -177,7 +177,7 @@ class KvReceiver:
 
     @property
     def has_work(self) -> bool:
-        """Whether `advance` can do something."""
+        """Return whether `advance` can do something."""
         if self._scheduler.may_promise:
             return True
         return bool(self._lacking) and self._tried != self._pool.releases

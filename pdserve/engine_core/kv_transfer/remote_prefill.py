@@ -41,7 +41,7 @@ class FillAttempt:
 
     @property
     def filled(self) -> bool:
-        """Whether the handoff and all its parts have arrived."""
+        """Return whether the handoff and all its parts have arrived."""
         handoff = self.handoff
         return handoff is not None and len(self.arrived) >= handoff.parts
 

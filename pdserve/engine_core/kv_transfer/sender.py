@@ -110,7 +110,7 @@ class KvSender:
         return sum(prefill.said or prefill.ended for prefill in self._prefills.values())
 
     def holds(self, handle: int) -> bool:
-        """Whether blocks of this prompt may still be read."""
+        """Return whether blocks of this prompt may still be read."""
         return handle in self._prefills
 
     # ------------------------------------------------------------------ submissions
@@ -220,7 +220,7 @@ class KvSender:
         self._mover.deliver(prefill.handle, prefill.peer, prefill.ticket, part)
 
     def _sends(self, sequence: Sequence) -> bool:
-        """Whether parts of the sequence are under way: then a preemption does not free its
+        """Return whether parts of the sequence are under way: then a preemption does not free its
         blocks."""
         prefill = self._prefills.get(sequence.handle)
         if prefill is None:

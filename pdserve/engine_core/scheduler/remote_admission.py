@@ -87,7 +87,7 @@ class RemoteAdmission(SchedulerState):
         return True
 
     def _is_overtaking(self, stem: Sequence) -> bool:
-        """Whether an earlier sequence waits for blocks."""
+        """Return whether an earlier sequence waits for blocks."""
         if self._stuck is None or not len(self.waiting):
             return False
         first = self.waiting.first()

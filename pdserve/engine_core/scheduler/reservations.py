@@ -43,7 +43,7 @@ class BlockReservations:
         return self.waiting.first() if len(self.waiting) else None
 
     def allows(self, blocks: int) -> bool:
-        """Whether a reservation of `blocks` stays within the limit."""
+        """Return whether a reservation of `blocks` stays within the limit."""
         return not self._budgets or self.unfilled + blocks <= self._limit
 
     def give(self, sequence: Sequence, blocks: int) -> None:

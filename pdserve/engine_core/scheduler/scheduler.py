@@ -247,7 +247,7 @@ class Scheduler(RemoteAdmission, FastForward):
         return prefills
 
     def _is_unsteered(self, sequence: Sequence) -> bool:
-        """Whether the sequence's next token cannot be sampled yet."""
+        """Return whether the sequence's next token cannot be sampled yet."""
         if self.steerable is None or sequence.pools or self.steerable(sequence):
             return False
         self.unsteered += 1

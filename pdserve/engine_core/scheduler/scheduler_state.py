@@ -229,7 +229,7 @@ class SchedulerState:
 
     @property
     def may_promise(self) -> bool:
-        """Whether `promise` may make a reservation now."""
+        """Return whether `promise` may make a reservation now."""
         stem = self.promises.first()
         return stem is not None and self._held != (stem, self._room)
 

@@ -244,8 +244,8 @@ class PoisonTracker:
         self._limit = limit
 
     def add(self, death: WorkerDeath) -> None:
-        """Adds a loss. Whether a lost worker died or was only unreachable is decided later, from
-        membership."""
+        """Adds a loss. Membership tells later if the lost worker died or was only
+        unreachable."""
         if death.reason in _DEADLY or death.reason == "worker_lost":
             self._all.append(death)
 

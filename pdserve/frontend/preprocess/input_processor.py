@@ -252,7 +252,7 @@ def _effort(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 def _thinking(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Whether the model is to think, under both names that templates use."""
+    """Return whether the model is to think, under both names that templates use."""
     wanted, switch = request.enable_thinking, request.thinking
     if wanted is None and switch is not None:
         wanted = {"enabled": True, "disabled": False}.get(switch.type)

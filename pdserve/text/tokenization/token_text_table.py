@@ -225,7 +225,7 @@ class TokenTextTable:
             return ""  # e.g. a decoder that strips the end of an empty text
 
     def exists(self, token_id: int) -> bool:
-        """Whether the vocabulary has the id."""
+        """Return whether the vocabulary has the id."""
         return token_id < self.size and self.raw.id_to_token(token_id) is not None
 
     def content(self, token_id: int) -> str:
@@ -259,7 +259,7 @@ def _anchor_holds(raw: tokenizers.Tokenizer) -> bool:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an error is a panic of the library's Rust code, which is no `Exception`."""
+    """Return whether an error is a panic of the library's Rust code, which is no `Exception`."""
     return type(error).__name__ == "PanicException"
 
 

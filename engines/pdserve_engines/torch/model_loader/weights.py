@@ -168,8 +168,10 @@ def check(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Whether a surplus tensor may be ignored: old checkpoints store the rotary frequencies, tied
-    ones may store the output layer."""
+    """Return whether a tensor that the model does not have may be ignored.
+
+    Old checkpoints store the rotary frequencies, tied ones may store the output layer.
+    """
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 

@@ -157,7 +157,7 @@ class Sampler:
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """Whether the next token is the likeliest one and nothing else is requested."""
+    """Return whether the next token is the likeliest one and nothing else is requested."""
     sampling = sequence.sampling
     return (
         sampling.temperature == 0
