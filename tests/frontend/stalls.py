@@ -84,11 +84,11 @@ class Watch:
 
 def long_cases() -> list[tuple[Case, float]]:
     """What is cheap by the piece, with the stall that it may cause."""
-    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a" * 830}]}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a" * 800}]}
     user = {"role": "user", "content": "hi"}
     function = {"name": "f", "arguments": json.dumps({"a": "word " * 160_000})}
     called = {"role": "assistant", "tool_calls": [{"function": function}]}
-    joined = {"model": SMALL, "input": [thought] * 10_000}
+    joined = {"model": SMALL, "input": [thought] * 18_000}
     turns = {"model": "hermes", "messages": [user, called, user], "max_tokens": 1}
     return [
         (Case("/v1/responses/input_tokens", joined), LONG_STALL),
