@@ -6,7 +6,9 @@ The traces have no prompts, so two requests never share a prefix. Azure's CSV is
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -150,8 +152,29 @@ def _parse(row: Mapping[str, Any], columns: Columns) -> tuple[Seconds, int, int]
     return _time(row[columns.at], columns.scale), prompt, output
 
 
+_MOST: Final = 1e18
+"""Seconds or tokens: differences of smaller numbers are finite."""
+
+
+class _NotANumber(ValueError):
+    """A field holds other text than a number."""
+
+
+def _number(value: Any, scale: float = 1.0) -> float:
+    """Raises `_NotANumber` for other text, `ValueError` for NaN and what is out of range."""
+    try:
+        number = float(value) * scale
+    except ValueError as error:
+        raise _NotANumber(str(error)) from None
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= _MOST:
+        raise ValueError(f"{str(value)[:20]} is out of range")
+    return number
+
+
 def _length(value: Any) -> int:
-    number = float(value)
+    number = _number(value)
     if number != int(number):
         raise ValueError(f"{value!r} is not a whole number of tokens")
     return int(number)
@@ -159,10 +182,8 @@ def _length(value: Any) -> int:
 
 def _time(value: Any, scale: float) -> Seconds:
     """Seconds, from a number or from a date and time (of UTC, where it names no zone)."""
-    try:
-        return float(value) * scale
-    except ValueError:
-        pass
+    with contextlib.suppress(_NotANumber):
+        return _number(value, scale)
     # Seven digits of a second, one more than a datetime holds.
     whole, dot, fraction = str(value).strip().partition(".")
     digits = "".join(one for one in fraction if one.isdigit()) if dot else ""

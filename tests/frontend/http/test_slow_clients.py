@@ -23,7 +23,10 @@ CHAT = "/v1/chat/completions"
 MANY = 2000 if is_long() else 200
 DRIP = 20.0 if is_long() else 5.0
 """Seconds for a head or a body: enough for all clients to connect and to begin."""
+PATIENCE = 300.0 if is_long() else 50.0
+"""Seconds for all to be cut."""
 SCRIPT = Script(tokens=tokens("hello world "), burst=20)
+ROOM: dict[str, Any] = {"max_connections": 3 * MANY, "max_in_flight": 2 * MANY}
 EACH = 128 << 10
 """What a stalled client may cost, its share of the interpreter's own waste included."""
 
@@ -66,12 +69,12 @@ async def ask_all(sockets: list[socket.socket], **fields: object) -> None:
 
 
 async def test_clients_that_read_nothing_are_cut_at_their_bound() -> None:
-    async with frontend(SCRIPT, write_buffer=512, max_connections=3 * MANY) as client:
+    async with frontend(SCRIPT, write_buffer=512, **ROOM) as client:
         await client.chunks(max_tokens=100)  # what a process allocates once
         before = psutil.Process().memory_info().rss
         async with connected(client, MANY + 1) as sockets:
             await ask_all(sockets[:-1])
-            await until(lambda: cut(client, "write buffer full") == MANY, 50.0)
+            await until(lambda: cut(client, "write buffer full") == MANY, PATIENCE)
             await until(lambda: client.backend.idle)  # the engine computes nothing for them
             grown = psutil.Process().memory_info().rss - before
             assert grown < MANY * EACH + (32 << 20), f"{grown >> 20} MiB"
@@ -81,11 +84,11 @@ async def test_clients_that_read_nothing_are_cut_at_their_bound() -> None:
 
 async def test_clients_that_read_a_byte_now_and_then_are_cut_as_well() -> None:
     config: dict[str, Any] = {"write_buffer": 64 << 20, "write_stall_timeout": 0.5}
-    async with frontend(SCRIPT, max_connections=3 * MANY, **config) as client:
+    async with frontend(SCRIPT, **ROOM, **config) as client:
         async with connected(client, MANY) as sockets:
             await ask_all(sockets, max_tokens=1500)
             reading = asyncio.create_task(sip(sockets))
-            await until(lambda: cut(client, "does not read") == MANY, 50.0)
+            await until(lambda: cut(client, "does not read") == MANY, PATIENCE)
             reading.cancel()
             await until(lambda: client.backend.idle)
             await until(lambda: client.service.active_requests == 0)
@@ -112,8 +115,8 @@ async def test_heads_and_bodies_that_drip_hold_no_place_and_go() -> None:
             await until(lambda: client.service.active_requests == MANY // 2)
             await client.chat(max_tokens=5)  # there is room for who writes
             dripping = asyncio.create_task(drip(sockets))
-            await until(lambda: cut(client, "slow headers") == MANY // 2, 50.0)
-            await until(lambda: client.service.active_requests == 0, 50.0)
+            await until(lambda: cut(client, "slow headers") == MANY // 2, PATIENCE)
+            await until(lambda: client.service.active_requests == 0, PATIENCE)
             dripping.cancel()
             reader, writer = await asyncio.open_connection(sock=sockets[0])
             status, _, body = await read_answer(reader)

@@ -78,6 +78,9 @@ def test_an_azure_line_is_a_request(tmp_path) -> None:
         ("2023-11-16 18:17:03,many,1", "many"),
         ("2023-11-16 18:17:03,0,1", "lengths 0 and 1"),
         ("2022-11-16 18:17:03,1,1", "sort the file"),
+        ("9" * 5000 + ",1,1", "out of range"),
+        ("nan,1,1", "nan is out of range"),
+        ("1700158624,1e999,1", "out of range"),
     ],
 )
 def test_a_bad_azure_line_is_named(tmp_path, line: str, words: str) -> None:
