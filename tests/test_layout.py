@@ -110,6 +110,7 @@ ASYNCIO = {
     "pdserve/worker/disagg/prefill_handler.py": "waits for what is in hand when it drains",
     "pdserve/worker/disagg/prefill_job.py": "waits for answers of decode workers",
     "pdserve/worker/model.py": "waits for downloads off the loop",
+    "pdserve/worker/model_source.py": "reads checkpoints off the loop",
     "pdserve/worker/service.py": "owns the worker's tasks",
 }
 """Every file that imports asyncio, and why it must. Everything else can be tested without a loop;

@@ -309,7 +309,7 @@ class ServerProcess:
             _ = self._tasks.spawn(self._frontend.announce(), "announce")
             return
         self._screen.finish()
-        self._frontend.announce_engine(self._worker.service)
+        self._frontend.announce_engine(self._worker.worker.service)
 
     def _make_probes(self) -> ProbeServer | None:
         port = self._config.process.metrics_port

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from pdserve.blocks.hashing import SHORT_HASH_BYTES, hash_secret_id
 from pdserve.errors import PdserveError
@@ -39,7 +39,17 @@ if TYPE_CHECKING:
     from pdserve.runtime.node import Node
     from pdserve.runtime.registry import Member, MemberEvent
 
-__all__ = ["GIVEN", "LEARNED", "HashSecrets", "SecretClaim", "SecretOffers", "held_by", "offers_of"]
+__all__ = [
+    "GIVEN",
+    "LEARNED",
+    "FixedHashSecret",
+    "HashSecretSource",
+    "HashSecrets",
+    "SecretClaim",
+    "SecretOffers",
+    "held_by",
+    "offers_of",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -127,8 +137,38 @@ def offers_of(members: Iterable[Member]) -> SecretOffers:
     )
 
 
+class HashSecretSource(Protocol):
+    """The hash secret of a node, however it learns it."""
+
+    @property
+    def secret(self) -> bytes:
+        """The secret in use; empty: none yet."""
+        ...
+
+    def need(self) -> bytes:
+        """The secret; drawn now if this node knows none."""
+        ...
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        """Call `listener` with every secret that this node adopts from now on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedHashSecret:
+    """A secret that all nodes of a simulation know from the start, so that none asks another."""
+
+    secret: bytes
+
+    def need(self) -> bytes:
+        return self.secret
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        """Does nothing: the secret never changes."""
+
+
 class HashSecrets:
-    """The hash secret of one node."""
+    """The hash secret of one node, agreed on with the others."""
 
     def __init__(
         self,

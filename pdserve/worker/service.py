@@ -16,9 +16,8 @@ from pdserve.engine.port import Engine, EngineState
 from pdserve.errors import Draining, NotReady
 from pdserve.messages.engine import EngineSpec
 from pdserve.observe.metrics import EngineSample
-from pdserve.worker.card import read_card
 from pdserve.worker.cumulative_stats import CumulativeStats
-from pdserve.worker.model import HubModel, LocalModel, ProgressFn, fetch, locate
+from pdserve.worker.model_source import CheckpointSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import LoadProgress
     from pdserve.observe.metrics import Metrics
     from pdserve.worker.config import WorkerConfig
+    from pdserve.worker.model import LocalModel, ProgressFn
+    from pdserve.worker.model_source import ModelSource
 
 _WATCH_INTERVAL: Seconds = 1.0
 """Seconds between two reads of the engine's statistics, which are about that old themselves."""
@@ -78,15 +79,17 @@ class WorkerService:
         make_engine: Callable[[EngineSpec], SupervisedEngine],
         metrics: Metrics,
         *,
-        hash_secret: bytes = b"",
+        source: ModelSource | None = None,
     ) -> None:
-        """`make_engine` is called once, here; its spec names no model, see `set_model`.
-        `hash_secret` keys the block hashes and outlives restarts of the engine; see `rekey`.
+        """`make_engine` is called once, here; its spec names neither the model, see `set_model`,
+        nor the secret of block hashes, see `rekey`. `source` None: the checkpoint that `config`
+        names.
         """
         # The worker's life
         self.config = config
         self.metrics = metrics
-        self._hash_secret = hash_secret
+        self._source = CheckpointSource(config) if source is None else source
+        self._hash_secret = b""
         self._stage = "not started"
         self._draining = False
         self._totals = CumulativeStats()
@@ -111,7 +114,7 @@ class WorkerService:
             self._stage = stage
             on_progress(stage, fraction)
 
-        model = await self._find(note)
+        model = await self._source.find(note)
         self.engine.set_model(str(model.path))
         self._engine_begun = True
 
@@ -138,12 +141,6 @@ class WorkerService:
         if self._engine_begun:
             await self.engine.stop()
 
-    async def _find(self, on_progress: ProgressFn) -> LocalModel:
-        found = locate(self.config.model)
-        if isinstance(found, HubModel):
-            return await fetch(found, on_progress, self.config.download_dir)
-        return found
-
     def _spec(self) -> EngineSpec:
         config = self.config
         return EngineSpec(
@@ -161,7 +158,6 @@ class WorkerService:
             max_sequences=config.max_sequences,
             max_waiting=config.max_waiting,
             prefix_cache=config.prefix_cache,
-            hash_secret=self._hash_secret,
             options=dict(config.engine_options),
             transfer=config.transfer,
         )
@@ -171,16 +167,7 @@ class WorkerService:
         if capabilities is None:
             reason = self.engine.state_reason
             raise NotReady(f"the engine was lost as soon as it was ready: {reason}")
-        names = self.config.served_model_name or (model.name,)
-        card = await asyncio.to_thread(
-            read_card,
-            model.path,
-            names,
-            capabilities,
-            tool_parser=self.config.tool_parser,
-            reasoning_parser=self.config.reasoning_parser,
-            pooling=self.config.pooling,
-        )
+        card = await self._source.describe(model, capabilities)
         self._cards = dict.fromkeys((card.name, *card.aliases), card)
 
     async def _watch(self) -> None:
@@ -220,7 +207,8 @@ class WorkerService:
             raise NotReady(f"starting: {self._stage}", retry_after=_RETRY_AFTER)
 
     def rekey(self, hash_secret: bytes) -> None:
-        """Hashes blocks with this secret from now on; before `start`, from the beginning."""
+        """Hashes blocks with this secret from now on, also after restarts of the engine; before
+        `start`, from the beginning."""
         self._hash_secret = hash_secret
         self.engine.rekey(hash_secret)
 

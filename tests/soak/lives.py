@@ -132,7 +132,8 @@ def counted(
     it is known who asked for each byte, which takes its time."""
     short = TopicsConfig(log=LogConfig(ring_events=32))
     with (
-        patch("tests.worlds.roles.Topics", partial(Topics, config=short)),
+        patch("pdserve.router.node.Topics", partial(Topics, config=short)),
+        patch("pdserve.worker.node.Topics", partial(Topics, config=short)),
         patch("pdserve.testing.scripted.ScriptedExecutor.release", _note_nothing),
         patch("pdserve.worker.transfer_rpc._REMEMBERED", 4),
         patch("pdserve.frontend.dispatch.cluster_client._REMEMBERED", 4),

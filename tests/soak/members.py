@@ -111,7 +111,7 @@ class Nodes:
             account.on_end = lambda ended: self.counts.update([ended.outcome])
 
         return LoadClients(
-            part.backend,
+            part,
             (MODEL,),
             f"{name}.{self._number}",
             random.Random(self._random.getrandbits(64)),

@@ -42,7 +42,7 @@ def test_what_is_left_behind_is_seen(seed, monkeypatch):
         kept.append(await usual(*args, **options))
         return kept[-1]
 
-    monkeypatch.setattr("tests.worlds.roles.ClusterClient.open", keep)
+    monkeypatch.setattr(ClusterClient, "open", keep)
     left, where = left_behind(40, seed)
     assert left > MOST
     assert (
@@ -84,7 +84,7 @@ def test_an_entry_for_each_request_is_seen(seed, monkeypatch):
         return dispatched
 
     monkeypatch.setattr(ClusterClient, "kept", kept, raising=False)
-    monkeypatch.setattr("tests.worlds.roles.ClusterClient.open", keep)
+    monkeypatch.setattr(ClusterClient, "open", keep)
     found = kept_by_requests(PLAIN, 24, seed)
     assert len(found) == 1
     assert "ClusterClient" in found[0]

@@ -81,7 +81,7 @@ class World:
         self.metrics = Metrics()
         self.engines = []
         config = WorkerConfig(model=str(model), **settings)
-        self.service = WorkerService(config, self.make, self.metrics, hash_secret=b"s")
+        self.service = WorkerService(config, self.make, self.metrics)
         self.progress = []
 
     def make(self, spec):
@@ -143,17 +143,16 @@ async def test_a_started_worker_serves_its_model_under_every_name(model):
     assert world.service.cards()["alias"].name == "main"
     assert world.service.unready_reason() is None
     assert world.progress == [("reading weights", 0.5)]
-    assert (world.engine.spec.threads, world.engine.spec.hash_secret) == (3, b"s")
+    assert world.engine.spec.threads == 3
     await world.service.stop()
 
 
 async def test_a_secret_reaches_the_engine_whenever_it_comes(model):
     world = World(model)
-    assert world.service.names_id == hash_secret_id(b"s")
+    assert world.service.names_id == b""
     world.service.rekey(b"before")
     await world.start()
     world.service.rekey(b"after")
-    assert world.engine.spec.hash_secret == b"s"
     assert world.engine.secrets == [b"before", b"after"]
     assert world.service.names_id == hash_secret_id(b"after")
     await world.service.stop()

@@ -201,7 +201,7 @@ def _break_engine(world: World, fault: Fault) -> bool:
     part, process = host.part, host.process
     if not host.ready or process is None or not isinstance(part, Worker):
         return False
-    return process.context.copy().run(part.service.break_engine)
+    return process.context.copy().run(part.break_engine)
 
 
 async def _stall(world: World, fault: Fault) -> bool:
@@ -279,7 +279,7 @@ def _has_room(world: World, drained: VirtualHost) -> bool:
     others = (h for h in world.of_role("worker") if h is not drained and h.up)
     return any(
         other.settings.model == drained.settings.model
-        and (stats := part.service.engine.stats()).running + stats.waiting < MAX_RUNNING
+        and (stats := part.engine.stats()).running + stats.waiting < MAX_RUNNING
         for other in others
         if isinstance(part := other.part, Worker)
     )
@@ -290,7 +290,7 @@ def _engine_of(world: World, fault: Fault) -> FaultyEngine | None:
     part = host.part
     if not host.up or not host.ready or not isinstance(part, Worker):
         return None
-    engine = part.service.engine
+    engine = part.engine
     return None if engine.core is None else engine
 
 

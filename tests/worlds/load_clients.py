@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from random import Random
 
     from pdserve.frontend.dispatch.backend import RequestHandle
-    from pdserve.frontend.dispatch.cluster_client import ClusterClient
     from pdserve.frontend.placement import Placement
     from pdserve.ids import NodeId, Seconds
     from pdserve.messages.request import TokenDelta
+    from tests.worlds.roles import Frontend
 
 __all__ = [
     "DEFAULT_PROFILE",
@@ -259,7 +259,7 @@ class LoadClients:
 
     def __init__(
         self,
-        backend: ClusterClient,
+        frontend: Frontend,
         models: tuple[str, ...],
         name: str,
         random: Random,
@@ -275,7 +275,7 @@ class LoadClients:
         self.rate = rate
         self.habits = habits
         self._leaves = leaves
-        self._backend = backend
+        self._frontend = frontend
         self._models = models
         self._name = name
         self._random = random
@@ -353,7 +353,7 @@ class LoadClients:
             account.placed.append(Placed(placement.worker, account.tokens, now))
 
         try:
-            stream = await self._backend.open(account.request, account, NO_HINTS, on_placed)
+            stream = await self._frontend.open(account.request, account, NO_HINTS, on_placed)
         except PdserveError as error:
             if account.tokens:
                 self._complain(f"{account.name} was refused after it had got tokens: {error}")

@@ -1,38 +1,30 @@
-"""The three roles as one process of a world runs them: the product's own services on a node.
+"""The three roles as one process of a world runs them: the product's own, on virtual nodes.
 
-What `pdserve.launch.roles` composes for a real process is composed here for a virtual one: no HTTP,
-no child process, no file. Everything else is the code that serves.
+There is no HTTP, no child process and no file. Everything else is the code that serves.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import replace
 
 from pdserve.blocks.hashing import HASH_SECRET_TEST
-from pdserve.errors import Draining
 from pdserve.frontend.config import FrontendConfig
-from pdserve.frontend.dispatch.cluster_client import ClusterClient
-from pdserve.frontend.preprocess.prompt_hashes import NO_HASHING, PromptHasher
+from pdserve.frontend.node import FrontendNode
 from pdserve.frontend.routing_hints import NO_HINTS
-from pdserve.messages.card import ModelCard
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.node import NodeCard
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.router.config import RouterConfig
-from pdserve.router.policies.loader import load_policy
-from pdserve.router.service import RouterService
+from pdserve.router.node import RouterNode
 from pdserve.runtime.hash_secret import HashSecrets
-from pdserve.runtime.topics.service import Topics
+from pdserve.sim.virtual_model import VirtualModel
 from pdserve.testing.scripted import ENGINE
-from pdserve.worker.agent import WorkerAgent
 from pdserve.worker.config import WorkerConfig
-from pdserve.worker.model import LocalModel
-from pdserve.worker.service import WorkerService
+from pdserve.worker.node import WorkerNode
 from tests.worlds.faulty_engine import FaultyEngine
 
 if TYPE_CHECKING:
@@ -48,7 +40,6 @@ if TYPE_CHECKING:
     from pdserve.messages.request import GenerateRequest
     from pdserve.runtime.node import Node
     from pdserve.testing.fake_rdma import FakeFabric
-    from pdserve.worker.model import ProgressFn
 
 __all__ = ["Frontend", "NodeSettings", "Router", "VirtualRole", "Worker"]
 
@@ -103,33 +94,22 @@ class VirtualRole(Protocol):
         ...
 
 
-class Router:
-    """See `pdserve.launch.roles.RouterPart`."""
+class Router(RouterNode):
+    """A router whose settings a world's seed has chosen."""
 
     def __init__(self, node: Node, settings: NodeSettings) -> None:
-        self.node = node
-        self.topics = Topics(node, node.timers)
         config = settings.router or RouterConfig(policy=settings.policy)
-        policy = load_policy(config.policy, config.policy_options)
-        self.service = RouterService(
-            config, policy, node, self.topics, _card(node), Degradations(Metrics())
-        )
-        self.secrets = _secrets(node)
-
-    async def start(self) -> None:
-        await self.node.start()
-        self.service.open()
+        super().__init__(node, config, _card(node), _secrets(node), Degradations(Metrics()))
 
     async def stop(self, *, leave: bool, within: Seconds = 2.0) -> None:
-        self.service.drain()
-        if leave:
-            await self.node.leave()
-        self.topics.close()
-        await self.node.close()
+        self.drain()
+        await self.close(leave=leave)
 
 
-class Worker:
-    """See `pdserve.launch.roles.WorkerPart`."""
+class Worker(WorkerNode):
+    """A worker whose engine runs inline and can break, and whose model is no directory."""
+
+    engine: FaultyEngine
 
     def __init__(
         self,
@@ -138,96 +118,10 @@ class Worker:
         fabric: FakeFabric,
         on_death: Callable[[str], None] = lambda why: None,
     ) -> None:
-        self.node = node
-        self.topics = Topics(node, node.timers)
-        self.service = _Service(settings, fabric, on_death)
-        self.secrets = _secrets(node, HASH_SECRET_TEST)
-        self.secrets.listen(self.service.rekey)
-        self.service.rekey(self.secrets.need())
-        self.member = WorkerAgent(self.service, node, self.topics, _card(node))
-        self.handed_over = True
-        """Nothing was left when the time for it was over."""
+        config = _worker_config(settings)
 
-    async def start(self) -> None:
-        await self.node.start()
-        await self.service.start(lambda stage, fraction: None)
-
-    async def stop(self, *, leave: bool, within: Seconds = 2.0) -> None:
-        if leave:
-            self.handed_over = await self.member.drain(within)
-        self.member.close()
-        if leave:
-            await self.node.leave()
-        self.topics.close()
-        await self.service.stop()
-        await self.node.close()
-
-
-class Frontend:
-    """See `pdserve.launch.roles.FrontendPart`; callers ask `backend`."""
-
-    def __init__(self, node: Node, settings: NodeSettings) -> None:
-        self.node = node
-        config = FrontendConfig(router_wait=settings.router_wait)
-        self.secrets = _secrets(node)
-        self.backend = _Backend(node, config, Degradations(Metrics()))
-        self.backend.naming = PromptHasher(lambda: self.secrets.secret)
-
-    async def start(self) -> None:
-        await self.node.start()
-        self.node.publish_card(_card(self.node), {})
-
-    async def stop(self, *, leave: bool, within: Seconds = 2.0) -> None:
-        self.backend.close(Draining("the frontend is going away"))
-        if leave:
-            await self.node.leave()
-        await self.node.close()
-
-
-class _Backend(ClusterClient):
-    """Names prompts, as a frontend does before it opens a request."""
-
-    naming = NO_HASHING
-
-    async def open(
-        self,
-        request: GenerateRequest,
-        sink: TokenSink,
-        hints: RoutingHints = NO_HINTS,
-        on_placed: Callable[[Placement], None] = lambda placement: None,
-    ) -> DispatchedRequest:
-        """See `ClusterClient`."""
-        card = self.cards().get(request.model)
-        if card is not None:
-            named = self.naming.of_one(card, request.cache_salt, request.prompt)
-            request = replace(request, block_names=named.hashes, names_id=named.id)
-        return await super().open(request, sink, hints, on_placed)
-
-
-class _Service(WorkerService):
-    """A worker's service whose engine runs inline, and whose model is no directory."""
-
-    engine: FaultyEngine
-
-    def __init__(
-        self, settings: NodeSettings, fabric: FakeFabric, on_death: Callable[[str], None]
-    ) -> None:
-        options = {"blocks": str(_BLOCKS), "max_len": "200"}
-        config = WorkerConfig(
-            engine=ENGINE,
-            engine_options=options,
-            block_size=_BLOCK_SIZE,
-            max_sequences=MAX_RUNNING,
-            max_batch_tokens=64,
-            max_waiting=MAX_WAITING,
-            mode=settings.mode,
-            disagg=settings.disagg,
-            disagg_min_tokens=_BLOCK_SIZE,
-            transfer=_transfer(settings),
-        )
-
-        def inline(spec: EngineSpec) -> FaultyEngine:
-            return FaultyEngine(
+        def make_engine(spec: EngineSpec) -> FaultyEngine:
+            self.engine = FaultyEngine(
                 spec,
                 pace=settings.pace,
                 load_time=settings.load_time,
@@ -236,30 +130,79 @@ class _Service(WorkerService):
                 fabric=fabric,
                 on_death=on_death,
             )
+            return self.engine
 
-        super().__init__(config, inline, Metrics())
-        self._settings = settings
+        tokenizer = settings.tokenizer or bytes(settings.tokenizer_bytes)
+        super().__init__(
+            node,
+            config,
+            make_engine,
+            _card(node),
+            _secrets(node, HASH_SECRET_TEST),
+            Metrics(),
+            source=VirtualModel(settings.model, tokenizer),
+        )
+        self._restart_time = settings.restart_time
+        self.handed_over = True
+        """Nothing was left when the time for it was over."""
 
     def break_engine(self) -> bool:
         """Its core dies; False if there was none."""
-        return self.engine.die(self._settings.restart_time)
+        return self.engine.die(self._restart_time)
 
-    async def _find(self, on_progress: ProgressFn) -> LocalModel:
-        return LocalModel(Path("/model"), self._settings.model)
+    async def start(self) -> None:
+        await self.join()
+        await self.load()
 
-    async def _make_card(self, model: LocalModel) -> None:
-        capabilities = self.engine.capabilities
-        assert capabilities is not None
-        card = ModelCard(
-            name=model.name,
-            max_model_len=capabilities.max_model_len,
-            vocab_size=capabilities.vocab_size,
-            block_size=capabilities.block_size,
-            eos_token_ids=capabilities.eos_token_ids,
-            tokenizer_json=self._settings.tokenizer or bytes(self._settings.tokenizer_bytes),
-            compat_hash=capabilities.compat_hash,
-        )
-        self._cards = {card.name: card}
+    async def stop(self, *, leave: bool, within: Seconds = 2.0) -> None:
+        if leave:
+            self.handed_over = await self.drain(within)
+        await self.close(leave=leave)
+
+
+class Frontend:
+    """A frontend without HTTP; callers `open` requests."""
+
+    def __init__(self, node: Node, settings: NodeSettings) -> None:
+        self.node = node
+        config = FrontendConfig(router_wait=settings.router_wait)
+        self._frontend = FrontendNode(node, config, _secrets(node), Degradations(Metrics()))
+        self.backend = self._frontend.backend
+
+    async def start(self) -> None:
+        await self._frontend.start(_card(self.node))
+
+    async def open(
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        hints: RoutingHints = NO_HINTS,
+        on_placed: Callable[[Placement], None] = lambda placement: None,
+    ) -> DispatchedRequest:
+        """Hashes the prompt, as the HTTP side does, and opens the request."""
+        card = self.backend.cards().get(request.model)
+        if card is not None:
+            hashed = self._frontend.hasher.of_one(card, request.cache_salt, request.prompt)
+            request = replace(request, block_names=hashed.hashes, names_id=hashed.id)
+        return await self.backend.open(request, sink, hints, on_placed)
+
+    async def stop(self, *, leave: bool, within: Seconds = 2.0) -> None:
+        await self._frontend.close(leave=leave)
+
+
+def _worker_config(settings: NodeSettings) -> WorkerConfig:
+    return WorkerConfig(
+        engine=ENGINE,
+        engine_options={"blocks": str(_BLOCKS), "max_len": "200"},
+        block_size=_BLOCK_SIZE,
+        max_sequences=MAX_RUNNING,
+        max_batch_tokens=64,
+        max_waiting=MAX_WAITING,
+        mode=settings.mode,
+        disagg=settings.disagg,
+        disagg_min_tokens=_BLOCK_SIZE,
+        transfer=_transfer(settings),
+    )
 
 
 def _transfer(settings: NodeSettings) -> TransferSpec | None:

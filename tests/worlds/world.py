@@ -181,7 +181,7 @@ class World:
     def _call(self, host: VirtualHost, part: Frontend) -> None:
         random = self.dice.fork("callers", host.name, host.lives)
         host.callers = LoadClients(
-            part.backend,
+            part,
             self.models,
             f"{host.name}.{host.lives}",
             random,
@@ -251,7 +251,7 @@ class World:
     def _ended(self, host: VirtualHost) -> None:
         """Whatever the process owned is gone."""
         if isinstance(host.part, Worker):
-            host.part.service.engine.free()
+            host.part.engine.free()
         host.process = host.part = host.callers = None
         host.ready = False
         host.members.clear()
@@ -296,7 +296,7 @@ class World:
         if host.callers is not None:
             await host.callers.close()
         if isinstance(part, Worker):
-            leaked = part.service.engine.leaked
+            leaked = part.engine.leaked
             if leaked:
                 self.complain(f"{host.name} has lost {leaked} blocks")
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from pdserve.errors import ConfigError, Draining
+from pdserve.errors import ConfigError
 from pdserve.frontend.api.metrics_group import GroupMetrics
-from pdserve.frontend.dispatch.cluster_client import ClusterClient
-from pdserve.frontend.preprocess.prompt_hashes import PromptHasher
+from pdserve.frontend.node import FrontendNode
 from pdserve.frontend.service import FrontendService
 from pdserve.launch.frontend_processes import FrontendProcesses, is_child_frontend
 from pdserve.launch.metrics_samples import sample_node
@@ -50,21 +49,22 @@ class FrontendRole:
         """`on_failed` is called when the processes that share the port die too often."""
         config = context.config.frontend
         self.node = node
-        self.backend = ClusterClient(node, config, context.degradations, context.metrics)
+        secrets = context.membership.secrets(node, context.degradations)
+        self.frontend = FrontendNode(node, config, secrets, context.degradations, context.metrics)
+        self.backend = self.frontend.backend
         self.pages: ScrapeHandler = context.metrics
         """Answers a scrape of this process."""
         if config.group:
             self.pages = GroupMetrics(node, config.group, context.metrics, context.degradations)
         self.siblings = FrontendProcesses(context.config, node, on_failed)
         self._on_failed = on_failed
-        self.secrets = context.membership.secrets(node, context.degradations)
         self.service = FrontendService(
             config,
             self.backend,
             context.metrics,
             context.degradations.reasons(),
             self.pages,
-            PromptHasher(lambda: self.secrets.secret),
+            self.frontend.hasher,
             context.degradations,
         )
         self._context = context
@@ -86,11 +86,10 @@ class FrontendRole:
         await self.service.start()
 
     async def join(self, seeds: tuple[str, ...] = ()) -> None:
-        await self.node.start(beside=seeds)
         mine = node_card(self._context, "frontend")
         http = join_address(self._context.config.frontend.host, self.service.port)
         group = self._context.config.frontend.group
-        self.node.publish_card(replace(mine, http=http, group=group), {})
+        await self.frontend.start(replace(mine, http=http, group=group), seeds)
         if self._context.config.process.frontends > 1:
             await self.siblings.start(self.service.port, self.node.address)
 
@@ -146,9 +145,7 @@ class FrontendRole:
 
     async def close(self) -> None:
         await self.service.stop(0.0)
-        self.backend.close(Draining("the server is shutting down", retry_after=1.0))
-        await self.node.leave()
-        await self.node.close()
+        await self.frontend.close()
 
     def unready_reason(self) -> str | None:
         return self.backend.unready_reason()

@@ -10,16 +10,15 @@ from msgspec.structs import replace
 from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.roles.base import node_card, node_report
 from pdserve.observe.node_metrics import RouterSample
-from pdserve.router.policies.loader import load_policy
-from pdserve.router.service import RouterService
+from pdserve.router.node import RouterNode
 from pdserve.runtime.status import StatusService
-from pdserve.runtime.topics.service import Topics
 
 if TYPE_CHECKING:
     from pdserve.ids import Seconds
     from pdserve.launch.roles.base import RoleContext
     from pdserve.messages.status import NodeReport
     from pdserve.observe.node_metrics import NodeSample
+    from pdserve.router.service import RouterService
     from pdserve.runtime.node import Node
 
 __all__ = ["RouterRole"]
@@ -30,28 +29,24 @@ class RouterRole:
 
     def __init__(self, context: RoleContext, node: Node) -> None:
         self.node = node
-        self.topics = Topics(node, node.timers)
-        config = context.config.router
-        self.service = RouterService(
-            config,
-            load_policy(config.policy, config.policy_options),
+        self.router = RouterNode(
             node,
-            self.topics,
+            context.config.router,
             node_card(context, "router"),
+            context.membership.secrets(node, context.degradations),
             context.degradations,
             on_move=context.metrics.moves_asked.labels("queue").inc,
         )
-        self.secrets = context.membership.secrets(node, context.degradations)
         self._context = context
         context.metrics.attach_node(self._sample)
         StatusService(node, self._report, time.time)
 
     def _sample(self) -> NodeSample:
-        service = self.service
+        service = self.router.service
         ledger = service.core.bookings
         return sample_node(
             self.node,
-            self.topics,
+            self.router.topics,
             routed=service.routed,
             refused=service.refused,
             bookings=len(ledger),
@@ -60,32 +55,28 @@ class RouterRole:
         )
 
     def _report(self) -> NodeReport:
-        return replace(node_report(self._context, self), router=self.service.numbers())
+        return replace(node_report(self._context, self), router=self.router.service.numbers())
 
     async def begin(self) -> None:
         """Does nothing: nothing can fail before joining."""
 
     async def join(self, seeds: tuple[str, ...] = ()) -> None:
-        await self.node.start(beside=seeds)
-        self.service.open()
+        await self.router.start(seeds)
 
     async def drain(self, timeout: Seconds) -> None:
         """Announces the drain, so that frontends use other routers; decisions made so far stay."""
-        self.service.drain()
+        self.router.drain()
 
     @property
     def left(self) -> int:
         """Number of requests held here."""
-        return self.service.core.held
+        return self.router.service.core.held
 
     async def close(self) -> None:
-        self.service.close()
-        await self.node.leave()
-        self.topics.close()
-        await self.node.close()
+        await self.router.close()
 
     def unready_reason(self) -> str | None:
-        return self.service.unready_reason()
+        return self.router.service.unready_reason()
 
 
 def _sampled(service: RouterService) -> RouterSample:

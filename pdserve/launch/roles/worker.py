@@ -19,9 +19,7 @@ from pdserve.launch.metrics_samples import sample_node
 from pdserve.launch.ready_message import loaded_line
 from pdserve.launch.roles.base import node_card, node_report
 from pdserve.runtime.status import StatusService
-from pdserve.runtime.topics.service import Topics
-from pdserve.worker.agent import WorkerAgent
-from pdserve.worker.service import WorkerService
+from pdserve.worker.node import WorkerNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,22 +64,24 @@ class WorkerRole:
         self._config = config = dataclasses.replace(config, threads=threads, transfer=transfer)
         self._carrier = carrier or functools.partial(_process, context)
         self.node = node
-        self.topics = Topics(node, node.timers)
-        self.service = WorkerService(config, self._make_engine, context.metrics)
-        self.secrets = context.membership.secrets(node, context.degradations)
-        self.secrets.listen(self.service.rekey)
-        self.member = WorkerAgent(
-            self.service, node, self.topics, node_card(context, "worker"), context.degradations
+        self.worker = WorkerNode(
+            node,
+            config,
+            self._make_engine,
+            node_card(context, "worker"),
+            context.membership.secrets(node, context.degradations),
+            context.metrics,
+            context.degradations,
         )
-        context.metrics.attach_node(lambda: sample_node(node, self.topics))
+        context.metrics.attach_node(lambda: sample_node(node, self.worker.topics))
         StatusService(node, self._report, time.time)
 
     def _report(self) -> NodeReport:
         return replace(
             node_report(self._context, self),
-            worker=self.member.load(),
-            handoffs=self.member.handoffs(),
-            paths=tuple(self.service.engine.paths()),
+            worker=self.worker.agent.load(),
+            handoffs=self.worker.agent.handoffs(),
+            paths=tuple(self.worker.service.engine.paths()),
         )
 
     def _make_engine(self, spec: EngineSpec) -> CoreClient:
@@ -101,7 +101,7 @@ class WorkerRole:
         )
 
     def _note_state(self, state: EngineState, reason: str) -> None:
-        self.node.call_soon(self.member.tell)  # the engine has the state when this turn ends
+        self.node.call_soon(self.worker.agent.tell)  # the engine has the state when this turn ends
         mode = self._config.mode
         name = "engine_down" if mode == "aggregated" else f"{mode}_engine_down"
         if state in (EngineState.RESTARTING, EngineState.FAILED):
@@ -110,12 +110,15 @@ class WorkerRole:
             self._context.degradations.clear(name)
         if state is EngineState.READY:
             self._note_reduced()
-        if state is EngineState.FAILED and self.service.cards():
+        if state is EngineState.FAILED and self.worker.service.cards():
             self._on_given_up()
 
     def _note_reduced(self) -> None:
         """Reports a context or KV pool that is smaller than requested as a degradation."""
-        capabilities, degradations = self.service.engine.capabilities, self._context.degradations
+        capabilities, degradations = (
+            self.worker.service.engine.capabilities,
+            self._context.degradations,
+        )
         mode = self._config.mode
         name = "kv_reduced" if mode == "aggregated" else f"{mode}_kv_reduced"
         degradations.clear(name)
@@ -126,23 +129,22 @@ class WorkerRole:
         """Does nothing: the engine starts after joining, so that other nodes see it load."""
 
     async def join(self, seeds: tuple[str, ...] = ()) -> None:
-        await self.node.start(beside=seeds)
+        await self.worker.join(seeds)
 
     async def load(self) -> None:
         """Finds the model and starts the engine. Errors: as `WorkerService.start`."""
-        self.service.rekey(self.secrets.need())
-        await self.service.start(self._context.screen.progress)
+        await self.worker.load(self._context.screen.progress)
         self._context.screen.finish()
-        capabilities = self.service.engine.capabilities
+        capabilities = self.worker.service.engine.capabilities
         if capabilities is not None and self._context.config.process.role == "worker":
-            for model in self.service.cards().values():
+            for model in self.worker.service.cards().values():
                 mode = self._config.mode
                 does = "" if mode == "aggregated" else f"; a {mode} worker"
                 _log.info("%s%s", loaded_line(model, capabilities), does)
 
     async def drain(self, timeout: Seconds) -> None:
-        left = self.member.requests
-        if not await self.member.drain(timeout):
+        left = self.worker.agent.requests
+        if not await self.worker.drain(timeout):
             _log.warning(
                 "not all of %d requests were gone within %.1f s: their frontends move the others",
                 *(left, timeout),
@@ -150,17 +152,13 @@ class WorkerRole:
 
     @property
     def left(self) -> int:
-        return self.member.left
+        return self.worker.agent.left
 
     async def close(self) -> None:
-        self.member.close()
-        await self.node.leave()
-        self.topics.close()
-        await self.service.stop()
-        await self.node.close()
+        await self.worker.close()
 
     def unready_reason(self) -> str | None:
-        return self.service.unready_reason()
+        return self.worker.service.unready_reason()
 
 
 def _process(context: RoleContext) -> ProcessLauncher:

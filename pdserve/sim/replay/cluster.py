@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace as replace_spec
 
 from pdserve.blocks.hashing import HASH_SECRET_TEST
-from pdserve.errors import ConfigError, Draining
+from pdserve.errors import ConfigError
 from pdserve.frontend.config import FrontendConfig
-from pdserve.frontend.dispatch.cluster_client import ClusterClient
+from pdserve.frontend.node import FrontendNode
 from pdserve.gossip.config import GossipConfig
 from pdserve.ids import NodeId
-from pdserve.messages.card import ModelCard
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.node import NodeCard
 from pdserve.net.settings import NetSettings
@@ -23,19 +21,16 @@ from pdserve.net.transport.memory import MemoryWorld
 from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.router.config import RouterConfig
-from pdserve.router.policies.loader import load_policy
-from pdserve.router.service import RouterService
-from pdserve.runtime.hash_secret import HashSecrets
+from pdserve.router.node import RouterNode
+from pdserve.runtime.hash_secret import FixedHashSecret, HashSecrets
 from pdserve.runtime.node import Node, NodeConfig
-from pdserve.runtime.topics.service import Topics
 from pdserve.sim.replay.engine import TimedEngine
 from pdserve.sim.replay.kv_network import KvNetwork
 from pdserve.sim.rng_tree import RngTree
+from pdserve.sim.virtual_model import VirtualModel
 from pdserve.sim.workloads.trace_request import VOCABULARY
-from pdserve.worker.agent import WorkerAgent
 from pdserve.worker.config import WorkerConfig
-from pdserve.worker.model import LocalModel
-from pdserve.worker.service import WorkerService
+from pdserve.worker.node import WorkerNode
 
 if TYPE_CHECKING:
     from random import Random
@@ -44,18 +39,16 @@ if TYPE_CHECKING:
     from pdserve.messages.engine import EngineSpec
     from pdserve.messages.handoff import WorkerMode
     from pdserve.sim.replay.config import ReplayConfig
-    from pdserve.worker.model import ProgressFn
 
 __all__ = [
     "MODEL",
     "ReplayCluster",
-    "ReplayFrontend",
-    "ReplayRouter",
     "ReplayWorker",
     "router_config",
 ]
 
 MODEL: Final = "sim"
+_SECRET: Final = FixedHashSecret(HASH_SECRET_TEST)
 _KEY: Final = b"the key of all simulated clusters, 32 bytes or more"
 _PORT: Final = 7000
 _EPOCH: Final = 1_700_000_000
@@ -70,65 +63,23 @@ _GOSSIP: Final = GossipConfig(
 _NET: Final = NetSettings(ping_after=_RARELY, silent_after=2 * _RARELY)
 
 
-class ReplayRouter:
-    """A router node of a replay: what `launch.roles.router` starts, without HTTP."""
+class ReplayWorker(WorkerNode):
+    """A worker node of a replay: its engine is simulated."""
 
-    def __init__(self, node: Node, config: RouterConfig) -> None:
-        self.node = node
-        self.topics = Topics(node, node.timers)
-        policy = load_policy(config.policy, config.policy_options)
-        self.service = RouterService(
-            config, policy, node, self.topics, _card(node), Degradations(Metrics())
-        )
-        self.secrets = HashSecrets(
-            node,
-            entropy=node.random.randbytes,
-            wall=node.now,
-            degradations=Degradations(Metrics()),
-        )
-
-    async def start(self) -> None:
-        await self.node.start()
-        self.service.open()
-
-    async def stop(self) -> None:
-        self.service.drain()
-        self.topics.close()
-        await self.node.close()
-
-
-class ReplayFrontend:
-    """A frontend node of a replay, without HTTP and tokenizers: callers bring token ids and name
-    their prompts' tokens themselves."""
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.backend = ClusterClient(node, FrontendConfig(), Degradations(Metrics()))
-
-    async def start(self) -> None:
-        await self.node.start()
-        self.node.publish_card(_card(self.node), {})
-
-    async def stop(self) -> None:
-        self.backend.close(Draining("the frontend is going away"))
-        await self.node.close()
-
-
-class ReplayWorker:
-    """A worker node of a replay: what `launch.roles.worker` starts, with a simulated
-    engine."""
+    engine: TimedEngine
 
     def __init__(
         self, node: Node, config: WorkerConfig, random: Random, wire: KvNetwork | None
     ) -> None:
-        self.node = node
-        self.topics = Topics(node, node.timers)
-        self.service = _Service(config, random.getrandbits(32), wire)
-        self.member = WorkerAgent(self.service, node, self.topics, _card(node))
+        seed = random.getrandbits(32)
 
-    @property
-    def engine(self) -> TimedEngine:
-        return self.service.engine
+        def make_engine(spec: EngineSpec) -> TimedEngine:
+            self.engine = TimedEngine(replace_spec(spec, seed=seed), wire)
+            return self.engine
+
+        super().__init__(
+            node, config, make_engine, _card(node), _SECRET, Metrics(), source=VirtualModel(MODEL)
+        )
 
     @property
     def mode(self) -> WorkerMode:
@@ -136,52 +87,12 @@ class ReplayWorker:
 
     def leftovers(self) -> str:
         """What is still in flight at this worker; empty once all requests have ended."""
-        stats, member = self.engine.stats(), self.member
-        busy = member.requests or stats.running or stats.waiting or stats.blocks_used
+        stats, agent = self.engine.stats(), self.agent
+        busy = agent.requests or stats.running or stats.waiting or stats.blocks_used
         if busy or stats.blocks_quarantined:
             return f"requests or blocks of {self.node.id}"
-        handoffs = member.decode if member.decode is not None else member.prefill
+        handoffs = agent.decode if agent.decode is not None else agent.prefill
         return f"handoffs of {self.node.id}" if handoffs else ""
-
-    async def start(self) -> None:
-        await self.node.start()
-        await self.service.start(lambda stage, fraction: None)
-        self.member.tell()
-
-    async def stop(self) -> None:
-        self.member.close()
-        self.topics.close()
-        await self.service.stop()
-        await self.node.close()
-
-
-class _Service(WorkerService):
-    """A worker's service whose engine runs inline, and whose model is no directory."""
-
-    engine: TimedEngine
-
-    def __init__(self, config: WorkerConfig, seed: int, wire: KvNetwork | None) -> None:
-        def inline(spec: EngineSpec) -> TimedEngine:
-            return TimedEngine(replace_spec(spec, seed=seed), wire)
-
-        super().__init__(config, inline, Metrics(), hash_secret=HASH_SECRET_TEST)
-
-    async def _find(self, on_progress: ProgressFn) -> LocalModel:
-        return LocalModel(Path("/model"), MODEL)
-
-    async def _make_card(self, model: LocalModel) -> None:
-        capabilities = self.engine.capabilities
-        assert capabilities is not None
-        card = ModelCard(
-            name=model.name,
-            max_model_len=capabilities.max_model_len,
-            vocab_size=capabilities.vocab_size,
-            block_size=capabilities.block_size,
-            eos_token_ids=capabilities.eos_token_ids,
-            tokenizer_json=b"{}",
-            compat_hash=capabilities.compat_hash,
-        )
-        self._cards = {card.name: card}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +115,10 @@ class ReplayCluster:
         self._net.set_conditions(delay_min=config.delay, delay_max=config.delay)
         self._seed = f"{_Names(config.routers).of('router', 0)}:{_PORT}"
         routing = router_config(config)
-        self.routers = [
-            ReplayRouter(node, routing) for node in self._nodes("router", config.routers)
-        ]
+        self.routers = [_router(node, routing) for node in self._nodes("router", config.routers)]
         self.frontends = [
-            ReplayFrontend(node) for node in self._nodes("frontend", config.frontends)
+            FrontendNode(node, FrontendConfig(), _SECRET, Degradations(Metrics()))
+            for node in self._nodes("frontend", config.frontends)
         ]
         self.wire: KvNetwork | None = self._wire() if config.prefill else None
         self.workers = [
@@ -302,13 +212,14 @@ class ReplayCluster:
 
     async def start(self) -> None:
         """Start all nodes; returns when every frontend and router knows every worker's model."""
-        parts: list[ReplayRouter | ReplayFrontend | ReplayWorker] = [
-            *self.routers,
-            *self.frontends,
-            *self.workers,
-        ]
-        for part in parts:
-            await part.start()
+        for router in self.routers:
+            await router.start()
+        for frontend in self.frontends:
+            await frontend.start(_card(frontend.node))
+        for worker in self.workers:
+            await worker.join()
+            await worker.load()
+            worker.agent.tell()
         capabilities = self.workers[0].engine.capabilities
         if self.wire is not None and capabilities is not None:
             self.wire.carries(capabilities)
@@ -344,11 +255,11 @@ class ReplayCluster:
     async def stop(self) -> None:
         """Stop every node."""
         for frontend in self.frontends:
-            await frontend.stop()
+            await frontend.close(leave=False)
         for router in self.routers:
-            await router.stop()
+            await router.close(leave=False)
         for worker in self.workers:
-            await worker.stop()
+            await worker.close(leave=False)
 
 
 def router_config(config: ReplayConfig) -> RouterConfig:
@@ -383,6 +294,14 @@ def _parsed(name: str, text: str, default: object) -> object:
 
 
 _DEFAULT: Final = RouterConfig()
+
+
+def _router(node: Node, config: RouterConfig) -> RouterNode:
+    degradations = Degradations(Metrics())
+    secrets = HashSecrets(
+        node, entropy=node.random.randbytes, wall=node.now, degradations=degradations
+    )
+    return RouterNode(node, config, _card(node), secrets, degradations)
 
 
 def _card(node: Node) -> NodeCard:

@@ -167,8 +167,8 @@ def _moved(cluster: ReplayCluster) -> dict[str, Any]:
     paths = [path for worker in cluster.workers for path in worker.engine.paths()]
     ended: Counter[str] = Counter()
     for worker in cluster.workers:
-        if worker.member.decode is not None:
-            ended.update(worker.member.decode.numbers().ended)
+        if worker.agent.decode is not None:
+            ended.update(worker.agent.decode.numbers().ended)
     tokens = sum(worker.engine.stats().received_tokens for worker in cluster.workers)
     return {
         "bytes": tokens * (cluster.wire.token_bytes if cluster.wire is not None else 0),
@@ -190,7 +190,7 @@ class _Sampler:
         self._look()
 
     def _look(self) -> None:
-        load = [worker.member.requests for worker in self._cluster.workers]
+        load = [worker.agent.requests for worker in self._cluster.workers]
         self.seen.append((self._callers.now(), load))
         self._timer = self._loop.call_later(self._every, self._look)
 

@@ -157,7 +157,7 @@ async def test_a_context_that_was_reduced_is_a_degradation_with_its_remedy(tmp_p
     world = World(tmp_path)
     part = world.worker_part()
     service: Any = FakeService()
-    part.service = service
+    part.worker.service = service
     service.engine.capabilities = replace(CAPABILITIES, reduced="max_model_len is reduced to 40")
     part._note_state(EngineState.READY, "ready")
     assert dict(world.degradations.reasons()) == {"kv_reduced": "max_model_len is reduced to 40"}
@@ -175,7 +175,7 @@ async def test_only_an_engine_that_had_loaded_is_given_up(tmp_path: Path) -> Non
     prefill, decode = world.worker_part(), world.worker_part()
     service: Any = FakeService()
     other: Any = FakeService()
-    prefill.service, decode.service = service, other
+    prefill.worker.service, decode.worker.service = service, other
     other.ready(card())
     prefill._note_state(EngineState.FAILED, "the engine process was killed by SIGKILL")
     assert world.given_up == 0

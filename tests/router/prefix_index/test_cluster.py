@@ -104,7 +104,7 @@ class World:
         request = GenerateRequest(request_id="r", model="model", prompt=prompt, sampling=sampling)
         if worker.service.unready_reason() is None:
             with suppress(Overloaded):
-                worker.service.engine.submit(request, Nobody())
+                worker.engine.submit(request, Nobody())
 
     async def busy(self, seconds: float) -> None:
         for _ in range(int(seconds / 0.05)):
@@ -118,9 +118,7 @@ class World:
         def met() -> bool:
             return all(r.has(w) for r in self.readers.values() for w in self.workers.values())
 
-        await self.nodes.until(
-            lambda: all(w.service.engine.stats().running == 0 for w in self.alive)
-        )
+        await self.nodes.until(lambda: all(w.engine.stats().running == 0 for w in self.alive))
         await self.nodes.until(met)
 
     @property
@@ -177,7 +175,7 @@ async def test_an_engine_that_died_has_nothing() -> None:
         a = await w.worker("a")
         r = await w.reader("r")
         await w.busy(1.0)
-        assert a.service.break_engine()
+        assert a.break_engine()
         await w.nodes.until(lambda: r.index.known_blocks(a.node.id) == 0, timeout=1.0)
         await asyncio.sleep(3.0)
         await w.busy(1.0)
@@ -245,7 +243,7 @@ async def anything(w: World) -> None:
         await w.busy(0.6)
         net.resume(first)
     elif what == "engine":
-        w.random.choice(list(w.workers.values())).service.break_engine()
+        w.random.choice(list(w.workers.values())).break_engine()
     elif what == "clear":
         net.reset_after(first, second, w.random.randrange(5_000))
     elif what == "slow":

@@ -5,29 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdserve.blocks.hashing import HASH_SECRET_TEST
 from pdserve.errors import NotReady
-from pdserve.messages.card import ModelCard
 from pdserve.messages.engine import TransferSpec
 from pdserve.messages.handoff import SetDisagg
 from pdserve.messages.node import NodeCard
 from pdserve.messages.request import GenerateRequest, SamplingParams
 from pdserve.observe.metrics import Metrics
+from pdserve.runtime.hash_secret import FixedHashSecret
 from pdserve.runtime.rpc_methods import DISAGG
-from pdserve.runtime.topics.service import Topics
 from pdserve.sim.engine import VirtualTimeEngine
+from pdserve.sim.virtual_model import VirtualModel
 from pdserve.testing.fake_rdma import FakeFabric
 from pdserve.testing.scripted import ENGINE, reference_tokens
-from pdserve.worker.agent import WorkerAgent
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.disagg.prefill_job import PrefillJob
-from pdserve.worker.model import LocalModel
-from pdserve.worker.service import WorkerService
+from pdserve.worker.node import WorkerNode
 from tests.net.world import virtually
 from tests.runtime.cluster import cluster
 from tests.worlds.roles import NodeSettings, Router
@@ -50,33 +47,7 @@ def _unpatched() -> Iterator[None]:
     PATCH.undo()
 
 
-class Service(WorkerService):
-    """Its engine runs inline, its model is no directory."""
-
-    def __init__(self, config: WorkerConfig, fabric: FakeFabric) -> None:
-        def inline(spec: EngineSpec) -> VirtualTimeEngine:
-            return VirtualTimeEngine(spec, pace=0.02, load_time=0.1, fabric=fabric)
-
-        super().__init__(config, inline, Metrics(), hash_secret=HASH_SECRET_TEST)
-
-    async def _find(self, on_progress: Any) -> LocalModel:
-        return LocalModel(Path("/model"), "m")
-
-    async def _make_card(self, model: LocalModel) -> None:
-        capabilities = self.engine.capabilities
-        assert capabilities is not None
-        card = ModelCard(
-            name="m",
-            max_model_len=capabilities.max_model_len,
-            vocab_size=capabilities.vocab_size,
-            block_size=capabilities.block_size,
-            tokenizer_json=b"",
-            compat_hash=capabilities.compat_hash,
-        )
-        self._cards = {card.name: card}
-
-
-class Worker:
+class Worker(WorkerNode):
     def __init__(self, node: Node, mode: Any, fabric: FakeFabric, **fields: Any) -> None:
         fields.setdefault("transfer", TransferSpec(backends=("fake",)))
         config = WorkerConfig(
@@ -89,15 +60,19 @@ class Worker:
             disagg_min_tokens=16,
             **fields,
         )
-        self.node = node
-        self.topics = Topics(node, node.timers)
-        self.service = Service(config, fabric)
-        self.member = WorkerAgent(self.service, node, self.topics, NodeCard(role="worker"))
 
-    async def close(self) -> None:
-        self.member.close()
-        self.topics.close()
-        await self.service.stop()
+        def make_engine(spec: EngineSpec) -> VirtualTimeEngine:
+            return VirtualTimeEngine(spec, pace=0.02, load_time=0.1, fabric=fabric)
+
+        super().__init__(
+            node,
+            config,
+            make_engine,
+            NodeCard(role="worker"),
+            FixedHashSecret(HASH_SECRET_TEST),
+            Metrics(),
+            source=VirtualModel("m"),
+        )
 
     def stats(self) -> Any:
         return self.service.engine.stats()
@@ -138,15 +113,15 @@ class Whole:
             node = self.nodes.make(name)
             self.nodes.nodes[name] = node
             self.workers[name] = Worker(node, mode, self.fabric, **fields)
-            await node.start()
-            await self.workers[name].service.start(lambda stage, fraction: None)
+            await self.workers[name].join()
+            await self.workers[name].load()
         self.d = self.workers["d"]
         await self.nodes.until(self.nodes.converged)
         await self.nodes.until(self._known)
 
     def _known(self) -> bool:
-        assert self.d.member.decode is not None
-        queue = self.d.member.decode.queue
+        assert self.d.agent.decode is not None
+        queue = self.d.agent.decode.queue
         assert queue is not None
         state = queue.state("m")
         return len(self.workers) == 1 or (
@@ -155,15 +130,14 @@ class Whole:
 
     async def ask(self, asked: GenerateRequest, timeout: float = 30.0) -> Sink:
         sink = Sink()
-        self.d.member.submit(asked, sink)
+        self.d.agent.submit(asked, sink)
         await self.nodes.until(lambda: sink.finished == asked.n or bool(sink.error), timeout)
         return sink
 
     async def close(self) -> None:
         for worker in self.workers.values():
-            await worker.close()
-        self.router.service.drain()
-        self.router.topics.close()
+            await worker.close(leave=False)
+        await self.router.stop(leave=False)
 
 
 def asked(name: str, prompt: list[int], **fields: Any) -> GenerateRequest:
@@ -190,7 +164,7 @@ async def test_tokens_are_those_of_one_worker() -> None:
             assert sink.where == ["remote; node=p; reason=rule"]
             assert sink.received == length
             assert right(sink, wanted)
-        decode, prefill = whole.d.member.decode, whole.workers["p"].member.prefill
+        decode, prefill = whole.d.agent.decode, whole.workers["p"].agent.prefill
         assert decode is not None
         assert prefill is not None
         assert decode.numbers().ended == {"done": 12}
@@ -243,7 +217,7 @@ async def test_an_operator_changes_the_choice() -> None:
         assert before.before == "rule"
         sink = await whole.ask(asked("r", [4] * 40))
         assert sink.where == ["local; node=d; reason=never"]
-        numbers = whole.d.member.handoffs()
+        numbers = whole.d.agent.handoffs()
         assert numbers is not None
         assert numbers.disagg == "never"
         await whole.close()
@@ -255,7 +229,7 @@ async def test_a_prefill_worker_takes_no_requests() -> None:
         whole = Whole(nodes)
         await whole.begin("p")
         with pytest.raises(NotReady, match="p is a prefill worker"):
-            whole.workers["p"].member.submit(asked("r", [4] * 40), Sink())
+            whole.workers["p"].agent.submit(asked("r", [4] * 40), Sink())
         card = whole.workers["p"].node.card
         assert card is not None
         assert (card.mode, card.transfers) == ("prefill", ("fake",))
@@ -267,14 +241,14 @@ async def test_what_is_cancelled_leaves_nothing() -> None:
     async with cluster() as nodes:
         whole = Whole(nodes)
         await whole.begin("p")
-        decode, prefill = whole.d.member.decode, whole.workers["p"].member.prefill
+        decode, prefill = whole.d.agent.decode, whole.workers["p"].agent.prefill
         assert decode is not None
         assert prefill is not None
         for delay in [0.0, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3]:
             sink = Sink()
-            handle = whole.d.member.submit(asked(f"r{delay}", [int(delay * 100) + 3] * 120), sink)
+            handle = whole.d.agent.submit(asked(f"r{delay}", [int(delay * 100) + 3] * 120), sink)
             await asyncio.sleep(delay)
-            whole.d.member.abort(handle)
+            whole.d.agent.abort(handle)
             took = await nodes.until(
                 lambda: len(decode) == 0 and len(prefill) == 0 and idle(whole), timeout=5.0
             )
@@ -299,7 +273,7 @@ async def test_prefill_workers_die_under_work() -> None:
         wanted = [asked(f"r{i}", [i + 3] * 120) for i in range(6)]
         sinks = [Sink() for _ in wanted]
         for one, sink in zip(wanted, sinks, strict=True):
-            whole.d.member.submit(one, sink)
+            whole.d.agent.submit(one, sink)
         await asyncio.sleep(0.1)
         dead = whole.workers.pop("p1")
         await nodes.crash("p1")
@@ -323,21 +297,22 @@ async def test_a_prefill_worker_that_drains_hands_over_what_it_has_computed() ->
         whole = Whole(nodes)
         await whole.begin("p", "q")
         sink, wanted = Sink(), asked("r", [9] * 45)
-        whole.d.member.submit(wanted, sink)
+        whole.d.agent.submit(wanted, sink)
 
         def handing() -> Worker | None:
-            found = [w for w in whole.workers.values() if w.member.prefill and w.member.prefill]
-            states = [(w, w.member.handoffs()) for w in found]
+            found = [w for w in whole.workers.values() if w.agent.prefill and w.agent.prefill]
+            states = [(w, w.agent.handoffs()) for w in found]
             return next((w for w, n in states if n and n.states.get("sent")), None)
 
         await nodes.until(lambda: handing() is not None)
         p = handing()
         assert p is not None
-        assert await p.member.drain(10.0)
-        await p.close()
+        assert await p.agent.drain(10.0)
+        p.agent.close()
+        await p.service.stop()
         await nodes.until(lambda: sink.finished == 1)
         assert right(sink, wanted)
-        decode = whole.d.member.decode
+        decode = whole.d.agent.decode
         assert decode is not None
         assert decode.numbers().ended == {"done": 1}, "computed once"
         await whole.close()
@@ -352,12 +327,12 @@ async def test_draining_does_not_outlast_its_time() -> None:
         PATCH.setattr(PrefillJob, "_hand_over", never)
         whole = Whole(nodes)
         await whole.begin("p")
-        whole.d.member.submit(asked("r", [9] * 45), Sink())
-        prefill = whole.workers["p"].member.prefill
+        whole.d.agent.submit(asked("r", [9] * 45), Sink())
+        prefill = whole.workers["p"].agent.prefill
         assert prefill is not None
         await nodes.until(lambda: bool(prefill.numbers().states.get("sent")))
         before = nodes.loop.time()
-        assert not await whole.workers["p"].member.drain(2.0)
+        assert not await whole.workers["p"].agent.drain(2.0)
         assert nodes.loop.time() - before == pytest.approx(2.0, abs=0.2)
         await whole.close()
 
@@ -378,7 +353,7 @@ async def test_given_output_alone_is_worth_a_prefill_worker() -> None:
         assert sink.error is None
         assert len(sink.tokens[0]) == 10
         assert sink.where == ["remote; node=p; reason=rule"]
-        decode = whole.d.member.decode
+        decode = whole.d.agent.decode
         assert decode is not None
         numbers = decode.numbers()
         assert numbers.remote == {"rule": 2}

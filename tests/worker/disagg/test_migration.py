@@ -66,8 +66,8 @@ class Pair:
         self.nodes.nodes[name] = node
         worker = Worker(node, mode, self.fabric, **fields)
         self.workers.append(worker)
-        await node.start()
-        await worker.service.start(lambda stage, fraction: None)
+        await worker.join()
+        await worker.load()
         return worker
 
     def at_s(self, wanted: GenerateRequest) -> Running:
@@ -78,7 +78,7 @@ class Pair:
 
     def at_t(self, wanted: GenerateRequest) -> Running:
         sink = Running()
-        sink.handle = self.t.member.submit(wanted, sink)
+        sink.handle = self.t.agent.submit(wanted, sink)
         return sink
 
     async def tokens(self, sink: Running, count: int) -> list[int]:
@@ -114,7 +114,7 @@ class Pair:
 
     def held(self) -> list[object]:
         """What somebody still has."""
-        parts = [part for w in self.workers for part in (w.member.decode, w.member.prefill)]
+        parts = [part for w in self.workers for part in (w.agent.decode, w.agent.prefill)]
         stats = [worker.stats() for worker in self.workers]
         busy = [s for s in stats if s.blocks_used or s.blocks_quarantined or s.remote or s.sending]
         return [*filter(None, parts), *busy]
@@ -124,7 +124,7 @@ class Pair:
 
     async def close(self) -> None:
         for worker in self.workers:
-            await worker.close()
+            await worker.close(leave=False)
 
 
 def known(of: Worker, at: Worker) -> bool:
@@ -286,10 +286,10 @@ async def test_who_names_no_source_notices_nothing(pair: Pair) -> None:
     sink = pair.at_t(wanted)
     await pair.ended(sink)
     assert sink.where == [""]
-    decode = pair.t.member.decode
+    decode = pair.t.agent.decode
     assert decode is not None
     assert (decode.tally.local, decode.tally.remote) == ({}, {})
-    assert pair.t.member.handoffs() is None
+    assert pair.t.agent.handoffs() is None
 
 
 @paired()
@@ -298,8 +298,8 @@ async def test_an_aggregated_worker_is_no_part_of_queues(pair: Pair) -> None:
     card = pair.t.node.card
     assert card is not None
     assert (card.mode, card.transfers) == ("aggregated", ("fake",))
-    assert pair.t.member.decode is not None
-    assert pair.t.member.decode.queue is None
+    assert pair.t.agent.decode is not None
+    assert pair.t.agent.decode.queue is None
     link = await pair.s.node.link(pair.t.node.id, timeout=1.0)
     with pytest.raises(PdserveError, match="method"):
         await link.request(DISAGG, SetDisagg("never"), timeout=1.0)
@@ -318,10 +318,10 @@ async def stays(pair: Pair, reason: str, **fields: Any) -> None:
     await pair.ended(whole, 60.0)
     assert whole.where == [f"local; node=t; reason={reason}"]
     assert output + whole.output == reference_tokens(wanted, 0, max_len=200)
-    decode = pair.t.member.decode
+    decode = pair.t.agent.decode
     assert decode is not None
     assert decode.tally.local == {reason: 1}
-    numbers = pair.t.member.handoffs()
+    numbers = pair.t.agent.handoffs()
     assert numbers is not None
     assert numbers.local == {reason: 1}
     pair.s.service.engine.abort(running.handle)
@@ -345,7 +345,7 @@ def test_a_worker_of_another_model_is_not_asked():
         card = pair.s.service.cards()["m"]
         other = replace(card, compat_hash="other")
         pair.s.service._cards = {"m": other}
-        pair.s.member.tell()
+        pair.s.agent.tell()
 
         def told() -> bool:
             found = pair.t.node.registry.get(pair.s.node.id)
@@ -433,7 +433,7 @@ def test_its_worker_dies_under_it():
         output = await pair.tokens(pair.at_s(wanted), 10)
         pair.fabric.faults.delay = (0.4, 0.5)
         whole = pair.at_t(pair.warm_up(wanted, output, sampling=wanted.sampling))
-        decode = pair.t.member.decode
+        decode = pair.t.agent.decode
         assert decode is not None
         await pair.nodes.until(
             lambda: decode._in(DecodeState.FILL) + decode._in(DecodeState.VERIFY) > 0
@@ -458,7 +458,7 @@ def test_a_worker_hands_over_so_many_at_once(monkeypatch):
     async def test(pair: Pair) -> None:
         pair.fabric.faults.delay = (0.2, 0.3)
         warms = [pair.at_t(pair.warm_up(asked(17 + i, 100), [])) for i in range(6)]
-        prefill, decode = pair.s.member.prefill, pair.t.member.decode
+        prefill, decode = pair.s.agent.prefill, pair.t.agent.decode
         assert prefill is not None
         assert decode is not None
         seen = set()
@@ -477,7 +477,7 @@ async def test_what_is_cancelled_leaves_nothing(pair: Pair) -> None:
     pair.fabric.faults.delay = (0.01, 0.05)
     running = pair.at_s(asked(40, 150))
     await pair.tokens(running, 5)
-    prefill, decode = pair.s.member.prefill, pair.t.member.decode
+    prefill, decode = pair.s.agent.prefill, pair.t.agent.decode
     assert prefill is not None
     assert decode is not None
     seen = set()
@@ -486,7 +486,7 @@ async def test_what_is_cancelled_leaves_nothing(pair: Pair) -> None:
         warm = pair.at_t(pair.warm_up(wanted, running.output))
         await asyncio.sleep(0.01 * step)
         seen |= set(decode.numbers().states)
-        pair.t.member.abort(warm.handle)
+        pair.t.agent.abort(warm.handle)
         took = await pair.nodes.until(lambda: not prefill and not decode, 3.0)
         assert took <= 1.0
         await pair.nodes.until(lambda: not pair.t.stats().blocks_used, 1.0)

@@ -148,7 +148,7 @@ def _indexed(where: str, index: PrefixIndex, worker: Worker) -> Iterator[str]:
 
 def pool_chains(worker: Worker) -> Iterator[bytes]:
     """Short names of every chain in the pool, from its first block to a leaf."""
-    core = worker.service.engine.core
+    core = worker.engine.core
     if not isinstance(core, EngineCore):
         return
     parents = core.pool.names()
@@ -187,9 +187,9 @@ def _worker(host: VirtualHost, worker: Worker) -> Iterator[str]:
     assert isinstance(held, LogTopic)
     if held.digest():
         yield f"worker {host.name} says that it holds bookings"
-    if worker.member.requests:
-        yield f"worker {host.name} keeps {worker.member.requests} requests"
-    stats = worker.service.engine.stats()
+    if worker.agent.requests:
+        yield f"worker {host.name} keeps {worker.agent.requests} requests"
+    stats = worker.engine.stats()
     if stats.running or stats.waiting:
         yield f"the engine of {host.name} keeps {stats.running + stats.waiting} sequences"
     if stats.blocks_used:
@@ -198,25 +198,25 @@ def _worker(host: VirtualHost, worker: Worker) -> Iterator[str]:
         yield f"the engine of {host.name} has {stats.blocks_quarantined} blocks in quarantine"
     if stats.remote or stats.sending:
         yield f"the engine of {host.name} waits for {stats.remote} and sends {stats.sending}"
-    if worker.member.decode is not None and len(worker.member.decode):
-        yield f"worker {host.name} keeps {len(worker.member.decode)} handoffs"
-    queue = None if worker.member.decode is None else worker.member.decode.queue
+    if worker.agent.decode is not None and len(worker.agent.decode):
+        yield f"worker {host.name} keeps {len(worker.agent.decode)} handoffs"
+    queue = None if worker.agent.decode is None else worker.agent.decode.queue
     if isinstance(queue, PrefillQueueClient) and len(queue):
         yield f"worker {host.name} keeps {len(queue)} items of the prefill queue"
-    if worker.member.prefill is not None and len(worker.member.prefill):
-        yield f"worker {host.name} keeps {len(worker.member.prefill)} claims"
+    if worker.agent.prefill is not None and len(worker.agent.prefill):
+        yield f"worker {host.name} keeps {len(worker.agent.prefill)} claims"
 
 
 def _engine(world: World, host: VirtualHost, worker: Worker) -> Iterator[str]:
     """What an engine has set aside or linked for transfers belongs to somebody."""
-    core = worker.service.engine.core
+    core = worker.engine.core
     if isinstance(core, EngineCore):
         promises = core.scheduler.promises
         if len(promises) or promises.unfilled or promises.unbound:
             words = f"{len(promises)} promises of {promises.unfilled} blocks"
             yield f"the engine of {host.name} keeps {words}, {promises.unbound} unbound"
     lives = {(h.part.node.id, h.part.node.epoch) for h in _up(world) if h.part is not None}
-    for path in worker.service.engine.paths():
+    for path in worker.engine.paths():
         if (path.node, path.epoch) not in lives:
             yield f"the engine of {host.name} has a path to {path.node}/{path.epoch}, who is gone"
 
@@ -224,8 +224,8 @@ def _engine(world: World, host: VirtualHost, worker: Worker) -> Iterator[str]:
 def undisturbed_handoffs(world: World) -> Iterator[str]:
     """Nothing has gone wrong, so no handoff has come to nothing but by its client's will."""
     for host in _up(world):
-        if isinstance(host.part, Worker) and host.part.member.decode is not None:
-            for outcome, count in host.part.member.decode.tally.attempts.items():
+        if isinstance(host.part, Worker) and host.part.agent.decode is not None:
+            for outcome, count in host.part.agent.decode.tally.attempts.items():
                 if outcome not in ("done", "unwanted"):
                     yield f"{count} attempts at {host.name} were {outcome}"
 

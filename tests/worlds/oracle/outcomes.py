@@ -322,7 +322,7 @@ def _serves(host: VirtualHost) -> bool:
 
 
 def _is_full(worker: Worker) -> bool:
-    return worker.service.engine.full
+    return worker.engine.full
 
 
 def _knows(one: VirtualHost, other: VirtualHost) -> bool:

@@ -62,7 +62,7 @@ def _is(found: str, name: str) -> bool:
 def _submissions(host: VirtualHost) -> list[Submission]:
     part = host.part
     assert isinstance(part, Worker)
-    core = part.service.engine.core
+    core = part.engine.core
     return list(core.scheduler._submissions.values()) if isinstance(core, EngineCore) else []
 
 

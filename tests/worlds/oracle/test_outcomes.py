@@ -212,6 +212,7 @@ class Engine(VirtualTimeEngine):
 def test_who_has_no_room_is_not_fit():
     engine, part = Engine(), Worker.__new__(Worker)
     config = SimpleNamespace(mode="decode")
+    part.engine = cast("Any", engine)
     part.service = cast(
         "Any", SimpleNamespace(config=config, engine=engine, unready_reason=lambda: None)
     )

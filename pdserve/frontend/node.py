@@ -1,0 +1,54 @@
+"""A node with the frontend role, without HTTP: its client of the cluster and its prompt hasher.
+
+`launch` adds HTTP in a process; `sim.replay` brings token ids in virtual time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.errors import Draining
+from pdserve.frontend.dispatch.cluster_client import ClusterClient
+from pdserve.frontend.preprocess.prompt_hashes import PromptHasher
+
+if TYPE_CHECKING:
+    from pdserve.frontend.config import FrontendConfig
+    from pdserve.messages.node import NodeCard
+    from pdserve.observe.degraded import Degradations
+    from pdserve.observe.metrics import Metrics
+    from pdserve.runtime.hash_secret import HashSecretSource
+    from pdserve.runtime.node import Node
+
+__all__ = ["FrontendNode"]
+
+
+class FrontendNode:
+    """Owns the node and the requests dispatched from it: `start`, then `close`."""
+
+    def __init__(
+        self,
+        node: Node,
+        config: FrontendConfig,
+        secrets: HashSecretSource,
+        degradations: Degradations,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.node = node
+        self.secrets = secrets
+        self.backend = ClusterClient(node, config, degradations, metrics)
+        self.hasher = PromptHasher(lambda: secrets.secret)
+        """Hashes prompts with the cluster's secret, as workers do."""
+
+    async def start(self, card: NodeCard, seeds: tuple[str, ...] = ()) -> None:
+        """Joins the cluster and publishes `card`. `seeds`: addresses to join by, besides the
+        configured ones."""
+        await self.node.start(beside=seeds)
+        self.node.publish_card(card, {})
+
+    async def close(self, *, leave: bool = True) -> None:
+        """Ends all requests with `Draining` and releases everything. `leave`: tells the other
+        nodes first."""
+        self.backend.close(Draining("the server is shutting down", retry_after=1.0))
+        if leave:
+            await self.node.leave()
+        await self.node.close()

@@ -1,0 +1,68 @@
+"""A node with the router role: its topics, its service and its secret of block hashes.
+
+`launch` runs it in a process, `sim.replay` in virtual time. It knows no HTTP and no metrics page.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.router.policies.loader import load_policy
+from pdserve.router.service import RouterService
+from pdserve.runtime.topics.service import Topics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.messages.node import NodeCard
+    from pdserve.observe.degraded import Degradations
+    from pdserve.router.config import RouterConfig
+    from pdserve.runtime.hash_secret import HashSecrets
+    from pdserve.runtime.node import Node
+
+__all__ = ["RouterNode"]
+
+
+class RouterNode:
+    """Owns the node and everything on it: `start`, `drain`, then `close`."""
+
+    def __init__(
+        self,
+        node: Node,
+        config: RouterConfig,
+        card: NodeCard,
+        secrets: HashSecrets,
+        degradations: Degradations,
+        *,
+        on_move: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`card` is the node's common card. `secrets` must be of this node, so that it passes the
+        secret on. `on_move` is called for each running request that a frontend is asked to move.
+
+        Errors: `ConfigError` for a policy that does not exist, or options that it does not have.
+        """
+        self.node = node
+        self.secrets = secrets
+        self.topics = Topics(node, node.timers)
+        policy = load_policy(config.policy, config.policy_options)
+        self.service = RouterService(
+            config, policy, node, self.topics, card, degradations, on_move=on_move
+        )
+
+    async def start(self, seeds: tuple[str, ...] = ()) -> None:
+        """Joins the cluster and answers routing requests. `seeds`: addresses to join by, besides
+        the configured ones."""
+        await self.node.start(beside=seeds)
+        self.service.open()
+
+    def drain(self) -> None:
+        """Announces the drain, so that frontends use other routers; decisions made so far stay."""
+        self.service.drain()
+
+    async def close(self, *, leave: bool = True) -> None:
+        """Releases everything. `leave`: tells the other nodes first."""
+        self.service.close()
+        if leave:
+            await self.node.leave()
+        self.topics.close()
+        await self.node.close()
