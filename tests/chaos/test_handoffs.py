@@ -244,7 +244,7 @@ def test_a_frozen_prefill_worker_is_passed_over_and_comes_back(roles):
         assert attempts(decode, FAILED) == failed + 1
         decode.wait_said(f"{victim.name} died")
         free(other, decode)  # nothing is quarantined for ever
-    victim.wait_said("rejoining as life")
+    victim.wait_said("rejoining with epoch")
     free(victim)
     texts = [roles.prompt(10) for _ in range(6)]
     found = {roles.check(*one) for one in [(t, roles.stream(decode, t)) for t in texts]}
@@ -375,7 +375,7 @@ def test_a_frozen_queue_is_left_and_comes_back(roles):
         found = [roles.check(text, stream) for text, stream in zip(texts, streams, strict=True)]
         decode.wait_said(f"{owner.name} died")
     assert set(found) == {"remote; node=p1; reason=always"}
-    owner.wait_said("rejoining as life")
+    owner.wait_said("rejoining with epoch")
     roles.wait_ready(decode)
     free(prefill, decode)
     unqueued(*roles.routers)
@@ -421,7 +421,7 @@ def test_a_frozen_decode_worker_is_forgotten_and_comes_back(roles):
         prefill.wait_said("d1 died")
         free(prefill)
         assert roles.check(text, roles.stream(other, text)) == "remote; node=p1; reason=always"
-    decode.wait_said("rejoining as life")
+    decode.wait_said("rejoining with epoch")
     roles.wait_ready(decode)
     assert roles.check(text, roles.stream(decode, text)) == "remote; node=p1; reason=always"
     free(prefill, decode, other)

@@ -82,7 +82,7 @@ def test_a_host_that_falls_silent_is_buried_and_comes_back(hosts, started):
     assert all(stream.done for stream in running), running
     assert len({stream.text for stream in running}) == 1
     hosts.of["worker-1"].heal()
-    workers[0].wait_said("rejoining as life")
+    workers[0].wait_said("rejoining with epoch")
     healed = time.time()
     for node in others:
         node.wait_said("worker-1 joined", since=silent)

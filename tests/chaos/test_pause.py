@@ -50,7 +50,7 @@ def test_a_long_pause_is_a_death_and_a_new_life(cluster, role):
                 assert ask(frontend).status == 200
             if role == "router":
                 assert ask(frontend, max_tokens=2).code == "no_router"
-        paused.wait_said("rejoining as life")
+        paused.wait_said("rejoining with epoch")
         back = time.time()
         for node in others:
             node.wait_said(f"{paused.name} joined", since=back - 60)

@@ -10,7 +10,7 @@ import pytest
 from pdserve.router.bookings import Bookings
 from pdserve.router.config import RouterConfig
 from tests.worlds.faults import Fault
-from tests.worlds.load_clients import LONG_PROMPTS
+from tests.worlds.load_clients import DEFAULT_PROFILE, LONG_PROMPTS, ClientProfile
 from tests.worlds.migration_scenarios import LONG_ANSWERS
 from tests.worlds.plans import one_after_another, plan
 from tests.worlds.planted_bugs import BUGS, HANDOFF_BUGS, MIGRATION_BUGS, planted
@@ -51,6 +51,14 @@ FAULTS = {
     "a router refuses at a quarter of its bound": [Fault("crowd", 0.0, 0.0, "f0", "", 8.0)] * 3,
 }
 """What must go wrong for a bug to show; the others show in any world."""
+
+
+HABITS = {
+    "a block that one token is in is not copied": ClientProfile(
+        lengths=(2, 10, 18), answers=(10, 40), choices=(2, 3)
+    ),
+}
+"""What clients must ask for a bug to show: here prompts that end at the first token of a block."""
 
 
 HANDOFF_FAULTS = {
@@ -143,7 +151,8 @@ def made_for(name: str, seed: int) -> WorldPlan:
         return made_for_handoffs(name, seed)
     faults = one_after_another(*FAULTS.get(name, []), begin=8.0, gap=0.5)
     end = max([12.0, *(fault.at + fault.lasts for fault in faults)])
-    made = plan(seed, faults, until=end, rate=6.0, patience=PATIENCE)
+    habits = HABITS.get(name, DEFAULT_PROFILE)
+    made = plan(seed, faults, until=end, rate=6.0, patience=PATIENCE, habits=habits)
     if "quarter of its bound" in name:
         few = RouterConfig(policy="least_loaded", hold_limit=16)
         settings = {host: replace(one, router=few) for host, one in made.settings.items()}
