@@ -95,7 +95,8 @@ class FairThreadPool:
         self._max_abandoned = max_abandoned
         self._changed = changed
         self._clock = clock
-        # A lock in C: no injected exception can come between taking it and entering `with`.
+        # This lock is written in C: no injected exception can arrive between taking it and
+        # entering `with`.
         self._lock = threading.Lock()
         self._work_waits = threading.Condition(self._lock)
         # Guarded by the lock:
@@ -107,7 +108,7 @@ class FairThreadPool:
         self._running = 0
         self._large = 0
         self._stopped = False
-        # The loop's own:
+        # Used by the event loop only:
         self._numbers = itertools.count()
         self._watch: asyncio.TimerHandle | None = None
         self._quiet = asyncio.Event()
@@ -144,7 +145,7 @@ class FairThreadPool:
             self._admit(tenant)
         loop = asyncio.get_running_loop()
         job = _Job(tenant, work, large, first)
-        # Before the caller's own callback: the place is free when the caller continues.
+        # This callback runs before the caller's own, so the place is free when the caller goes on.
         outcome = job.outcome
         outcome.add_done_callback(functools.partial(self._settled, loop, job))
         self._enter(job, loop)
@@ -157,8 +158,8 @@ class FairThreadPool:
                 raise Draining("the text was not processed: shutting down") from None
             raise
         finally:
-            # The traceback of the job's error names this frame, whose callers hold the request's
-            # text: it is freed at once only if the frame does not lead back to the error.
+            # The traceback of the job's error refers to this frame, whose callers hold the
+            # request's text. Without a cycle back to the error the text is freed at once.
             del job, outcome
 
     def look(self) -> None:
@@ -171,11 +172,13 @@ class FairThreadPool:
                 *(self._name, self._seconds),
                 "is replaced" if worker.abandoned else "stays: too many were replaced",
             )
-            with contextlib.suppress(Exception):  # it ended this very moment
+            with contextlib.suppress(Exception):
+                # The job may have ended at this moment and set its outcome.
                 job.outcome.set_exception(
                     DeadlineExceeded(f"working on the text took over {self._seconds:g} s")
                 )
-        if late:  # last: a fault there must not leave anyone waiting
+        # This comes last, because an error in it must not leave a caller waiting.
+        if late:
             self._changed()
 
     def stop(self) -> None:
@@ -201,7 +204,8 @@ class FairThreadPool:
             for worker, job in left:
                 self._abandon(worker, job, 0.0)
         for _, job in left:
-            with contextlib.suppress(Exception):  # it ended this very moment
+            with contextlib.suppress(Exception):
+                # The job may have ended at this moment and set its outcome.
                 job.outcome.set_exception(Draining("the text was not processed: shutting down"))
         return len(left)
 
@@ -253,11 +257,13 @@ class FairThreadPool:
 
     def _settled(self, loop: asyncio.AbstractEventLoop, job: _Job, outcome: Future[Any]) -> None:
         """Report the outcome of a job to the loop; runs in any thread."""
-        job.outcome = Future()  # the known one holds the job: without a way back both are freed
+        # The callbacks of the old outcome refer to the job; without a cycle both are freed at once.
+        job.outcome = Future()
         if outcome.cancelled():
             with self._lock:
                 self._queue.remove(job.tenant, job)
-        with contextlib.suppress(RuntimeError):  # a closed loop counts no jobs
+        with contextlib.suppress(RuntimeError):
+            # A closed loop counts no jobs.
             loop.call_soon_threadsafe(self._forget, job)
 
     def _forget(self, job: _Job) -> None:
@@ -282,7 +288,8 @@ class FairThreadPool:
                 late.append((worker, job))
                 if len(self._stuck) < self._max_abandoned:
                     self._abandon(worker, job, now - worker.began)
-            with contextlib.suppress(RuntimeError):  # without a thread, jobs wait for another one
+            with contextlib.suppress(RuntimeError):
+                # If no thread can be started, the jobs wait for a running one.
                 self._wake(asyncio.get_running_loop())
         return late
 
@@ -350,12 +357,14 @@ class FairThreadPool:
 
     def _live(self, worker: _Worker, loop: asyncio.AbstractEventLoop) -> None:
         """Main function of a worker thread."""
-        with contextlib.suppress(_GivenUp):  # it may come when the job has just ended
+        with contextlib.suppress(_GivenUp):
+            # The exception may arrive when the job has just ended.
             self._serve(worker, loop)
         with self._lock:
             was_stuck = self._stuck.pop(worker, None) is not None
         if was_stuck:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):
+                # The loop may be closed.
                 loop.call_soon_threadsafe(self._changed)
 
     def _serve(self, worker: _Worker, loop: asyncio.AbstractEventLoop) -> None:
@@ -365,12 +374,15 @@ class FairThreadPool:
             result: Any = None
             try:
                 result = job.work()
-            except BaseException as raised:  # also what is no `Exception`: it is the waiter's
+            except BaseException as raised:
+                # Every exception of the job goes to its caller, not only an `Exception`.
                 error = raised
             if not self._leave(worker):
-                time.sleep(0)  # the exception that ends the job is raised here at the latest
+                # The injected `_GivenUp` is raised here at the latest.
+                time.sleep(0)
                 return
-            with contextlib.suppress(Exception):  # its waiter was told that it takes too long
+            with contextlib.suppress(Exception):
+                # The caller of a late job already has its `DeadlineExceeded`.
                 if error is None:
                     job.outcome.set_result(result)
                 else:
@@ -384,7 +396,8 @@ class FairThreadPool:
                 if self._stopped:
                     self._workers.discard(worker)
                     return None
-                self._idle += 1  # who notifies takes it off again
+                # `_wake` subtracts this thread again before it notifies.
+                self._idle += 1
                 self._work_waits.wait()
             with contextlib.suppress(RuntimeError):
                 self._wake(loop)
@@ -396,7 +409,7 @@ class FairThreadPool:
             if worker.abandoned:
                 return False
             job = worker.job
-            assert job is not None  # it has just ended
+            assert job is not None
             self._free(job, self._clock() - worker.began)
             worker.job, worker.late = None, False
             return True

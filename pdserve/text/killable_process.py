@@ -49,7 +49,8 @@ class KillableProcess:
                 stdout=subprocess.DEVNULL,
                 env=_environment(),
                 cwd="/",
-                start_new_session=True,  # a Ctrl-C at the terminal is the parent's business
+                # In its own session the child gets no Ctrl-C from the terminal; the parent ends it.
+                start_new_session=True,
             )
         except BaseException:
             self._socket.close()
@@ -140,7 +141,8 @@ def receive_jobs() -> Iterator[tuple[socket.socket, bytes]]:
     closes the socket."""
     with socket.socket(fileno=os.dup(0)) as parent:
         _confine(int(sys.argv[1]))
-        send_answer(parent, b"")  # ready
+        # An empty answer tells the parent that this process is ready.
+        send_answer(parent, b"")
         stream = parent.makefile("rb")
         while header := stream.read(_LENGTH.size):
             yield parent, stream.read(_LENGTH.unpack(header)[0])
@@ -154,14 +156,16 @@ def _confine(memory: Bytes) -> None:
         resource.RLIMIT_AS: memory,
     }
     for kind, most in limits.items():
-        with contextlib.suppress(ValueError, OSError):  # macOS does not limit address space
+        with contextlib.suppress(ValueError, OSError):
+            # macOS does not limit address space.
             resource.setrlimit(kind, (most, most))
 
 
 def limit_cpu_time(seconds: Seconds) -> None:
     """Limit processor time, so that a child ends even if its parent was killed during a job."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    most = math.ceil(used.ru_utime + used.ru_stime + seconds)  # the limit has whole seconds
+    # The limit is in whole seconds.
+    most = math.ceil(used.ru_utime + used.ru_stime + seconds)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)

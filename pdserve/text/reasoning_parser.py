@@ -136,7 +136,8 @@ class ReasoningParser(IncrementalReader):
         if end:
             self._reason(self._layout.add(self.text[self.at : found]))
             self.at = found
-            if end != self._format.end:  # a call; an end marker that comes later is stray
+            # A tool call ends the block as well; an end marker that comes after it is stray.
+            if end != self._format.end:
                 return self.turn(self._stray)
             self.at += len(end)
             return self.turn(self._gap)

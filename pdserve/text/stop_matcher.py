@@ -45,7 +45,8 @@ def _build(stops: tuple[str, ...]) -> _State:
         if state.found is None:
             state.found = index
     queue = deque([(root, 0)])
-    while queue:  # breadth first: a state's shorter suffixes are finished before it
+    # Breadth first, so that a state's shorter suffixes are finished before it.
+    while queue:
         state, depth = queue.popleft()
         _finish(state, depth)
         for char, child in state.next.items():

@@ -117,8 +117,8 @@ class TextWork:
             try:
                 return await pool.texts.submit(function, tenant=self._tenant, first=True)
             except (Draining, Overloaded):
-                # The pool was closed meanwhile, or the system has no thread: what is done is
-                # delivered all the same.
+                # The pool was closed meanwhile, or no thread can be started. The request was
+                # admitted, so its last step runs here.
                 pass
         pool.inline += 1
         return function()

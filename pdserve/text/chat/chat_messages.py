@@ -151,7 +151,8 @@ def mark_final(chat: list[dict[str, Any]]) -> str:
     content, reasoning = chat[-1].get("content"), chat[-1].get("reasoning_content")
     if isinstance(reasoning, str) and not content:
         chat[-1] |= dict.fromkeys(_REASONING, reasoning + _CONTINUE_TAG)
-        chat[-1].setdefault("content", "")  # templates read it
+        # Templates read the content of every message.
+        chat[-1].setdefault("content", "")
         return reasoning
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE_TAG

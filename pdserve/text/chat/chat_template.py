@@ -81,7 +81,7 @@ class ChatTemplate:
         self._environment = TemplateSandbox(now)
         try:
             self._compiled = self._environment.from_string(source)
-            # A plain dictionary: copying jinja's chain of them costs half of a short rendering.
+            # Copying jinja2's chain of dictionaries takes half the time of a short rendering.
             self._compiled.globals = dict(self._compiled.globals)
         except Exception as error:
             raise InvalidRequest(
@@ -151,7 +151,8 @@ class ChatTemplate:
 
     def _shows_a_call(self, form: ToolCallForm, messages: Sequence[ChatMessage]) -> bool:
         text = self._probe(form.apply(prepare_messages(messages, self.content_format)))
-        return _PROBE in text and "{'" not in text  # an object printed as Python prints it
+        # `{'` shows that the template prints the arguments as a Python dictionary.
+        return _PROBE in text and "{'" not in text
 
     def _probe(self, chat: list[dict[str, Any]]) -> str:
         """Render a test chat; return an empty string if the template refuses it."""
@@ -173,7 +174,8 @@ class ChatTemplate:
         try:
             with metered(self._limits, self._clock):
                 text = self._compiled.render(variables)
-        except Exception as error:  # whatever a template can raise, its input brought it there
+        except Exception as error:
+            # A template may raise any exception; the template or its input is the cause.
             raise InvalidRequest(
                 f"the chat template refused: {_words(error)}", param="messages"
             ) from None
@@ -268,7 +270,8 @@ _PROBE_CALL: list[ChatMessage] = [
         "role": "assistant",
         "tool_calls": [
             {
-                "id": "callcall1",  # nine characters, as one family insists
+                # Mistral's templates accept only ids of nine characters.
+                "id": "callcall1",
                 "type": "function",
                 "function": {"name": "f", "arguments": {"x": _PROBE}},
             }

@@ -108,7 +108,8 @@ class TemplateProcess:
         self._closed = True
         child = self._child
         if child is not None:
-            child.end()  # the thread that uses it now reads the end of its stream
+            # The thread that uses the child now reads the end of the stream and gives up its turn.
+            child.end()
         with self._turn:
             self._drop()
 
@@ -121,7 +122,8 @@ class TemplateProcess:
             reason = f"takes over {self._limits.seconds:g} s"
         except (OSError, EOFError, msgspec.MsgspecError):
             reason = "ended its process, by using too much memory or time"
-        except BaseException:  # the answer stays unread, and the next job must not get it
+        except BaseException:
+            # The answer stays unread in the child's socket, and the next job must not get it.
             self._drop()
             raise
         self._drop()
@@ -130,13 +132,15 @@ class TemplateProcess:
         return _Outcome(None, f"the chat template {reason}", "chat_template")
 
     def _ready_child(self) -> _Child:
-        if self._child is not None and self._child.ended():  # killed from outside, while idle
+        # Another process may have killed the idle child.
+        if self._child is not None and self._child.ended():
             self._drop()
         self._refuse_when_closed()
         if self._child is None:
             try:
                 self._child = _Child(self._memory)
-                self._refuse_when_closed()  # `close` may have looked before there was a child
+                # `close` may have looked for a child before this one was started.
+                self._refuse_when_closed()
                 self._child.wait_ready(STARTUP)
             except (OSError, EOFError) as error:
                 self._drop()

@@ -287,12 +287,14 @@ _BINOP_COST: dict[str, Callable[[Any, Any], int]] = {
 def _metered(function: Callable[..., Any], *, sized: bool) -> Callable[..., Any]:
     """Wrap a filter: count its result, and check the arguments that are sizes."""
 
-    @functools.wraps(function)  # keeps the attributes by which jinja2 passes a context
+    # `wraps` keeps the attributes by which jinja2 decides to pass a context.
+    @functools.wraps(function)
     def metered_filter(*args: Any, **kwargs: Any) -> Any:
         if sized:
             _check_numbers((*args[1:], *kwargs.values()))
         result = function(*args, **kwargs)
-        meter = _meter.get(None)  # None: constant operands, evaluated while compiling
+        # There is no meter while jinja2 compiles a template and evaluates its constant operands.
+        meter = _meter.get(None)
         if meter is not None:
             meter.make(_size(result))
         return result
@@ -325,7 +327,8 @@ def _finalize(value: Any) -> Any:
     if not isinstance(value, str):
         value = str(value)
     meter = _meter.get(None)
-    if meter is not None:  # None: a constant, written while compiling
+    # There is no meter while jinja2 compiles a template and writes its constants.
+    if meter is not None:
         meter.make(len(value))
     return value
 

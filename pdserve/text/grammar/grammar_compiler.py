@@ -114,7 +114,8 @@ class GrammarCompiler:
         child can be started.
         """
         key = _key(tokenizer, vocab_size, source, salt)
-        outcome = self._kept.get(key)  # while this one waited, another may have been the same
+        # An equal grammar may have been compiled while this job waited for a thread.
+        outcome = self._kept.get(key)
         if outcome is None:
             outcome = self._compile(tokenizer, vocab_size, source, tenant)
             self._kept.keep(key, outcome)
@@ -126,7 +127,8 @@ class GrammarCompiler:
             self._closed = True
             processes = [*self._idle, *self._busy]
             self._idle.clear()
-        for process in processes:  # first: a thread in one may wait for another to get ready
+        # All children end first: a thread that uses one may wait until another is ready.
+        for process in processes:
             process.end()
         for process in processes:
             process.close()
@@ -181,7 +183,8 @@ class GrammarCompiler:
             self._busy.add(process)
         try:
             process.learn(tokenizer, vocab_size)
-        except PdserveError:  # the next caller that needs one gets the error
+        except PdserveError:
+            # The next caller that needs a child gets the error.
             pass
         finally:
             self._give_back(process)

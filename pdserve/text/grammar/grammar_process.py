@@ -132,7 +132,8 @@ class GrammarProcess:
             pass
         except (OSError, EOFError, msgspec.MsgspecError):
             self._refuse_when_killed()
-        except BaseException:  # the answer stays unread, and the next job must not get it
+        except BaseException:
+            # The answer stays unread in the child's socket, and the next job must not get it.
             self._drop()
             raise
         self._drop()
@@ -148,14 +149,16 @@ class GrammarProcess:
             raise Unavailable("the process that compiles grammars was killed: try again")
 
     def _ready_child(self, tokenizer: Tokenizer, vocab_size: int) -> KillableProcess:
-        if self._child is not None and self._child.ended():  # by someone else, while idle
+        # Another process may have killed the idle child.
+        if self._child is not None and self._child.ended():
             self._drop()
         self._refuse_when_closed()
         wanted = vocabulary_id(tokenizer, vocab_size)
         try:
             if self._child is None:
                 self._child = KillableProcess(__name__, self._memory)
-                self._refuse_when_closed()  # `close` may have looked before there was a child
+                # `close` may have looked for a child before this one was started.
+                self._refuse_when_closed()
                 self._child.wait_ready(_STARTUP)
             if self.vocabulary != wanted:
                 learn = _Vocabulary(tokenizer.json, vocab_size)
@@ -205,10 +208,12 @@ def main() -> None:
 
 
 def _learned(job: _Vocabulary) -> tuple[LLTokenizer | None, GrammarOutcome]:
-    from llguidance import LLTokenizer  # in the child only: the parent never needs it
+    # Only the child needs llguidance, so the parent does not import it.
+    from llguidance import LLTokenizer
 
     problem = ""
-    for size in (job.vocab_size, None):  # a model may have fewer rows than that has tokens
+    # llguidance refuses a size below the tokenizer's own, and a model may have fewer rows.
+    for size in (job.vocab_size, None):
         try:
             return LLTokenizer(job.tokenizer_json.decode(), n_vocab=size), GrammarOutcome("")
         except ValueError as error:
@@ -236,7 +241,8 @@ def _lark(text: str) -> str:
 
     try:
         lark = any_to_lark(text)
-    except Exception as error:  # the converter raises what it likes
+    except Exception as error:
+        # The converter may raise any exception.
         raise ValueError(f"it is neither Lark nor GBNF: {error}") from None
     return json.dumps({"grammars": [{"lark_grammar": lark}]}, ensure_ascii=False)
 
@@ -304,7 +310,8 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _shortened(error: str) -> str:
-    error = error.removesuffix("\n<non-verbose/>")  # says that it could say more
+    # llguidance adds this tag to an error of which it has a longer form.
+    error = error.removesuffix("\n<non-verbose/>")
     return error if len(error) <= 400 else error[:400] + " …"
 
 

@@ -226,7 +226,7 @@ def _one_line(regex: str) -> str:
     pieces = re.findall(r"\\.|[^\\]", regex, re.DOTALL)
     ending = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}
     whole = "".join(ending.get(piece, piece) for piece in pieces)
-    # What is left over is a last backslash, which escapes nothing: compiling says so.
+    # A last backslash escapes nothing: the group that stays open makes compiling refuse it.
     return whole if len("".join(pieces)) == len(regex) else whole + "\\\\("
 
 
@@ -261,7 +261,8 @@ def _check_size(value: object, param: str) -> None:
     try:
         text = msgspec.json.encode(value).decode()
     except (OverflowError, UnicodeError, RecursionError):
-        return  # refused below
+        # The caller refuses such a value when it writes it as JSON.
+        return
     _check_length(len(text), param)
 
 

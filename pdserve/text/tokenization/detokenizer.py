@@ -88,7 +88,8 @@ class ByteLevelDetokenizer(Detokenizer):
                 if len(token_ids) == 1 and (escaped := jsons[token_ids[0]]) is not None:
                     return escaped
                 return b"".join([jsons[token_id] for token_id in token_ids])  # type: ignore[misc]
-            except (TypeError, IndexError):  # entry not filled, or id without own text
+            except (TypeError, IndexError):
+                # An entry is not filled yet, or an id has no text of its own.
                 for token_id in token_ids:
                     self._table.json(token_id)
         return json_escape(self.feed_many(token_ids))
@@ -346,7 +347,8 @@ def make_detokenizer(
     keep: frozenset[int] = frozenset(),
 ) -> Detokenizer:
     """Make the detokenizer for a tokenizer's kind; arguments as for `Tokenizer.detokenizer`."""
-    if pieces.shape.kind == "bytes":  # neither the start nor a special token changes anything
+    # Byte-level text depends neither on the tokens before it nor on special tokens beside it.
+    if pieces.shape.kind == "bytes":
         return ByteLevelDetokenizer(pieces, skip_special_tokens, keep)
     glue = not spaces_between_special_tokens
     if pieces.shape.kind == "pieces":

@@ -59,7 +59,8 @@ def chars_per_token(tokenizer_json: bytes, raw: tokenizers.Tokenizer) -> int | N
     if not all(_keeps_all(step) for step in cuts) or not _knows_every_byte(file, cuts, raw):
         return None
     if any(token.lstrip or token.rstrip for token in raw.get_added_tokens_decoder().values()):
-        return None  # such a token absorbs any number of blanks
+        # Such a token absorbs any number of blanks.
+        return None
     return factor * max(map(len, raw.get_vocab(with_added_tokens=True)), default=1)
 
 

@@ -77,7 +77,8 @@ def _shape(steps: list[dict[str, Any]]) -> DecoderShape:
     if not all(_is_per_token(step) for step in head):
         return window
     if byte_fallback and any(step.get("type") == "WordPiece" for step in head):
-        return window  # a space before a byte token would hide that token
+        # WordPiece puts a space before a token, so ByteFallback would not know a byte token.
+        return window
     if not tail:
         return DecoderShape("pieces", byte_fallback)
     if tail[0].get("type") != "Fuse" or len(tail) > 2:
@@ -194,7 +195,8 @@ class TokenTextTable:
         token = self.raw.id_to_token(token_id)
         if token is None:
             return ""
-        if self.shape.strip_count:  # stripped from the whole later, so being first changes nothing
+        # The start of the whole text is stripped later, so a first token is like any other.
+        if self.shape.strip_count:
             return self._later(token)
         return self._join([token])
 
@@ -222,7 +224,8 @@ class TokenTextTable:
         except BaseException as error:
             if not is_panic(error):
                 raise
-            return ""  # e.g. a decoder that strips the end of an empty text
+            # One cause is a decoder that strips the end of an empty text.
+            return ""
 
     def exists(self, token_id: int) -> bool:
         """Return whether the vocabulary has the id."""

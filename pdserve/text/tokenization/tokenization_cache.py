@@ -100,7 +100,8 @@ class TokenizationCache:
     ) -> list[int]:
         """Return the ids of `text`, the same as `encode` returns for the whole; `encode` is called
         only for segments not cached under this salt."""
-        pieces = self._cut.split(text)  # segments at even indices, special tokens at odd ones
+        # Even indices are segments, odd ones special tokens.
+        pieces = self._cut.split(text)
         found: dict[str, Sequence[int]] = {}
         with self._lock:
             for piece in pieces[::2]:

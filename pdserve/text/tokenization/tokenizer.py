@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pdserve.messages.card import ModelCard
 
-# Else the library warns on standard error when a process forks after a parallel encode.
+# Without it the library warns on standard error when a process forks after a parallel encode.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 _BATCH_CHARS: Final = 1 << 20
@@ -91,7 +91,8 @@ class Tokenizer:
         try:
             raw = tokenizers.Tokenizer.from_buffer(tokenizer_json)
             shape = decoder_shape(tokenizer_json)
-        except Exception as error:  # the library raises plain Exception for every reason
+        except Exception as error:
+            # The library raises a plain `Exception` for every reason.
             raise ConfigError(f"tokenizer.json cannot be used: {error}") from None
         raw.no_padding()
         raw.no_truncation()
@@ -168,7 +169,7 @@ class Tokenizer:
 
     def _encode_at_once(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         try:
-            # One text is also passed as a batch: only batches release the interpreter lock.
+            # A single text is passed as a batch too, because only batches release the GIL.
             encodings = self._raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("text must be valid Unicode") from None

@@ -67,7 +67,8 @@ def _content(token: object) -> str | None:
 def _named_tokens(raw: Mapping[str, Any]) -> dict[str, str]:
     named = {name: _content(raw.get(name)) for name in _NAMED}
     extra = raw.get("extra_special_tokens")
-    if isinstance(extra, dict):  # model-specific names, e.g. `image_token`
+    # These are model-specific names, such as `image_token`.
+    if isinstance(extra, dict):
         named |= {str(name): _content(token) for name, token in extra.items()}
     return {name: content for name, content in named.items() if content is not None}
 

@@ -79,11 +79,13 @@ class JsonValue:
         pattern = _OUTSIDE if self._depth else _SCALAR
         found = pattern.match(reader.text, reader.at)
         if found is None:
-            if self._depth:  # `<` that begins no marker
+            if self._depth:
+                # This is a `<` that begins no marker.
                 taken.append(reader.text[reader.at])
                 reader.at += 1
                 return True
-            self.done = True  # a scalar ends before what follows it
+            # A scalar ends before the character that follows it.
+            self.done = True
             return False
         taken.append(found[0])
         reader.at = found.end()
@@ -131,7 +133,8 @@ class JsonValue:
         size = 2
         if char == "u":
             digits = _HEX.match(text, at + 2)
-            assert digits is not None  # it also matches ""
+            # The pattern matches an empty string too.
+            assert digits is not None
             size = 6
             if len(digits[0]) < 4:
                 if digits.end() == len(text):
@@ -142,7 +145,8 @@ class JsonValue:
         elif not char:
             return self._cut_short(reader, taken)
         elif char < " ":
-            taken.append("\\")  # the line break itself follows, as a letter
+            # A raw control character after a backslash becomes its JSON escape, such as `\n`.
+            taken.append("\\")
             taken.append(json.dumps(char)[2:-1])
             reader.at += 2
             return True

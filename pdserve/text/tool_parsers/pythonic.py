@@ -219,13 +219,15 @@ class PythonicArguments:
         char = reader.text[reader.at]
         if self._empty:
             self._empty = False
-            if self._taken[-1] == char:  # a third quote after an empty string
+            if self._taken[-1] == char:
+                # A third quote begins a triple-quoted string, which is not supported.
                 return self._broken()
         found = _OUTSIDE.match(reader.text, reader.at)
         if found is not None:
             self._take(reader, len(found[0]))
             return None
-        if char == "<":  # no literal has one: it is a marker or an error
+        if char == "<":
+            # No literal has a `<` outside of strings: it is a marker or an error.
             return self._broken()
         if char == ",":
             if not self._depth:
@@ -273,7 +275,8 @@ class PythonicArguments:
                 self._take(reader, 1)
             return False
         if following in "\r\n":
-            self._take(reader, 1, "")  # the line break stays
+            # The backslash is dropped; the line break after it is read next.
+            self._take(reader, 1, "")
         elif following in _ESCAPES:
             self._take(reader, 2)
         else:
@@ -290,7 +293,8 @@ def arguments_json(items: Sequence[str]) -> str | None:
     try:
         for at, item in enumerate(items):
             if at == last and not item.strip():
-                break  # no arguments, or a comma after the last
+                # The call has no arguments, or a comma follows the last one.
+                break
             matched = _ITEM.fullmatch(item)
             if matched is None or not matched[2].strip() or matched[1] in found:
                 return None

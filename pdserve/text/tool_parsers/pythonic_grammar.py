@@ -158,7 +158,8 @@ class PythonicGrammar:
         found = resolve_reference(self._root, reference)
         if id(found) not in self._referred:
             name = self._grammar.name("referred")
-            self._referred[id(found)] = name  # before its rule: it may refer to itself
+            # The name is set before the rule is made, because the schema may refer to itself.
+            self._referred[id(found)] = name
             self._grammar.define(name, self._value(found))
         return self._referred[id(found)]
 

@@ -134,7 +134,8 @@ class _Parser(ToolCallReader):
             self._tagged = True
             self._name = ""
             return self.turn(self._function)
-        if self.text[self.at] == "{":  # the form of the family's other models
+        if self.text[self.at] == "{":
+            # The family's other models write a call as a JSON object.
             self._object = CallObject((START, END))
             return self.turn(self._json)
         return self.turn(self._content)
@@ -160,7 +161,8 @@ class _Parser(ToolCallReader):
         """Continue a name; returns whether it is complete (then `at` is past its end); None: not
         yet."""
         found = _NAME.match(self.text, self.at)
-        assert found is not None  # it also matches ""
+        # The pattern matches an empty string too.
+        assert found is not None
         self._name += found[0]
         self.at = found.end()
         if len(self._name) > _LONGEST_NAME:
@@ -235,7 +237,8 @@ class _Parser(ToolCallReader):
         if whole is None:
             return False
         if not whole:
-            if self.at < len(self.text):  # else it belongs to a call that was cut short
+            # At the end of the text the name belongs to a call that was cut short.
+            if self.at < len(self.text):
                 self._junk.append(self._name)
             return self.turn(self._between)
         assert self._call is not None
@@ -316,7 +319,8 @@ class _Parser(ToolCallReader):
             return at - self.at
         after = at + len(marker)
         blank = _BLANK.match(self.text, after)
-        assert blank is not None  # it also matches ""
+        # The pattern matches an empty string too.
+        assert blank is not None
         follows = self._followers(marker)
         if len(blank[0]) > _LONGEST_BLANK:
             return -1
