@@ -103,9 +103,11 @@ class ActiveRequests:
         if self.draining:
             raise Draining("the server is shutting down")
         arrival = self._time()
-        self.admission.check(call.key, arrival)  # before a body is read for nothing
+        # A request without a place or over its limit is refused before its body is read.
+        self.admission.check(call.key, arrival)
         task = asyncio.current_task()
-        assert task is not None  # aiohttp runs every handler in a task
+        # aiohttp runs every handler in a task.
+        assert task is not None
         active = ActiveRequest(call=call, arrival=arrival, task=task)
         self.active.add(active)
         try:
@@ -117,7 +119,8 @@ class ActiveRequests:
             if active.error is None:
                 active.error = Cancelled("the client went away")
                 raise
-            task.uncancel()  # it was cancelled to deliver this error, and goes on
+            # The task was cancelled only to deliver this error.
+            task.uncancel()
             raise active.error from None
         except ConnectionError:
             active.error = Cancelled("the client went away")
@@ -128,8 +131,8 @@ class ActiveRequests:
         finally:
             self._release(active)
             over(active)
-            # Its traceback leads to this frame, and so back to `active`: a cycle would keep the
-            # request and its text until the garbage collector runs.
+            # The error's traceback refers to this frame, and so to `active`: the cycle would keep
+            # the request and its text until the garbage collector runs.
             active.error = None
 
     async def _run(

@@ -98,7 +98,8 @@ class GenerationHandler:
         self._metrics = metrics
         self._unknown = UnknownFields(metrics)
         self._loop = asyncio.get_running_loop()
-        self._time = SystemClock().now  # uvloop's own clock counts whole milliseconds
+        # uvloop's own clock counts whole milliseconds, which is too coarse.
+        self._time = SystemClock().now
         self._flusher = Flusher(self._loop)
         self._active_requests = active_requests
         self.gathered = ResponseMemory(config.max_answer, config.max_answers)
@@ -127,9 +128,9 @@ class GenerationHandler:
         self, route: RequestKind[R], body: RequestBody, active: ActiveRequest
     ) -> web.StreamResponse:
         plan = await self.plan(route, body, active)
-        # The body may be as large as it may, and the answer take long.
+        # A body may be large and its answer long, so only what the answer repeats is kept.
         body.keep_only(0 if plan.adapter is None else plan.adapter.repeats())
-        assert active.ticket is not None  # it was admitted
+        assert active.ticket is not None
         active.ticket.check_tokens(plan.prompt_tokens, self._time())
         if plan.stream:
             return await self._stream(plan, active)
@@ -284,10 +285,12 @@ class GenerationHandler:
         except asyncio.CancelledError:
             if active.error is None or not answer.wire.started:
                 raise
-            active.task.uncancel()  # it was cancelled to deliver this error, and goes on
+            # The task was cancelled only to deliver this error.
+            active.task.uncancel()
             _end_early(answer, active.error)
         except Exception:
-            if answer.wire.started:  # an answer to this fault would be read as the stream's text
+            if answer.wire.started:
+                # The client would read an error response as part of the stream.
                 connection_of(active.call.http).cut("server fault")
             raise
 
@@ -298,7 +301,8 @@ class GenerationHandler:
         if not answer.finished.done():
             answer.finished.cancel()
         elif not answer.finished.cancelled():
-            answer.finished.exception()  # known to whoever raised it
+            # This marks the error as retrieved, so that asyncio does not log it.
+            answer.finished.exception()
 
     def _count(self, active: ActiveRequest) -> None:
         """Counts the ended request in the metrics."""

@@ -75,7 +75,7 @@ class PreparedModel:
         `ConfigError`."""
         templates = ChatTemplates.from_card(card)
         if "default" in templates.names:
-            # Found out here, lest the first request pay for it.
+            # Computed here, so that the first request does not wait for it.
             _ = templates.select().content_format
         tokenizer = Tokenizer.from_card(card)
         tools = _format(TOOL_FORMATS, card.tool_parser, card, "calls of tools")
@@ -131,7 +131,7 @@ class ModelRegistry:
     def __init__(self, backend: Backend, pool: TextPool) -> None:
         self._backend = backend
         self._work = pool.of(_NO_TENANT)
-        # By the identity of a card, which every entry keeps alive.
+        # The keys are identities of cards, which every entry keeps alive.
         self._ready: dict[int, PreparedModel] = {}
         self._failed: dict[int, tuple[ModelCard, str]] = {}
         self._told: set[int] = set()
@@ -151,7 +151,7 @@ class ModelRegistry:
             raise NotReady(f"the server is not ready: {reason}", retry_after=1.0)
         usable = _usable(cards, key)
         if name is None:
-            # Those whose last worker is gone are remembered, and in nobody's way here.
+            # Models without a worker keep their cards; they count only if no model has a worker.
             served = [card for card in usable.values() if self._backend.refusal(card) is None]
             return _only(served or usable.values())
         card = usable.get(name)
@@ -222,7 +222,8 @@ class ModelRegistry:
         except ConfigError as error:
             self._failed[id(card)] = (card, error.message)
             raise
-        except PdserveError:  # there was no place to make it: another time
+        except PdserveError:
+            # The text pool has no place at the moment; a later call tries again.
             raise
         except Exception as error:
             logger.exception("making model %s failed", card.name)

@@ -209,7 +209,9 @@ class FrontendService:
             return
         timeout = self.config.drain_timeout if drain_timeout is None else drain_timeout
         self._active_requests.draining = True
-        if self.config.reuse_port:  # others take what comes now; here it would only be refused
+        # Other processes on this port take new connections; this one would only refuse the
+        # requests.
+        if self.config.reuse_port:
             await self._let_in(self._listener)
             self._listener.close()
         try:
@@ -279,7 +281,7 @@ class FrontendService:
 
     async def _close(self) -> None:
         listener, self._listener = self._listener, None
-        assert listener is not None  # the caller has looked
+        assert listener is not None
         await self._let_in(listener)
         listener.close()
         await self._hear_out()
@@ -378,7 +380,7 @@ def _cannot_listen(host: str, port: int, error: OSError | OverflowError) -> Conf
     of the address."""
     number = error.errno if isinstance(error, OSError) else None
     cause = os.strerror(number) if number is not None and number > 0 else error
-    # Names that do not resolve have negative numbers of their own.
+    # Errors of name resolution have negative numbers.
     of_port = number in (None, errno.EADDRINUSE, errno.EACCES)
     remedy = "--port" if of_port else "--host"
     return ConfigError(

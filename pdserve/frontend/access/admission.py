@@ -86,7 +86,8 @@ class ConcurrencyLimit:
         return len(self._held) >= self._most
 
     def take(self, number: int, now: Seconds) -> None:
-        if len(self._held) < _ROOM * self._most:  # whoever was called back finds a place anyway
+        if len(self._held) < _ROOM * self._most:
+            # With this much room, clients that were called back find a place in any case.
             self._called_back = 0.0
         self._held[number] = now
 
@@ -101,8 +102,8 @@ class ConcurrencyLimit:
         if mean is None or not self._held:
             return self._unknown
         first = max(now, next(iter(self._held.values())) + mean)
-        # Retry-After has whole seconds: clients that were called back come together, and the places
-        # that they take come free together.
+        # Retry-After counts whole seconds, so clients that were called back come together, and
+        # their places become free together.
         at = max(first, self._called_back) + math.ceil(mean) / self._most
         self._called_back = min(at, now + _FARTHEST)
         return max(self._called_back - now, 0.0)

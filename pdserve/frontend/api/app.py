@@ -135,7 +135,8 @@ class Api:
         headers = http.headers
         call = HttpRequest(http, self._cors.lines(headers.get("Origin")))
         if call.is_anthropic:
-            call.id_headers = (*call.id_headers, b"request-id")  # by which its clients know it
+            # Anthropic's clients read the request id from this header.
+            call.id_headers = (*call.id_headers, b"request-id")
         call.name(request_id_from(headers.get("x-request-id")))
         route = "other"
         try:
@@ -154,7 +155,8 @@ class Api:
         finally:
             call.close()
         if self._active_requests.draining:
-            reply.force_close()  # the client's next request had better go elsewhere
+            # This process refuses further requests, so the client should connect anew.
+            reply.force_close()
         self._count(route, reply.status)
         if access.isEnabledFor(logging.DEBUG):
             access.debug("%s %s: %d", http.method, route, reply.status)

@@ -61,7 +61,8 @@ class GroupMetrics:
         return encode_families(self._metrics.families())
 
     async def _ask_all(self) -> list[MetricPage]:
-        # Who has just joined may serve before its card is here: it knows whether it is one.
+        # A frontend that has just joined may serve before its card is here. It answers with an
+        # empty page if it belongs to another group.
         siblings = [
             member.node
             for member in self._node.registry.by_role("frontend")

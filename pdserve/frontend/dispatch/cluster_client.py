@@ -161,9 +161,8 @@ class ClusterClient:
             return None
         why = self._why_no_worker()
         if not self._node.joined:
-            return NotReady(
-                why, retry_after=1.0
-            )  # of a cluster that it does not know it cannot say
+            # Before it has joined, this node does not know which workers the cluster has.
+            return NotReady(why, retry_after=1.0)
         return NoWorker(f"no worker serves {card.name!r} at the moment: {why}", retry_after=1.0)
 
     @property
@@ -305,7 +304,9 @@ class ClusterClient:
                 raise
             except PdserveError as error:
                 self._leave_router(router, error, search)
-                if not isinstance(error, DialFailed):  # being held is not waiting for a router
+                if not isinstance(error, DialFailed):
+                    # The time that a router held the request does not count as waiting for a
+                    # router.
                     search.start += now() - asked
             else:
                 self._note_answer(router)
@@ -320,7 +321,7 @@ class ClusterClient:
         takes = self._takes(model, dispatched.hints)
         if isinstance(error, NoWorker) and (dispatched.excluded() or not takes):
             raise error
-        # This node sees a worker, or would not ask: the router has just joined.
+        # If this node knows a worker that takes the request, the router may have just joined.
         if self._node.now() - search.start > _CATCH_UP or not takes:
             raise no_worker_error(model, None) from None
 
@@ -329,7 +330,8 @@ class ClusterClient:
         while a healthy one exists."""
         try:
             link = await self._node.link(router, timeout=_LINK_TIMEOUT)
-        except DeadlineExceeded as error:  # the request has time left
+        except DeadlineExceeded as error:
+            # Only the dial has timed out; the request may have time left.
             raise DialTimeout(error.message) from None
         question = dispatched.question()
         timeout = question.deadline or self.config.request_timeout
@@ -441,7 +443,8 @@ class ClusterClient:
         for member in routers:
             if _in_doubt(member):
                 for patience in self._asking.get(member.node, ()):
-                    if not patience.expired():  # else its task has not run since
+                    if not patience.expired():
+                        # An expired timeout cannot be rescheduled; its task has not run since.
                         patience.reschedule(now)
 
     # ------------------------------------------------------------------ to the worker
@@ -498,7 +501,8 @@ class ClusterClient:
         self._booked.pop(booking, None)
         link = self._node.link_nowait(router)
         if link is None:
-            return  # the router is gone with its bookings, or learns from the worker
+            # The router is gone with its bookings, or learns of the end from the worker.
+            return
         try:
             link.tell(RELEASE, encode(ReleaseBooking(booking, outcome)))
         except PdserveError as error:
@@ -515,12 +519,14 @@ class ClusterClient:
         begun."""
         link = self._node.link_nowait(worker)
         if link is not None and link.peer.epoch < epoch:
-            link.abort("the peer has begun another life")  # which this end has not noticed
+            # This end has not noticed yet that the older life is over.
+            link.abort("the peer has begun another life")
             link = None
         if link is None or link.retiring:
             try:
                 link = await self._node.link(worker, timeout=_LINK_TIMEOUT)
-            except DeadlineExceeded as error:  # the request has time left
+            except DeadlineExceeded as error:
+                # Only the dial has timed out; the request may have time left.
                 raise DialTimeout(error.message) from None
         if link.peer.epoch != epoch:
             return None
@@ -554,13 +560,15 @@ class ClusterClient:
         if isinstance(event, MemberGone):
             self._note_over(NodeLife(member.node, member.epoch), event.reason)
             self._forget_router(member.node)
-            self._asking.pop(member.node, None)  # whoever still waits has its own hold of it
+            # Calls that still wait have their own reference to this entry.
+            self._asking.pop(member.node, None)
             error = WorkerLost(f"worker {member.node} is gone: {event.reason}", retry_after=1.0)
             for channel in (*self._channels.values(), *self._retired):
                 peer = channel.link.peer
                 if (peer.node, peer.epoch) != (member.node, member.epoch):
                     continue
-                if event.reason == "left":  # word of it may overtake its last tokens
+                if event.reason == "left":
+                    # The news may overtake the worker's last tokens.
                     self._node.timers.call_later(_LAST_WORDS, partial(channel.close, error))
                 else:
                     channel.close(error)

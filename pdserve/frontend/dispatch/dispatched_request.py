@@ -376,7 +376,8 @@ class DispatchedRequest:
                 continue
             if placed:
                 return
-            await ways.wait_news(timeout=_PAUSE)  # of the life that the worker has begun
+            # The worker has begun a new life; the news of it may change the decision.
+            await ways.wait_news(timeout=_PAUSE)
         raise no_worker_error(model, self._last)
 
     def _let_in_again(self) -> bool:
@@ -413,7 +414,8 @@ class DispatchedRequest:
         if sequence is None:
             return False
         attempt.sequence = sequence
-        if self._over or self.attempt is not attempt:  # it has ended within this turn
+        # The request may have ended, or lost this attempt, in the turn in which it was accepted.
+        if self._over or self.attempt is not attempt:
             sequence.cancel()
             return True
         if attempt.begun:
@@ -554,7 +556,8 @@ class DispatchedRequest:
     def _run(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         try:
             self._task = self._ways.run(self, self._guarded(work))
-        except PdserveError as closed:  # this process is going away
+        except PdserveError as closed:
+            # This process is closing.
             self.fail(closed)
 
     async def _guarded(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -589,7 +592,8 @@ class DispatchedRequest:
                     return
             except (DeadlineExceeded, Poisoned):
                 raise
-            except PdserveError as error:  # one worker took it: what another says is its own limit
+            except PdserveError as error:
+                # A worker has accepted this request before, so a refusal tells of this worker only.
                 self._end_trial()
                 self.count_out(NodeLife(routed.worker, routed.epoch), error)
             else:
@@ -680,13 +684,16 @@ class DispatchedRequest:
         another worker, while this one continues."""
         if self._over or attempt is not self.attempt or not self._ways.config.migration:
             return
-        if attempt.sequence is None:  # whoever waits for that would not know that it was left
+        if attempt.sequence is None:
+            # `place` still waits for the worker's answer and would not notice that the request
+            # left.
             if attempt.unwanted is None or outweighs(reason, attempt.unwanted):
                 attempt.unwanted = reason
             return
         if attempt.moving is not None:
             if outweighs(reason, attempt.moving):
-                attempt.moving = reason  # whoever looks for another worker sees it
+                # The search that is running reads the new reason.
+                attempt.moving = reason
             return
         late = reason == "queue" and (attempt.begun or self._trial is not None)
         if late or (reason != "drain" and self._moves >= _MOVES):
@@ -697,18 +704,20 @@ class DispatchedRequest:
     async def _move(self, attempt: Assignment) -> None:
         try:
             await migrate_live(self, self._ways, attempt)
-        except Exception:  # a bug; the request has a worker, or finds one below
+        except Exception:
+            # This is a bug. The request still has a worker, or finds one below.
             _log.exception("a request could not be moved")
         if self.attempt is attempt:
-            assert attempt.moving is not None  # it was set by whoever began this
+            assert attempt.moving is not None
             self._ways.metrics.migrations.labels(attempt.moving, "stayed").inc()
             attempt.moving = None
-        elif self.attempt is None and not self._over:  # it has left, and was not taken
+        elif self.attempt is None and not self._over:
+            # The request has left this worker, and no other one has accepted it.
             await self._carry_on()
 
     def _leave(self, attempt: Assignment) -> None:
         """Leaves the worker: no further output of it is used."""
-        assert attempt.moving is not None  # else nobody leaves
+        assert attempt.moving is not None
         self._end_trial()
         self._moves += attempt.moving != "drain"
         self.attempt = None

@@ -81,7 +81,9 @@ async def _go(
     try:
         if attempt.moving != "queue":
             await _warm(dispatched, ways, attempt, routed)
-        elif attempt.begun:  # a token came while the router was asked
+        elif attempt.begun:
+            # The request began while the router was asked, so moving it to begin sooner is
+            # pointless.
             ways.give_back(router, routed)
             return False
     except BaseException:

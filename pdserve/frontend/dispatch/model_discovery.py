@@ -178,7 +178,8 @@ class ModelDiscovery:
                 return await self._node.part(owner, hash, timeout=_PART_TIMEOUT)
             except DeadlineExceeded as late:
                 error = late
-            except LinkLost as lost:  # nobody who was asked has it
+            except LinkLost as lost:
+                # No node that was asked has the part.
                 error = lost
                 if turn + 1 >= len(owners):
                     break

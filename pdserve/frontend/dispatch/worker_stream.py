@@ -172,7 +172,8 @@ class WorkerStream:
             await accepted
         except BaseException:
             if accepted.done() and not accepted.cancelled():
-                accepted.exception()  # both happened in one turn: this one tells enough
+                # If a cancellation came in the same turn, this marks the refusal as retrieved.
+                accepted.exception()
             self._withdraw(sequence)
             raise
         finally:
@@ -202,7 +203,8 @@ class WorkerStream:
         if self.over is None:
             try:
                 self._post(encode(AbortRequest(sequence.number)), always=True)
-            except PdserveError as error:  # the stream has ended, and with it all that it carried
+            except PdserveError as error:
+                # The stream has ended, and with it every request that it carried.
                 _log.debug("an abort was not sent to %s: %s", self.worker, error)
         return True
 
@@ -243,7 +245,8 @@ class WorkerStream:
         if self.over is None:
             try:
                 self._flush()
-            except PdserveError as error:  # the stream has ended: `on_end` is on its way
+            except PdserveError as error:
+                # The stream has ended, and `on_end` follows.
                 _log.debug("stream to worker %s: %s", self.worker, error)
 
     # ------------------------------------------------------------------ from the worker
@@ -274,7 +277,8 @@ class WorkerStream:
         by_handle = self._by_handle
         for delta in message.deltas:
             sequence = by_handle.get(delta.handle)
-            if sequence is not None:  # else: cancelled, the worker had not heard
+            # Deltas of a cancelled request arrive until the worker has read the abort.
+            if sequence is not None:
                 self._deliver(sequence, delta)
         for record in message.rejected:
             rejected = self._by_number.get(record.handle)

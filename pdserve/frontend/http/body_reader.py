@@ -104,7 +104,8 @@ class RequestBody:
             self._data = None
             return decoder.decode(data, strict=strict)
         reader = self._reader
-        async with reader.turn(self.tenant):  # one, so that only one counts twice at a time
+        # One body at a time is decoded, because its bytes and the decoded request both count then.
+        async with reader.turn(self.tenant):
             becomes = await reader.in_thread(decoded_size, data)
             self.holds(len(data) + becomes)
             decoded = await reader.in_thread(lambda: decoder.decode(data, strict=strict))
@@ -251,7 +252,7 @@ class BodyReader:
         announcements alone do not block other requests."""
         if request.headers.get("Expect", "").lower() == "100-continue":
             transport = connection_of(request).transport
-            assert transport is not None  # connection_of has looked
+            assert transport is not None
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         parts: list[bytes] = []
         size = 0
@@ -271,7 +272,8 @@ class BodyReader:
         try:
             if len(packed) <= FREE and (whole := _unpack_small(unpacker)) is not None:
                 return whole
-            async with self.turn(body.tenant):  # so that only one at a time is half unpacked
+            # One body at a time is unpacked, so that at most one is held half unpacked.
+            async with self.turn(body.tenant):
                 return await self._unpack_large(Decompressor(encoding, packed), body)
         except BadCompression:
             raise InvalidRequest(

@@ -187,7 +187,8 @@ class ClientConnection(BoundedHandler):
         """Closes the connection at once and drops what it holds. Idempotent."""
         if self.socket is None or self.was_cut:
             return
-        self.was_cut = True  # its socket stays until the loop's next turn
+        # The socket stays set until the loop's next turn.
+        self.was_cut = True
         level = logging.DEBUG if reason in _ORDINARY else logging.WARNING
         logger.log(level, "connection cut: %s (peer %s)", reason, self.peername)
         self.server.metrics.connections_cut.labels(reason).inc()
@@ -303,7 +304,8 @@ class ConnectionServer(web.Server):
             return
         victim = self._idle.evict(connection) or connection
         victim.cut("evicted")
-        self.unregister(victim)  # its socket stays until the loop's next turn
+        # The socket stays open until the loop's next turn, but the connection counts no longer.
+        self.unregister(victim)
 
     def unregister(self, connection: ClientConnection) -> None:
         """Removes a connection. Idempotent."""

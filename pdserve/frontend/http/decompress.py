@@ -84,5 +84,6 @@ def _window_bits(encoding: str, packed: bytes) -> int:
     if encoding == "gzip":
         return _GZIP
     if packed and packed[0] & 0x0F != _ZLIB_METHOD:
-        return -zlib.MAX_WBITS  # some clients send raw deflate
+        # Some clients send raw deflate.
+        return -zlib.MAX_WBITS
     return zlib.MAX_WBITS

@@ -59,7 +59,8 @@ class FairLock:
         try:
             await waiter.granted
         except asyncio.CancelledError:
-            if waiter.was_granted():  # this very moment
+            if waiter.was_granted():
+                # The lock was granted in the same turn as the cancellation.
                 self._leave(tenant, 0.0)
             else:
                 self._queue.remove(tenant, waiter)

@@ -51,7 +51,8 @@ class HttpRequest:
     def name(self, request_id: str) -> None:
         """Sets the request id, for the answer and for every log line of the task."""
         self.request_id = request_id
-        logs.request_id.set(request_id)  # the task's own context: nothing to reset
+        # Each task has a context of its own, so this needs no reset.
+        logs.request_id.set(request_id)
 
     def close(self) -> None:
         """Releases what the request holds. Idempotent."""

@@ -111,7 +111,7 @@ class HttpResponse(web.StreamResponse):
         if self._keep_alive is None:
             self._keep_alive = request.keep_alive
         line = connection_line(request, self._keep_alive)
-        assert connection.transport is not None  # connection_of has looked
+        assert connection.transport is not None
         connection.transport.write(self.to_bytes(line, head_only=request.method == "HEAD"))
         await connection.wait_writable()
         connection.busy = False

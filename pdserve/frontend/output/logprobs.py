@@ -120,7 +120,8 @@ def _offsets_in(
     """
     whole, offsets = _text_and_offsets(tokenizer, prompt, False)
     place = whole.rfind(echo)
-    if place < 0:  # ids were sent and special tokens left out, or the tokenizer changes text
+    if place < 0:
+        # The prompt came as ids and shows no special tokens, or the tokenizer changes text.
         place = 0
         _, offsets = _text_and_offsets(tokenizer, prompt, skip_special_tokens)
     return [min(max(0, offset - place), len(echo)) for offset in offsets]

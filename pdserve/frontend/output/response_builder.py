@@ -73,7 +73,8 @@ class PromptSink:
     def on_placed(self, placement: Placement) -> None:
         """Called for each worker that is asked to take the prompt."""
         course = self.course
-        if self._begun and course.placement is not None:  # what was said of the first token stays
+        # What was reported of the first token stays when another worker continues the request.
+        if self._begun and course.placement is not None:
             placement = replace(
                 placement,
                 policy=course.placement.policy,
@@ -138,7 +139,8 @@ class PromptSink:
         if not self._finished:
             self._finished = True
             course = self.course
-            if course.cached_tokens is None:  # the engine did not say so at the start
+            if course.cached_tokens is None:
+                # The engine did not report these at the start.
                 course.cached_tokens = finish.cached_tokens
                 course.queue, course.prefill = finish.queue_seconds, finish.prefill_seconds
             self._answer.on_first_finish(course)

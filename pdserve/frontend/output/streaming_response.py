@@ -120,7 +120,8 @@ class StreamingResponseBuilder(ResponseBuilder):
         if not plan.chat:
             return b""
         ids = plan.prompts[0].tokens if plan.token_ids else None
-        content = NULL if plan.tools else b'""'  # a call of a tool may be all there is
+        # With tools, the answer may be nothing but a call; its content is null then.
+        content = NULL if plan.tools else b'""'
         usage = self.usage() if plan.continuous_usage else None
         numbers = range(len(self.choices))
         return b"".join([self.chunks.role(n, ids, content=content, usage=usage) for n in numbers])
@@ -264,7 +265,7 @@ class FastTextChoice:
                 self._write(text)
 
     def _finish(self, delta: TokenDelta) -> None:
-        assert delta.finish is not None  # the caller has looked
+        assert delta.finish is not None
         tokens = delta.tokens
         self._write_each(tokens[:-1])
         text = self._feed(tokens[-1:])
@@ -338,7 +339,7 @@ class StreamedChoice:
             self._take(whole, last=last)
 
     def _count(self, piece: OutputDelta) -> None:
-        # Told tokens, not fed ones: usage on a chunk counts what the client has seen.
+        # Usage on a chunk counts the tokens that the client has been sent, not all that were fed.
         self.completion_tokens += len(piece.tokens)
         self.reasoning_tokens += piece.reasoning_tokens
 
@@ -437,7 +438,8 @@ class ParsedChoice(StreamedChoice):
     def _write(self, piece: OutputDelta, *, last: bool) -> None:
         if self._bare and not last and len(piece.parts) == 1:
             part = piece.parts[0]
-            if isinstance(part, ContentDelta):  # most of them: spare the records
+            if isinstance(part, ContentDelta):
+                # Most pieces are plain content, which is written without making chunk records.
                 form = self._form
                 self._wire.write_parts(form.head, json_escape(part.text), form.tail)
                 return
@@ -470,7 +472,8 @@ class AdaptedChoice(StreamedChoice):
     def outcome(self) -> tuple[FinishReason, int | str | None]:
         """How it ended: the finish reason, and what stopped it."""
         reason = self._text.finish_reason
-        assert reason is not None  # asked for at the end only
+        # The outcome is read only after the choice has ended.
+        assert reason is not None
         return reason, self._text.stop_reason
 
     def _write(self, piece: OutputDelta, *, last: bool) -> None:

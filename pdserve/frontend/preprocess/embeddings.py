@@ -138,7 +138,8 @@ async def _tokens(
     names = [f"input[{index}]" if batch else "input" for index in range(len(inputs))]
     texts = [each for each in inputs if isinstance(each, str)]
     encoded: Iterator[list[int]] = iter(())
-    if texts:  # then all of them are
+    # Either all inputs are texts or none is.
+    if texts:
         special = request.add_special_tokens is not False
         size = texts_chars(texts)
         encoded = iter(await context.pool.run(size, _encode, texts, names, special, keep, model))
@@ -224,7 +225,7 @@ async def _submissions(
     check_priority(priority, context.key, context.config.max_priority)
     salt = cache_salt_of(context.key, request.cache_salt)
     tokens = [prompt.tokens for prompt in prompts]
-    # A mean is taken of what is computed: wherever its blocks are cached, they are of no use to it.
+    # Mean pooling needs every token to be computed, so cached blocks are of no use to it.
     naming = NO_HASHING if card.pooling == "mean" else context.naming
     names = await naming.of(card, salt, tokens, context.pool)
     return [

@@ -36,7 +36,8 @@ def reword_errors(names: Mapping[str, str], tools: Sequence[str] = ()) -> Iterat
 
 def _replace_tools(error: InvalidRequest, places: Sequence[str]) -> None:
     def own(match: re.Match[str]) -> str:
-        at = int(match[1])  # of a client's own text, it may be any
+        # The number may be part of the client's own text and so out of range.
+        at = int(match[1])
         return places[at] if at < len(places) else match[0]
 
     error.message = re.sub(r"(?<=['`])tools\[(\d{1,6})\]", own, error.message)

@@ -303,7 +303,8 @@ async def _completion_prompts(request: CompletionRequest, context: PlanContext) 
     special = request.add_special_tokens is not False
     names = ["prompt"] if single else [f"prompt[{index}]" for index in range(len(given))]
     encoded: Iterator[list[int]] = iter(())
-    if texts:  # then all of them are
+    # Either all prompts are texts or none is.
+    if texts:
         size = texts_chars(texts)
         encoded = iter(
             await context.pool.run(size, _encode, texts, names, special, request, context.model)

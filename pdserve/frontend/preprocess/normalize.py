@@ -52,7 +52,8 @@ def normalize_messages(messages: list[Message]) -> list[Message]:
 
 
 def _message(message: Message) -> Message:
-    if message.role == "function":  # of a time when an answer could have one call
+    # This role belongs to the older API, in which an answer had one call at most.
+    if message.role == "function":
         return replace(message, role="tool")
     if message.role != "assistant":
         return message

@@ -90,7 +90,8 @@ def _parser(model: PreparedModel, tools: Sequence[Tool], begun: bool) -> OutputP
         calls, marker = model.tools.parser(tools), model.tools.markers[0]
     if model.reasoning is not None:
         return model.reasoning.parser(begun, calls, marker)
-    assert calls is not None  # else there is nothing to read
+    # The caller makes a parser only if there are calls or reasoning to read.
+    assert calls is not None
     return calls
 
 
@@ -98,7 +99,8 @@ def _check_names(tools: Sequence[Tool]) -> None:
     seen = set()
     for index, tool in enumerate(tools):
         name = tool.function.name
-        if name.endswith("\n"):  # the schema's pattern passes one over
+        if name.endswith("\n"):
+            # The `$` of the schema's pattern also matches before a last line break.
             where = f"tools[{index}].function.name"
             raise InvalidRequest(f"'{where}' ends with a line break; leave it out", param=where)
         if name in seen:

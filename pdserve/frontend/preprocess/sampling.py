@@ -259,7 +259,8 @@ def check_token_bans(request: GenerationRequest, card: ModelCard) -> None:
     for field in ("allowed_token_ids", "bad_words", "logprob_token_ids"):
         asked = getattr(request, field)
         if not asked and (asked is None or field != "allowed_token_ids"):
-            continue  # a list of nothing asks for nothing, unless it lists what is allowed
+            # An empty list asks for nothing, except in `allowed_token_ids`.
+            continue
         if "bans" not in card.features:
             raise InvalidRequest(
                 f"'{field}' is not supported by the engine of '{card.name}'; leave it out",

@@ -142,7 +142,7 @@ def grammar_source_of(request: GenerationRequest, model: PreparedModel) -> Gramm
         return answer
     if answer is not None and request.tool_choice in (None, "auto"):
         return _either(request, model, answer)
-    # Where a tool must be called, there will be no answer besides.
+    # If a tool must be called, there is no other answer that a grammar could describe.
     return _of_tools(request, model)
 
 

@@ -72,4 +72,5 @@ def _encoded(value: object) -> int:
     try:
         return len(msgspec.json.encode(value))
     except (OverflowError, UnicodeError, RecursionError):
-        return _UNKNOWN  # what is wrong with it is found where it is used
+        # The code that uses the value reports what is wrong with it.
+        return _UNKNOWN

@@ -228,10 +228,12 @@ class OutputItems:
             case ToolCallStart(_, name):
                 return [*self._close("completed"), self._begin(self._call(name))]
             case ToolCallArguments(_, text):
-                assert self._open is not None  # a call has begun, and calls come one by one
+                # A call has begun, and calls come one after the other.
+                assert self._open is not None
                 self._open.texts.append(text)
                 if isinstance(self._open.item, CustomToolCallItem):
-                    return []  # its input is known when the arguments are whole
+                    # A custom tool's input is known only when its arguments are complete.
+                    return []
                 data = {**self._open.place, "delta": text}
                 return [("function_call_arguments.delta", data)]
 
@@ -262,7 +264,7 @@ class OutputItems:
         else:
             item = MessageItem(id=self._id("msg"), status="in_progress", content=[])
         events.append(self._begin(item))
-        assert self._open is not None  # just begun
+        assert self._open is not None
         part = _part(item, "", [])
         return [*events, ("content_part.added", {**self._open.place, "content_index": 0} | part)]
 
@@ -286,7 +288,7 @@ class OutputItems:
         return f"{kind}_{self._request_id}_{len(self.output)}"
 
     def _delta(self, kind: str, text: str, logprobs: list[ChatLogprob]) -> Event:
-        assert self._open is not None  # its kind has been switched to
+        assert self._open is not None
         self._open.texts.append(text)
         self._open.logprobs += logprobs
         data = {**self._open.place, "content_index": 0, "delta": text}
@@ -306,7 +308,7 @@ class OutputItems:
 def _closed_custom(opened: _Open, text: str, status: Status) -> tuple[OutputItem, list[Event]]:
     """The complete item of a custom tool, with its input in one piece."""
     item = opened.item
-    assert isinstance(item, CustomToolCallItem)  # the caller has looked
+    assert isinstance(item, CustomToolCallItem)
     given = custom_input(text)
     events: list[Event] = [
         ("custom_tool_call_input.delta", {**opened.place, "delta": given}),
