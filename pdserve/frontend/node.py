@@ -13,7 +13,6 @@ from pdserve.frontend.preprocess.prompt_hashes import PromptHasher
 
 if TYPE_CHECKING:
     from pdserve.frontend.config import FrontendConfig
-    from pdserve.messages.node import NodeCard
     from pdserve.observe.degraded import Degradations
     from pdserve.observe.metrics import Metrics
     from pdserve.runtime.hash_secret import HashSecretSource
@@ -23,7 +22,7 @@ __all__ = ["FrontendNode"]
 
 
 class FrontendNode:
-    """Owns the node and the requests dispatched from it: `start`, then `close`."""
+    """Owns the node and the requests dispatched from it: `join`, then `close`."""
 
     def __init__(
         self,
@@ -39,11 +38,10 @@ class FrontendNode:
         self.hasher = PromptHasher(lambda: secrets.secret)
         """Hashes prompts with the cluster's secret, as workers do."""
 
-    async def start(self, card: NodeCard, seeds: tuple[str, ...] = ()) -> None:
-        """Joins the cluster and publishes `card`. `seeds`: addresses to join by, besides the
-        configured ones."""
+    async def join(self, seeds: tuple[str, ...] = ()) -> None:
+        """Joins the cluster. The caller then publishes the node's card. `seeds`: addresses to join
+        by, besides the configured ones."""
         await self.node.start(beside=seeds)
-        self.node.publish_card(card, {})
 
     async def close(self, *, leave: bool = True) -> None:
         """Ends all requests with `Draining` and releases everything. `leave`: tells the other

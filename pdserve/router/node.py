@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from pdserve.messages.node import NodeCard
     from pdserve.observe.degraded import Degradations
     from pdserve.router.config import RouterConfig
-    from pdserve.runtime.hash_secret import HashSecrets
+    from pdserve.runtime.hash_secret import HashSecretSource
     from pdserve.runtime.node import Node
 
 __all__ = ["RouterNode"]
 
 
 class RouterNode:
-    """Owns the node and everything on it: `start`, `drain`, then `close`."""
+    """Owns the node and everything on it: `join`, `drain`, then `close`."""
 
     def __init__(
         self,
         node: Node,
         config: RouterConfig,
         card: NodeCard,
-        secrets: HashSecrets,
+        secrets: HashSecretSource,
         degradations: Degradations,
         *,
         on_move: Callable[[], None] = lambda: None,
     ) -> None:
-        """`card` is the node's common card. `secrets` must be of this node, so that it passes the
-        secret on. `on_move` is called for each running request that a frontend is asked to move.
+        """`card` is the node's common card. `secrets` of this node pass the cluster's secret
+        on to nodes that join by it. `on_move` is called for each running request that a frontend is asked to move.
 
         Errors: `ConfigError` for a policy that does not exist, or options that it does not have.
         """
@@ -49,7 +49,7 @@ class RouterNode:
             config, policy, node, self.topics, card, degradations, on_move=on_move
         )
 
-    async def start(self, seeds: tuple[str, ...] = ()) -> None:
+    async def join(self, seeds: tuple[str, ...] = ()) -> None:
         """Joins the cluster and answers routing requests. `seeds`: addresses to join by, besides
         the configured ones."""
         await self.node.start(beside=seeds)

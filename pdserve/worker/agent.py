@@ -9,8 +9,8 @@ It serves:
     streams     one stream per frontend, see `request_streams`
     handoffs    KV that moves from or to other workers, see `disagg`
 
-`WorkerService` below knows nothing of clusters; this file joins the two. The role that starts the
-worker owns the agent.
+`WorkerService` below knows nothing of clusters; this file joins the two. `WorkerNode`
+owns the agent.
 """
 
 from __future__ import annotations

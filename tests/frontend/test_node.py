@@ -28,7 +28,8 @@ async def test_others_see_its_card_until_it_leaves() -> None:
     async with cluster() as nodes:
         watcher = await nodes.add("watcher")
         made = frontend(nodes)
-        await made.start(NodeCard(role="frontend", http="10.0.0.1:8000"))
+        await made.join()
+        made.node.publish_card(NodeCard(role="frontend", http="10.0.0.1:8000"), {})
 
         def http() -> str | None:
             member = watcher.registry.get(made.node.id)

@@ -34,7 +34,7 @@ async def started(nodes: Cluster) -> tuple[RouterNode, Node]:
     """A router, and a node that knows its card."""
     watcher = await nodes.add("watcher")
     made = router(nodes.make("r", role="router"))
-    await made.start()
+    await made.join()
     await nodes.until(lambda: card_of(made, watcher) is not None)
     return made, watcher
 

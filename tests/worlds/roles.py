@@ -101,6 +101,9 @@ class Router(RouterNode):
         config = settings.router or RouterConfig(policy=settings.policy)
         super().__init__(node, config, _card(node), _secrets(node), Degradations(Metrics()))
 
+    async def start(self) -> None:
+        await self.join()
+
     async def stop(self, *, leave: bool, within: Seconds = 2.0) -> None:
         self.drain()
         await self.close(leave=leave)
@@ -170,7 +173,8 @@ class Frontend:
         self.backend = self._frontend.backend
 
     async def start(self) -> None:
-        await self._frontend.start(_card(self.node))
+        await self._frontend.join()
+        self.node.publish_card(_card(self.node), {})
 
     async def open(
         self,

@@ -86,10 +86,11 @@ class FrontendRole:
         await self.service.start()
 
     async def join(self, seeds: tuple[str, ...] = ()) -> None:
-        mine = node_card(self._context, "frontend")
+        await self.frontend.join(seeds)
         http = join_address(self._context.config.frontend.host, self.service.port)
         group = self._context.config.frontend.group
-        await self.frontend.start(replace(mine, http=http, group=group), seeds)
+        card = replace(node_card(self._context, "frontend"), http=http, group=group)
+        self.node.publish_card(card, {})
         if self._context.config.process.frontends > 1:
             await self.siblings.start(self.service.port, self.node.address)
 

@@ -61,7 +61,7 @@ class RouterRole:
         """Does nothing: nothing can fail before joining."""
 
     async def join(self, seeds: tuple[str, ...] = ()) -> None:
-        await self.router.start(seeds)
+        await self.router.join(seeds)
 
     async def drain(self, timeout: Seconds) -> None:
         """Announces the drain, so that frontends use other routers; decisions made so far stay."""

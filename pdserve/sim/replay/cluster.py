@@ -22,7 +22,7 @@ from pdserve.observe.degraded import Degradations
 from pdserve.observe.metrics import Metrics
 from pdserve.router.config import RouterConfig
 from pdserve.router.node import RouterNode
-from pdserve.runtime.hash_secret import FixedHashSecret, HashSecrets
+from pdserve.runtime.hash_secret import FixedHashSecret
 from pdserve.runtime.node import Node, NodeConfig
 from pdserve.sim.replay.engine import TimedEngine
 from pdserve.sim.replay.kv_network import KvNetwork
@@ -213,9 +213,10 @@ class ReplayCluster:
     async def start(self) -> None:
         """Start all nodes; returns when every frontend and router knows every worker's model."""
         for router in self.routers:
-            await router.start()
+            await router.join()
         for frontend in self.frontends:
-            await frontend.start(_card(frontend.node))
+            await frontend.join()
+            frontend.node.publish_card(_card(frontend.node), {})
         for worker in self.workers:
             await worker.join()
             await worker.load()
@@ -297,11 +298,7 @@ _DEFAULT: Final = RouterConfig()
 
 
 def _router(node: Node, config: RouterConfig) -> RouterNode:
-    degradations = Degradations(Metrics())
-    secrets = HashSecrets(
-        node, entropy=node.random.randbytes, wall=node.now, degradations=degradations
-    )
-    return RouterNode(node, config, _card(node), secrets, degradations)
+    return RouterNode(node, config, _card(node), _SECRET, Degradations(Metrics()))
 
 
 def _card(node: Node) -> NodeCard:
