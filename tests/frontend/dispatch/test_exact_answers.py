@@ -182,9 +182,11 @@ async def test_answers_are_the_same_whatever_happens_to_workers(
     seed: int, path: str, stream: bool
 ) -> None:
     draw = random.Random(seed)
-    migrated = 0
+    examples = migrated = 0
     async with site() as made:
-        for _ in range(EXAMPLES):
+        # Some seeds draw short answers first, which end before anything happens to their worker.
+        while examples < EXAMPLES or (not migrated and examples < 10 * EXAMPLES):
+            examples += 1
             asked = body(draw, chat=path == CHAT)
             expected, usage, _ = await answered(made.client, path, asked, stream=stream)
             harassing = asyncio.ensure_future(made.harass(draw))
@@ -197,5 +199,5 @@ async def test_answers_are_the_same_whatever_happens_to_workers(
             assert found[:2] == (expected, usage), asked
             migrated += found[2]
         metrics = made.w.backend.metrics
-        assert metrics.time_to_first_token.count == 2 * EXAMPLES
+        assert metrics.time_to_first_token.count == 2 * examples
     assert migrated, "nothing went on elsewhere"
