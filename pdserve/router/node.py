@@ -36,8 +36,9 @@ class RouterNode:
         *,
         on_move: Callable[[], None] = lambda: None,
     ) -> None:
-        """`card` is the node's common card. `secrets` of this node pass the cluster's secret
-        on to nodes that join by it. `on_move` is called for each running request that a frontend is asked to move.
+        """`card` is the node's common card. `secrets` of this node pass the cluster's secret on to
+        nodes that join by it. `on_move` is called for each running request that a frontend is asked
+        to move.
 
         Errors: `ConfigError` for a policy that does not exist, or options that it does not have.
         """

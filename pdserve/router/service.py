@@ -76,6 +76,8 @@ T = TypeVar("T")
 
 _SETTLE: Final[Seconds] = 0.3
 """Time for a router that has joined to hear of workers and their load before frontends ask it."""
+_SETTLE_LIMIT: Final[Seconds] = 3.0
+"""Most time that a router which has joined waits for the cards of the workers that it knows."""
 
 _BEAT: Final[Seconds] = 0.1
 """Interval at which a router with work publishes, so that silence differs from idleness."""
@@ -136,6 +138,8 @@ class RouterService:
         self.released = 0
         """Answers that frontends have given back: each one once, unless a message was lost."""
         self._draining = False
+        self._open = False
+        """Frontends may ask: the card is published."""
         self._looks = False
         """A look is due at the end of this turn."""
         self._flushes = False
@@ -160,7 +164,20 @@ class RouterService:
 
     def open(self) -> None:
         """The node has joined: take routing requests once the view has settled."""
-        self._node.timers.call_later(_SETTLE, lambda: self._node.publish_card(self._card, {}))
+        until = self._node.now() + _SETTLE_LIMIT
+        self._node.timers.call_later(_SETTLE, partial(self._settle, until))
+
+    def _settle(self, until: Seconds) -> None:
+        """Publish the card, so that frontends ask, once each worker's card is known."""
+        if self._node.now() < until and self._lacks_cards():
+            self._node.timers.call_later(_SETTLE, partial(self._settle, until))
+            return
+        self._open = True
+        self._node.publish_card(self._card, {})
+
+    def _lacks_cards(self) -> bool:
+        workers = self._node.registry.by_role("worker")
+        return any(m.card is None and m.reachable and not m.suspect for m in workers)
 
     def drain(self) -> None:
         """Send frontends to other routers from now on, if there are any, with the requests held
@@ -189,7 +206,9 @@ class RouterService:
         """For probes; a router can always answer, if only that there is no worker."""
         if self._draining:
             return "draining: frontends ask other routers"
-        return None if self._node.lives else "joining the cluster"
+        if not self._node.lives:
+            return "joining the cluster"
+        return None if self._open else "learning which workers there are"
 
     # ------------------------------------------------------------------ frontends
 

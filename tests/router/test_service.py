@@ -276,6 +276,21 @@ async def test_a_router_shows_itself_once_it_has_settled() -> None:
 
 
 @virtually
+async def test_a_router_is_ready_once_it_knows_each_workers_card_or_has_waited_for_it() -> None:
+    async with world() as w:
+        await w.nodes.add("bare", role="worker")
+        backend = await w.frontend("f")
+        router = await w.router("r")
+        await w.nodes.until(lambda: bool(router.node.lives))
+        assert "which workers" in str(router.service.unready_reason())
+        await asyncio.sleep(2.0)
+        assert not backend.routers.order
+        within = await w.nodes.until(lambda: bool(backend.routers.order))
+        assert within < 2.0
+        assert router.service.unready_reason() is None
+
+
+@virtually
 async def test_a_draining_router_is_left_alone_and_still_answers() -> None:
     async with world() as w:
         await w.router("r")

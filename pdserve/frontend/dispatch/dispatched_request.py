@@ -69,6 +69,8 @@ _ATTEMPTS: Final = 4
 """Number of workers that a new request may fail to reach before its client gets an error."""
 _PAUSE: Final[Seconds] = 0.05
 """Seconds before a router is asked again whose view of the cluster was out of date."""
+_CATCH_UP: Final[Seconds] = 2.0
+"""Seconds that routers get to learn that a worker has restarted."""
 _NOTICED: Final[Seconds] = 0.1
 """Waiting time in seconds from which on the deadline sent to the worker is adjusted."""
 _APART: Final[Seconds] = 2.0
@@ -359,6 +361,7 @@ class DispatchedRequest:
     async def dispatch(self) -> None:
         """Returns when a worker has accepted the request. Errors: as `backend.Backend.open`."""
         ways, model = self._ways, self.request.model
+        stale_since: Seconds | None = None
         while self._tries < _ATTEMPTS:
             try:
                 router, routed = await ways.route(self)
@@ -376,7 +379,11 @@ class DispatchedRequest:
                 continue
             if placed:
                 return
-            # The worker has begun a new life; the news of it may change the decision.
+            # The worker has restarted, and the router does not know it yet: that is no attempt.
+            self._tries -= 1
+            stale_since = ways.now() if stale_since is None else stale_since
+            if ways.now() - stale_since > _CATCH_UP:
+                break
             await ways.wait_news(timeout=_PAUSE)
         raise no_worker_error(model, self._last)
 

@@ -26,7 +26,7 @@ from pdserve.observe.metrics import Metrics
 from pdserve.runtime.topics.service import Topics
 from pdserve.worker.agent import WorkerAgent
 from tests.engine_core.test_main import CAPABILITIES
-from tests.frontend.support import card
+from tests.frontend.support import card, until
 from tests.worker.test_agent import FakeService
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ async def test_the_roles_find_each_other_and_are_ready_with_the_model(tmp_path: 
     async with world(tmp_path) as w:
         assert w.router.unready_reason() is not None
         await w.join()
-        assert w.router.unready_reason() is None
+        await until(lambda: w.router.unready_reason() is None)
         status, body = await w.health()
         assert status == 503, body
         w.service.ready(card())
