@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pdserve: {error.message}", file=sys.stderr)
         return _status_of(error)
     except BrokenPipeError:
-        _silence()  # whoever read our output is gone
+        # The reader of the output is gone.
+        _silence()
         return exit_codes.OK
     except OSError as error:
         if error.errno not in _CANNOT_WRITE:
@@ -61,8 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     try:
         return _command(arguments)(arguments)
-    finally:  # what is still buffered fails here, where somebody can tell, not at interpreter exit
-        if sys.stdout is not None:  # as it is when the shell closed it: `>&-`
+    finally:
+        # What is still buffered fails here, where it can be reported, not at interpreter exit.
+        # `sys.stdout` is None when the shell has closed it with `>&-`.
+        if sys.stdout is not None:
             sys.stdout.flush()
 
 
@@ -82,7 +85,8 @@ def _command(arguments: list[str]) -> Callable[[list[str]], int]:
     name = "serve"
     if arguments and not arguments[0].startswith("-"):
         name = arguments[0]
-        if name != "serve":  # which takes a model behind its name
+        # `serve` keeps its name, because a model may follow it.
+        if name != "serve":
             arguments.pop(0)
     elif arguments and arguments[0] in ("--version", "-V"):
         name = "version"

@@ -88,7 +88,8 @@ def fetch(url: str, path: str) -> bytes:
             return body
     except urllib.error.HTTPError as error:
         with error:
-            return error.read()  # 503 has a body of the same form
+            # A 503 has a body of the same form.
+            return error.read()
     except http.client.HTTPException:
         raise Unavailable(f"what answers at {whole} does not speak HTTP") from None
     except (OSError, ValueError) as error:

@@ -327,9 +327,8 @@ def _traced(
         seed=_count("--seed", parsed.seed or "0"),
     )
     trace = open_trace(Path(parsed.trace), parsed.columns or "")
-    total = sum(
-        1 for _ in transform_trace(trace, shape)
-    )  # also finds every bad line before the run
+    # This pass also finds every bad line before the run.
+    total = sum(1 for _ in transform_trace(trace, shape))
     asks = requests_from_trace(
         transform_trace(trace, shape), words=words, vocabulary=vocabulary, seed=shape.seed
     )
@@ -425,7 +424,8 @@ async def _facts(client: Client, model: str | None) -> dict[str, Any]:
     try:
         version = await client.version()
     except ClientError:
-        version = ""  # a server of another make
+        # Servers other than pdserve may have no such endpoint.
+        version = ""
     return {
         "url": client.url,
         "model": model or (served[0] if served else ""),

@@ -95,7 +95,8 @@ def _arrived(record: BenchRecord, ended: Seconds) -> Iterator[tuple[Seconds, flo
         yield ended, record.output_tokens
         return
     scale = record.output_tokens / record.seen
-    yield at, scale * (record.seen - len(record.gaps))  # the first chunk's
+    # These tokens came with the first chunk.
+    yield at, scale * (record.seen - len(record.gaps))
     for gap in record.gaps:
         at += gap
         yield at, scale

@@ -129,7 +129,7 @@ async def _schedule(
         at = ask.at or 0.0
         if load.duration is not None and at >= load.duration:
             return
-        # Sleeps even when late: answers must be read while requests are sent.
+        # It sleeps even when it is late, because answers must be read while requests are sent.
         await asyncio.sleep(max(0.0, at - run.now()))
         if run.in_flight >= load.most_in_flight:
             run.pace.dropped += 1
@@ -203,7 +203,8 @@ def _on_usage(record: BenchRecord, usage: Usage | None) -> None:
     record.output_tokens = usage.completion_tokens
     if usage.prompt_tokens_details is not None:
         record.cached_tokens = usage.prompt_tokens_details.cached_tokens
-    if isinstance(usage.pdserve, Served):  # where the headers went before a worker was found
+    # If the headers were sent before a worker was found, the usage names it.
+    if isinstance(usage.pdserve, Served):
         record.worker = record.worker or usage.pdserve.worker
 
 
