@@ -43,7 +43,8 @@ class Console(io.TextIOBase):
         self._dropped = 0
         try:
             self._fd: int | None = stream.fileno()
-        except (OSError, ValueError):  # not backed by a file
+        except (OSError, ValueError):
+            # The stream is not backed by a file.
             self._fd = None
 
     def writable(self) -> bool:
@@ -99,7 +100,8 @@ class Console(io.TextIOBase):
                 if not select.select([], [self._fd], [], 0)[1]:
                     return False
                 os.write(self._fd, data[start : start + _ATOMIC])
-        except (OSError, ValueError):  # closed, or its reader is gone: serving goes on unheard
+        except (OSError, ValueError):
+            # The stream is closed or its reader is gone; serving continues without output.
             return False
         return True
 

@@ -70,7 +70,8 @@ def read_cpu_limits(
 def _affinity(pid: int) -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(pid)
-    return set(range(os.cpu_count() or 1))  # no affinity on this platform
+    # This platform has no CPU affinity.
+    return set(range(os.cpu_count() or 1))
 
 
 def _physical_cores(cpus: set[int], root: Path) -> int:

@@ -130,7 +130,8 @@ class Drain:
         for part in reversed(self._parts):
             try:
                 await part.drain(max(0.0, self._until - _now()))
-            except Exception:  # the others still have somebody's requests
+            except Exception:
+                # The other parts still have requests and must drain too.
                 _log.exception("a part of this process did not drain in order")
         _log.info("drained")
 

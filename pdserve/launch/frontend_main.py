@@ -34,7 +34,7 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line:
         return exit_codes.FAILED
-    # A thread, so that a loop that stands still does not outlive its parent either.
+    # A thread ends this process with its parent even if the event loop is blocked.
     threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
     try:
         config = read_config(line)

@@ -52,7 +52,8 @@ def with_shared_port(config: Config) -> Config:
     if process.frontends == 1 or process.role not in ("all-in-one", "frontend"):
         return config
     if process.role == "all-in-one" and cluster.alone:
-        # Siblings cannot reach a network in memory; a free port leaves 7700 to others.
+        # The other processes cannot reach a network in memory. Port 0 takes any free port and
+        # leaves the default one to a cluster.
         cluster = dataclasses.replace(cluster, listen="127.0.0.1:0")
     group = f"frontends-{secrets.token_hex(4)}"
     frontend = dataclasses.replace(config.frontend, reuse_port=True, group=group)
@@ -168,11 +169,12 @@ class _Sibling:
     async def launch(number: int, flags: Mapping[str, str], group: str) -> _Sibling:
         """Start the process and send its configuration."""
         process = await asyncio.create_subprocess_exec(
-            # -P: its search path is ours, not whatever directory we happen to stand in.
+            # -P: the child's search path is this process's, without the current directory.
             *(sys.executable, "-P", "-m", _PROGRAM),
             stdin=asyncio.subprocess.PIPE,
             env=_environ(os.environ),
-            start_new_session=True,  # a terminal's Ctrl-C is for us; we pass on what it means
+            # In its own session it gets no Ctrl-C from the terminal; this process ends it.
+            start_new_session=True,
         )
         assert process.stdin is not None
         process.stdin.write(json.dumps({"flags": dict(flags), "group": group}).encode() + b"\n")

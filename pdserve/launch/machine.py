@@ -70,7 +70,8 @@ def read_facts() -> list[MachineFact]:
 def _guarded(read: Callable[[], Iterator[MachineFact]]) -> Iterator[MachineFact]:
     try:
         yield from read()
-    except Exception as error:  # a strange machine is what a doctor is for
+    except Exception as error:
+        # This report is for unusual machines too, so a reader that fails becomes a row.
         what = f"could not be read: {type(error).__name__}: {error}"
         yield MachineFact(read.__name__.strip("_"), "?", what, "problem")
 
@@ -79,7 +80,8 @@ def _software() -> Iterator[MachineFact]:
     yield MachineFact("software", "pdserve", __version__)
     yield MachineFact("software", "python", f"{platform.python_version()} ({sys.executable})")
     yield MachineFact("software", "system", f"{platform.system()} {platform.release()}")
-    state: FactState = "ok" if accel.NATIVE else "absent"  # slower, and it serves
+    # Without native code pdserve still serves, more slowly.
+    state: FactState = "ok" if accel.NATIVE else "absent"
     yield MachineFact("software", "hot loops", accel.describe().partition(": ")[2], state)
     yield _package("software", "uvloop", "plain asyncio serves, slower")
 

@@ -68,7 +68,7 @@ _SIBLING = (
 def serve(config: Config) -> int:
     """Serves until a signal; returns the exit status."""
     _report_crashes()
-    # A service manager may start us without a standard error.
+    # A service manager may start this process without standard error.
     screen = Console(sys.stderr or io.StringIO(), SystemClock())
     said: dict[str, object] = {"role": config.process.role, "pid": os.getpid()}
     logs.configure(config.process.log_format, config.process.log_level, screen, said)
@@ -90,7 +90,8 @@ def _report_crashes() -> None:
     """Enables stack traces of all threads on standard error if native code crashes; otherwise the
     process would end without a message."""
     if sys.stderr is not None and not faulthandler.is_enabled():
-        with suppress(OSError, ValueError):  # it is no file
+        with suppress(OSError, ValueError):
+            # Standard error may not be a file.
             faulthandler.enable()
 
 
@@ -240,7 +241,8 @@ class ServerProcess:
         self._drain.serve(node)
         if first:
             self._said["node"] = node.id
-        if first and not self._membership.private:  # the others hear the same of the same members
+        # The other nodes of this process hear of the same members, so one of them logs.
+        if first and not self._membership.private:
             self._unheard.append(node.on_member(log_member_event))
         return node
 
@@ -348,17 +350,21 @@ class ServerProcess:
     def _install_signals(self) -> None:
         for number in _STOP_SIGNALS:
             _on_signal(number, functools.partial(self._on_stop_signal, number))
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+        # `nohup` leaves SIGHUP ignored, and it stays so.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             _on_signal(signal.SIGHUP, self._on_hangup)
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         now = asyncio.get_running_loop().time()
         if self._signalled is not None:
             if now - self._signalled < _ECHO or is_child_frontend(self._config):
-                return  # a sibling's impatience is that of the process that started it
+                # An echo of the first signal is not a second signal. A child frontend leaves the
+                # second one to its parent.
+                return
             self._screen.finish()
             _log.warning("%s again: ending at once", number.name)
-            os._exit(exit_codes.INTERRUPTED)  # the engine core ends with its socket
+            # The engine core ends when its socket closes.
+            os._exit(exit_codes.INTERRUPTED)
         self._signalled = now
         left = requests_in_words(self._drain.left)
         _log.info("%s: finishing %s; again to end at once", number.name, left)
@@ -406,7 +412,7 @@ class ServerProcess:
         await self._drain.finish(drain_timeout)
         for end in self._unheard:
             end()
-        # Side by side: each says goodbye for about a second.
+        # The parts close concurrently, because each takes about a second to leave the cluster.
         ending = tuple(reversed(self._parts))
         ends = await asyncio.gather(*(part.close() for part in ending), return_exceptions=True)
         for part, error in zip(ending, ends, strict=True):

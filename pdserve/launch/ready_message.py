@@ -25,7 +25,8 @@ def loaded_line(card: ModelCard, capabilities: EngineCapabilities) -> str:
     place = ", ".join(x for x in (capabilities.device, capabilities.dtype) if x != "none")
     engine = f"{capabilities.engine} ({place})" if place else capabilities.engine
     limits = f"{card.max_model_len} tokens per sequence"
-    if capabilities.num_blocks:  # an engine without KV has no blocks
+    # An engine without KV has no blocks.
+    if capabilities.num_blocks:
         memory = approximate_size(capabilities.num_blocks * capabilities.block_bytes)
         limits += f", {capabilities.num_blocks * card.block_size} tokens of KV ({memory})"
     return f"ready: {card.name} on {engine}, {limits}"

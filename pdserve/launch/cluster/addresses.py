@@ -120,7 +120,8 @@ def advertise(config: ClusterConfig, listen: str, route: Callable[[str], str | N
     seeds = [split(address)[0] for address in config.join]
     found = [source for source in map(route, seeds) if source is not None]
     if all(map(is_loopback, found)) and (found or not seeds):
-        seeds = []  # all that answer are on this machine, and the others' are wherever
+        # All seeds that answer are on this machine, so use the address towards other machines.
+        seeds = []
         found = [source for source in map(route, _ANYWHERE) if source is not None]
     for source in found:
         if not is_loopback(source):
@@ -140,5 +141,6 @@ def route_from(host: str) -> str | None:
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
-    except (OSError, ValueError):  # ValueError: a name that IDNA refuses
+    except (OSError, ValueError):
+        # IDNA refuses some names with a `ValueError`.
         return None

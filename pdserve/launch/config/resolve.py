@@ -305,7 +305,8 @@ def _row(option: Option, config: Config) -> OptionRow:
         )
         return OptionRow(option.name, "", source, f"all in one: {workers}")
     if option.name == "config" and value is None:
-        return OptionRow(option.name, "none", source)  # the help names the usual places
+        # The help names the usual places of the file.
+        return OptionRow(option.name, "none", source)
     text = option.text(value)
     prose = value in (None, "", ()) and " " in text
     return (

@@ -130,7 +130,8 @@ class FrontendRole:
     def announce_engine(self, worker: WorkerService) -> None:
         """Logs what is served and the engine's limits; for an engine in this process."""
         cards, capabilities = self.backend.cards(), worker.engine.capabilities
-        if capabilities is not None and cards:  # else it died this moment, and restarts
+        # Without capabilities the engine has just died and restarts.
+        if capabilities is not None and cards:
             model = next(iter(cards.values()))
             config = self._context.config.frontend
             _log.info("%s", ready_line(config, self.service.port, model, capabilities))

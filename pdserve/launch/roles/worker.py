@@ -101,7 +101,8 @@ class WorkerRole:
         )
 
     def _note_state(self, state: EngineState, reason: str) -> None:
-        self.node.call_soon(self.worker.agent.tell)  # the engine has the state when this turn ends
+        # The engine has its new state only at the end of this turn of the event loop.
+        self.node.call_soon(self.worker.agent.tell)
         mode = self._config.mode
         name = "engine_down" if mode == "aggregated" else f"{mode}_engine_down"
         if state in (EngineState.RESTARTING, EngineState.FAILED):
