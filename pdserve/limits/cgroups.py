@@ -58,7 +58,8 @@ def _mounts_v1(controller: str, root: Path) -> list[Path]:
 
 def _upwards(mount: Path, path: str, version: int) -> Iterator[Cgroup]:
     name = PurePosixPath(path)
-    if ".." in name.parts:  # the group is above the root of this control-group namespace
+    if ".." in name.parts:
+        # The group is above the root of this control-group namespace.
         name = PurePosixPath("/")
     for each in (name, *name.parents):
         folder = mount / each.relative_to("/")
