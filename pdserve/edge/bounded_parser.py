@@ -113,7 +113,8 @@ class BoundedParser:
         self._may_parse = may_parse
         self._limit = max(HEAD, 2 * max_line)
         self._waiting: deque[bytes] = deque()
-        self._at = 0  # so much of the first is parsed
+        # Number of bytes of the first waiting piece that are parsed.
+        self._at = 0
         self._body: StreamReader | None = None
         self._body_seen: Bytes = 0
         self._framing: Bytes = 0
@@ -170,7 +171,8 @@ class BoundedParser:
     def _parse_on(self, resume: bool) -> Sequence[_Message]:
         found: Sequence[_Message] = ()
         if resume and self._may_parse():
-            found = self._parse(b"")  # it may have been paused within a piece
+            # The parser may have paused within a piece.
+            found = self._parse(b"")
         while not found and self._waiting and self._may_parse():
             found = self._parse(self._next_piece())
         return found

@@ -52,7 +52,8 @@ class BoundedHandler(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.intake.refused:
-            self.close()  # after the answer that is due
+            # The connection closes after the answer that is due.
+            self.close()
         self._pause_or_go_on()
 
     def connection_lost(self, exc: BaseException | None) -> None:

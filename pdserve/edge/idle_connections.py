@@ -42,7 +42,8 @@ class IdleConnections(Generic[K]):
         if not self._hosts:
             return None
         busiest = max(self._hosts, key=lambda host: len(self._hosts[host]))
-        for host in (busiest, *self._hosts):  # the second has another one, if the first has not
+        # If the busiest host has only the newcomer, a connection of another host is closed.
+        for host in (busiest, *self._hosts):
             for key in self._hosts[host]:
                 if key is not newcomer:
                     self.remove(key, host)
