@@ -51,7 +51,7 @@ class LoopLagMonitor:
     def __init__(
         self, metrics: Metrics, interval: Seconds = INTERVAL, clock: Clock | None = None
     ) -> None:
-        # Not the loop's own clock: uvloop's counts whole milliseconds.
+        # uvloop's own clock counts whole milliseconds, which is too coarse.
         self._clock = clock or SystemClock()
         self._histogram = metrics.event_loop_lag
         self._gauge = metrics.event_loop_lag_max

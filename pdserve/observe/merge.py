@@ -25,7 +25,7 @@ _OLDEST: Final = "process_start_time_seconds"
 
 def merge(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
     """One family for each name, in the order of first appearance."""
-    # Prometheus' families of counters are named without their ending.
+    # Prometheus names families of counters without `_total`.
     largest = {
         one.name.removesuffix("_total") for one in Metrics.definitions() if one.combine == "max"
     }

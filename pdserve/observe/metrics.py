@@ -309,7 +309,7 @@ class Instruments:
     """The table: each attribute is an instrument that its owner adds to, declared with the metric
     that it is exported as. `Family.labels` takes values in the order of the labels named here."""
 
-    # The frontend's, per request.
+    # Metrics of the frontend, per request.
     requests: Family[Counter] = _counters(
         "requests_total",
         "Requests by how they ended: completed, cancelled, invalid, overloaded, "
@@ -390,7 +390,7 @@ class Instruments:
         ("reason",),
     )
 
-    # The frontend's, per connection and field.
+    # Metrics of the frontend, per connection and field.
     http_requests_in_flight: Gauge = _gauge(
         "http_requests_in_flight", "Requests with a body being answered.", "frontend"
     )
@@ -439,7 +439,7 @@ class Instruments:
         ("type",),
     )
 
-    # The worker's and the router's, of requests that had better be served elsewhere.
+    # Metrics of workers and routers about requests that should move to another worker.
     moves_asked: Family[Counter] = _counters(
         "moves_asked_total",
         "Requests that their frontend was asked to have served elsewhere, by reason: drain, "
@@ -449,7 +449,7 @@ class Instruments:
         ("reason",),
     )
 
-    # The worker's, of prompts that are prefilled elsewhere or for others.
+    # Metrics of workers about prompts that are prefilled elsewhere or for others.
     prefill_decisions: Family[Counter] = _counters(
         "prefill_decisions_total",
         "Prompts by where they were prefilled, here (local) or on another worker (remote), "
@@ -499,7 +499,7 @@ class Instruments:
         ("stage",),
     )
 
-    # The worker's, of moving KV.
+    # Metrics of workers about KV transfers.
     transfer_bytes: Family[Counter] = _counters(
         "transfer_bytes_total",
         "KV sent to and received from other workers, by what carried it.",
@@ -525,7 +525,7 @@ class Instruments:
         "worker",
     )
 
-    # The process's.
+    # Metrics of the process.
     event_loop_lag: Histogram = _histogram(
         "event_loop_lag_seconds",
         "How late the event loop ran a timer; one sample per tick.",
@@ -605,8 +605,10 @@ class Metrics(Instruments):
         from prometheus_client import CollectorRegistry, ProcessCollector
 
         registry = CollectorRegistry(auto_describe=False)
-        ProcessCollector(registry=registry)  # process_*: memory, CPU time, open files
-        registry.register(cast("Collector", self))  # a collector by structure
+        # These are the `process_*` metrics: memory, CPU time, open files.
+        ProcessCollector(registry=registry)
+        # `Metrics` satisfies the protocol `Collector` by structure.
+        registry.register(cast("Collector", self))
         return list(registry.collect())
 
     def render(self, accept: str = "", families: list[Metric] | None = None) -> tuple[bytes, str]:

@@ -35,7 +35,8 @@ class CachedPages:
 
     async def page(self, accept: str = "") -> tuple[bytes, str]:
         """A page in the format that `accept` asks for, and its content type."""
-        other = _OTHER_FORMAT in accept  # whatever else a client says is no page of its own
+        # Everything else in `accept` leads to the same page, so two pages are kept at most.
+        other = _OTHER_FORMAT in accept
         async with self._turn:
             kept = self._kept.get(other)
             if kept is not None and self._time() - kept[0] < _FRESH:

@@ -64,7 +64,8 @@ class ProbeServer:
         from pdserve.edge.hosts import HostRule, is_loopback
         from pdserve.edge.server import BoundedServer
 
-        if is_loopback(self._host):  # a page of another site may have a name for this machine
+        # By DNS rebinding a page of another site could read a loopback port; the rule refuses it.
+        if is_loopback(self._host):
             self._hosts = HostRule((self._host,))
         self._server = BoundedServer(self._handle, _MAX_CONNECTIONS, _PATIENCE)
         loop = asyncio.get_running_loop()
