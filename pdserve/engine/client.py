@@ -473,7 +473,8 @@ class CoreClient:
                 self._transfer_control.take(event)
             case BlocksFreed():
                 self._note_freed(event)
-            case CoreFailed():  # `CoreRun.run` returns this error once the core has ended
+            case CoreFailed():
+                # `CoreRun.run` returns this error once the core has ended.
                 pass
 
     def _fan_out(self, step: StepOutput) -> None:
@@ -482,7 +483,8 @@ class CoreClient:
         for delta in step.deltas:
             entry = in_flight.get(delta.handle)
             if entry is None:
-                continue  # aborted here, but the core has not read the abort yet
+                # The request was aborted here, and the core has not read the abort yet.
+                continue
             try:
                 entry.sink.on_delta(delta)
             except Exception as error:
@@ -612,7 +614,8 @@ class CoreClient:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(delay):
                         await self._stop.wait()
-        except Exception as error:  # even a bug here must not leave requests waiting
+        except Exception as error:
+            # Even a bug here must not leave requests waiting.
             _log.exception("the engine's supervisor broke down")
             self._give_up(EngineDied(f"the engine's supervisor broke down: {error}"))
         finally:
@@ -703,7 +706,8 @@ class CoreClient:
         return EngineDied(why), smaller
 
     def _give_up(self, died: PdserveError, deaths: str = "") -> None:
-        if self._ready is None or self._ready.done():  # else `start` raises it
+        # While `start` waits, it raises this error, which is then not logged here.
+        if self._ready is None or self._ready.done():
             _log.error("the engine is not restarted%s: %s", deaths, _explained(died))
         self._set_state(EngineState.FAILED, died.message)
         self._settle(died)

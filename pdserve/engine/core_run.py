@@ -86,7 +86,8 @@ class CoreRun:
             sock = await self._carrier.launch()
         except OSError as error:
             return EngineDied(f"the engine process cannot be started: {error}")
-        if self._doomed:  # `kill` was called during the launch and had nothing to kill
+        if self._doomed:
+            # `kill` was called during the launch, when there was no process to kill.
             self._carrier.kill()
         loop = asyncio.get_running_loop()
         connection = CoreConnection(loop, self._receive)

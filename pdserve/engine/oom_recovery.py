@@ -32,5 +32,6 @@ def with_less_kv(spec: EngineSpec, had: EngineCapabilities) -> EngineSpec | None
     if less >= pool:
         return None
     cap = math.ceil(less / spec.kv_share)
-    cap += int(cap * spec.kv_share) < less  # a float may be a byte short, and that costs a block
+    # A float may be a byte short, and that would cost a block.
+    cap += int(cap * spec.kv_share) < less
     return replace(spec, kv_cap=cap, max_model_len=had.max_model_len)

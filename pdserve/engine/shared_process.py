@@ -189,7 +189,8 @@ class _Generation:
             self._core_ended(member)
         if self._claimed and not self._others_live():
             self._doomed = True
-            self._vacate()  # ends the cores that were never launched, and so the process
+            # This ends the cores that were never launched, and so the process.
+            self._vacate()
 
     def _over(self, exited: asyncio.Future[None]) -> None:
         self._doomed = True
