@@ -462,14 +462,16 @@ class EngineCore:
         try:
             result = self._executor.execute(plan)
             _check_result(plan, result)
-        except Exception as error:  # any error fails this step, not the core
+        except Exception as error:
+            # Any error fails this step, not the core.
             self._fail(plan, error)
             return None
         return result
 
     def _take(self, plan: StepPlan, result: StepResult, took: Seconds, now: Seconds) -> None:
         """Take in the result of a step that took `took` seconds."""
-        decodes = plan.chunks[0].sequence.first_token is not None  # decodes come first
+        # A plan lists decodes first, so its first chunk shows whether it has any.
+        decodes = plan.chunks[0].sequence.first_token is not None
         self._pace.note(plan.num_tokens, took)
         self.scheduler.prefill_tokens = self._pace.tokens
         if result.faults:

@@ -149,7 +149,8 @@ class CoreSocket:
         """Make this or the next `wait` return. May be called from any thread at any time."""
         if not self._nudging:
             self._nudging = True
-            with suppress(OSError):  # full, which also ends the wait, or closed
+            with suppress(OSError):
+                # The socket is full, which also ends the wait, or closed.
                 self._nudge.send(b"!")
 
     def close(self) -> None:

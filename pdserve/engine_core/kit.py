@@ -615,7 +615,8 @@ class SelfSchedulingCore(ABC):
         return submission
 
     def _take_posted(self) -> None:
-        for _ in range(len(self._posted)):  # what is posted meanwhile is for the next step
+        # Results that are posted meanwhile belong to the next step.
+        for _ in range(len(self._posted)):
             match self._posted.popleft():
                 case TokenDelta() as delta:
                     self.deltas.append(delta)

@@ -112,7 +112,8 @@ class CoreLoop:
             return self._run()
         except CoreSocketClosed:
             return 0
-        except Exception as error:  # the last chance to report it
+        except Exception as error:
+            # This is the last chance to report the error.
             if not isinstance(error, PdserveError):
                 _log.exception("the engine core broke down")
             self._say_last(failed_event(error))

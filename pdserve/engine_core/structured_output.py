@@ -182,7 +182,8 @@ class GrammarState:
             self._ended = True
         elif not matcher.consume_token(token):
             why = f"the output does not fit its grammar: {matcher.get_error()}"
-            raise GrammarError(why, lasting=True)  # the output moves with the request
+            # The error is lasting, because the output moves with the request.
+            raise GrammarError(why, lasting=True)
 
     # ------------------------------------------------------------------ masks
 
@@ -268,8 +269,8 @@ def _ends_with(tokens: list[TokenId], last: tuple[TokenId, ...]) -> bool:
     return tuple(tokens[-len(last) :]) == last
 
 
-# Masks are changed byte by byte and compared as a whole: converting one to an int and back takes
-# longer than the grammar itself.
+# Masks are changed byte by byte and compared as a whole, because converting a mask to an int and
+# back takes longer than the grammar itself.
 
 
 @functools.lru_cache(maxsize=8)
@@ -528,7 +529,8 @@ def make_tokenizer(tokenizer_json: str, vocab_size: int, ends: Seq[TokenId]) -> 
     """
     eos = list(ends) or None
     problem: Exception | None = None
-    for size in (vocab_size, None):  # a model may have fewer rows than the tokenizer has tokens
+    # llguidance refuses a size below the tokenizer's own, and a model may have fewer rows.
+    for size in (vocab_size, None):
         try:
             return _guarded(partial(LLTokenizer, tokenizer_json, n_vocab=size, eos_token=eos))
         except ValueError as error:

@@ -232,16 +232,16 @@ class LoopKvConnector:
         turn, peer_paths = self._turn, self._peer_paths
         if peer_paths is not None:
             peer_paths.closing = True
-        if turn is not None:  # the transports of an earlier epoch end first
+        # The transports of an earlier epoch end first.
+        if turn is not None:
             await asyncio.wait({turn})
         if peer_paths is not None:
             await peer_paths.close()
         await self._tasks.close()
         self._attempts.clear()
         self._closing.clear()
-        self._pool = self._peer_paths = self._turn = (
-            None  # the last reference frees the pool's memory
-        )
+        # The last reference frees the pool's memory.
+        self._pool = self._peer_paths = self._turn = None
         for backend in self._backends:
             try:
                 backend.close()
@@ -355,7 +355,8 @@ class LoopKvConnector:
         try:
             path = self._attached().existing(peer, ticket)
         except PdserveError:
-            return  # its deliveries have ended with the path
+            # The ticket's deliveries have ended with the path.
+            return
         path.withdraw(ticket)
 
     def _attached(self) -> PeerPaths:

@@ -124,7 +124,8 @@ class PeerPaths:
             try:
                 transport = backend.make(self.key, self._regions, self._questions.of(name))
                 self._transports[name] = transport
-                self._rates[name] = backend.expected()  # now, before requests need it
+                # The expected rates are read now, before requests need them.
+                self._rates[name] = backend.expected()
                 opening: Callable[[], Coroutine[Any, Any, None]] | None
                 opening = getattr(transport, "open", None)
                 if opening is not None:
@@ -148,7 +149,8 @@ class PeerPaths:
         self.closing = True
         if not self.ready.done():
             self.ready.set_exception(_error(TransferRefused, self.key, "close", "the epoch ended"))
-            self.ready.exception()  # marks it as retrieved: perhaps no caller waits
+            # This marks the error as retrieved, since no caller may be waiting for it.
+            self.ready.exception()
         for transport in self._transports.values():
             await transport.close()
         self._changed()

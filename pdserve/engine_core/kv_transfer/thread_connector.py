@@ -69,7 +69,8 @@ class ThreadKvConnector:
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(self._live(regions, offers))
-        except BaseException as error:  # the core must learn of any error, also of the loop's own
+        except BaseException as error:
+            # The core must learn of any error, also of the loop's own.
             self._break(EngineDied(f"the engine's transport thread broke down: {error!r}"))
         finally:
             self._started.set()
@@ -132,13 +133,15 @@ class ThreadKvConnector:
     def _post(self, loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:
         try:
             loop.call_soon_threadsafe(call, *args)
-        except RuntimeError as error:  # the loop is closed
+        except RuntimeError as error:
+            # The loop is closed.
             if self._broken is None and self._thread is not None and self._thread.is_alive():
                 self._broken = EngineDied(f"the transport thread is gone: {error}")
 
     def _call(self, method: str, *args: Any) -> None:
         loop, mover = self._loop, self._mover
-        if loop is not None and mover is not None:  # else it is closed
+        # Without a loop or a mover the connector is closed.
+        if loop is not None and mover is not None:
             self._post(loop, getattr(mover, method), *args)
 
     # ------------------------------------------------------------------ calls

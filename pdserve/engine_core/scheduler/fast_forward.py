@@ -43,7 +43,8 @@ class FastForward(SchedulerState):
             if length - sequence.num_computed != 1 or sequence.first_token is None:
                 return 0
             steps = min(steps, sequence.max_len - length)
-            if hungry:  # a commit may free a block, so that the next sequence fits
+            if hungry:
+                # A commit may free a block, so that the next sequence fits.
                 steps = min(steps, sequence.commit_at - length + 1)
         while steps > 0 and self._growth(steps) > pool.available:
             steps //= 2

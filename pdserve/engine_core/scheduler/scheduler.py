@@ -343,7 +343,8 @@ class Scheduler(RemoteAdmission, FastForward):
             sequence = chunk.sequence
             computed += chunk.count
             if sequence.first_token is None:
-                if per_token < 0:  # a step that only decodes does not need it
+                # It is computed once, and only in steps that prefill.
+                if per_token < 0:
                     per_token = took / plan.num_tokens
                 sequence.work += per_token * chunk.count
             sequence.num_computed = end = chunk.start + chunk.count

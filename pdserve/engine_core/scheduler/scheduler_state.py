@@ -317,7 +317,7 @@ class SchedulerState:
         hashes = self._names.of(sequence, full)
         first = sequence.num_committed
         parent = hashes[first - 1] if first else sequence.root
-        # A shared block may have its hash already, if another holder was hashed again first.
+        # Another holder of a shared block may have committed it first, so it may have its hash.
         sequence.blocks[first:full] = self._pool.commit_run(
             sequence.blocks[first:full], hashes[first:full], parent
         )
