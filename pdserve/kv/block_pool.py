@@ -61,7 +61,7 @@ class BlockPool:
         self._hash: list[bytes | None] = [None] * num_blocks
         self._parent: list[bytes] = [b""] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        # Popped from the end: a fresh pool hands out ids in ascending, contiguous order.
+        # Ids are popped from the end, so a fresh pool hands them out in ascending order.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._quarantined: set[int] = set()
@@ -236,7 +236,8 @@ class BlockPool:
         holds them; other holders keep them."""
         named = [block for block in blocks if self._hash[block] is not None]
         if any(self._refs[block] > 1 for block in named):
-            # Who goes on from one gives names that follow a name which another block may get.
+            # Another holder may commit blocks after such a block, whose hash then names another
+            # block or none.
             self._in_order = False
         if named:
             self._note_removed([self._forget(block) for block in named])

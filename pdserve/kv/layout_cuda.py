@@ -70,7 +70,8 @@ class CudaConverter:
             word: driver.kernel(self._device, "convert", f"pdserve_convert_{word}")
             for word in (16, 4, 1)
         }
-        self._stream = driver.asked("cuStreamCreate", 1)  # waits for no other stream
+        # The flag 1 is CU_STREAM_NON_BLOCKING: the stream does not wait for the default stream.
+        self._stream = driver.asked("cuStreamCreate", 1)
 
     def convert(
         self,
