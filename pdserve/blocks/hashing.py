@@ -99,14 +99,14 @@ def block_hashes(
 def joined_hashes(tokens: Sequence[int], block_size: int, *, parent: bytes, secret: bytes) -> bytes:
     """Return `block_hashes` joined to one byte string, as messages carry them."""
     if accel.NATIVE and isinstance(tokens, list | tuple):
-        # Read where they are: packing them first takes as long as hashing them.
+        # Native code reads the tokens in place: packing them first takes as long as hashing them.
         return accel.native.block_hashes(tokens, block_size, secret, parent)
     return _chain(pack_tokens(tokens), block_size, secret, parent)
 
 
 def split_hashes(joined: bytes) -> list[BlockHash]:
     """Split joined hashes into single ones."""
-    # One cast for all: calling a NewType per block would cost as much as hashing it.
+    # One cast covers all blocks: calling a NewType for each would cost as much as hashing it.
     return cast("list[BlockHash]", [digest for (digest,) in iter_unpack("16s", joined)])
 
 
@@ -147,7 +147,8 @@ def block_hashes_pure(
     step = block_size * 4
     digests = []
     for start in range(0, len(packed) - step + 1, step):
-        state = keyed.copy()  # the key block has been absorbed once, for all blocks
+        # The key's own block is hashed once; each copy starts after it.
+        state = keyed.copy()
         state.update(parent)
         state.update(packed[start : start + step])
         parent = state.digest()
