@@ -333,7 +333,8 @@ class Predictor:
         length, cached = seen.prompt_tokens, seen.cached_tokens
         uncached = length - cached
         work = seen.work_seconds
-        if model.fits:  # limits outliers, such as a pause of the machine
+        # This limits outliers, such as a pause of the machine.
+        if model.fits:
             predicted = expected * worker.speed
             work = min(max(work, predicted / _OUTLIER), predicted * _OUTLIER)
         row = RegressionRow(uncached, length * length - cached * cached, work)
@@ -346,7 +347,8 @@ class Predictor:
         model.per_token = (seconds * _FADE + work, tokens * _FADE + uncached)
         model.new_prompts += 1
         enough = self._config.refit_every if model.fits else self._config.first_fit
-        if fresh:  # a new kind of prompts: refit soon
+        # After prompts of a new kind, the model is fitted again soon.
+        if fresh:
             model.new_prompts = max(model.new_prompts, enough - _SOON)
         if model.new_prompts >= enough:
             self._refit(seen.model, model)

@@ -145,7 +145,8 @@ def _solved(sums: _Sums, shape: Coefficients, ridge: float) -> Coefficients:
         a[k][k] += pull
         b[k] += pull * (shape[k] / unit[k] if unit[k] else 0.0)
     least = _LEAST * shape[1] / unit[1] if unit[1] else 0.0
-    best = _least(a, [b[k] - a[k][1] * least for k in range(3)])  # of what is above it
+    # This solves for the part of the second coefficient that is above `least`.
+    best = _least(a, [b[k] - a[k][1] * least for k in range(3)])
     return best[0] * unit[0], (best[1] + least) * unit[1], best[2] * unit[2]
 
 
