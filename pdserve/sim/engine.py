@@ -218,7 +218,8 @@ class VirtualTimeEngine:
         called."""
         if self.state is EngineState.NEW:
             return
-        self._disarm()  # by a peer's write, perhaps: then the timer is not among its own
+        # A peer's write may have set the timer, which is then not among the timers of this node.
+        self._disarm()
         self._cut_off()
         self._guard.core = None
         if self._mover is not None:
@@ -465,7 +466,8 @@ class VirtualTimeEngine:
     def _deliver(self, delta: TokenDelta) -> None:
         sink = self._sinks.get(delta.handle)
         if sink is None:
-            return  # aborted by what an earlier delta of this step caused
+            # An earlier delta of this step led to the abort of this request.
+            return
         if delta.finish is not None:
             self._choices[delta.handle] -= 1
             if self._choices[delta.handle] == 0:

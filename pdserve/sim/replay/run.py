@@ -92,7 +92,8 @@ def _until_a_problem(loop: ReplayLoop, work: Coroutine[Any, Any, ReplayResult]) 
     try:
         result = loop.run_until_complete(task)
     except asyncio.CancelledError:
-        if not loop.problems:  # nobody here cancelled it
+        if not loop.problems:
+            # Without a problem the cancellation comes from outside.
             raise
     if loop.problems:
         raise ReplayFailed(f"{len(loop.problems)} errors in callbacks: {loop.problems[0]}")

@@ -150,7 +150,9 @@ class TraceClients:
                 max_tokens=max(wanted, _MOST_TOKENS),
                 temperature=0.0,
                 ignore_eos=True,
-                seed=wanted,  # see `engine`
+                # The simulated engine reads the true length from the seed; see
+                # `pdserve.sim.replay.engine`.
+                seed=wanted,
             ),
             priority=caller.request.priority,
             deadline=self._deadline,
