@@ -295,7 +295,8 @@ class EngineConformance:
         async with self.running() as engine:
             if not self.capabilities(engine).prompt_logprobs:
                 pytest.skip("this engine has no prompt logprobs")
-            for _ in range(2):  # the second time the prompt is in the cache
+            # The second time the prompt is in the cache.
+            for _ in range(2):
                 ledger = await self.complete(engine, prompt=self.prompt * 3, prompt_logprobs=1)
                 assert len(ledger.prompt_logprobs[0] or []) == len(self.prompt) * 3 - 1
 

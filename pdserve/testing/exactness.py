@@ -39,7 +39,7 @@ def mixed_requests(
     each.
     """
     stems = [rng.choices(vocab, k=rng.randint(1, longest // 2)) for _ in range(2)]
-    # The same blocks after different beginnings: their KV differs, so must their names.
+    # The same tokens follow different prefixes: their KV differs, so their hashes must differ.
     body = rng.choices(vocab, k=8)
     stems += [rng.choices(vocab, k=4) + body for _ in range(2)]
     requests = []
@@ -84,7 +84,8 @@ def continued_requests(
         complete = [choice for choice, cut in enumerate(cuts) if cut == len(whole[choice])]
         ended = [choice for choice in complete if rng.random() < 0.7]
         if len(ended) == request.n:
-            _ = ended.pop(rng.randrange(request.n))  # its given output says that it has ended
+            # One choice is not listed as ended, so that its given output has to show that it has.
+            _ = ended.pop(rng.randrange(request.n))
         output = [tokens[:cut] for tokens, cut in zip(whole, cuts, strict=True)]
         parts.append(msgspec.structs.replace(request, output=output, ended=tuple(ended)))
     return parts

@@ -48,7 +48,8 @@ class ThreadLauncher:
             else:
                 host = CoreLoop(link, SystemClock(), family.make_core, turn=family.turn, page=page)
             self._status = host.run()
-            with contextlib.suppress(RuntimeError):  # the loop was closed without waiting for us
+            with contextlib.suppress(RuntimeError):
+                # The loop was closed without waiting for this thread.
                 loop.call_soon_threadsafe(ended.set)
 
         self._ours = ours.dup()

@@ -209,7 +209,8 @@ class TransferConformance:
                 for error in sink.failed:
                     assert isinstance(error, PathLost)
                     self._names(error, "r-1/0", "p/1", "the test")
-                await grant.revoke(timeout=1)  # is one already
+                # The grant is revoked already; a second call returns at once.
+                await grant.revoke(timeout=1)
 
     async def test_the_end_of_the_source_fails_and_fences(self) -> None:
         async with self.world(layouts(24, 3), layouts(24, 4), blocks=64) as world:
@@ -236,7 +237,8 @@ class TransferConformance:
             await sink.until(lambda s: bool(s.failed))
             assert isinstance(sink.failed[0], TransferWithdrawn)
             self._names(sink.failed[0], "r-1/0", "p/1")
-            world.source.poison(range(64))  # its blocks are free: nobody reads them any more
+            # The blocks of a withdrawn ticket are free, and nothing reads them any more.
+            world.source.poison(range(64))
             with pytest.raises(TransferRefused, match="stopped"):
                 ours.deliver(grant.ticket, KvPart(77, 0, [0], (0, 3)), Waiter())
             await grant.revoke(timeout=10)
@@ -256,7 +258,8 @@ class TransferConformance:
             self._names(sink.failed[0], "r-1/0", "p/1", "withdrawn")
             await grant.revoke(timeout=10)
             other = theirs.grant(order([1], 4), RecordingTransferSink())
-            ours.withdraw(grant.ticket)  # again, when others have its blocks
+            # A second withdrawal must not touch the grant that has the blocks now.
+            ours.withdraw(grant.ticket)
             assert await deliver(ours, other.ticket, KvPart(0, 0, [0], (0, 3))).wait() is None
             other.finish()
             assert ours.down is None
@@ -353,7 +356,8 @@ class TransferConformance:
             _, theirs = await world.connect()
             held = theirs.grant(order([1, 2], 8), RecordingTransferSink())
             for wrong in (
-                order([2], 4),  # of another grant
+                # Block 2 belongs to another grant.
+                order([2], 4),
                 order([3, 3], 8),
                 order([16], 4),
                 order([-1], 4),
@@ -373,7 +377,8 @@ class TransferConformance:
             grant = theirs.grant(order([1, 2], 7, first_token=4), RecordingTransferSink())
             ticket = grant.ticket
             for wrong in (
-                KvPart(0, 4, [1, 2, 3], (0, 3)),  # beyond the end
+                # These blocks reach beyond the end of the grant.
+                KvPart(0, 4, [1, 2, 3], (0, 3)),
                 KvPart(0, 6, [1], (0, 3)),
                 KvPart(0, 4, [16], (0, 3)),
                 KvPart(0, 4, [-1], (0, 3)),
@@ -423,7 +428,8 @@ class TransferConformance:
             assert first is second
             await first.close("the test")
             await first.close("again")
-            for _ in range(200):  # the other end hears of it
+            # The other end learns of the close a little later.
+            for _ in range(200):
                 if world.destination.transport.path(world.source.key) is None:
                     break
                 await asyncio.sleep(0.01)

@@ -33,7 +33,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now: Seconds = 0.0
         super().__init__(_JumpingSelector(self._advance))
-        self._clock_resolution = _RESOLUTION  # timers at most this far ahead are due together
+        # Timers that are at most this far ahead are due together.
+        self._clock_resolution = _RESOLUTION
 
     def time(self) -> Seconds:
         return self._now
@@ -50,7 +51,8 @@ class _JumpingSelector(selectors.DefaultSelector):
         self._advance = advance
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0)  # the loop's own wake-up pipe
+        # The loop's own wake-up pipe may be ready.
+        ready = super().select(0)
         if ready:
             return ready
         if timeout is None:
