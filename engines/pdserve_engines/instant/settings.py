@@ -29,7 +29,8 @@ __all__ = [
 _CYCLE = 64
 """Number of different tokens in an output."""
 
-_WORD_MARKS = ("\u0120", "\u2581", "##")  # a leading space as GPT-2 and SentencePiece write it
+# The first two are a leading space in GPT-2 and SentencePiece; WordPiece continues words by ##.
+_WORD_MARKS = ("\u0120", "\u2581", "##")
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,8 @@ def _about(arguments: argparse.Namespace, count: int) -> dict[str, object]:
 
 
 def _measure_torch(arguments: argparse.Namespace) -> Iterable[StepSample]:
-    from pdserve_engines.torch import create  # imports torch, so only when needed
+    # This imports torch, so it is done only when needed.
+    from pdserve_engines.torch import create
 
     executor = create()
     spec = EngineSpec(

@@ -178,7 +178,8 @@ class TorchExecutor:
         settings = self._settings
         with self._in_stream():
             self.pool = KvPool(self.info.layout, num_blocks, settings.dtype, settings.device)
-            self._settle()  # zeroed before a peer writes, on whatever stream
+            # The pool has to be zeroed before a peer writes to it, on any stream.
+            self._settle()
         self._model.bind(self.pool)
         if settings.device.type == "cuda":
             self.warm_up()
@@ -254,7 +255,7 @@ class TorchExecutor:
             self.pool.close()
             self.pool = None
         if self._settings is not None and self._settings.device.type == "cuda":
-            # Else torch keeps it, and a core that restarts in this process finds no free memory.
+            # Otherwise torch keeps the memory, and a core that restarts in this process finds none.
             torch.cuda.empty_cache()
 
     # ------------------------------------------------------------------ steps

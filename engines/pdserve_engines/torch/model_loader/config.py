@@ -222,7 +222,8 @@ def _refuse_quantised(written: Path) -> None:
         return
     quantization = _read_json(written).get("quantization")
     method = quantization.get("quant_algo") if isinstance(quantization, dict) else "unknown"
-    if method is not None:  # else only the KV cache is quantised
+    # Without a method only the KV cache is quantised.
+    if method is not None:
         raise UnsupportedCheckpoint(
             f"{written.name}: quantised weights ({method}) are not supported: {_UNQUANTISED}"
         )
@@ -339,7 +340,7 @@ def _experts(raw: Json, family: ModelFamily, layers: int) -> ExpertsConfig | Non
     if family not in _EXPERTS:
         return None
     mixtral = family == "mixtral"
-    # Both spellings, whichever tool wrote it.
+    # Tools write one or the other of these two keys.
     count = positive(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts")
     per_token = positive(raw, "num_experts_per_tok")
     if per_token > count:

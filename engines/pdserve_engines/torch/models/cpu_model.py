@@ -83,7 +83,7 @@ class CpuModel:
 
     @property
     def torch_threads(self) -> int:
-        # The kernels have threads of their own, which torch's would only slow down.
+        # The kernels have threads of their own, and torch's threads would only slow them down.
         return 1
 
     @property
@@ -116,8 +116,8 @@ class CpuModel:
         return torch.from_numpy(hidden)
 
     def greedy(self, batch: ForwardBatch, after: LayersDoneFn | None = None) -> list[int]:
-        # No tensor on this path: between two steps' weights the caches hold little of torch, and
-        # waking it up would take as long as a tenth of a small model's step.
+        # This path makes no tensor: a step's weights evict torch's code from the CPU caches, and
+        # loading it again would take a tenth of a small model's step.
         return self._native.greedy(*batch.arrays, after)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,8 @@ def _yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # avoids a division by zero
+        # This avoids a division by zero.
+        high += 0.001
     pairs = torch.arange(head_dim // 2, dtype=torch.float32)
     blend = ((pairs - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies / rope.factor * blend + frequencies * (1 - blend)

@@ -58,7 +58,8 @@ class TorchModel:
 
     @property
     def exact(self) -> str:
-        return ""  # the order in which products are summed depends on the number of rows
+        # The order in which products are summed depends on the number of rows.
+        return ""
 
     @property
     def torch_threads(self) -> int:

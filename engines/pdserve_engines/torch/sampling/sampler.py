@@ -136,8 +136,8 @@ class Sampler:
                 values = logits[row, every]
                 factor = sampling.repetition_penalty
                 scaled = torch.where(values > 0, values / factor, values * factor)
-                # A tiny factor overflows, and infinities alone cannot be drawn from; one
-                # that rounds to zero would make NaN of a masked token.
+                # A tiny factor makes infinities, from which no token can be drawn. A factor that
+                # rounds to zero makes NaN of a masked token.
                 most = torch.finfo(scaled.dtype).max
                 logits[row, every] = scaled.nan_to_num_(
                     nan=-torch.inf, posinf=most, neginf=-torch.inf
